@@ -1,0 +1,108 @@
+"""Errors that a person can act on: each names the key, the value, the rule and the fix.
+
+A check never stops at the first fault: it collects `Problem`s and raises them together.
+`docs/errors.md` explains every code; a test keeps both sets equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One fault in what a person wrote, or in what a run met.
+
+    Args:
+        code: Stable upper-case name, a row of docs/errors.md.
+        key: Path of the offending key (`train.sequence_length`), a file, or "" when neither applies.
+        message: `<name>=<got> <breaks which rule>: <why>`, without a full stop.
+        fix: What to do, with the exact valid values, without a full stop.
+        source: Library file and function that would reject or ignore it, or "".
+    """
+
+    code: str
+    key: str = ""
+    message: str
+    fix: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        origin = f" ({self.source})" if self.source else ""
+        return f"{self.message}{origin}. {self.fix}. [{self.code}]"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Gives the problem as the JSON object that `--json` prints."""
+        return {
+            "code": self.code,
+            "key": self.key,
+            "message": self.message,
+            "fix": self.fix,
+            "source": self.source,
+        }
+
+
+class ToolkitError(Exception):
+    """Base of every error that is shown without a stack trace.
+
+    Args:
+        problems: What is wrong; at least one.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, *problems: Problem) -> None:
+        if not problems:
+            raise ValueError("ToolkitError needs at least one Problem")
+        self.problems = problems
+        super().__init__("\n".join(map(str, problems)))
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of all problems, in order."""
+        return tuple(problem.code for problem in self.problems)
+
+    @classmethod
+    def of(cls, *, code: str, message: str, fix: str, key: str = "", source: str = "") -> ToolkitError:
+        """Builds an error of this class from one problem."""
+        return cls(Problem(code=code, key=key, message=message, fix=fix, source=source))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self.problems)
+
+
+class SpecError(ToolkitError):
+    """What a person wrote cannot be read: YAML, a key, a type, a missing file."""
+
+
+class PlanError(ToolkitError):
+    """The job is readable, but no sound plan follows from it."""
+
+
+class DataError(ToolkitError):
+    """The data set or the tokenizer does not fit the job."""
+
+
+class CheckpointError(ToolkitError):
+    """A checkpoint is absent, incomplete, damaged or of another shape."""
+
+
+class CheckError(ToolkitError):
+    """A check that a person asked for did not pass."""
+
+    exit_code = 1
+
+
+class RunError(ToolkitError):
+    """The run itself failed: a rank died, a disk is full, a port is taken."""
+
+    exit_code = 3
+
+
+def raise_all(error: type[ToolkitError], problems: Iterable[Problem]) -> None:
+    """Raises one error with every problem, or returns when there is none."""
+    found = tuple(problems)
+    if found:
+        raise error(*found)

@@ -1,0 +1,226 @@
+"""The job file as pydantic models: what a person writes, frozen, with unknown keys refused.
+
+Every default here is "not given" (`None`) where the right value depends on the rest of the job;
+`toolkit.plan.resolve` fills it and records why. Names mirror `transformers.TrainingArguments` and
+`trl.SFTConfig` where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, StrictBool
+
+Precision = Literal["bf16", "fp16", "fp32"]
+Method = Literal["full", "lora"]
+Optimizer = Literal["adamw", "adamw_torch", "lion", "sgd"]
+Attention = Literal["eager", "sdpa", "flash_attention_2"]
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"]
+Packing = Literal["wrapped", "separated", "none"]
+DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
+LossOn = Literal["all", "completion", "assistant"]
+Offload = Literal[
+    "none",
+    "optimizer-cpu",
+    "optimizer-cpu-partial",
+    "full-cpu",
+    "optimizer-nvme",
+    "full-nvme",
+    "activations-cpu",
+]
+
+
+def _not_a_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+Count = Annotated[PositiveInt, BeforeValidator(_not_a_bool)]
+NonNegativeCount = Annotated[int, Field(ge=0), BeforeValidator(_not_a_bool)]
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+
+
+class Section(BaseModel):
+    """Base of every part of a job: frozen, unknown keys refused, defaults validated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+class Model(Section):
+    """Which model, and how its weights come to be.
+
+    Args:
+        name: Hub id, local folder, `config.json` file, or a name in `configs/models`.
+        revision: Branch, tag or commit on the hub.
+        tokenizer: Hub id or folder of the tokenizer, when it is not the model's own.
+        trust_remote_code: Runs Python code that the model's repository ships.
+        init: `pretrained` loads weights; `random` draws them from `train.seed`.
+    """
+
+    name: str = Field(min_length=1)
+    revision: str | None = None
+    tokenizer: str | None = None
+    trust_remote_code: StrictBool = False
+    init: Literal["pretrained", "random"] | None = None
+
+
+class Cluster(Section):
+    """Which machines.
+
+    Args:
+        gpu: Name in the catalogue (`toolkit gpus`), or `cpu` for processes over gloo.
+        gpus_per_node: Cards, or processes under `cpu`, of each node.
+        nodes: Machines.
+        host_memory_gib: RAM of a node, GiB; from the catalogue when left out.
+        nvme_path: Local folder for NVMe offload.
+        master_port: TCP port of the rendezvous; a free one when left out.
+    """
+
+    gpu: str = Field(min_length=1)
+    gpus_per_node: Count = 1
+    nodes: Count = 1
+    host_memory_gib: PositiveNumber | None = None
+    nvme_path: Path | None = None
+    master_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """World size: one process a card."""
+        return self.gpus_per_node * self.nodes
+
+
+class Lora(Section):
+    """LoRA by peft's names (arXiv 2106.09685)."""
+
+    r: Count = 16
+    lora_alpha: PositiveNumber = 32
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    modules_to_save: tuple[str, ...] = ()
+    use_rslora: StrictBool = False
+
+
+class Train(Section):
+    """How to train. `None` means: `resolve` decides and explains.
+
+    Args:
+        sequence_length: Tokens a sequence.
+        per_device_train_batch_size: Micro batch: sequences a data-parallel rank and forward pass.
+        gradient_accumulation_steps: Micro batches an optimizer step.
+        train_batch_size: Sequences an optimizer step over all ranks; two of the three determine the third.
+        gradient_checkpointing: Recompute activations: all layers, none, or a fraction of them.
+        learning_rate_scaling: Multiplies `learning_rate` by the ratio of `train_batch_size` to
+            `learning_rate_reference_batch_size` (arXiv 1706.02677), or by its square root (arXiv 1404.5997).
+    """
+
+    method: Method = "full"
+    lora: Lora | None = None
+    sequence_length: Count | None = None
+    per_device_train_batch_size: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    train_batch_size: Count | None = None
+    per_device_eval_batch_size: Count | None = None
+    precision: Precision | None = None
+    gradient_accumulation_dtype: Precision | None = None
+    optimizer: Optimizer = "adamw"
+    weight_decay: NonNegativeNumber = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_epsilon: PositiveNumber = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    gradient_checkpointing: StrictBool | Fraction | None = None
+    attention: Attention | None = None
+    learning_rate: PositiveNumber | None = None
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
+    learning_rate_reference_batch_size: Count | None = None
+    lr_scheduler_type: Schedule = "cosine"
+    min_learning_rate_ratio: Fraction | None = None
+    warmup_steps: NonNegativeCount | None = None
+    warmup_ratio: Fraction | None = None
+    max_grad_norm: NonNegativeNumber = 1.0
+    max_steps: Count | None = None
+    num_train_epochs: PositiveNumber | None = None
+    save_steps: Count | None = None
+    save_total_limit: Count | None = None
+    eval_steps: Count | None = None
+    logging_steps: Count = 1
+    report_to: tuple[Literal["tensorboard"], ...] = ()
+    torch_compile: StrictBool = False
+    seed: NonNegativeCount = 0
+    output_dir: Path = Path("runs/job")
+
+
+class Data(Section):
+    """What to train on.
+
+    Args:
+        train: Local .jsonl, .json, .txt, .csv or .parquet files, a folder saved by `datasets`, or a hub id.
+        eval: The same for validation.
+        name: Configuration of a hub data set.
+        split: Split of a hub data set that `train` reads.
+        eval_split: Split of a hub data set that `eval` reads; `validation` when left out.
+        validation_fraction: Share of `train` that is held out for validation.
+        format: `text`, `prompt_completion` or `messages`; `auto` reads it off the columns.
+        packing: `wrapped`: documents joined by end marks and cut; `separated`: joined, but documents do not see each
+            other; `none`: one document a row, padded.
+        loss_on: Tokens that count: `all`, `completion` (prompt_completion), `assistant` (messages).
+        max_samples: Keep only so many documents of `train`.
+    """
+
+    train: str | tuple[str, ...]
+    eval: str | tuple[str, ...] | None = None
+    name: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    validation_fraction: OpenFraction | None = None
+    format: DataFormat = "auto"
+    packing: Packing = "wrapped"
+    loss_on: LossOn = "all"
+    max_samples: Count | None = None
+
+
+class Parallel(Section):
+    """How the model and its state are spread.
+
+    Args:
+        zero_stage: 0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054).
+        offload: Named profile; `toolkit.plan.offload` explains each.
+        offload_ratio: Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`.
+    """
+
+    strategy: Literal["zero"] = "zero"
+    zero_stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(_not_a_bool)] | None = None
+    offload: Offload = "none"
+    offload_ratio: OpenFraction | None = None
+
+
+class Job(Section):
+    """A whole job, as written in YAML or built in Python.
+
+    Args:
+        model: A `Model`, or its name alone.
+        deepspeed: DeepSpeed keys, verbatim; they win over ours, are validated and explained.
+    """
+
+    model: Annotated[Model, BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)]
+    cluster: Cluster
+    train: Train = Train()
+    data: Data | None = None
+    parallel: Parallel = Parallel()
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, *, overrides: tuple[str, ...] = ()) -> Job:
+        """Reads a job file; `overrides` are `train.sequence_length=8192` strings.
+
+        Raises:
+            SpecError: With every unreadable, unknown, duplicate or mistyped key.
+        """
+        from toolkit.spec.loader import load_job
+
+        return load_job(Path(path), overrides=overrides)
