@@ -1,0 +1,267 @@
+"""Reads a job file strictly: duplicate keys, foreign names and numbers written as strings are errors with a fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from toolkit.errors import Problem, SpecError, raise_all
+from toolkit.spec.job import Job
+
+# Spellings of transformers.TrainingArguments and trl.SFTConfig, and where we keep the same thing.
+FOREIGN_KEYS: dict[str, str] = {
+    "optim": "train.optimizer (adamw, adamw_torch, lion or sgd)",
+    "bf16": "train.precision: bf16",
+    "fp16": "train.precision: fp16",
+    "mixed_precision": "train.precision",
+    "torch_dtype": "train.precision",
+    "dtype": "train.precision",
+    "max_length": "train.sequence_length",
+    "max_seq_length": "train.sequence_length",
+    "cutoff_len": "train.sequence_length",
+    "micro_batch_size": "train.per_device_train_batch_size",
+    "train_micro_batch_size_per_gpu": "train.per_device_train_batch_size",
+    "batch_size": "train.per_device_train_batch_size or train.train_batch_size",
+    "gradient_clipping": "train.max_grad_norm",
+    "attn_implementation": "train.attention",
+    "assistant_only_loss": "data.loss_on: assistant",
+    "completion_only_loss": "data.loss_on: completion",
+    "tensor_parallel_size": "nothing yet: this version shards by ZeRO only",
+    "pipeline_parallel_size": "nothing yet: this version shards by ZeRO only",
+    "tensor": "nothing yet: this version shards by ZeRO only",
+    "pipeline": "nothing yet: this version shards by ZeRO only",
+    "stage": "parallel.zero_stage",
+    "zero": "parallel.zero_stage",
+    "lr": "train.learning_rate",
+    "scheduler": "train.lr_scheduler_type",
+    "num_epochs": "train.num_train_epochs",
+    "epochs": "train.num_train_epochs",
+    "dataset": "data.train",
+    "num_gpus": "cluster.gpus_per_node",
+    "num_nodes": "cluster.nodes",
+    "use_peft": "train.method: lora",
+    "lora_r": "train.lora.r",
+    "load_in_4bit": "nothing yet: this version trains full weights and LoRA",
+    "model_name_or_path": "model",
+    "gradient_checkpointing_enable": "train.gradient_checkpointing",
+}
+
+# YAML 1.1 reads 1e-4 (no dot) as a string; what a person means is a number.
+_NUMBER = re.compile(r"^[+-]?(\d[\d_]*)?(\.\d+)?([eE][+-]?\d+)?$")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a mapping with the same key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise SpecError.of(
+                    code="YAML_KEY",
+                    message=f"{node.start_mark.name}, line {line}: key {key!r} is a {type(key).__name__}",
+                    fix="Write keys as plain words",
+                )
+            if key in seen:
+                raise SpecError.of(
+                    code="YAML_DUPLICATE",
+                    key=key,
+                    message=f"{node.start_mark.name}, line {line}: {key} appears twice, first on line {seen[key]}",
+                    fix="Keep one of the two",
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Reads one YAML mapping.
+
+    Raises:
+        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE or YAML_NOT_MAPPING.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, _siblings(path), n=1)
+        fix = f"Did you mean {path.parent / near[0]}" if near else "Check the path"
+        raise SpecError.of(code="FILE_NOT_FOUND", key=str(path), message=f"{path} does not exist", fix=fix) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError.of(
+            code="FILE_UNREADABLE", key=str(path), message=f"{path} cannot be read: {error}", fix="Check the file"
+        ) from None
+    return parse_yaml(text, name=str(path))
+
+
+def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
+    """Parses YAML text whose top level is a mapping; `name` stands for it in errors."""
+    loader = _StrictLoader(text)
+    loader.name = name
+    try:
+        value = loader.get_single_data()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}, line {mark.line + 1}" if mark else name
+        problem = getattr(error, "problem", None) or str(error)
+        raise SpecError.of(
+            code="YAML_SYNTAX", key=name, message=f"{where}: {problem}", fix="Mend the YAML there"
+        ) from None
+    finally:
+        loader.dispose()
+    if not isinstance(value, dict):
+        kind = "nothing" if value is None else f"a {type(value).__name__}"
+        raise SpecError.of(
+            code="YAML_NOT_MAPPING",
+            key=name,
+            message=f"{name} holds {kind}, not a mapping",
+            fix="Start with `model:`, `cluster:` and `train:`",
+        )
+    return value
+
+
+def load_job(path: Path, *, overrides: tuple[str, ...] = ()) -> Job:
+    """Reads a job file and applies `--set` overrides; relative paths stay relative to the working directory."""
+    document = load_yaml(path)
+    for override in overrides:
+        apply_override(document, override)
+    return parse_job(document)
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Changes one value in place: `train.sequence_length=8192`; the value is YAML."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise SpecError.of(
+            code="SET_SYNTAX",
+            key=override,
+            message=f"--set {override} is not key=value",
+            fix="Write --set train.sequence_length=8192",
+        )
+    *parents, leaf = key.strip().split(".")
+    node = document
+    for depth, parent in enumerate(parents):
+        child = node.setdefault(parent, {})
+        if parent == "model" and isinstance(child, str):
+            child = node["model"] = {"name": child}
+        if not isinstance(child, dict):
+            path = ".".join(parents[: depth + 1])
+            raise SpecError.of(
+                code="SET_SYNTAX", key=key, message=f"--set {override}: {path} is {child!r}, not a section", fix=f"Set {path} itself"
+            )
+        node = child
+    try:
+        node[leaf] = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 -- a SafeLoader subclass
+    except yaml.YAMLError:
+        node[leaf] = text
+
+
+def parse_job(document: Mapping[str, Any]) -> Job:
+    """Builds a Job from a mapping.
+
+    Raises:
+        SpecError: With one problem for each unknown, missing or mistyped key.
+    """
+    try:
+        return Job.model_validate(_numbers_from_strings(dict(document), Job))
+    except ValidationError as error:
+        raise_all(SpecError, (_problem(detail) for detail in error.errors(include_url=False)))
+        raise AssertionError("unreachable") from error
+
+
+def _numbers_from_strings(value: Any, annotation: Any) -> Any:
+    """Turns "1e-4" and "8" into numbers where the schema asks for a number; leaves all else as it is."""
+    if isinstance(value, dict):
+        section = _section_of(annotation)
+        if section is None:
+            return value
+        fields = section.model_fields
+        return {
+            key: _numbers_from_strings(item, fields[key].annotation if key in fields else None)
+            for key, item in value.items()
+        }
+    if isinstance(value, str) and _wants_number(annotation) and value.strip() and _NUMBER.match(value.strip()):
+        number = float(value)
+        return int(number) if number.is_integer() else number
+    return value
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(inner for member in get_args(annotation) for inner in _members(member))
+    if hasattr(annotation, "__metadata__"):
+        return _members(get_args(annotation)[0])
+    return (annotation,)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            return member
+    return None
+
+
+def _wants_number(annotation: Any) -> bool:
+    members = [member for member in _members(annotation) if member is not NoneType]
+    return any(member in (int, float) for member in members) and str not in members
+
+
+def _problem(detail: Any) -> Problem:
+    location = [str(part) for part in detail["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))]
+    key = ".".join(part for part in location if part not in ("int", "float", "bool", "str", "Model"))
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(key, detail["input"])
+    if detail["type"] == "missing":
+        return Problem(code="KEY_MISSING", key=key, message=f"{key} is missing", fix=f"Add {key}")
+    message = detail["msg"].removeprefix("Value error, ")
+    given = detail["input"]
+    shown = "a section" if isinstance(given, dict) else repr(given)
+    return Problem(
+        code="KEY_VALUE",
+        key=key,
+        message=f"{key}={shown} ({type(given).__name__}) is not valid",
+        fix=message[0].upper() + message[1:],
+    )
+
+
+def _unknown_key(key: str, value: Any) -> Problem:
+    leaf = key.rpartition(".")[2]
+    if leaf in FOREIGN_KEYS:
+        return Problem(
+            code="KEY_FOREIGN",
+            key=key,
+            message=f"{key}={value!r} is another tool's name",
+            fix=f"Here it is {FOREIGN_KEYS[leaf]}",
+        )
+    known = list(known_keys())
+    leaves = {path.rpartition(".")[2]: path for path in known}
+    exact = [path for path in known if path.rpartition(".")[2] == leaf]
+    near = exact or difflib.get_close_matches(key, known, n=2) or [leaves[m] for m in difflib.get_close_matches(leaf, leaves, n=2)]
+    fix = f"Did you mean {' or '.join(near)}" if near else "Remove it; `toolkit validate --keys` lists what there is"
+    return Problem(code="KEY_UNKNOWN", key=key, message=f"{key} is not a key of a job", fix=fix)
+
+
+def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> tuple[str, ...]:
+    """Gives the dotted path of every key that a job file may hold."""
+    paths: list[str] = []
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = _section_of(field.annotation)
+        paths.append(path)
+        if inner is not None:
+            paths.extend(known_keys(inner, f"{path}."))
+    return tuple(paths)
+
+
+def _siblings(path: Path) -> list[str]:
+    try:
+        return [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return []
