@@ -1,0 +1,33 @@
+"""Finds the folder of configurations that travel with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.errors import SpecError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def configs_root(package: Path = _PACKAGE) -> Path:
+    """Gives the folder that holds `hardware/`, `models/` and `jobs/`.
+
+    A wheel carries it inside the package as `_configs`; a checkout keeps it beside the package as `configs`.
+
+    Args:
+        package: Folder of the installed `toolkit` package.
+
+    Raises:
+        SpecError: CONFIGS_MISSING, if the installation has neither.
+    """
+    candidates = (package / "_configs", package.parent / "configs")
+    for folder in candidates:
+        if (folder / "hardware").is_dir():
+            return folder
+    looked = " and ".join(map(str, candidates))
+    raise SpecError.of(
+        code="CONFIGS_MISSING",
+        key="configs/hardware",
+        message=f"the installation holds no configurations: looked in {looked}",
+        fix="Reinstall the package, or run from a checkout that has its configs folder",
+    )
