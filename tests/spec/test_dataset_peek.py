@@ -1,0 +1,251 @@
+"""peek: facts and every mistake of a job's data, without loading it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import DataError, Problem
+from toolkit.spec.dataset import check_data, peek
+from toolkit.spec.dataset_files import first_bad_json_line
+from toolkit.spec.job import Data
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def write_jsonl(path: Path, *records: Any) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return path
+
+
+def only(problems: tuple[Problem, ...], code: str) -> Problem:
+    assert [problem.code for problem in problems] == [code]
+    return problems[0]
+
+
+@pytest.mark.parametrize(
+    ("record", "format_"),
+    [
+        ({"text": "a", "source": 3}, "text"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+        ({"messages": CHAT}, "messages"),
+    ],
+)
+def test_format_is_read_off_the_columns_of_every_kind_of_source(
+    tmp_path: Path, record: dict[str, Any], format_: str
+) -> None:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    write_jsonl(tmp_path / "a.jsonl", record, record)
+    (tmp_path / "a.json").write_text(json.dumps([record, record], indent=1))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    datasets.Dataset.from_list([record]).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([record])}).save_to_disk(tmp_path / "splits")
+    names = ("a.jsonl", "a.json", "a.parquet", "saved", "splits")
+    facts, problems = peek(Data(train=names), base=tmp_path)
+    assert problems == ()
+    assert facts.format == format_
+    assert facts.columns == tuple(record)
+    assert [source.format for source in facts.train] == [format_] * 5
+    assert [source.kind for source in facts.train] == ["jsonl", "json", "parquet", "saved", "saved"]
+    assert facts.train[0].num_bytes == (tmp_path / "a.jsonl").stat().st_size
+
+
+def test_txt_and_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "b.csv").write_text('prompt,completion\n"a, b",c\n')
+    assert peek(Data(train="a.txt"), base=tmp_path)[0].format == "text"
+    facts, problems = peek(Data(train="b.csv"), base=tmp_path)
+    assert (facts.format, facts.columns, problems) == ("prompt_completion", ("prompt", "completion"), ())
+
+
+@pytest.mark.parametrize("name", ["org/name", "imdb", "allenai/c4.en"])
+def test_a_hub_id_has_no_format_yet(tmp_path: Path, name: str) -> None:
+    facts, problems = peek(Data(train=name, name="en", split="train[:10]"), base=tmp_path)
+    assert problems == ()
+    assert (facts.train[0].kind, facts.format, facts.num_bytes) == ("hub", None, None)
+    assert peek(Data(train=name, format="messages"), base=tmp_path)[0].format == "messages"
+
+
+@pytest.mark.parametrize("name", ["data/train.jsonl", "./org/name", "a/b/c", "data/train.tsv"])
+def test_what_looks_like_a_path_is_not_found(tmp_path: Path, name: str) -> None:
+    problem = only(peek(Data(train=name), base=tmp_path)[1], "DATA_NOT_FOUND")
+    assert problem.key == "data.train"
+
+
+def test_not_found_names_the_nearest_file(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", {"text": "a"})
+    problem = only(peek(Data(train="tarin.jsonl"), base=tmp_path)[1], "DATA_NOT_FOUND")
+    assert str(tmp_path / "train.jsonl") in problem.fix
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("content", ["", "\n \n\n"])
+def test_empty(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    problems = peek(Data(train=name), base=tmp_path)[1]
+    assert problems[0].code == ("DATA_READ" if name == "a.parquet" and content else "DATA_EMPTY")
+    assert len(problems) == 1
+
+
+def test_an_empty_array_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(" [ ]")
+    only(peek(Data(train="a.json"), base=tmp_path)[1], "DATA_EMPTY")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", '{"text": "a"}\n\n{"text": "b"\n', "line 3 is not JSON: Expecting ',' delimiter"),
+        ("a.jsonl", '{"text": "a"}\n["b"]\n', "line 2 holds a list, not an object"),
+        ("a.jsonl", "{'text': 'a'}\n{'text': 'a'}\n", "line 1 is not JSON: Expecting property name"),
+        ("a.json", '[{"text": "a"},\n {"text": "b"}\n {"text": "c"}]', "line 3 is not JSON"),
+        ("a.json", '[{"text": "a"}, "b"]', "element 2 holds a string, not an object"),
+        ("a.json", '[{"text": "a"}', "line 1 is not JSON"),
+    ],
+)
+def test_bad_json_names_file_line_and_fault(tmp_path: Path, name: str, content: str, says: str) -> None:
+    (tmp_path / name).write_text(content)
+    problem = only(peek(Data(train=name), base=tmp_path)[1], "DATA_JSON")
+    assert str(tmp_path / name) in problem.message
+    assert says in problem.message
+
+
+def test_the_first_bad_line_is_found_beyond_the_head(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n' * 3000 + "oops\n")
+    assert peek(Data(train="a.jsonl"), base=tmp_path)[1] == ()
+    assert (first_bad_json_line(path) or "").startswith("line 3001 is not JSON")
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("é".encode("latin1") + b"\n")
+    only(peek(Data(train="a.txt"), base=tmp_path)[1], "DATA_ENCODING")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + "é".encode("latin1") + b'"}\n')
+    assert "line 1 is not UTF-8" in only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_JSON").message
+
+
+@pytest.mark.parametrize(
+    ("record", "fix"),
+    [
+        ({"promt": "a", "completion": "b"}, "promt to prompt"),
+        ({"instruction": "a", "output": "b"}, "instruction to prompt, output to completion"),
+        ({"conversations": []}, "conversations to messages"),
+        ({"x": 1}, "Give the columns text; prompt and completion; or messages"),
+    ],
+)
+def test_columns_names_the_closest(tmp_path: Path, record: dict[str, Any], fix: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", record)
+    assert fix in only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_COLUMNS").fix
+
+
+def test_format_against_columns(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    problem = only(peek(Data(train="a.jsonl", format="messages"), base=tmp_path)[1], "DATA_FORMAT")
+    assert (problem.key, problem.fix) == ("data.format", "Set data.format to text")
+    write_jsonl(tmp_path / "b.jsonl", {"text": "a", "messages": CHAT})
+    problem = only(peek(Data(train="b.jsonl"), base=tmp_path)[1], "DATA_FORMAT")
+    assert problem.fix == "Set data.format to one of text, messages"
+    assert peek(Data(train="b.jsonl", format="text"), base=tmp_path)[0].format == "text"
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"text": 5}, "text is a number, not a string"),
+        ({"text": None}, "text is absent or null"),
+        ({"prompt": "a", "completion": ["b"]}, "completion is a list"),
+        ({"messages": "hi"}, "messages is a string, not a list of {role, content}"),
+        ({"messages": []}, "messages is an empty list"),
+        ({"messages": ["hi"]}, "messages[0] is a string"),
+        ({"messages": [{"from": "human", "value": "x"}]}, "messages[0].role is absent"),
+        ({"messages": [*CHAT, {"role": "user", "content": [1]}]}, "messages[2].content is a list"),
+    ],
+)
+def test_types_name_the_record(tmp_path: Path, record: dict[str, Any], says: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", record)
+    problem = only(peek(Data(train=("a.jsonl",)), base=tmp_path)[1], "DATA_TYPE")
+    assert problem.key == "data.train[0]"
+    assert says in problem.message
+
+
+def test_a_column_missing_in_a_later_record_is_a_type_fault(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b"}, {"other": "c"})
+    assert "line 3" in only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_TYPE").message
+
+
+def test_suffix(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("text\na\n")
+    (tmp_path / "folder").mkdir()
+    assert only(peek(Data(train="a.tsv"), base=tmp_path)[1], "DATA_SUFFIX").message.endswith("suffix=.tsv")
+    only(peek(Data(train="folder"), base=tmp_path)[1], "DATA_SUFFIX")
+
+
+@pytest.mark.parametrize(
+    ("record", "loss_on", "fix"),
+    [
+        ({"text": "a"}, "completion", "all"),
+        ({"messages": CHAT}, "completion", "all or assistant"),
+        ({"prompt": "a", "completion": "b"}, "assistant", "all or completion"),
+    ],
+)
+def test_loss_on(tmp_path: Path, record: dict[str, Any], loss_on: Any, fix: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", record)
+    problem = only(peek(Data(train="a.jsonl", loss_on=loss_on), base=tmp_path)[1], "DATA_LOSS_ON")
+    assert problem.fix == f"Set data.loss_on to {fix}"
+
+
+def test_mixed(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    write_jsonl(tmp_path / "b.jsonl", {"messages": CHAT})
+    facts, problems = peek(Data(train="a.jsonl", eval="b.jsonl"), base=tmp_path)
+    assert "a.jsonl is text, b.jsonl is messages" in only(problems, "DATA_MIXED").message
+    assert facts.format is None
+
+
+def test_split_of_a_saved_folder(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "saved")
+    problem = only(peek(Data(train="saved", eval="saved"), base=tmp_path)[1], "DATA_SPLIT")
+    assert problem.key == "data.eval_split"
+
+
+def test_keys_that_nothing_would_read(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    problems = peek(Data(train="a.jsonl", name="x", split="test", eval_split="test"), base=tmp_path)[1]
+    assert [problem.key for problem in problems] == ["data.eval_split", "data.name", "data.split"]
+    assert {problem.code for problem in problems} == {"DATA_SPLIT"}
+    only(peek(Data(train="a.jsonl", eval="a.jsonl", validation_fraction=0.1), base=tmp_path)[1], "DATA_VALIDATION")
+
+
+def test_all_problems_are_raised_together(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n{\n')
+    with pytest.raises(DataError) as caught:
+        check_data(Data(train=("a.jsonl", "b.jsonl"), loss_on="assistant"), base=tmp_path)
+    assert caught.value.codes == ("DATA_JSON", "DATA_TYPE", "DATA_NOT_FOUND", "DATA_LOSS_ON")
+
+
+def test_a_damaged_parquet_and_a_ragged_csv_are_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1nonsense")
+    (tmp_path / "a.csv").write_text("text\na,b\n")
+    only(peek(Data(train="a.parquet"), base=tmp_path)[1], "DATA_READ")
+    assert "line 2" in only(peek(Data(train="a.csv"), base=tmp_path)[1], "DATA_READ").message
+
+
+def test_peek_imports_no_training_library(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", {"text": "a"})
+    code = (
+        "import sys; from pathlib import Path;"
+        "from toolkit.spec.dataset import peek; from toolkit.spec.job import Data;"
+        f"peek(Data(train='a.jsonl'), base=Path({str(tmp_path)!r}));"
+        "print({'torch', 'datasets', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

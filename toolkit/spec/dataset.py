@@ -1,0 +1,206 @@
+"""What a job's data is, and every mistake in it that shows without loading it: no torch, no `datasets`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import DataError, Problem, raise_all
+from toolkit.spec.dataset_files import SUFFIXES, Kind, read_head
+from toolkit.spec.dataset_formats import Format, as_format, loss_on_problem, record_fault, resolve_format
+from toolkit.spec.job import Data
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILE_SUFFIXES = {".tsv", ".gz", ".zst", ".zip", ".tar", ".jsonlines", ".ndjson", ".arrow", ".md", ".yaml", ".xlsx"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFacts:
+    """One entry of `data.train` or `data.eval`.
+
+    Args:
+        name: As written in the job.
+        kind: Suffix family of a file, `saved` (a folder of `datasets`), or `hub`.
+        path: Where it lies; None for the hub.
+        columns: Names of its columns; empty for the hub.
+        format: What its records are; None when only loading it tells.
+        num_bytes: Size on disk, bytes; None for the hub.
+    """
+
+    name: str
+    kind: Kind
+    path: Path | None
+    columns: tuple[str, ...]
+    format: Format | None
+    num_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFacts:
+    """All sources of a job's data, and the one format that they share (None when only loading tells)."""
+
+    train: tuple[SourceFacts, ...]
+    eval: tuple[SourceFacts, ...]
+    format: Format | None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the training sources, in order of first appearance."""
+        return tuple(dict.fromkeys(column for source in self.train for column in source.columns))
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Size of the local training sources on disk, bytes; None when one lies on the hub."""
+        sizes = [source.num_bytes for source in self.train]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[Problem, ...]]:
+    """Looks at the head of every source (1000 records a file), never stopping at the first fault.
+
+    Args:
+        data: The job's data section.
+        base: Folder that relative paths start from; the working directory when None.
+    Returns:
+        The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
+        DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
+        DATA_VALIDATION.
+    """
+    problems: list[Problem] = []
+    root = base or Path.cwd()
+    sources: dict[str, list[SourceFacts]] = {"train": [], "eval": []}
+    splits = {"train": data.split, "eval": data.eval_split or "validation"}
+    for part, names in (("train", data.train), ("eval", data.eval)):
+        for key, name in _entries(f"data.{part}", names):
+            facts = _look_at(name, data, key=key, root=root, split=splits[part], problems=problems)
+            if facts is not None:
+                sources[part].append(facts)
+    everything = sources["train"] + sources["eval"]
+    formats = {source.format for source in everything if source.format is not None}
+    if len(formats) > 1:
+        problems.append(_mixed(everything))
+    found = next(iter(formats)) if len(formats) == 1 else None
+    problems += _combination_problems(data, found, everything)
+    return DatasetFacts(train=tuple(sources["train"]), eval=tuple(sources["eval"]), format=found), tuple(problems)
+
+
+def check_data(data: Data, *, base: Path | None = None) -> DatasetFacts:
+    """Gives the facts of `peek`, or raises DataError with all its problems."""
+    facts, problems = peek(data, base=base)
+    raise_all(DataError, problems)
+    return facts
+
+
+def _entries(key: str, names: str | tuple[str, ...] | None) -> list[tuple[str, str]]:
+    if names is None:
+        return []
+    if isinstance(names, str):
+        return [(key, names)]
+    return [(f"{key}[{index}]", name) for index, name in enumerate(names)]
+
+
+def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problems: list[Problem]) -> SourceFacts | None:
+    path = (root / Path(name).expanduser()).resolve()
+    wanted = None if data.format == "auto" else as_format(data.format)
+    if not path.exists():
+        if is_hub_id(name):
+            return SourceFacts(name=name, kind="hub", path=None, columns=(), format=wanted, num_bytes=None)
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
+        fix = (
+            f"Did you mean {path.with_name(near[0])}?"
+            if near
+            else "Name an existing file, or a hub id such as org/name"
+        )
+        where = "" if path.parent.is_dir() else f": the folder {path.parent} does not exist either"
+        message = f"{key}={name} is not found at {path}{where}"
+        problems.append(Problem(code="DATA_NOT_FOUND", key=key, message=message, fix=fix))
+        return None
+    kind = _local_kind(path)
+    if kind is None:
+        what = (
+            "a folder without state.json or dataset_dict.json" if path.is_dir() else f"suffix={path.suffix or 'none'}"
+        )
+        message = f"{key}={name} is of no kind that is read: {what}"
+        fix = f"Name a file ending in {', '.join(SUFFIXES)}, or a folder written by Dataset.save_to_disk"
+        problems.append(Problem(code="DATA_SUFFIX", key=key, message=message, fix=fix))
+        return None
+    head = read_head(path, kind, key=key, split=split)
+    problems += head.problems
+    format_ = wanted
+    if head.columns:
+        resolved = resolve_format(head.columns, data.format, key=key, name=name)
+        if isinstance(resolved, Problem):
+            problems.append(resolved)
+            format_ = None
+        else:
+            format_ = resolved
+            problems += _type_problems(head.records, resolved, key=key, name=name)
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    num_bytes = sum(file.stat().st_size for file in files)
+    return SourceFacts(name=name, kind=kind, path=path, columns=head.columns, format=format_, num_bytes=num_bytes)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no local path reads as `org/name` or a bare name on the hub."""
+    suffix = Path(name).suffix.lower()
+    return _HUB_ID.fullmatch(name) is not None and suffix not in SUFFIXES and suffix not in _FILE_SUFFIXES
+
+
+def _local_kind(path: Path) -> Kind | None:
+    if path.is_dir():
+        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return "saved" if saved else None
+    return SUFFIXES.get(path.suffix.lower())
+
+
+def _type_problems(
+    records: Iterable[tuple[int, dict[str, Any]]], format_: Format, *, key: str, name: str
+) -> list[Problem]:
+    faults = [(number, fault) for number, record in records if (fault := record_fault(record, format_))]
+    if not faults:
+        return []
+    more = f" (and {len(faults) - 1} more records)" if len(faults) > 1 else ""
+    shapes = {
+        "text": 'Make text a string: {"text": "..."}',
+        "prompt_completion": 'Make both strings: {"prompt": "...", "completion": "..."}',
+        "messages": 'Write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+    }
+    message = f"{name}, record at line {faults[0][0]}: {faults[0][1]}{more}"
+    return [Problem(code="DATA_TYPE", key=key, message=message, fix=shapes[format_])]
+
+
+def _mixed(sources: list[SourceFacts]) -> Problem:
+    listed = ", ".join(f"{source.name} is {source.format}" for source in sources if source.format is not None)
+    message = f"data has several formats: {listed}"
+    return Problem(code="DATA_MIXED", key="data", message=message, fix="Give all files of a job the same columns")
+
+
+def _combination_problems(data: Data, format_: Format | None, sources: list[SourceFacts]) -> list[Problem]:
+    """Checks keys against each other: none may be accepted and then not used."""
+    problems: list[Problem] = []
+    if format_ is not None and (problem := loss_on_problem(data.loss_on, format_)):
+        problems.append(problem)
+    if data.eval is not None and data.validation_fraction is not None:
+        message = (
+            f"data.validation_fraction={data.validation_fraction} conflicts with data.eval: both name validation data"
+        )
+        fix = "Remove one of the two"
+        problems.append(Problem(code="DATA_VALIDATION", key="data.validation_fraction", message=message, fix=fix))
+    if data.eval_split is not None and data.eval is None:
+        message = f"data.eval_split={data.eval_split} is read by nothing: data.eval is not given"
+        fix = "Set data.eval to the data set whose split it is, or remove data.eval_split"
+        problems.append(Problem(code="DATA_SPLIT", key="data.eval_split", message=message, fix=fix))
+    kinds = {source.kind for source in sources}
+    if data.name is not None and kinds and "hub" not in kinds:
+        message = (
+            f"data.name={data.name} is read by nothing: it is a configuration of a hub data set, and all data is local"
+        )
+        problems.append(Problem(code="DATA_SPLIT", key="data.name", message=message, fix="Remove data.name"))
+    if data.split != "train" and kinds and not kinds & {"hub", "saved"}:
+        message = f"data.split={data.split} is read by nothing: local files have no splits"
+        problems.append(Problem(code="DATA_SPLIT", key="data.split", message=message, fix="Remove data.split"))
+    return problems

@@ -1,0 +1,239 @@
+"""The head of a data file: its columns and first records, read without torch and without `datasets`."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.errors import Problem
+
+Kind = Literal["jsonl", "json", "txt", "csv", "parquet", "saved", "hub"]
+SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".json": "json", ".txt": "txt", ".csv": "csv", ".parquet": "parquet"}
+
+PEEK_RECORDS = 1000  # records a file: every mistake made throughout a file shows, and the read stays under 50 ms
+PEEK_BYTES = 16 * 2**20  # bytes of a .json or .csv file that are read: their records do not end with the line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What the first records of a file show.
+
+    Args:
+        columns: Names in order of first appearance.
+        records: (line of a text file or number of the record, from 1; its columns).
+        problems: What is wrong with the file itself.
+    """
+
+    columns: tuple[str, ...] = ()
+    records: tuple[tuple[int, dict[str, Any]], ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head:
+    """Reads up to `PEEK_RECORDS` records of a local file or of a folder that `datasets` saved.
+
+    Args:
+        path: An existing file, or folder for `saved`.
+        key: Key path that problems name.
+        split: Split of a saved `DatasetDict`.
+    Returns:
+        The head; its problems are DATA_EMPTY, DATA_JSON, DATA_ENCODING, DATA_READ, DATA_SPLIT.
+    """
+    readers: dict[str, Callable[[], Head]] = {
+        "jsonl": lambda: _read_jsonl(path, key),
+        "json": lambda: _read_json(path, key),
+        "txt": lambda: _read_txt(path, key),
+        "csv": lambda: _read_csv(path, key),
+        "parquet": lambda: _read_parquet(path, key),
+        "saved": lambda: _read_saved(path, key, split),
+    }
+    try:
+        head = readers[kind]()
+    except UnicodeDecodeError as error:
+        message = f"{path} is not UTF-8: {error.reason}, byte {error.object[error.start]:#04x} at offset {error.start}"
+        fix = f"Convert it: iconv -f LATIN1 -t UTF-8 {path.name}"
+        return Head(problems=(Problem(code="DATA_ENCODING", key=key, message=message, fix=fix),))
+    except (OSError, ValueError, LookupError, csv.Error) as error:  # pyarrow.ArrowInvalid is a ValueError
+        return Head(problems=(_unreadable(path, kind, key, error),))
+    if head.records or head.problems:
+        return head
+    found = "is empty (0 bytes)" if path.is_file() and path.stat().st_size == 0 else "holds no record"
+    problem = Problem(code="DATA_EMPTY", key=key, message=f"{path} {found}", fix="Name files that hold documents")
+    return Head(columns=head.columns, problems=(problem,))
+
+
+def first_bad_json_line(path: Path) -> str | None:
+    """Says which line of a JSON-lines file is the first that is not an object, and why; None when all are."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip() and isinstance(found := _parse_line(line), str):
+                return f"line {number} {found}"
+    return None
+
+
+def _unreadable(path: Path, kind: Kind, key: str, error: Exception) -> Problem:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    message = f"{path} cannot be read as {kind}: {reason}"
+    fix = "Name a .jsonl, .json, .txt, .csv or .parquet file whose content matches its suffix"
+    return Problem(code="DATA_READ", key=key, message=message, fix=fix)
+
+
+def _json_problem(path: Path, key: str, found: str) -> Problem:
+    fix = 'Write one object a line, such as {"text": "..."}, or in .json an array of objects'
+    return Problem(code="DATA_JSON", key=key, message=f"{path}: {found}", fix=fix)
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | str:
+    """Gives the object of one line, or what is wrong with it."""
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}"
+    except json.JSONDecodeError as error:
+        return f"is not JSON: {error.msg} at column {error.colno}"
+    return value if isinstance(value, dict) else f"holds {_article(value)}, not an object"
+
+
+def _article(value: Any) -> str:
+    names = {
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        dict: "an object",
+    }
+    return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")
+
+
+def _columns(records: list[tuple[int, dict[str, Any]]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(record for _, record in records)))
+
+
+def _read_jsonl(path: Path, key: str) -> Head:
+    records: list[tuple[int, dict[str, Any]]] = []
+    bad: list[str] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            found = _parse_line(line)
+            if isinstance(found, str):
+                bad.append(f"line {number} {found}")
+            else:
+                records.append((number, found))
+            if len(records) + len(bad) == PEEK_RECORDS:
+                break
+    more = f" (and {len(bad) - 1} more of the first {len(records) + len(bad)} lines)" if len(bad) > 1 else ""
+    problems = (_json_problem(path, key, bad[0] + more),) if bad else ()
+    return Head(columns=_columns(records), records=tuple(records), problems=problems)
+
+
+def _read_json(path: Path, key: str) -> Head:
+    with path.open("rb") as file:
+        raw = file.read(PEEK_BYTES + 1)
+    whole = len(raw) <= PEEK_BYTES
+    text = raw.decode("utf-8-sig", errors="strict" if whole else "ignore")
+    if not text.lstrip().startswith("["):
+        return _read_jsonl(path, key)
+    records: list[tuple[int, dict[str, Any]]] = []
+    try:
+        for number, value in enumerate(_array_items(text), 1):
+            if not isinstance(value, dict):
+                found = f"element {number} holds {_article(value)}, not an object"
+                return Head(records=tuple(records), problems=(_json_problem(path, key, found),))
+            records.append((number, value))
+            if len(records) == PEEK_RECORDS:
+                break
+    except json.JSONDecodeError as error:
+        if whole or not records:  # otherwise the array merely goes on past what was read
+            found = f"line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
+            return Head(columns=_columns(records), records=tuple(records), problems=(_json_problem(path, key, found),))
+    return Head(columns=_columns(records), records=tuple(records))
+
+
+def _array_items(text: str) -> Iterator[Any]:
+    """Decodes the elements of a JSON array one by one, so that a long file need not be read to its end."""
+    decoder = json.JSONDecoder()
+
+    def skip(at: int) -> int:
+        while at < len(text) and text[at] in " \t\r\n":
+            at += 1
+        return at
+
+    at = skip(text.index("[") + 1)
+    if text[at : at + 1] == "]":
+        return
+    while True:
+        value, at = decoder.raw_decode(text, at)
+        yield value
+        at = skip(at)
+        if text[at : at + 1] == "]":
+            return
+        if text[at : at + 1] != ",":
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        at = skip(at + 1)
+
+
+def _read_txt(path: Path, key: str) -> Head:
+    with path.open(encoding="utf-8-sig") as lines:
+        filled = ((number, {"text": line.rstrip("\n")}) for number, line in enumerate(lines, 1) if line.strip())
+        return Head(columns=("text",), records=tuple(itertools.islice(filled, PEEK_RECORDS)))
+
+
+def _read_csv(path: Path, key: str) -> Head:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = file.readlines(PEEK_BYTES)
+    blank = next((index for index, line in enumerate(lines) if line.strip()), len(lines))
+    rows = csv.DictReader(lines[blank:])
+    columns = tuple(rows.fieldnames or ())
+    records = tuple((blank + rows.line_num, dict(row)) for row in itertools.islice(rows, PEEK_RECORDS))
+    ragged = next((number for number, record in records if None in record), None)
+    if ragged is not None:
+        message = f"{path}: line {ragged} has more cells than the header's {len(columns)}"
+        fix = 'Quote cells that hold a comma: "a, b"'
+        return Head(columns=columns, problems=(Problem(code="DATA_READ", key=key, message=message, fix=fix),))
+    return Head(columns=columns, records=records)
+
+
+def _read_parquet(path: Path, key: str) -> Head:
+    if path.stat().st_size == 0:
+        return Head()
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = tuple(file.schema_arrow.names)
+        batch = next(file.iter_batches(batch_size=PEEK_RECORDS), None)
+        rows = [] if batch is None else batch.to_pylist()
+    return Head(columns=columns, records=tuple(enumerate(rows, 1)))
+
+
+def _read_saved(path: Path, key: str, split: str) -> Head:
+    import pyarrow.ipc
+
+    splits_file = path / "dataset_dict.json"
+    if splits_file.is_file():
+        splits = json.loads(splits_file.read_text(encoding="utf-8"))["splits"]
+        if split not in splits:
+            message = f"{path} has no split {split!r}: it holds {', '.join(splits)}"
+            split_key = "data.eval_split" if key.startswith("data.eval") else "data.split"
+            problem = Problem(
+                code="DATA_SPLIT", key=split_key, message=message, fix=f"Set it to one of {', '.join(splits)}"
+            )
+            return Head(problems=(problem,))
+        path = path / split
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    info = json.loads((path / "dataset_info.json").read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = []
+    for entry in state["_data_files"]:
+        with pyarrow.memory_map(str(path / entry["filename"])) as source:
+            for batch in pyarrow.ipc.open_stream(source):
+                rows += batch.slice(0, PEEK_RECORDS - len(rows)).to_pylist()
+                if len(rows) >= PEEK_RECORDS:
+                    break
+    return Head(columns=tuple(info["features"]), records=tuple(enumerate(rows, 1)))
