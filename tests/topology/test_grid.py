@@ -1,0 +1,122 @@
+import doctest
+import itertools
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import toolkit.topology.grid
+from toolkit.errors import PlanError
+from toolkit.topology import AXES, KINDS, Coordinate, Grid
+
+grids = st.builds(Grid, pp=st.integers(1, 6), dp=st.integers(1, 6), tp=st.integers(1, 6))
+axis_sets = st.sets(st.sampled_from(AXES), min_size=1).map(sorted)
+
+
+def test_doctests():
+    result = doctest.testmod(toolkit.topology.grid)
+    assert result.attempted >= 6
+    assert result.failed == 0
+
+
+@given(grids, st.sampled_from(sorted(KINDS)))
+def test_each_kind_partitions_the_world(grid: Grid, kind: str):
+    groups = grid.groups(kind)
+    assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
+    assert {len(group) for group in groups} == {grid.size(kind)}
+    assert all(list(group) == sorted(group) for group in groups)
+
+
+@given(grids, axis_sets, st.data())
+def test_a_group_differs_only_on_its_axes(grid: Grid, axes: list[str], data: st.DataObject):
+    rank = data.draw(st.integers(0, grid.world_size - 1))
+    group = grid.group_of(rank, *axes)
+    assert [g for g in grid.groups(*axes) if rank in g] == [group]
+    assert grid.groups(*axes) == grid.groups("-".join(reversed(axes)))
+    fixed = [axis for axis in AXES if axis not in axes]
+    place = grid.coordinate(rank)
+    like = [
+        r for r in range(grid.world_size) if all(getattr(grid.coordinate(r), a) == getattr(place, a) for a in fixed)
+    ]
+    assert list(group) == like
+
+
+@given(grids)
+def test_rank_and_coordinate_are_inverse_and_tp_runs_fastest(grid: Grid):
+    places = [grid.coordinate(rank) for rank in range(grid.world_size)]
+    assert [grid.rank(place) for place in places] == list(range(grid.world_size))
+    assert places == sorted(places)  # row by row through (pp, dp, tp)
+
+
+@given(grids)
+def test_pipeline_neighbours(grid: Grid):
+    for rank in range(grid.world_size):
+        column = grid.group_of(rank, "pp")
+        stage = grid.coordinate(rank).pp
+        assert grid.next_stage(rank) == (column[stage + 1] if stage + 1 < grid.pp else None)
+        assert grid.previous_stage(rank) == (column[stage - 1] if stage else None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(grids)
+def test_equals_deepspeed(grid: Grid):
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    theirs = PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp)
+    assert theirs.world_size() == grid.world_size
+    for ours, name in (("pp", "pipe"), ("dp", "data"), ("tp", "model")):
+        assert [list(group) for group in grid.groups(ours)] == theirs.get_axis_comm_lists(name)
+    for rank in range(grid.world_size):
+        place = grid.coordinate(rank)
+        assert tuple(theirs.get_coord(rank)) == (place.pp, place.dp, place.tp)
+        assert theirs.get_rank(pipe=place.pp, data=place.dp, model=place.tp) == rank
+    for stage in range(grid.pp):
+        assert list(grid.groups("stage")[stage]) == theirs.filter_match(pipe=stage)
+    for replica in range(grid.dp):
+        assert list(grid.groups("model")[replica]) == theirs.filter_match(data=replica)
+
+
+def test_names_of_kinds_are_equal_to_their_axes():
+    grid = Grid(pp=3, dp=2, tp=4)
+    assert grid.groups("model") == grid.groups("pp-tp") == grid.groups("tp", "pp")
+    assert grid.groups("stage") == grid.groups("dp-tp")
+    assert grid.groups("world") == grid.groups("pp", "dp", "tp") == (tuple(range(24)),)
+    assert grid.groups("model", "dp") == grid.groups("world")
+
+
+def test_hundred_thousand_ranks():
+    grid = Grid(pp=10, dp=1250, tp=8)
+    assert sum(len(grid.groups(kind)) * grid.size(kind) for kind in KINDS) == len(KINDS) * 100_000
+
+
+def test_from_world_derives_data_or_says_what_divides():
+    assert Grid.from_world(world_size=24, pp=3, tp=4) == Grid(pp=3, dp=2, tp=4)
+    with pytest.raises(PlanError) as caught:
+        Grid.from_world(world_size=8, pp=3)
+    (problem,) = caught.value.problems
+    assert problem.code == "GRID_WORLD"
+    assert problem.fix == "Set pipeline × tensor to one of 1, 2, 4, 8"
+
+
+def test_faults():
+    with pytest.raises(PlanError) as caught:
+        Grid(pp=0, tp=-1)
+    assert caught.value.codes == ("GRID_SIZE", "GRID_SIZE")
+    grid = Grid(dp=2)
+    for call in (grid.coordinate, grid.next_stage, grid.previous_stage):
+        with pytest.raises(ValueError, match="rank 2"):
+            call(2)
+    with pytest.raises(ValueError, match="outside"):
+        grid.rank(Coordinate(pp=0, dp=2, tp=0))
+    with pytest.raises(ValueError, match="'cp' is no kind"):
+        grid.groups("cp")
+    with pytest.raises(ValueError, match="no kind of group"):
+        grid.groups()
+
+
+def test_needs_no_torch():
+    import subprocess
+
+    code = "import sys, toolkit.topology, toolkit.topology.table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

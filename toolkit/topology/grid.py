@@ -1,0 +1,223 @@
+"""The grid of ranks: pipeline × data × tensor, and the ranks of every group. Arithmetic only.
+
+Ranks count row by row through (pp, dp, tp), so tensor neighbours are adjacent and land on one node, and pipeline
+stages are farthest apart: the traffic of a stage boundary is the smallest. DeepSpeed's
+`PipeModelDataParallelTopology` (deepspeed/runtime/pipe/topology.py) numbers ranks in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from toolkit.errors import PlanError, Problem, raise_all
+
+Axis = Literal["pp", "dp", "tp"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+# The kinds of group that something in the toolkit uses, by name, with the axes a group extends over.
+KINDS: dict[str, tuple[Axis, ...]] = {
+    "tp": ("tp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "model": ("pp", "tp"),
+    "stage": ("dp", "tp"),
+    "dp-pp": ("pp", "dp"),
+    "world": AXES,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Coordinate:
+    """Place of a rank on each axis, from 0."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    def as_dict(self) -> dict[str, int]:
+        """Gives `{"pp": …, "dp": …, "tp": …}`."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Sizes of the three axes, outermost first.
+
+    >>> grid = Grid(pp=2, dp=2, tp=2)
+    >>> grid.coordinate(5)
+    Coordinate(pp=1, dp=0, tp=1)
+    >>> for kind in ("tp", "dp", "pp", "model", "stage"):
+    ...     print(f"{kind:6}", *grid.groups(kind))
+    tp     (0, 1) (2, 3) (4, 5) (6, 7)
+    dp     (0, 2) (1, 3) (4, 6) (5, 7)
+    pp     (0, 4) (1, 5) (2, 6) (3, 7)
+    model  (0, 1, 4, 5) (2, 3, 6, 7)
+    stage  (0, 1, 2, 3) (4, 5, 6, 7)
+
+    Args:
+        pp: Pipeline stages.
+        dp: Data-parallel replicas, over which ZeRO shards.
+        tp: Ranks that share each layer.
+
+    Raises:
+        PlanError: GRID_SIZE, if a size is below 1.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        raise_all(
+            PlanError,
+            (
+                Problem(
+                    code="GRID_SIZE",
+                    key=f"parallel.{name}",
+                    message=f"{name}={size} is below 1: each axis of the grid holds at least one rank",
+                    fix=f"Set {name} to 1 or more",
+                )
+                for name, size in (("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp))
+                if size < 1
+            ),
+        )
+
+    @classmethod
+    def from_world(cls, *, world_size: int, pp: int = 1, tp: int = 1) -> Grid:
+        """Builds the grid that fills `world_size` ranks; what pipeline and tensor leave over is data-parallel.
+
+        >>> Grid.from_world(world_size=16, pp=2, tp=4)
+        Grid(pp=2, dp=2, tp=4)
+
+        Raises:
+            PlanError: GRID_WORLD, if pp × tp does not divide world_size; GRID_SIZE.
+        """
+        model = cls(pp=pp, tp=tp)
+        if world_size < 1 or world_size % model.world_size:
+            raise PlanError.of(
+                code="GRID_WORLD",
+                key="parallel",
+                message=f"pipeline={pp} × tensor={tp} = {model.world_size} ranks does not divide "
+                f"nodes × gpus_per_node = {world_size} ranks: each model replica needs all of its ranks",
+                fix=f"Set pipeline × tensor to one of {join(divisors(world_size))}",
+            )
+        return cls(pp=pp, dp=world_size // model.world_size, tp=tp)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.tp
+
+    def size(self, *kinds: str) -> int:
+        """Ranks of one group of a kind.
+
+        >>> Grid(pp=2, dp=4, tp=8).size("model")
+        16
+        """
+        result = 1
+        for axis in _axes(kinds):
+            result *= self._size(axis)
+        return result
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Gives the coordinate of a rank; ValueError outside 0 … world_size - 1."""
+        self._check(rank)
+        stage, within = divmod(rank, self.dp * self.tp)
+        return Coordinate(pp=stage, dp=within // self.tp, tp=within % self.tp)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Gives the rank at a coordinate; ValueError if it lies outside the grid."""
+        for axis in AXES:
+            if not 0 <= getattr(coordinate, axis) < self._size(axis):
+                raise ValueError(f"{coordinate} lies outside {self}")
+        return (coordinate.pp * self.dp + coordinate.dp) * self.tp + coordinate.tp
+
+    def groups(self, *kinds: str) -> tuple[tuple[int, ...], ...]:
+        """Gives all groups of one kind: ranks that differ only in their place on the named axes.
+
+        Args:
+            kinds: Axes (`"pp"`, `"dp"`, `"tp"`), in any order, or names of `KINDS`; also joined, as in `"dp-tp"`.
+
+        Returns:
+            Groups by the coordinates they share, row by row; the ranks of a group ascend. Each rank is in one group.
+        """
+        axes = _axes(kinds)
+        offsets = self._offsets(axes)
+        bases = self._offsets(tuple(axis for axis in AXES if axis not in axes))
+        return tuple(tuple([base + offset for offset in offsets]) for base in bases)
+
+    def group_of(self, rank: int, *kinds: str) -> tuple[int, ...]:
+        """Gives the group of one kind that holds `rank`, without building the others.
+
+        >>> Grid(pp=2, dp=2, tp=2).group_of(5, "dp", "tp")
+        (4, 5, 6, 7)
+        """
+        axes = _axes(kinds)
+        place = self.coordinate(rank)
+        base = rank - sum(getattr(place, axis) * self._stride(axis) for axis in axes)
+        return tuple([base + offset for offset in self._offsets(axes)])
+
+    def next_stage(self, rank: int) -> int | None:
+        """Gives the rank that receives this one's activations; None on the last stage."""
+        self._check(rank)
+        following = rank + self._stride("pp")
+        return following if following < self.world_size else None
+
+    def previous_stage(self, rank: int) -> int | None:
+        """Gives the rank that sends activations to this one; None on the first stage."""
+        self._check(rank)
+        preceding = rank - self._stride("pp")
+        return preceding if preceding >= 0 else None
+
+    def as_dict(self) -> dict[str, int]:
+        """Gives `{"pp": …, "dp": …, "tp": …}`."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+    def _size(self, axis: Axis) -> int:
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}[axis]
+
+    def _stride(self, axis: Axis) -> int:
+        return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
+
+    def _offsets(self, axes: tuple[Axis, ...]) -> list[int]:
+        """Distances from the first rank of a group to each of its ranks; axes outermost first, so they ascend."""
+        offsets = [0]
+        for axis in axes:
+            steps = range(0, self._size(axis) * self._stride(axis), self._stride(axis))
+            offsets = [offset + step for offset in offsets for step in steps]
+        return offsets
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in 0 … {self.world_size - 1}")
+
+
+def _axes(kinds: Iterable[str]) -> tuple[Axis, ...]:
+    """Resolves kinds to axes, outermost first."""
+    named: set[str] = set()
+    for kind in kinds:
+        parts = [kind] if kind in KINDS else kind.split("-")
+        for part in parts:
+            if part not in KINDS:
+                raise ValueError(f"{kind!r} is no kind of group: name {join(KINDS)} or axes joined by hyphens")
+            named.update(KINDS[part])
+    if not named:
+        raise ValueError(f"no kind of group given: name {join(KINDS)} or axes joined by hyphens")
+    return tuple(axis for axis in AXES if axis in named)
+
+
+def divisors(number: int) -> list[int]:
+    """Gives all divisors, ascending; for fixes that list the valid sizes.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
+
+
+def join(values: Iterable[object]) -> str:
+    """Gives values as a comma-separated list."""
+    return ", ".join(map(str, values))

@@ -1,0 +1,123 @@
+"""The rank table that `toolkit topology` shows, as plain rows and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.topology.grid import KINDS, Coordinate
+from toolkit.topology.placement import Placement
+
+HEADER = ("rank", "node", "local", "pp", "dp", "tp", "tp group", "dp group", "pp group")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One rank: where it runs, its coordinate, and the ranks of each of its groups."""
+
+    rank: int
+    node: int
+    local_rank: int
+    coordinate: Coordinate
+    tp_group: tuple[int, ...]
+    dp_group: tuple[int, ...]
+    pp_group: tuple[int, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of `HEADER`."""
+        place = self.coordinate
+        numbers = (self.rank, self.node, self.local_rank, place.pp, place.dp, place.tp)
+        return (*map(str, numbers), *map(format_ranks, (self.tp_group, self.dp_group, self.pp_group)))
+
+
+def rows(placement: Placement) -> list[Row]:
+    """Gives one row a rank, in rank order; ranks of one group share its tuple."""
+    grid = placement.grid
+    tp_group, dp_group, pp_group = (
+        {rank: group for group in grid.groups(axis) for rank in group} for axis in ("tp", "dp", "pp")
+    )
+    return [
+        Row(
+            rank=rank,
+            node=placement.node(rank),
+            local_rank=placement.local_rank(rank),
+            coordinate=grid.coordinate(rank),
+            tp_group=tp_group[rank],
+            dp_group=dp_group[rank],
+            pp_group=pp_group[rank],
+        )
+        for rank in range(grid.world_size)
+    ]
+
+
+def format_table(placement: Placement) -> str:
+    """Gives the table as aligned text.
+
+    >>> from toolkit.topology import Grid, place
+    >>> print(format_table(place(Grid(pp=2, dp=2, tp=2), num_nodes=2, gpus_per_node=4)))
+    rank  node  local  pp  dp  tp  tp group  dp group  pp group
+       0     0      0   0   0   0       0-1       0,2       0,4
+       1     0      1   0   0   1       0-1       1,3       1,5
+       2     0      2   0   1   0       2-3       0,2       2,6
+       3     0      3   0   1   1       2-3       1,3       3,7
+       4     1      0   1   0   0       4-5       4,6       0,4
+       5     1      1   1   0   1       4-5       5,7       1,5
+       6     1      2   1   1   0       6-7       4,6       2,6
+       7     1      3   1   1   1       6-7       5,7       3,7
+    """
+    lines = [HEADER, *(row.cells() for row in rows(placement))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Gives evenly spaced ranks briefly.
+
+    >>> format_ranks((3,)), format_ranks((0, 1, 2, 3)), format_ranks((0, 4, 8))
+    ('3', '0-3', '0,4,8')
+    >>> format_ranks(range(0, 128, 4))
+    '0,4..124 (32)'
+    """
+    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) <= 4:
+        return ",".join(map(str, ranks))
+    return f"{ranks[0]},{ranks[1]}..{ranks[-1]} ({len(ranks)})"
+
+
+def to_dict(placement: Placement) -> dict[str, Any]:
+    """Gives the placement as the object that `toolkit topology --json` prints.
+
+    Returns:
+        `grid` (sizes), `world_size`, `num_nodes`, `gpus_per_node`, `ranks` (one object a rank), and `groups`: for each
+        kind its `size`, `num_groups`, `inside_node`, `max_nodes` and `ranks`, a list a group.
+    """
+    grid = placement.grid
+    return {
+        "grid": grid.as_dict(),
+        "world_size": grid.world_size,
+        "num_nodes": placement.num_nodes,
+        "gpus_per_node": placement.gpus_per_node,
+        "ranks": [
+            {
+                "rank": rank,
+                "node": placement.node(rank),
+                "local_rank": placement.local_rank(rank),
+                "coordinate": grid.coordinate(rank).as_dict(),
+            }
+            for rank in range(grid.world_size)
+        ],
+        "groups": {kind: _kind(placement, kind) for kind in KINDS},
+    }
+
+
+def _kind(placement: Placement, kind: str) -> dict[str, Any]:
+    described = placement.kind(kind)
+    return {
+        "size": described.size,
+        "num_groups": described.num_groups,
+        "inside_node": described.inside_node,
+        "max_nodes": described.max_nodes,
+        "ranks": [list(group) for group in placement.grid.groups(kind)],
+    }
