@@ -1,0 +1,1 @@
+"""Run: the only `deepspeed.initialize`, and one optimizer step whatever the strategy."""

@@ -16,7 +16,9 @@ Precision = Literal["bf16", "fp16", "fp32"]
 Method = Literal["full", "lora"]
 Optimizer = Literal["adamw", "adamw_torch", "lion", "sgd"]
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
-Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"]
+Schedule = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
+]
 Packing = Literal["wrapped", "separated", "none"]
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
 LossOn = Literal["all", "completion", "assistant"]
@@ -189,12 +191,16 @@ class Parallel(Section):
 
     Args:
         zero_stage: 0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054).
+        tensor: Tensor-parallel size; 1 until our tensor-parallel modules exist.
+        pipeline: Pipeline stages; 1 until our pipeline modules exist.
         offload: Named profile; `toolkit.plan.offload` explains each.
         offload_ratio: Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`.
     """
 
     strategy: Literal["zero"] = "zero"
     zero_stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(_not_a_bool)] | None = None
+    tensor: Count = 1
+    pipeline: Count = 1
     offload: Offload = "none"
     offload_ratio: OpenFraction | None = None
 

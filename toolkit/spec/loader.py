@@ -33,10 +33,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "attn_implementation": "train.attention",
     "assistant_only_loss": "data.loss_on: assistant",
     "completion_only_loss": "data.loss_on: completion",
-    "tensor_parallel_size": "nothing yet: this version shards by ZeRO only",
-    "pipeline_parallel_size": "nothing yet: this version shards by ZeRO only",
-    "tensor": "nothing yet: this version shards by ZeRO only",
-    "pipeline": "nothing yet: this version shards by ZeRO only",
+    "tensor_parallel_size": "parallel.tensor",
+    "pipeline_parallel_size": "parallel.pipeline",
     "stage": "parallel.zero_stage",
     "zero": "parallel.zero_stage",
     "lr": "train.learning_rate",
@@ -154,7 +152,10 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             path = ".".join(parents[: depth + 1])
             raise SpecError.of(
-                code="SET_SYNTAX", key=key, message=f"--set {override}: {path} is {child!r}, not a section", fix=f"Set {path} itself"
+                code="SET_SYNTAX",
+                key=key,
+                message=f"--set {override}: {path} is {child!r}, not a section",
+                fix=f"Set {path} itself",
             )
         node = child
     try:
@@ -214,7 +215,9 @@ def _wants_number(annotation: Any) -> bool:
 
 
 def _problem(detail: Any) -> Problem:
-    location = [str(part) for part in detail["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))]
+    location = [
+        str(part) for part in detail["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))
+    ]
     key = ".".join(part for part in location if part not in ("int", "float", "bool", "str", "Model"))
     if detail["type"] == "extra_forbidden":
         return _unknown_key(key, detail["input"])
@@ -243,7 +246,11 @@ def _unknown_key(key: str, value: Any) -> Problem:
     known = list(known_keys())
     leaves = {path.rpartition(".")[2]: path for path in known}
     exact = [path for path in known if path.rpartition(".")[2] == leaf]
-    near = exact or difflib.get_close_matches(key, known, n=2) or [leaves[m] for m in difflib.get_close_matches(leaf, leaves, n=2)]
+    near = (
+        exact
+        or difflib.get_close_matches(key, known, n=2)
+        or [leaves[m] for m in difflib.get_close_matches(leaf, leaves, n=2)]
+    )
     fix = f"Did you mean {' or '.join(near)}" if near else "Remove it; `toolkit validate --keys` lists what there is"
     return Problem(code="KEY_UNKNOWN", key=key, message=f"{key} is not a key of a job", fix=fix)
 

@@ -1,0 +1,82 @@
+"""Plan, launch, train, checkpoint and export Hugging Face fine-tuning on the DeepSpeed engine.
+
+The names below load on first use, so `import toolkit` costs no torch import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint.load import load
+    from toolkit.checkpoint.save import save
+    from toolkit.data.prepare import prepare
+    from toolkit.emit.files import emit
+    from toolkit.engine.initialize import initialize
+    from toolkit.engine.run import Run
+    from toolkit.errors import ToolkitError
+    from toolkit.export.checkpoint import export
+    from toolkit.plan.plan import Plan
+    from toolkit.plan.resolve import resolve
+    from toolkit.spec.job import Cluster, Data, Job, Lora, Model, Parallel, Train
+    from toolkit.train.loop import train
+
+try:
+    __version__ = version("accelerator-toolkit")
+except PackageNotFoundError:  # pragma: no cover - a source tree that was never installed
+    __version__ = "0+unknown"
+
+_HOMES = {
+    "Cluster": "toolkit.spec.job",
+    "Data": "toolkit.spec.job",
+    "Job": "toolkit.spec.job",
+    "Lora": "toolkit.spec.job",
+    "Model": "toolkit.spec.job",
+    "Parallel": "toolkit.spec.job",
+    "Plan": "toolkit.plan.plan",
+    "Run": "toolkit.engine.run",
+    "ToolkitError": "toolkit.errors",
+    "Train": "toolkit.spec.job",
+    "emit": "toolkit.emit.files",
+    "export": "toolkit.export.checkpoint",
+    "initialize": "toolkit.engine.initialize",
+    "load": "toolkit.checkpoint.load",
+    "prepare": "toolkit.data.prepare",
+    "resolve": "toolkit.plan.resolve",
+    "save": "toolkit.checkpoint.save",
+    "train": "toolkit.train.loop",
+}
+
+__all__ = [
+    "Cluster",
+    "Data",
+    "Job",
+    "Lora",
+    "Model",
+    "Parallel",
+    "Plan",
+    "Run",
+    "ToolkitError",
+    "Train",
+    "__version__",
+    "emit",
+    "export",
+    "initialize",
+    "load",
+    "prepare",
+    "resolve",
+    "save",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

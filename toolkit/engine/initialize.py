@@ -1,0 +1,140 @@
+"""From a plan to a live run: process groups, model, optimizer, engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.engine.run import Run
+from toolkit.engine.schedule import LearningRate
+from toolkit.errors import PlanError
+from toolkit.groups.world import World, connect
+from toolkit.modeling.build import build_model
+from toolkit.plan.plan import Plan
+
+
+def initialize(
+    plan: Plan,
+    *,
+    weights: Path | None = None,
+    world: World | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Joins the launcher's process groups, builds the model and starts the DeepSpeed engine.
+
+    Args:
+        plan: What to run.
+        weights: Folder of safetensors; by default the plan's own model folder or hub snapshot, or a random draw
+            when the plan says so.
+        world: Process groups joined before; by default they are joined here.
+        on_progress: Called with tensors done and tensors in all while weights load.
+
+    Returns:
+        A context manager that frees the engine and the groups.
+
+    Raises:
+        PlanError: The launcher or the machine does not match the plan.
+        CheckpointError: The weights do not fit.
+    """
+    quiet_libraries()
+    world = world or connect(plan.grid, backend=plan.gpu.backend)
+    if weights is None and plan.settings.init == "pretrained":
+        weights = locate_weights(plan)
+    model = build_model(plan, device=world.device, weights=weights, dp_group=world.dp_group, on_progress=on_progress)
+    schedule = LearningRate(plan)
+    return Run(plan=plan, world=world, engine=start_engine(plan, model, schedule), schedule=schedule)
+
+
+def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate) -> Any:
+    """Wraps a built model in the DeepSpeed engine."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameter_groups(model, weight_decay=plan.job.train.weight_decay),
+        lr_scheduler=schedule.build,
+        config=plan.deepspeed_config(),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[Any]:
+    """Gives the trainable parameters; with weight decay, biases and norms in a group without it.
+
+    One group is kept when there is nothing to tell apart: ZeRO-1 and 2 flatten and step group by group.
+
+    Source:
+        transformers trainer.py get_decay_parameter_names.
+    """
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not weight_decay:
+        return [parameter for _, parameter in trainable]
+    exempt = _names_without_decay(model)
+    decayed = [parameter for name, parameter in trainable if name not in exempt]
+    others = [parameter for name, parameter in trainable if name in exempt]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _names_without_decay(model: nn.Module) -> frozenset[str]:
+    names = set()
+    for prefix, module in model.named_modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, _ in module.named_parameters(recurse=False):
+            if is_norm or name == "bias":
+                names.add(f"{prefix}.{name}" if prefix else name)
+    return frozenset(names)
+
+
+def locate_weights(plan: Plan) -> Path:
+    """Gives the local folder of the plan's weights, fetched from the hub where needed.
+
+    Rank 0 of each node downloads; `huggingface_hub` locks its cache, so the others wait and find it.
+
+    Raises:
+        PlanError: MODEL_NO_WEIGHTS, MODEL_DOWNLOAD.
+    """
+    model = plan.model
+    if model.path is not None and Path(model.path).is_dir() and model.has_weights:
+        return Path(model.path)
+    if model.origin == "hub" and model.hub_id is not None:
+        return _download(model.hub_id, model.revision)
+    raise PlanError.of(
+        code="MODEL_NO_WEIGHTS",
+        key="model",
+        message=f"model={model.name} gives dimensions only: there are no weights to fine-tune",
+        fix="Name a hub id or a folder with safetensors, or set model.init to random to train from scratch",
+    )
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            hub_id, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.index.json", "*.json"]
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise PlanError.of(
+            code="MODEL_DOWNLOAD",
+            key="model",
+            message=f"the weights of {hub_id} cannot be fetched: {str(error).splitlines()[0]}",
+            fix="Check the network and HF_TOKEN, or name a local folder",
+        ) from None
+    return Path(folder)
+
+
+def quiet_libraries() -> None:
+    """Leaves warnings and errors of the libraries; their start-up reports would bury our progress."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("DeepSpeed", "deepspeed", "torch.distributed", "transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    torch.set_float32_matmul_precision("highest")

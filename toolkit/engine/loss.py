@@ -1,0 +1,54 @@
+"""The loss: next-token cross entropy, summed over the tokens that count.
+
+B: sequences of a micro batch, S: tokens of a sequence, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+IGNORE_INDEX = -100
+
+
+def count_targets(labels_BS: torch.Tensor) -> torch.Tensor:
+    """Counts the labels that some position predicts, as an int64 scalar on the labels' device."""
+    return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
+
+
+def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    """Sums the cross entropy of each next token, in fp32.
+
+    Args:
+        logits_BSV: Scores. Shape (batch, sequence, vocabulary), any floating dtype.
+        labels_BS: Token ids at their own positions, -100 where nothing is to be learned. Shape (batch, sequence).
+
+    Returns:
+        Scalar fp32. Divide by `count_targets` for the mean.
+
+    Source:
+        transformers loss/loss_utils.py ForCausalLMLoss: the labels are shifted, not the logits, which spares a copy
+        of the largest tensor.
+    """
+    shifted_BS = functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return functional.cross_entropy(
+        logits_BSV.float().view(-1, logits_BSV.shape[-1]),
+        shifted_BS.reshape(-1),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+
+
+def auxiliary_loss(outputs: Any, config: Any) -> torch.Tensor | None:
+    """Gives the weighted router loss of a mixture-of-experts model that computes one, else None.
+
+    Source:
+        arXiv 2101.03961, section 2.2; transformers models/mixtral/modeling_mixtral.py.
+    """
+    loss = getattr(outputs, "aux_loss", None)
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    if not isinstance(loss, torch.Tensor) or not coefficient:
+        return None
+    return coefficient * loss.float()

@@ -1,0 +1,198 @@
+"""A live run: one optimizer step, one evaluation, whatever the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.data.loader import StepLoader, num_steps
+from toolkit.data.prepare import PreparedSplit
+from toolkit.engine.loss import auxiliary_loss, count_targets, summed_cross_entropy
+from toolkit.engine.schedule import LearningRate
+from toolkit.errors import RunError
+from toolkit.groups.world import World, disconnect
+from toolkit.plan.plan import Plan
+
+MicroBatch = Mapping[str, torch.Tensor]
+
+
+class Run:
+    """The engine of a plan on this rank. Use it as a context manager: leaving it ends the process groups.
+
+    Attributes:
+        plan: What runs.
+        world: This rank's place.
+        engine: The DeepSpeed engine.
+        step_count: Optimizer steps done, restored by a resume.
+        num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` fixes it.
+        stop_requested: Set to True on any rank to make `should_stop` true on all of them after the next step.
+    """
+
+    def __init__(self, *, plan: Plan, world: World, engine: Any, schedule: LearningRate) -> None:
+        self.plan = plan
+        self.world = world
+        self.engine = engine
+        self.step_count = 0
+        self.num_steps: int | None = plan.settings.max_steps
+        self.stop_requested = False
+        self.should_stop = False
+        self._schedule = schedule
+        self._stop_flag: torch.Tensor | None = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the engine and leaves the process groups."""
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None
+            disconnect()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model inside the engine: a `PreTrainedModel`, or a `PeftModel` around one."""
+        return self.engine.module  # type: ignore[no-any-return]
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step will use."""
+        return float(self.engine.get_lr()[0])
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The global norm before clipping of the last step; None where the engine does not compute it."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def set_num_steps(self, count: int) -> None:
+        """Fixes the length of the run, on which the learning-rate schedule depends."""
+        self.num_steps = count
+        self._schedule.set_num_steps(count)
+
+    def loader(self, split: PreparedSplit) -> StepLoader:
+        """Gives this rank's batches from the current step to the end of the run.
+
+        Args:
+            split: Training rows and how to collate them, from `toolkit.data.prepare`.
+        """
+        batch, settings = self.plan.settings.batch, self.plan.settings
+        total = settings.max_steps or num_steps(len(split.dataset), batch.train, settings.num_train_epochs or 1.0)
+        self.set_num_steps(total)
+        return StepLoader(
+            split.dataset,
+            collate=split.collate,
+            train_batch_size=batch.train,
+            micro_batch_size=batch.micro,
+            gradient_accumulation_steps=batch.accumulation,
+            dp_rank=self.world.coordinate.dp,
+            dp_size=batch.dp_size,
+            seed=self.plan.job.train.seed,
+            start_step=self.step_count,
+            num_steps=total,
+        )
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Does one optimizer step.
+
+        Args:
+            micro_batches: All accumulation micro-batches of this data-parallel rank, each with `input_ids`, `labels`
+                and what else the model takes. Shapes (batch, sequence).
+
+        Returns:
+            Mean loss over the unmasked tokens of all ranks and micro-batches. Scalar fp32 on the device, not synced.
+
+        Collectives:
+            One all-reduce of 3 numbers before, one after; the engine's own.
+
+        Raises:
+            RunError: STEP_MICRO_BATCHES when their number is not the plan's; STEP_LENGTH when the length of the run is
+                not known yet.
+        """
+        self._check(micro_batches)
+        device = self.world.device
+        moved = [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in micro_batches]
+        targets = torch.stack([count_targets(batch["labels"]) for batch in moved]).sum()
+        counts = torch.stack([targets, torch.tensor(int(self.stop_requested), device=device)]).to(torch.float64)
+        dist.all_reduce(counts, group=self.world.dp_group)
+        self._read_stop(counts[1:])
+        num_targets = counts[0].clamp(min=1).to(torch.float32)
+        total = torch.zeros((), device=device)
+        for batch in moved:
+            total += self._micro_step(batch, num_targets, share=1 / len(moved))
+        dist.all_reduce(total, group=self.world.dp_group)
+        self.step_count += 1
+        return total
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+        """Gives the mean loss over the unmasked tokens of all ranks' batches, without gradients.
+
+        Args:
+            batches: This rank's micro-batches; all ranks must have the same number of them.
+        """
+        device = self.world.device
+        sums = torch.zeros(2, device=device, dtype=torch.float64)
+        self.engine.eval()
+        try:
+            with torch.no_grad():
+                for batch in batches:
+                    moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+                    labels_BS = moved.pop("labels")
+                    logits_BSV = self.engine(**moved).logits
+                    sums[0] += summed_cross_entropy(logits_BSV, labels_BS)
+                    sums[1] += count_targets(labels_BS)
+        finally:
+            self.engine.train()
+        dist.all_reduce(sums, group=self.world.dp_group)
+        return float(sums[0] / sums[1].clamp(min=1))
+
+    def _micro_step(self, batch: dict[str, torch.Tensor], num_targets: torch.Tensor, *, share: float) -> torch.Tensor:
+        """Forward, backward and the engine's step; gives this rank's part of the mean loss."""
+        labels_BS = batch.pop("labels")
+        outputs = self.engine(**batch)
+        loss = summed_cross_entropy(outputs.logits, labels_BS) / num_targets
+        reported = loss.detach()
+        dp_size = self.world.grid.dp
+        router = auxiliary_loss(outputs, self.model.config)
+        if router is not None:
+            loss = loss + router * share / dp_size
+        # The logits' last reference must go before the backward pass frees what it can.
+        del outputs
+        # The engine averages gradients over the data-parallel ranks; the loss is a share of a global sum.
+        self.engine.backward(loss * dp_size, scale_wrt_gas=False)
+        self.engine.step()
+        return reported
+
+    def _read_stop(self, flag: torch.Tensor) -> None:
+        """Reads the previous step's flag, which has long arrived, so that the host never waits for the device."""
+        if self._stop_flag is not None and float(self._stop_flag) > 0:
+            self.should_stop = True
+        self._stop_flag = flag
+        if flag.device.type == "cpu" and float(flag) > 0:
+            self.should_stop = True
+
+    def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        expected = self.plan.settings.batch.accumulation
+        if len(micro_batches) != expected:
+            raise RunError.of(
+                code="STEP_MICRO_BATCHES",
+                message=f"step() got {len(micro_batches)} micro-batches, gradient_accumulation_steps={expected}",
+                fix=f"Pass a sequence of {expected} micro-batches, as `run.loader` gives them",
+            )
+        if not self._schedule.is_set:
+            raise RunError.of(
+                code="STEP_LENGTH",
+                key="train.num_train_epochs",
+                message="the number of steps is not known, so the learning rate is not either",
+                fix="Set train.max_steps, take batches from `run.loader`, or call `run.set_num_steps` first",
+            )

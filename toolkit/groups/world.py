@@ -1,0 +1,169 @@
+"""Live process groups of a grid: who this process is, on which device, and with whom it talks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from toolkit.errors import PlanError
+from toolkit.launch.environment import rank_from_environment
+from toolkit.topology.grid import Coordinate, Grid
+
+# A rank that waits this long for another is lost. Long enough for the first step to compile kernels and for a
+# rank 0 that tokenises a large data set while the others wait.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One process's place.
+
+    Args:
+        rank: Global rank.
+        local_rank: Rank within the node.
+        device: Where its tensors live.
+        grid: The grid of all ranks.
+        coordinate: This rank's place in the grid.
+        dp_group: Ranks that share parameters and see different data.
+    """
+
+    rank: int
+    local_rank: int
+    device: torch.device
+    grid: Grid
+    coordinate: Coordinate
+    dp_group: dist.ProcessGroup
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is global rank 0, which prints and writes."""
+        return self.rank == 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.grid.world_size
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        dist.barrier()
+
+
+def connect(
+    grid: Grid,
+    *,
+    backend: str,
+    environment: Mapping[str, str] | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> World:
+    """Joins the process groups that the launcher announced; a grid of one rank needs no launcher.
+
+    Args:
+        grid: The plan's grid.
+        backend: `nccl` or `gloo`.
+        environment: Launcher's variables; the process's own when left out.
+
+    Raises:
+        PlanError: WORLD_SIZE when the launcher started another number of processes than the plan has ranks;
+            WORLD_NO_GPU when the plan wants CUDA and this process sees none.
+    """
+    environment = os.environ if environment is None else environment
+    identity = rank_from_environment(environment)
+    rank, local_rank, size = (identity.rank, identity.local_rank, identity.world_size) if identity else (0, 0, 1)
+    if size != grid.world_size:
+        raise PlanError.of(
+            code="WORLD_SIZE",
+            key="cluster.gpus_per_node",
+            message=f"the launcher started {size} process{'es' if size > 1 else ''}, the plan has {grid.world_size} ranks",
+            fix=f"Start {grid.world_size} processes (`toolkit train`, torchrun, deepspeed or accelerate launch), or change "
+            "cluster.gpus_per_node and cluster.nodes",
+        )
+    _prepare_process(backend, local_rank)
+    device = _device(backend, local_rank)
+    if not dist.is_initialized():
+        _initialize(backend, environment, rank=rank, size=size, timeout=timeout, device=device)
+    coordinate = grid.coordinate(rank)
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        device=device,
+        grid=grid,
+        coordinate=coordinate,
+        dp_group=dist.group.WORLD if grid.dp == grid.world_size else _own_group(grid, rank, "dp"),
+    )
+
+
+def disconnect() -> None:
+    """Leaves the process groups, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(backend: str, local_rank: int) -> torch.device:
+    if backend == "gloo":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise PlanError.of(
+            code="WORLD_NO_GPU",
+            key="cluster.gpu",
+            message=f"local rank {local_rank} has no GPU: torch sees {seen} CUDA device{'' if seen == 1 else 's'}",
+            fix="Lower cluster.gpus_per_node, mend the driver or CUDA_VISIBLE_DEVICES, or set cluster.gpu to cpu",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _prepare_process(backend: str, local_rank: int) -> None:
+    """Sets what torch and DeepSpeed read from the environment, where the launcher has not."""
+    # deepspeed zero/utils.py and comm/comm.py read it by name; a single process has no launcher that set it.
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    if backend == "nccl":
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            # Read when CUDA starts: the same 8 B run reserves 56 GiB instead of 68.
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())
+
+
+def _initialize(
+    backend: str, environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> None:
+    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        init_method = "env://"
+    else:
+        init_method = f"tcp://127.0.0.1:{_free_port()}"
+    import deepspeed
+
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def _own_group(grid: Grid, rank: int, *axes: str) -> dist.ProcessGroup:
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in grid.groups(*axes)])
+    assert group is not None, f"rank {rank} is in no group of {axes}"
+    return group
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,159 @@
+"""The one place where a model is built: attention, weights, adapters and checkpointing, in one visible order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from toolkit.errors import PlanError, SpecError
+from toolkit.modeling.adapters import apply_lora
+from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.modeling.initialization import initialize_weights
+from toolkit.modeling.weights import load_pretrained
+from toolkit.plan.plan import Plan
+from toolkit.spec.job import Lora
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def build_model(
+    plan: Plan,
+    *,
+    device: torch.device,
+    weights: Path | None = None,
+    dp_group: Any = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> nn.Module:
+    """Builds the plan's model on this rank, ready for the engine.
+
+    Under ZeRO-3 each parameter is partitioned as its module is made, so no rank ever holds the whole model.
+
+    Args:
+        plan: What to build.
+        device: Where parameters live.
+        weights: Folder of safetensors; None draws the weights from `train.seed`.
+        dp_group: Data-parallel group over which ZeRO-3 partitions.
+        on_progress: Called with tensors done and tensors in all while weights load.
+
+    Returns:
+        A `PreTrainedModel`, or a `peft.PeftModel` around one.
+
+    Raises:
+        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
+        CheckpointError: The weights do not fit the model.
+    """
+    dtype = DTYPES[plan.settings.precision]
+    config = model_config(plan)
+    with _partitioned(plan, dp_group), no_init_weights(), torch.device(device):
+        model = construct(config, dtype=dtype, trust_remote_code=plan.job.model.trust_remote_code)
+    if weights is None:
+        initialize_weights(model, seed=plan.job.train.seed)
+    else:
+        load_pretrained(model, weights, group=dp_group, progress=on_progress)
+    return apply_plan(plan, model)
+
+
+def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
+    """Applies adapters, checkpointing and compilation to a built model, in that order."""
+    train, settings = plan.job.train, plan.settings
+    model.config.use_cache = False
+    adapted: Any = model
+    if train.method == "lora":
+        adapted = apply_lora(model, train.lora or Lora(), seed=train.seed)
+    apply_gradient_checkpointing(
+        adapted, fraction=settings.gradient_checkpointing, offload_inputs=plan.profile.activations
+    )
+    if train.torch_compile:
+        compile_layers(model)
+    adapted.train()
+    return adapted  # type: ignore[no-any-return]
+
+
+def model_config(plan: Plan) -> PreTrainedConfig:
+    """Gives the transformers configuration of the plan's model, with the plan's attention."""
+    spec = plan.model
+    raw = dict(spec.config)
+    if spec.path is not None and Path(spec.path).is_dir():
+        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=plan.job.model.trust_remote_code)
+    elif "auto_map" in raw and spec.hub_id is not None:
+        config = AutoConfig.from_pretrained(
+            spec.hub_id, revision=spec.revision, trust_remote_code=plan.job.model.trust_remote_code
+        )
+    else:
+        model_type = raw.pop("model_type")
+        try:
+            config = AutoConfig.for_model(model_type, **raw)
+        except ValueError as error:
+            raise _no_class(model_type) from error
+    config._attn_implementation = plan.settings.attention
+    return config  # type: ignore[no-any-return]
+
+
+def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Makes the causal LM of a configuration, in `dtype`, under whatever contexts the caller has entered."""
+    try:
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+            config, dtype=dtype, attn_implementation=config._attn_implementation, trust_remote_code=trust_remote_code
+        )
+    except ImportError as error:
+        raise PlanError.of(
+            code="ATTENTION_PACKAGE",
+            key="train.attention",
+            message=f"attention={config._attn_implementation} cannot be used: {str(error).splitlines()[0]}",
+            fix="Install the package that it names, or set train.attention to sdpa",
+        ) from None
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            raise _no_class(config.model_type) from None
+        raise PlanError.of(
+            code="MODEL_BUILD",
+            key="model",
+            message=f"transformers cannot build {type(config).__name__}: {str(error).splitlines()[0]}",
+            fix="Change train.attention or the model's config.json accordingly",
+        ) from error
+
+
+def compile_layers(model: nn.Module) -> int:
+    """Compiles each decoder layer on its own: identical layers share one compilation.
+
+    Source:
+        torch tutorial "Reducing torch.compile cold start compilation time with regional compilation".
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.compile()
+    return len(layers)
+
+
+@contextlib.contextmanager
+def _partitioned(plan: Plan, dp_group: Any) -> Iterator[None]:
+    if plan.settings.zero_stage != 3:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.Init(
+        data_parallel_group=dp_group,
+        config_dict_or_path=plan.deepspeed_config(),
+        dtype=DTYPES[plan.settings.precision],
+    ):
+        yield
+
+
+def _no_class(model_type: str) -> SpecError:
+    return SpecError.of(
+        code="MODEL_CLASS",
+        key="model",
+        message=f"model_type={model_type} has no causal language model in the installed transformers",
+        fix="Choose a decoder model, or update transformers",
+        source="transformers models/auto/modeling_auto.py",
+    )

@@ -1,0 +1,104 @@
+"""Gradient checkpointing of all layers or a share of them, and layer inputs that wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from toolkit.errors import PlanError
+
+
+def apply_gradient_checkpointing(model: nn.Module, *, fraction: float, offload_inputs: bool) -> int:
+    """Makes a share of the decoder layers recompute their activations in the backward pass.
+
+    Args:
+        model: Hugging Face model.
+        fraction: Share of the layers, 0 to 1; the chosen ones are spread evenly over the depth.
+        offload_inputs: Keeps the input of each chosen layer in pinned host memory until its backward pass.
+
+    Returns:
+        Number of layers that recompute.
+
+    Raises:
+        PlanError: CHECKPOINTING_LAYERS when the model has no layers that can recompute.
+
+    Source:
+        arXiv 1604.06174; transformers modeling_layers.py GradientCheckpointingLayer.
+    """
+    if fraction == 0:
+        return 0
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise PlanError.of(
+            code="CHECKPOINTING_LAYERS",
+            key="train.gradient_checkpointing",
+            message=f"gradient_checkpointing={fraction:g}: {type(model).__name__} has no GradientCheckpointingLayer",
+            fix="Set train.gradient_checkpointing to false",
+            source="transformers modeling_layers.py",
+        )
+    chosen = evenly_spaced(len(layers), fraction)
+    function = _checkpoint_with_input_on_host if offload_inputs else _checkpoint
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index in chosen
+        if index in chosen:
+            layer._gradient_checkpointing_func = function
+    return len(chosen)
+
+
+def evenly_spaced(count: int, fraction: float) -> frozenset[int]:
+    """Gives the indices of a share of `count` layers, spread evenly, at least one.
+
+    >>> sorted(evenly_spaced(8, 0.5))
+    [0, 2, 4, 6]
+    """
+    chosen = max(1, round(fraction * count))
+    return frozenset(index * count // chosen for index in range(chosen))
+
+
+def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+
+def _checkpoint_with_input_on_host(function: Callable[..., Any], hidden_BSD: torch.Tensor, *inputs: Any) -> Any:
+    """Recomputes `function` from a host copy of its first input.
+
+    The gradient flows through the graph of the first forward pass; the recomputation only refills that graph's saved
+    tensors (torch.utils.checkpoint, use_reentrant=False), so a detached copy serves it.
+    """
+    held = _HostCopy(hidden_BSD)
+
+    def run(_: torch.Tensor, *rest: Any) -> Any:
+        return function(held.take(), *rest)
+
+    # An empty tensor tells checkpoint() which device's random state to keep, without keeping the input alive.
+    output = checkpoint(run, hidden_BSD.new_empty(0), *inputs, use_reentrant=False)
+    held.move_to_host()
+    return output
+
+
+class _HostCopy:
+    """A tensor on its device until `move_to_host`, and copied back at each `take` after."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._device = tensor.device
+        self._requires_grad = tensor.requires_grad
+        self._on_host = False
+
+    def take(self) -> torch.Tensor:
+        if not self._on_host:
+            return self._tensor
+        # copy=True also on CPU: what is recomputed must not alias what is kept.
+        tensor = self._tensor.to(self._device, non_blocking=True, copy=True)
+        return tensor.requires_grad_(self._requires_grad)
+
+    def move_to_host(self) -> None:
+        source = self._tensor.detach()
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        host.copy_(source, non_blocking=True)
+        self._tensor, self._on_host = host, True

@@ -1,0 +1,121 @@
+"""The batch equation: train = micro × accumulation × data-parallel ranks, solved exactly or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.errors import PlanError
+
+# Tokens of one forward pass that keep a card's matrix units busy; the default micro batch aims at it.
+TARGET_MICRO_BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences of one optimizer step.
+
+    Args:
+        micro: Sequences a data-parallel rank and forward pass.
+        accumulation: Micro batches an optimizer step.
+        dp_size: Data-parallel ranks.
+    """
+
+    micro: int
+    accumulation: int
+    dp_size: int
+
+    @property
+    def train(self) -> int:
+        """Sequences an optimizer step over all ranks."""
+        return self.micro * self.accumulation * self.dp_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.train} = {self.micro} micro × {self.accumulation} accumulation × {self.dp_size} data-parallel ranks"
+        )
+
+
+def solve_batch(
+    *, micro: int | None, accumulation: int | None, train: int | None, dp_size: int, sequence_length: int
+) -> Batch:
+    """Completes the equation from what is given.
+
+    Args:
+        micro: Sequences a rank and forward pass, or None.
+        accumulation: Micro batches a step, or None.
+        train: Sequences a step over all ranks, or None.
+        dp_size: Data-parallel ranks.
+        sequence_length: Tokens a sequence; sets the micro batch when it is open.
+
+    Raises:
+        PlanError: BATCH_EQUATION when no whole numbers solve it; the message lists the triples that do.
+
+    >>> str(solve_batch(micro=2, accumulation=None, train=32, dp_size=4, sequence_length=2048))
+    '32 = 2 micro × 4 accumulation × 4 data-parallel ranks'
+    """
+    if train is None:
+        chosen = micro if micro is not None else default_micro(sequence_length)
+        return Batch(micro=chosen, accumulation=accumulation or 1, dp_size=dp_size)
+    share, remainder = divmod(train, dp_size)
+    if remainder or not share:
+        raise _unsolvable(micro, accumulation, train, dp_size)
+    if micro is None and accumulation is None:
+        micro = max(size for size in _divisors(share) if size <= default_micro(sequence_length))
+    if micro is None:
+        assert accumulation is not None
+        micro, remainder = divmod(share, accumulation)
+    elif accumulation is None:
+        accumulation, remainder = divmod(share, micro)
+    else:
+        remainder = share - micro * accumulation
+    if remainder or not micro or not accumulation:
+        raise _unsolvable(micro, accumulation, train, dp_size)
+    return Batch(micro=micro, accumulation=accumulation, dp_size=dp_size)
+
+
+def default_micro(sequence_length: int) -> int:
+    """Gives the largest power of two of sequences that stays within the target tokens of a forward pass.
+
+    >>> default_micro(2048), default_micro(8192)
+    (2, 1)
+    """
+    return 1 << max(0, (TARGET_MICRO_BATCH_TOKENS // sequence_length).bit_length() - 1)
+
+
+def valid_triples(train: int, dp_size: int) -> tuple[Batch, ...]:
+    """Lists every way to write a train batch as micro × accumulation × ranks, smallest micro batch first."""
+    share, remainder = divmod(train, dp_size)
+    if remainder or not share:
+        return ()
+    return tuple(Batch(micro=micro, accumulation=share // micro, dp_size=dp_size) for micro in _divisors(share))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
+
+
+def _unsolvable(micro: int | None, accumulation: int | None, train: int, dp_size: int) -> PlanError:
+    ranks = f"{dp_size} data-parallel rank{'s' if dp_size > 1 else ''}"
+    triples = valid_triples(train, dp_size)
+    if triples:
+        target = train
+    else:
+        below = train // dp_size * dp_size
+        target = below if below else dp_size
+        triples = valid_triples(target, dp_size)
+    shown = ", ".join(f"{batch.micro}×{batch.accumulation}" for batch in triples[:12])
+    left = "" if target == train else f"train_batch_size={target} (the nearest that {dp_size} divides) with "
+    return PlanError.of(
+        code="BATCH_EQUATION",
+        key="train.train_batch_size",
+        message=(
+            f"train_batch_size={train} is not per_device_train_batch_size={micro or 'any'} × "
+            f"gradient_accumulation_steps={accumulation or 'any'} × {ranks}"
+            + (f" = {micro * accumulation * dp_size}" if micro and accumulation else "")
+        ),
+        fix=f"Set {left}micro × accumulation to one of {shown}"
+        + (", or train on more ranks" if dp_size == 1 else "")
+        + ", or leave one of the three out",
+        source="deepspeed runtime/config.py _batch_assertion",
+    )

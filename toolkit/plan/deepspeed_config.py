@@ -1,0 +1,105 @@
+"""DeepSpeed's JSON: no "auto" left, three consumers, every key with one home.
+
+Sources: deepspeed runtime/config.py, runtime/zero/config.py, runtime/zero/offload_config.py,
+runtime/precision_config.py; transformers integrations/deepspeed.py; accelerate utils/deepspeed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from toolkit.errors import PlanError, raise_all
+from toolkit.plan.draft import Draft
+from toolkit.plan.offload import offload_section
+from toolkit.plan.rules.consumers import consumer_problems
+
+Consumer = Literal["toolkit", "trainer", "accelerate"]
+
+
+def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
+    """Gives the configuration that `consumer` needs.
+
+    `toolkit` holds the optimizer, and no scheduler: ours knows the number of steps only once the data is read.
+    `trainer` holds the same optimizer, equal to `TrainingArguments`. `accelerate` holds none: the script has one.
+
+    Raises:
+        PlanError: With every reason for which the consumer cannot carry the plan.
+    """
+    raise_all(PlanError, consumer_problems(draft, consumer))
+    settings = draft.settings
+    precision = settings.precision
+    config: dict[str, Any] = {
+        "train_batch_size": settings.batch.train,
+        "train_micro_batch_size_per_gpu": settings.batch.micro,
+        "gradient_accumulation_steps": settings.batch.accumulation,
+        "gradient_clipping": draft.job.train.max_grad_norm,
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16"},
+        "data_types": {"grad_accum_dtype": settings.gradient_accumulation_dtype},
+        "zero_optimization": _zero_section(draft, consumer),
+    }
+    if consumer != "accelerate":
+        config["optimizer"] = _optimizer_section(draft)
+    if draft.job.train.optimizer == "sgd" or consumer == "accelerate":
+        # zero/utils.py ZERO_SUPPORTED_OPTIMIZERS lists neither torch SGD nor what a script may bring.
+        config["zero_allow_untested_optimizer"] = True
+    return merge(config, draft.job.deepspeed)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives `base` with the keys of `over` laid over it, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
+    settings = draft.settings
+    stage = settings.zero_stage
+    section: dict[str, Any] = {"stage": stage}
+    if stage == 0:
+        return section
+    nvme = draft.job.cluster.nvme_path
+    largest = draft.model.vocab_size * draft.model.hidden_size
+    section |= {
+        "overlap_comm": stage == 3,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": settings.reduce_bucket_size,
+        "allgather_bucket_size": settings.reduce_bucket_size,
+    }
+    if stage == 3:
+        section |= {
+            "sub_group_size": settings.sub_group_size,
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+            # Trainer.save_model and Accelerator.get_state_dict return nothing without it (transformers #25817).
+            "stage3_gather_16bit_weights_on_model_save": consumer != "toolkit",
+        }
+    return section | offload_section(
+        draft.profile,
+        ratio=settings.offload_ratio,
+        nvme_path=str(nvme) if nvme else None,
+        pin_memory=not draft.on_cpu,
+        largest_parameter=largest,
+    )
+
+
+def _optimizer_section(draft: Draft) -> dict[str, Any]:
+    train = draft.job.train
+    params: dict[str, Any] = {"lr": draft.settings.learning_rate}
+    if train.optimizer == "sgd":
+        return {"type": "SGD", "params": params | {"momentum": train.momentum, "weight_decay": train.weight_decay}}
+    params |= {"betas": [train.adam_beta1, train.adam_beta2], "weight_decay": train.weight_decay}
+    if train.optimizer == "lion":
+        return {"type": "Lion", "params": params}
+    params["eps"] = train.adam_epsilon
+    if draft.uses_torch_adam:
+        # engine.py get_optimizer_configuration: torch.optim.AdamW in place of FusedAdam or CPUAdam.
+        params["torch_adam"] = True
+    return {"type": "AdamW", "params": params}

@@ -1,0 +1,44 @@
+"""A job with every open value decided, not yet checked: what the rules look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.plan.offload import PROFILES, OffloadProfile
+from toolkit.plan.settings import Settings
+from toolkit.spec.catalogue import Gpu
+from toolkit.spec.job import Job
+from toolkit.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What a rule may look at.
+
+    Args:
+        job: As written.
+        model: Dimensions of the model.
+        gpu: The card, or the `cpu` entry.
+        settings: Decided values.
+    """
+
+    job: Job
+    model: ModelSpec
+    gpu: Gpu
+    settings: Settings
+
+    @property
+    def profile(self) -> OffloadProfile:
+        """The offload profile that the job names."""
+        return PROFILES[self.job.parallel.offload]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the job runs as CPU processes over gloo."""
+        return self.gpu.backend == "gloo"
+
+    @property
+    def uses_torch_adam(self) -> bool:
+        """Whether Adam is torch's own: asked for, or on CPU, where DeepSpeed's kernels would be compiled first."""
+        optimizer = self.job.train.optimizer
+        return optimizer == "adamw_torch" or (optimizer == "adamw" and self.on_cpu and not self.profile.optimizer)

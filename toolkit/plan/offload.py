@@ -1,0 +1,131 @@
+"""Named offload profiles: what leaves the GPU, where it goes, and what that asks of the job.
+
+Sizes below are bytes a parameter P, divided by the N data-parallel ranks, under Adam and 16-bit training.
+Source: deepspeed runtime/zero/stage_1_and_2.py (cpu_offload), runtime/zero/stage3.py (_configure_offloading,
+_create_fp32_partitions), runtime/swap_tensor; arXiv 2101.06840 (ZeRO-Offload), arXiv 2104.07857 (ZeRO-Infinity).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.spec.job import Offload
+
+Device = Literal["cpu", "nvme"] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadProfile:
+    """One named way to trade GPU memory for host memory and time.
+
+    Args:
+        optimizer: Where the optimizer state and its step go; None keeps them on the GPU.
+        parameters: Where the 16-bit parameter partitions wait; None keeps them on the GPU.
+        activations: Whether checkpointed layer inputs wait in pinned host memory.
+        partial: Whether `parallel.offload_ratio` of the optimizer state moves and the rest stays.
+        min_zero_stage: Lowest ZeRO stage that has the partitions to move.
+        explanation: What a person gains and pays.
+    """
+
+    name: Offload
+    optimizer: Device = None
+    parameters: Device = None
+    activations: bool = False
+    partial: bool = False
+    min_zero_stage: int = 0
+    explanation: str
+
+    @property
+    def needs_nvme(self) -> bool:
+        """Whether the profile writes to `cluster.nvme_path`."""
+        return "nvme" in (self.optimizer, self.parameters)
+
+
+PROFILES: dict[str, OffloadProfile] = {
+    profile.name: profile
+    for profile in (
+        OffloadProfile(name="none", explanation="everything stays on the GPU: fastest"),
+        OffloadProfile(
+            name="optimizer-cpu",
+            optimizer="cpu",
+            min_zero_stage=1,
+            explanation=(
+                "the fp32 master copy and the Adam moments (12 P/N bytes) live in host memory and the CPU does the "
+                "step; gradients cross PCIe each step; the host needs about 18 P/N bytes, 20 with accumulation"
+            ),
+        ),
+        OffloadProfile(
+            name="optimizer-cpu-partial",
+            optimizer="cpu",
+            partial=True,
+            min_zero_stage=3,
+            explanation=(
+                "only offload_ratio of the optimizer state lives on the CPU (Twin-Flow); the GPU steps the rest, "
+                "so the step is shorter by about that share"
+            ),
+        ),
+        OffloadProfile(
+            name="full-cpu",
+            optimizer="cpu",
+            parameters="cpu",
+            min_zero_stage=3,
+            explanation=(
+                "parameters wait in pinned host memory too and are fetched layer by layer; the GPU holds live layers "
+                "and activations alone; the host needs about 20 P/N bytes"
+            ),
+        ),
+        OffloadProfile(
+            name="optimizer-nvme",
+            optimizer="nvme",
+            min_zero_stage=3,
+            explanation="the optimizer state lives in files on cluster.nvme_path and passes through pinned buffers",
+        ),
+        OffloadProfile(
+            name="full-nvme",
+            optimizer="nvme",
+            parameters="nvme",
+            min_zero_stage=3,
+            explanation="parameters and optimizer state live in files on cluster.nvme_path: least memory, slowest",
+        ),
+        OffloadProfile(
+            name="activations-cpu",
+            activations=True,
+            explanation=(
+                "the input of each checkpointed layer (2 bytes × batch × sequence × hidden a layer) waits in pinned "
+                "host memory between forward and backward"
+            ),
+        ),
+    )
+}
+
+
+def offload_section(
+    profile: OffloadProfile, *, ratio: float, nvme_path: str | None, pin_memory: bool, largest_parameter: int | None
+) -> dict[str, Any]:
+    """Gives the offload keys of DeepSpeed's `zero_optimization`.
+
+    Args:
+        ratio: Share of the optimizer state on the CPU, used by the partial profile.
+        nvme_path: Local folder for swap files, used by the NVMe profiles.
+        pin_memory: Page-locks host buffers; False on CPU, where nothing crosses PCIe.
+        largest_parameter: Elements of the largest parameter; an NVMe swap buffer must hold it whole
+            (runtime/swap_tensor/partitioned_param_swapper.py).
+    """
+    section: dict[str, Any] = {}
+    if profile.optimizer:
+        optimizer: dict[str, Any] = {"device": profile.optimizer, "pin_memory": pin_memory}
+        if profile.partial:
+            optimizer["ratio"] = ratio
+        if profile.optimizer == "nvme":
+            # Adam swaps four states a parameter: master copy, gradient and two moments.
+            optimizer |= {"nvme_path": nvme_path, "buffer_count": 4}
+        section["offload_optimizer"] = optimizer
+    if profile.parameters:
+        parameters: dict[str, Any] = {"device": profile.parameters, "pin_memory": pin_memory}
+        if profile.parameters == "nvme":
+            # 1e8 is DeepSpeed's default size in elements; embeddings of large vocabularies exceed it.
+            size = max(100_000_000, largest_parameter or 0)
+            parameters |= {"nvme_path": nvme_path, "buffer_count": 5, "buffer_size": size}
+        section["offload_param"] = parameters
+    return section

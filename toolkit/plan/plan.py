@@ -1,0 +1,140 @@
+"""The plan: frozen, serialisable, explained. Everything before it is arithmetic, everything after it obeys it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.errors import PlanError
+from toolkit.plan.accelerate_config import accelerate_config
+from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
+from toolkit.plan.draft import Draft
+from toolkit.plan.settings import Choice, Settings
+from toolkit.plan.trainer_config import training_arguments
+from toolkit.spec.catalogue import Gpu
+from toolkit.spec.job import Job
+from toolkit.spec.model import ModelSpec
+from toolkit.topology.grid import Grid
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Draft):
+    """What will run, down to the last value.
+
+    Args:
+        choices: One entry a value that is not the schema's own default, with its reason.
+    """
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def grid(self) -> Grid:
+        """The pp × dp × tp grid of ranks."""
+        parallel = self.job.parallel
+        dp_size = self.job.cluster.num_ranks // (parallel.tensor * parallel.pipeline)
+        return Grid(pp=parallel.pipeline, dp=dp_size, tp=parallel.tensor)
+
+    @property
+    def allocator(self) -> Literal["expandable", "native"]:
+        """CUDA allocator of our own launches; scripts that are not ours run with torch's default."""
+        return "native" if self.on_cpu else "expandable"
+
+    @property
+    def output_dir(self) -> Path:
+        """Where metrics, checkpoints and the export go."""
+        return self.job.train.output_dir
+
+    def deepspeed_config(self, consumer: Consumer = "toolkit") -> dict[str, Any]:
+        """Gives DeepSpeed's JSON for our engine, for `transformers.Trainer` or for a plain Accelerate script.
+
+        Raises:
+            PlanError: The consumer cannot carry this plan; says what stands in the way.
+        """
+        return deepspeed_config(self, consumer)
+
+    def accelerate_config(self, *, deepspeed_config_file: str = "deepspeed-accelerate.json") -> dict[str, Any]:
+        """Gives the YAML of `accelerate launch --config_file`, as a mapping."""
+        return accelerate_config(self, deepspeed_config_file=deepspeed_config_file)
+
+    def training_arguments(self) -> dict[str, Any]:
+        """Gives keyword arguments of `transformers.TrainingArguments`, DeepSpeed's configuration included."""
+        return training_arguments(self)
+
+    def explain(self) -> str:
+        """Says in plain text what was decided, where each value came from, and why."""
+        lines = [
+            f"{self.model.name} on {self.job.cluster.num_ranks} × {self.gpu.name}",
+            f"batch: {self.settings.batch}",
+            f"offload {self.profile.name}: {self.profile.explanation}",
+            "",
+        ]
+        width = max((len(choice.key) for choice in self.choices), default=0)
+        for choice in self.choices:
+            value = json.dumps(choice.value)
+            lines.append(f"{choice.key:<{width}}  {value:<12}  {choice.source}: {choice.reason}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives a JSON object that `from_dict` reads back into an equal plan."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "job": self.job.model_dump(mode="json", exclude_unset=True),
+            "model": self.model.to_dict(),
+            "gpu": self.gpu.model_dump(mode="json"),
+            "settings": self.settings.to_dict(),
+            "allocator": self.allocator,
+            "choices": [asdict(choice) for choice in self.choices],
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Plan:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            PlanError: PLAN_UNREADABLE when a key is missing, foreign or of another schema version.
+        """
+        version = value.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise _unreadable(f"schema_version={version!r}, this version reads {SCHEMA_VERSION}")
+        try:
+            return cls(
+                job=Job.model_validate(value["job"]),
+                model=ModelSpec.from_dict(value["model"]),
+                gpu=Gpu.model_validate(value["gpu"]),
+                settings=Settings.from_dict(value["settings"]),
+                choices=tuple(Choice(**choice) for choice in value["choices"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise _unreadable(str(error)) from error
+
+    def save(self, path: Path) -> None:
+        """Writes `plan.json` atomically."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Reads `plan.json`."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _unreadable(f"{path}: {error}") from None
+        if not isinstance(value, dict):
+            raise _unreadable(f"{path} holds a {type(value).__name__}, not an object")
+        return cls.from_dict(value)
+
+
+def _unreadable(what: str) -> PlanError:
+    return PlanError.of(
+        code="PLAN_UNREADABLE",
+        key="plan.json",
+        message=f"the plan cannot be read: {what}",
+        fix="Write it anew with `toolkit emit JOB.yaml`",
+    )

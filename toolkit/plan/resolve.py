@@ -1,0 +1,288 @@
+"""From a job to a plan: every open value gets a fixed, explained default; then every rule is checked at once."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.plan.batch import Batch, default_micro, solve_batch
+from toolkit.plan.draft import Draft
+from toolkit.plan.offload import PROFILES
+from toolkit.plan.plan import Plan
+from toolkit.plan.rules import RULES
+from toolkit.plan.rules.training import unread
+from toolkit.plan.settings import Choice, Settings, Source
+from toolkit.spec.catalogue import Gpu, find_gpu
+from toolkit.spec.job import Job, Precision
+from toolkit.spec.model import ModelSpec, resolve_model
+from toolkit.spec.parameters import count_lora_parameters
+from toolkit.units import format_bytes, format_count
+
+T = TypeVar("T")
+
+# Share of a card's memory that model and optimizer state may take before ZeRO-3 becomes the default;
+# the rest is left to activations, buckets and the allocator.
+STATE_SHARE = 0.6
+
+# DeepSpeed's bucket of 5e8 elements costs 1 GB in 16 bit even for small models; 2e8 elements still keep NVLink and
+# PCIe collectives in their bandwidth-bound range (arXiv 2006.15704, section 4: tens of MB suffice).
+MAX_REDUCE_BUCKET = 200_000_000
+
+# A partial offload moves whole sub-groups (stage3.py: int((1 - ratio) * num_sub_groups)), so the ratio is met within
+# one in this many.
+PARTIAL_SUB_GROUPS = 20
+
+
+def resolve(job: Job) -> Plan:
+    """Decides every open value of a job and checks it.
+
+    Raises:
+        SpecError: The model or the card cannot be found.
+        PlanError: With every problem at once.
+    """
+    return resolve_with(job, model=resolve_model(job.model), gpu=find_gpu(job.cluster.gpu))
+
+
+def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu) -> Plan:
+    """Does what `resolve` does, with the model and the card already read."""
+    chooser = _Chooser(job)
+    problems: list[Problem] = []
+    try:
+        settings = _decide(job, model, gpu, chooser)
+    except PlanError as error:
+        # Rules still run on a batch that holds, so that a person sees every other problem too.
+        problems.extend(error.problems)
+        train = job.train.model_copy(
+            update={"train_batch_size": None, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
+        )
+        chooser = _Chooser(job)
+        settings = _decide(job.model_copy(update={"train": train}), model, gpu, chooser)
+    draft = Draft(job=job, model=model, gpu=gpu, settings=settings)
+    for rule in RULES:
+        problems.extend(rule(draft))
+    raise_all(PlanError, problems)
+    return Plan(job=job, model=model, gpu=gpu, settings=settings, choices=tuple(chooser.choices))
+
+
+class _Chooser:
+    """Collects choices with their reasons."""
+
+    def __init__(self, job: Job) -> None:
+        self.choices: list[Choice] = []
+        for section in ("model", "cluster", "train", "parallel", "data"):
+            part = getattr(job, section)
+            if part is None:
+                continue
+            written = part.model_dump(mode="json")
+            for name in written:
+                if name in part.model_fields_set and written[name] is not None:
+                    self._add(f"{section}.{name}", written[name], "job", "written in the job")
+                elif written[name] not in (None, [], {}) and not unread(job, f"{section}.{name}"):
+                    self._add(f"{section}.{name}", written[name], "default", "the fixed default")
+        for key, value in job.deepspeed.items():
+            self._add(f"deepspeed.{key}", value, "deepspeed", "written in the job's deepspeed section; wins")
+
+    def _add(self, key: str, value: Any, source: Source, reason: str) -> None:
+        self.choices.append(Choice(key=key, value=value, source=source, reason=reason))
+
+    def choose(self, key: str, given: T | None, default: T, reason: str, *, source: Source = "default") -> T:
+        """Gives what the job says, or the default, and notes the reason."""
+        if given is not None:
+            return given
+        self._add(key, default, source, reason)
+        return default
+
+    def derive(self, key: str, value: T, reason: str) -> T:
+        """Notes a value that follows from others."""
+        self._add(key, value, "derived", reason)
+        return value
+
+
+def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings:
+    train, parallel = job.train, job.parallel
+    on_cpu = gpu.backend == "gloo"
+    precision = chooser.choose("train.precision", train.precision, *_default_precision(gpu))
+    sequence_length = chooser.choose(
+        "train.sequence_length",
+        train.sequence_length,
+        min(2048, model.max_position_embeddings or 2048),
+        "2048, or what the model's positions allow",
+    )
+    batch = _decide_batch(job, sequence_length, chooser)
+    accumulation_dtype = chooser.choose(
+        "train.gradient_accumulation_dtype", train.gradient_accumulation_dtype, precision, "the training precision"
+    )
+    zero_stage = chooser.choose("parallel.zero_stage", parallel.zero_stage, *_default_stage(job, model, gpu, precision))
+    attention = chooser.choose("train.attention", train.attention, *_default_attention(model))
+    max_steps, epochs = train.max_steps, train.num_train_epochs
+    if max_steps is None and epochs is None:
+        epochs = chooser.choose("train.num_train_epochs", None, 1.0, "one pass over the data")
+    save_steps = chooser.choose("train.save_steps", train.save_steps, 500, "every 500 steps, and at the end")
+    return Settings(
+        batch=batch,
+        per_device_eval_batch_size=chooser.choose(
+            "train.per_device_eval_batch_size",
+            train.per_device_eval_batch_size,
+            batch.micro,
+            "the training micro batch",
+        ),
+        sequence_length=sequence_length,
+        init=chooser.choose("model.init", job.model.init, "pretrained", "fine-tuning starts from the model's weights"),
+        precision=precision,
+        gradient_accumulation_dtype=accumulation_dtype,
+        zero_stage=zero_stage,
+        gradient_checkpointing=float(
+            chooser.choose(
+                "train.gradient_checkpointing",
+                train.gradient_checkpointing,
+                not on_cpu,
+                "recomputes activations: far less memory for about a quarter of the speed"
+                if not on_cpu
+                else "host memory is ample for what trains on CPU",
+            )
+        ),
+        attention=attention,
+        learning_rate=_decide_learning_rate(job, batch, chooser),
+        min_learning_rate_ratio=train.min_learning_rate_ratio,
+        warmup_steps=train.warmup_steps,
+        warmup_ratio=_decide_warmup(job, chooser),
+        max_steps=max_steps,
+        num_train_epochs=epochs,
+        save_steps=save_steps,
+        save_total_limit=chooser.choose(
+            "train.save_total_limit", train.save_total_limit, 2, "the last two checkpoints stay"
+        ),
+        eval_steps=_decide_eval_steps(job, save_steps, chooser),
+        offload_ratio=_decide_offload_ratio(job, chooser),
+        sub_group_size=_decide_sub_group(job, model, batch, chooser),
+        reduce_bucket_size=_decide_bucket(job, model, chooser),
+    )
+
+
+def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
+    train = job.train
+    dp_size = job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline) or 1
+    batch = solve_batch(
+        micro=train.per_device_train_batch_size,
+        accumulation=train.gradient_accumulation_steps,
+        train=train.train_batch_size,
+        dp_size=dp_size,
+        sequence_length=sequence_length,
+    )
+    if train.per_device_train_batch_size is None:
+        reason = (
+            f"about 4096 tokens a forward pass, within the batch equation; {default_micro(sequence_length)} at most"
+        )
+        chooser.derive("train.per_device_train_batch_size", batch.micro, reason)
+    if train.gradient_accumulation_steps is None:
+        chooser.derive("train.gradient_accumulation_steps", batch.accumulation, f"the batch equation: {batch}")
+    if train.train_batch_size is None:
+        chooser.derive("train.train_batch_size", batch.train, f"the batch equation: {batch}")
+    return batch
+
+
+def _default_precision(gpu: Gpu) -> tuple[Precision, str]:
+    if gpu.backend == "gloo":
+        return "fp32", "16-bit arithmetic is emulated on most CPUs"
+    if gpu.supports("bf16"):
+        return "bf16", f"{gpu.name} computes in bf16, which needs no loss scaling"
+    return "fp16", f"{gpu.name} has no bf16"
+
+
+def _default_attention(model: ModelSpec) -> tuple[Any, str]:
+    if model.config.get("attn_logit_softcapping"):
+        return "eager", "the model soft-caps its attention scores, which sdpa cannot do"
+    return "sdpa", "torch's fused kernels, no extra package"
+
+
+def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
+    needed = PROFILES[job.parallel.offload].min_zero_stage
+    if needed == 3:
+        return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
+    if gpu.memory_bytes is None:
+        return 2, "on CPU memory is shared; stage 2 shards optimizer and gradients"
+    if model.num_parameters is None:
+        return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
+    state = _state_bytes(job, model, precision)
+    limit = STATE_SHARE * gpu.memory_bytes
+    compared = f"{format_bytes(state)} of state a rank under stage 2 against {STATE_SHARE:.0%} of {format_bytes(gpu.memory_bytes)}"
+    if state <= limit:
+        return 2, f"parameters stay whole, which is fastest, since they fit: {compared}"
+    return 3, f"parameters must be sharded too: {compared}"
+
+
+def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
+    """Bytes a rank of parameters, gradients and optimizer state under ZeRO-2 (deepspeed zero/stage_1_and_2.py)."""
+    assert model.num_parameters is not None
+    width = 4 if precision == "fp32" else 2
+    trainable = _trainable(job, model) or model.num_parameters
+    optimizer = 0 if PROFILES[job.parallel.offload].optimizer else 12
+    return width * model.num_parameters + trainable * (width + optimizer) / job.cluster.num_ranks
+
+
+def _trainable(job: Job, model: ModelSpec) -> int | None:
+    if job.train.method == "full":
+        return model.num_parameters
+    lora = job.train.lora
+    targets = lora.target_modules if lora else "all-linear"
+    return count_lora_parameters(model.config, r=lora.r if lora else 16, target_modules=targets)
+
+
+def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:
+    train = job.train
+    default = 1e-4 if train.method == "lora" else 1e-5
+    reason = "customary for LoRA" if train.method == "lora" else "customary for full fine-tuning"
+    rate = chooser.choose("train.learning_rate", train.learning_rate, default, reason)
+    reference = train.learning_rate_reference_batch_size
+    if train.learning_rate_scaling == "none" or reference is None:
+        return rate
+    ratio = batch.train / reference
+    factor = ratio if train.learning_rate_scaling == "linear" else ratio**0.5
+    return chooser.derive(
+        "train.learning_rate",
+        rate * factor,
+        f"{rate:g} × {factor:g}: {train.learning_rate_scaling} scaling of batch {batch.train} over {reference}",
+    )
+
+
+def _decide_warmup(job: Job, chooser: _Chooser) -> float | None:
+    train = job.train
+    if train.warmup_steps is not None or train.warmup_ratio is not None or train.lr_scheduler_type == "constant":
+        return train.warmup_ratio
+    return chooser.choose("train.warmup_ratio", None, 0.03, "3 % of all steps steady Adam's first moments")
+
+
+def _decide_eval_steps(job: Job, save_steps: int, chooser: _Chooser) -> int | None:
+    data = job.data
+    if data is None or (data.eval is None and data.validation_fraction is None):
+        return None
+    return chooser.choose("train.eval_steps", job.train.eval_steps, save_steps, "as often as checkpoints")
+
+
+def _decide_offload_ratio(job: Job, chooser: _Chooser) -> float:
+    if not PROFILES[job.parallel.offload].partial:
+        return 1.0
+    return chooser.choose("parallel.offload_ratio", job.parallel.offload_ratio, 0.5, "half of the optimizer state")
+
+
+def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: _Chooser) -> int:
+    trainable = _trainable(job, model)
+    if not PROFILES[job.parallel.offload].partial or trainable is None:
+        return 1_000_000_000
+    size = max(1, trainable // batch.dp_size // PARTIAL_SUB_GROUPS)
+    return chooser.derive(
+        "deepspeed.zero_optimization.sub_group_size",
+        size,
+        f"{PARTIAL_SUB_GROUPS} sub-groups a rank, since a partial offload moves whole sub-groups",
+    )
+
+
+def _decide_bucket(job: Job, model: ModelSpec, chooser: _Chooser) -> int:
+    trainable = _trainable(job, model)
+    size = min(MAX_REDUCE_BUCKET, trainable or MAX_REDUCE_BUCKET)
+    reason = (
+        f"all {format_count(size)} trainable parameters"
+        if size == trainable
+        else "400 MB in 16 bit: enough for full bandwidth, less than DeepSpeed's 1 GB"
+    )
+    return chooser.derive("deepspeed.zero_optimization.reduce_bucket_size", size, reason)

@@ -1,0 +1,15 @@
+"""The rules of a sound plan: one function a constraint, each naming the library code that would reject or ignore it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from toolkit.errors import Problem
+from toolkit.plan.draft import Draft
+from toolkit.plan.rules import data, deepspeed_keys, hardware, training, zero
+
+Rule = Callable[[Draft], Iterable[Problem]]
+
+RULES: tuple[Rule, ...] = (*hardware.RULES, *zero.RULES, *training.RULES, *data.RULES, *deepspeed_keys.RULES)
+
+__all__ = ["RULES", "Rule"]

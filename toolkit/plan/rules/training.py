@@ -1,0 +1,148 @@
+"""What the training section must agree on with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.plan.draft import Draft
+from toolkit.spec.job import Job
+
+# Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
+_OPTIMIZER_KEYS = {
+    "adam_beta1": ("adamw", "adamw_torch", "lion"),
+    "adam_beta2": ("adamw", "adamw_torch", "lion"),
+    "adam_epsilon": ("adamw", "adamw_torch"),
+    "momentum": ("sgd",),
+}
+
+
+def unread(job: Job, key: str) -> bool:
+    """Whether the job's optimizer would not read `train.<key>`."""
+    readers = _OPTIMIZER_KEYS.get(key.removeprefix("train."))
+    return readers is not None and job.train.optimizer not in readers
+
+
+def lora_section(draft: Draft) -> Iterator[Problem]:
+    """The LoRA section belongs to the method of that name."""
+    if draft.job.train.lora is not None and draft.job.train.method != "lora":
+        yield Problem(
+            code="LORA_UNUSED",
+            key="train.lora",
+            message=f"train.lora is given, but method={draft.job.train.method} would ignore it",
+            fix="Set train.method to lora, or remove train.lora",
+        )
+
+
+def optimizer_keys(draft: Draft) -> Iterator[Problem]:
+    """Keys that the optimizer would not read."""
+    train = draft.job.train
+    for key, optimizers in _OPTIMIZER_KEYS.items():
+        if key in train.model_fields_set and unread(draft.job, key):
+            yield Problem(
+                code="OPTIMIZER_KEY",
+                key=f"train.{key}",
+                message=f"{key}={getattr(train, key):g} is not read by optimizer={train.optimizer}",
+                fix=f"Remove {key}, or set train.optimizer to {' or '.join(optimizers)}",
+            )
+
+
+def run_length(draft: Draft) -> Iterator[Problem]:
+    """Steps or epochs set the length, not both."""
+    train = draft.job.train
+    if train.max_steps is not None and train.num_train_epochs is not None:
+        yield Problem(
+            code="STEPS_CONFLICT",
+            key="train.max_steps",
+            message=f"max_steps={train.max_steps} and num_train_epochs={train.num_train_epochs:g} both set the length",
+            fix="Keep one of the two",
+        )
+
+
+def warmup(draft: Draft) -> Iterator[Problem]:
+    """Warm-up is given once, fits into the run, and is read by the schedule."""
+    train = draft.job.train
+    if train.warmup_steps is not None and train.warmup_ratio is not None:
+        yield Problem(
+            code="WARMUP_CONFLICT",
+            key="train.warmup_steps",
+            message=f"warmup_steps={train.warmup_steps} and warmup_ratio={train.warmup_ratio:g} both set the warm-up",
+            fix="Keep one of the two",
+        )
+    if train.lr_scheduler_type == "constant" and (train.warmup_steps or train.warmup_ratio):
+        yield Problem(
+            code="WARMUP_UNUSED",
+            key="train.lr_scheduler_type",
+            message="lr_scheduler_type=constant ignores the warm-up",
+            fix="Set train.lr_scheduler_type to constant_with_warmup, or remove the warm-up",
+            source="transformers optimization.py get_constant_schedule",
+        )
+    if train.warmup_steps is not None and train.max_steps is not None and train.warmup_steps >= train.max_steps:
+        yield Problem(
+            code="WARMUP_LENGTH",
+            key="train.warmup_steps",
+            message=f"warmup_steps={train.warmup_steps} leaves nothing of max_steps={train.max_steps}",
+            fix=f"Set train.warmup_steps below {train.max_steps}",
+        )
+
+
+def minimum_learning_rate(draft: Draft) -> Iterator[Problem]:
+    """A floor belongs to the one schedule that has it, which needs it."""
+    train = draft.job.train
+    with_floor = train.lr_scheduler_type == "cosine_with_min_lr"
+    if with_floor == (train.min_learning_rate_ratio is not None):
+        return
+    yield Problem(
+        code="MIN_LEARNING_RATE",
+        key="train.min_learning_rate_ratio",
+        message=(
+            "lr_scheduler_type=cosine_with_min_lr without min_learning_rate_ratio has no floor"
+            if with_floor
+            else f"min_learning_rate_ratio={train.min_learning_rate_ratio:g} is not read by lr_scheduler_type={train.lr_scheduler_type}"
+        ),
+        fix="Set train.min_learning_rate_ratio, such as 0.1"
+        if with_floor
+        else "Set train.lr_scheduler_type to cosine_with_min_lr, or remove min_learning_rate_ratio",
+        source="transformers optimization.py get_cosine_with_min_lr_schedule_with_warmup",
+    )
+
+
+def learning_rate_scaling(draft: Draft) -> Iterator[Problem]:
+    """Scaling needs a reference batch, and the reference needs scaling."""
+    train = draft.job.train
+    if (train.learning_rate_scaling != "none") != (train.learning_rate_reference_batch_size is not None):
+        yield Problem(
+            code="LEARNING_RATE_SCALING",
+            key="train.learning_rate_scaling",
+            message=(
+                f"learning_rate_scaling={train.learning_rate_scaling} with "
+                f"learning_rate_reference_batch_size={train.learning_rate_reference_batch_size}: each needs the other"
+            ),
+            fix="Give both (linear or sqrt, and the batch for which learning_rate was tuned), or neither",
+        )
+
+
+def evaluation(draft: Draft) -> Iterator[Problem]:
+    """Evaluation keys need evaluation data."""
+    data, train = draft.job.data, draft.job.train
+    if data is not None and (data.eval is not None or data.validation_fraction is not None):
+        return
+    for key in ("eval_steps", "per_device_eval_batch_size"):
+        if getattr(train, key) is not None:
+            yield Problem(
+                code="EVAL_WITHOUT_DATA",
+                key=f"train.{key}",
+                message=f"{key}={getattr(train, key)} without evaluation data is never read",
+                fix="Set data.eval or data.validation_fraction, or remove it",
+            )
+
+
+RULES = (
+    lora_section,
+    optimizer_keys,
+    run_length,
+    warmup,
+    minimum_learning_rate,
+    learning_rate_scaling,
+    evaluation,
+)

@@ -1,0 +1,58 @@
+"""Keyword arguments of `transformers.TrainingArguments` that agree with DeepSpeed's JSON in every value.
+
+Source: transformers training_args.py; integrations/deepspeed.py trainer_config_process (type-strict comparison).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.plan.deepspeed_config import deepspeed_config
+from toolkit.plan.draft import Draft
+
+
+def training_arguments(draft: Draft) -> dict[str, Any]:
+    """Gives the keyword arguments, with the DeepSpeed configuration under `deepspeed`.
+
+    Raises:
+        PlanError: The plan cannot be carried by Trainer.
+    """
+    settings, train = draft.settings, draft.job.train
+    config = deepspeed_config(draft, "trainer")
+    arguments: dict[str, Any] = {
+        "output_dir": str(train.output_dir),
+        "per_device_train_batch_size": settings.batch.micro,
+        "per_device_eval_batch_size": settings.per_device_eval_batch_size,
+        "gradient_accumulation_steps": settings.batch.accumulation,
+        "learning_rate": settings.learning_rate,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_epsilon": train.adam_epsilon,
+        "max_grad_norm": train.max_grad_norm,
+        "lr_scheduler_type": train.lr_scheduler_type,
+        "lr_scheduler_kwargs": _schedule_arguments(settings.min_learning_rate_ratio),
+        "warmup_steps": settings.warmup_steps if settings.warmup_steps is not None else settings.warmup_ratio or 0,
+        "max_steps": settings.max_steps if settings.max_steps is not None else -1,
+        "num_train_epochs": settings.num_train_epochs if settings.num_train_epochs is not None else 3.0,
+        "bf16": settings.precision == "bf16",
+        "fp16": settings.precision == "fp16",
+        "gradient_checkpointing": settings.gradient_checkpointing > 0,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "logging_steps": train.logging_steps,
+        "save_strategy": "steps",
+        "save_steps": settings.save_steps,
+        "save_total_limit": settings.save_total_limit,
+        "eval_strategy": "no" if settings.eval_steps is None else "steps",
+        "eval_steps": settings.eval_steps,
+        "report_to": list(train.report_to) or "none",
+        "seed": train.seed,
+        "torch_compile": train.torch_compile,
+        "use_cpu": draft.on_cpu,
+        "deepspeed": config,
+    }
+    return arguments
+
+
+def _schedule_arguments(min_learning_rate_ratio: float | None) -> dict[str, Any] | None:
+    return None if min_learning_rate_ratio is None else {"min_lr_rate": min_learning_rate_ratio}
