@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class ToolkitError(Exception):
         return tuple(problem.code for problem in self.problems)
 
     @classmethod
-    def of(cls, *, code: str, message: str, fix: str, key: str = "", source: str = "") -> ToolkitError:
+    def of(cls, *, code: str, message: str, fix: str, key: str = "", source: str = "") -> Self:
         """Builds an error of this class from one problem."""
         return cls(Problem(code=code, key=key, message=message, fix=fix, source=source))
 

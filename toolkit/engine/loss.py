@@ -51,4 +51,4 @@ def auxiliary_loss(outputs: Any, config: Any) -> torch.Tensor | None:
     coefficient = getattr(config, "router_aux_loss_coef", None)
     if not isinstance(loss, torch.Tensor) or not coefficient:
         return None
-    return coefficient * loss.float()
+    return loss.float() * float(coefficient)

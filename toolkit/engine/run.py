@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.data.loader import StepLoader, num_steps
-from toolkit.data.prepare import PreparedSplit
+from toolkit.data.collate import Collator
+from toolkit.data.loader import EvalLoader, StepLoader, num_steps
+from toolkit.data.packing import PackedDataset
 from toolkit.engine.loss import auxiliary_loss, count_targets, summed_cross_entropy
 from toolkit.engine.schedule import LearningRate
 from toolkit.errors import RunError
@@ -80,18 +81,18 @@ class Run:
         self.num_steps = count
         self._schedule.set_num_steps(count)
 
-    def loader(self, split: PreparedSplit) -> StepLoader:
+    def loader(self, dataset: PackedDataset) -> StepLoader:
         """Gives this rank's batches from the current step to the end of the run.
 
         Args:
-            split: Training rows and how to collate them, from `toolkit.data.prepare`.
+            dataset: Training rows, from `tk.prepare`.
         """
         batch, settings = self.plan.settings.batch, self.plan.settings
-        total = settings.max_steps or num_steps(len(split.dataset), batch.train, settings.num_train_epochs or 1.0)
+        total = settings.max_steps or num_steps(len(dataset), batch.train, settings.num_train_epochs or 1.0)
         self.set_num_steps(total)
         return StepLoader(
-            split.dataset,
-            collate=split.collate,
+            dataset,
+            collate=Collator.of(dataset),
             train_batch_size=batch.train,
             micro_batch_size=batch.micro,
             gradient_accumulation_steps=batch.accumulation,
@@ -100,6 +101,16 @@ class Run:
             seed=self.plan.job.train.seed,
             start_step=self.step_count,
             num_steps=total,
+        )
+
+    def eval_loader(self, dataset: PackedDataset) -> EvalLoader:
+        """Gives this rank's share of the validation rows, each row once over all ranks."""
+        return EvalLoader(
+            dataset,
+            collate=Collator.of(dataset),
+            micro_batch_size=self.plan.settings.per_device_eval_batch_size,
+            dp_rank=self.world.coordinate.dp,
+            dp_size=self.world.grid.dp,
         )
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:

@@ -95,7 +95,7 @@ def connect(
         device=device,
         grid=grid,
         coordinate=coordinate,
-        dp_group=dist.group.WORLD if grid.dp == grid.world_size else _own_group(grid, rank, "dp"),
+        dp_group=_own_group(grid, rank, "dp"),
     )
 
 
@@ -157,10 +157,15 @@ def _initialize(
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
-def _own_group(grid: Grid, rank: int, *axes: str) -> dist.ProcessGroup:
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in grid.groups(*axes)])
-    assert group is not None, f"rank {rank} is in no group of {axes}"
-    return group
+def _own_group(grid: Grid, rank: int, kind: str) -> dist.ProcessGroup:
+    """Makes every group of a kind, as all ranks must, and gives the one that holds `rank`."""
+    groups = grid.groups(kind)
+    if len(groups) == 1:
+        world = dist.group.WORLD
+        assert world is not None, "init_process_group has run"
+        return world
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
+    return made[tuple(grid.group_of(rank, kind))]
 
 
 def _free_port() -> int:

@@ -93,13 +93,13 @@ def model_config(plan: Plan) -> PreTrainedConfig:
         except ValueError as error:
             raise _no_class(model_type) from error
     config._attn_implementation = plan.settings.attention
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Makes the causal LM of a configuration, in `dtype`, under whatever contexts the caller has entered."""
     try:
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=config._attn_implementation, trust_remote_code=trust_remote_code
         )
     except ImportError as error:
