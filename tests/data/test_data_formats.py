@@ -1,0 +1,174 @@
+"""Tokenising: exact boundaries, end marks and targets for each format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import processors
+
+from toolkit.data.formats import Tokeniser, assistant_spans, check_tokenizer
+from toolkit.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TAGGED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<eos>\n{% endgeneration %}{% else %}{{ m.content }}<eos>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# As reasoning models do: the last turn is given an empty block of thoughts, earlier ones lose theirs.
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "What is a list?"},
+    {"role": "assistant", "content": "A mutable sequence."},
+    {"role": "user", "content": "And a tuple?"},
+    {"role": "assistant", "content": "An immutable one."},
+]
+
+
+def run(tokenizer: Any, format_: Any, loss_on: str, *records: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    batch = {name: [record[name] for record in records] for name in records[0]}
+    tokeniser = Tokeniser(tokenizer=tokenizer, format=format_, loss_on=loss_on)
+    out = tokeniser(batch, list(range(len(records))))
+    return list(zip(out["input_ids"], out["targets"], strict=True))
+
+
+def counted(tokenizer: Any, document: tuple[list[int], list[int]]) -> str:
+    ids, targets = document
+    return tokenizer.decode([token for token, target in zip(ids, targets, strict=True) if target])
+
+
+def test_text_ends_with_eos_and_blank_text_is_no_document(tokenizer: Any) -> None:
+    first, second = run(tokenizer, "text", "all", {"text": "a list of names"}, {"text": " \n"})
+    assert first == ([*tokenizer("a list of names").input_ids, tokenizer.eos_token_id], [1] * len(first[0]))
+    assert second == ([], [])
+
+
+def test_marks_that_the_tokenizer_adds_are_not_doubled(tokenizer: Any) -> None:
+    bos, eos = tokenizer.convert_tokens_to_ids("<bos>"), tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", bos), ("<eos>", eos)]
+    )
+    plain = tokenizer("a list", add_special_tokens=False).input_ids
+    assert run(tokenizer, "text", "all", {"text": "a list"})[0][0] == [bos, *plain, eos]
+    ids, targets = run(tokenizer, "prompt_completion", "completion", {"prompt": "a list", "completion": " of x"})[0]
+    assert (ids[0], ids[-1], ids.count(bos), ids.count(eos)) == (bos, eos, 1, 1)
+    assert targets == [0] * (1 + len(plain)) + [1] * (len(ids) - 1 - len(plain))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("Name a", " list"), ("Name a li", "st of x"), ("", "list"), ("a\n", "\nb")]
+)
+def test_completion_only_counts_the_completion_exactly(tokenizer: Any, prompt: str, completion: str) -> None:
+    record = {"prompt": prompt, "completion": completion}
+    ids, targets = run(tokenizer, "prompt_completion", "completion", record)[0]
+    prompt_ids = tokenizer(prompt).input_ids
+    assert ids[: len(prompt_ids)] == prompt_ids
+    assert targets == [0] * len(prompt_ids) + [1] * (len(ids) - len(prompt_ids))
+    assert counted(tokenizer, (ids, targets)) == completion + "<eos>"
+    assert tokenizer.decode(ids) == prompt + completion + "<eos>"
+    on_all = run(tokenizer, "prompt_completion", "all", record)[0]
+    assert on_all == (ids, [1] * len(ids))
+
+
+def test_a_merge_over_the_boundary_is_split(tokenizer: Any) -> None:
+    whole = tokenizer("the list").input_ids
+    assert whole[: len(tokenizer("th").input_ids)] != tokenizer("th").input_ids  # otherwise this test shows nothing
+    ids, _ = run(tokenizer, "prompt_completion", "completion", {"prompt": "th", "completion": "e list"})[0]
+    assert ids == [*tokenizer("th").input_ids, *tokenizer("e list").input_ids, tokenizer.eos_token_id]
+
+
+def test_empty_completion_is_no_document(tokenizer: Any) -> None:
+    assert run(tokenizer, "prompt_completion", "all", {"prompt": "a", "completion": ""}) == [([], [])]
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_chat_on_all_is_the_rendered_template(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    ids, targets = run(tokenizer, "messages", "all", {"messages": CHAT})[0]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert targets == [1] * len(ids)
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_chat_on_assistant_counts_what_the_assistant_says(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    document = run(tokenizer, "messages", "assistant", {"messages": CHAT})[0]
+    assert counted(tokenizer, document) == "A mutable sequence.<eos>\nAn immutable one.<eos>\n"
+
+
+def test_tagged_and_located_turns_agree(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    located = run(tokenizer, "messages", "assistant", {"messages": CHAT})
+    tokenizer.chat_template = TAGGED
+    assert run(tokenizer, "messages", "assistant", {"messages": CHAT}) == located
+
+
+def test_a_template_that_treats_the_last_turn_otherwise(tokenizer: Any) -> None:
+    tokenizer.chat_template = THINKING
+    document = run(tokenizer, "messages", "assistant", {"messages": CHAT})[0]
+    assert counted(tokenizer, document) == ("A mutable sequence.<eos>\n<think>\n\n</think>\n\nAn immutable one.<eos>\n")
+
+
+def test_a_template_that_hides_earlier_turns_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages | length }}: {{ messages[-1].content }}"
+    with pytest.raises(DataError, match="DATA_CHAT_TEMPLATE"):
+        run(tokenizer, "messages", "assistant", {"messages": CHAT})
+
+
+def test_spans_lie_where_the_assistant_speaks() -> None:
+    def render(upto: int, *, add_generation_prompt: bool = False) -> str:
+        said = "".join(f"[{message['role'][0]}]{message['content']};" for message in CHAT[:upto])
+        return said + "[a]" * add_generation_prompt
+
+    whole = render(len(CHAT))
+    assert [whole[start:stop] for start, stop in assistant_spans(CHAT, render)] == [
+        "A mutable sequence.;",
+        "An immutable one.;",
+    ]
+
+
+def test_nulls_that_arrow_fills_in_do_not_reach_the_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{% endfor %}"
+    filled = [{**message, "tool_calls": None} for message in CHAT[:1]]
+    ids, _ = run(tokenizer, "messages", "all", {"messages": filled})[0]
+    assert tokenizer.decode(ids) == "['role', 'content']"
+
+
+def test_a_faulty_record_is_named(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="record 2 of the data: text is absent or null") as caught:
+        run(tokenizer, "text", "all", {"text": "a"}, {"text": None})
+    assert caught.value.codes == ("DATA_TYPE",)
+
+
+@pytest.mark.parametrize(
+    ("format_", "loss_on", "codes"),
+    [
+        ("text", "all", ("DATA_NO_EOS",)),
+        ("text", "completion", ("DATA_LOSS_ON", "DATA_NO_EOS")),
+        ("messages", "all", ("DATA_NO_CHAT_TEMPLATE",)),
+    ],
+)
+def test_tokenizers_that_lack_something(tokenizer: Any, format_: Any, loss_on: str, codes: tuple[str, ...]) -> None:
+    tokenizer.eos_token = None
+    with pytest.raises(DataError) as caught:
+        check_tokenizer(tokenizer, format_=format_, loss_on=loss_on)
+    assert caught.value.codes == codes
+
+
+def test_a_tokenizer_without_offsets_needs_a_tagged_template(tokenizer: Any) -> None:
+    class Slow(type(tokenizer)):  # type: ignore[misc]
+        is_fast = False
+
+    slow = Slow(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", chat_template=CHATML)
+    with pytest.raises(DataError, match="DATA_SLOW_TOKENIZER"):
+        check_tokenizer(slow, format_="messages", loss_on="assistant")
+    slow.chat_template = TAGGED
+    check_tokenizer(slow, format_="messages", loss_on="assistant")

@@ -1,0 +1,190 @@
+"""Packing: every token goes where the rule says, and the report counts it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.data.collate import Collator
+from toolkit.data.packing import PackedDataset, separate, truncate, wrap
+from toolkit.data.store import TokenStore
+
+PAD = 0
+LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=60)
+
+
+def store(lengths: list[int], targets: list[int] | None = None) -> TokenStore:
+    """Documents whose tokens are 1, 2, 3 ... through all of them, so that each is known by its id."""
+    total = sum(lengths)
+    return TokenStore(
+        tokens=np.arange(1, total + 1, dtype=np.int32),
+        targets=np.asarray(targets if targets is not None else [1] * total, dtype=np.uint8),
+        offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+        max_token=total,
+        num_empty=0,
+    )
+
+
+def pack(lengths: list[int], packing: Any, size: int = 8, targets: list[int] | None = None) -> PackedDataset:
+    return PackedDataset(store(lengths, targets), packing=packing, sequence_length=size, pad_token_id=PAD)
+
+
+def test_wrapped_cuts_the_joined_documents() -> None:
+    dataset = pack([3, 7, 2, 9], "wrapped")
+    assert [row["input_ids"].tolist() for row in dataset] == [list(range(1, 9)), list(range(9, 17))]
+    assert dataset[1]["labels"].tolist() == [-100, *range(10, 17)]
+    assert set(dataset[0]) == {"input_ids", "labels"}
+    report = dataset.report
+    assert (report.documents, report.sequences, report.tokens, report.dropped_tokens) == (4, 2, 16, 5)
+    assert (report.target_tokens, report.truncated, report.padding_fraction) == (14, 2, 0.0)
+
+
+def test_separated_fits_whole_documents_and_restarts_positions() -> None:
+    dataset = pack([3, 7, 5, 19, 1], "separated")
+    rows = [row["input_ids"].tolist() for row in dataset]
+    assert rows == [
+        [1, 2, 3, *range(11, 16)],
+        [*range(4, 11), 35],
+        list(range(16, 24)),
+        list(range(24, 32)),
+        [32, 33, 34, *[PAD] * 5],
+    ]
+    assert dataset[0]["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert dataset[4]["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert dataset[0]["labels"].tolist() == [-100, 2, 3, -100, 12, 13, 14, 15]
+    assert dataset[4]["labels"].tolist() == [-100, 33, 34, *[-100] * 5]
+    report = dataset.report
+    assert (report.tokens, report.dropped_tokens, report.truncated) == (35, 0, 1)
+    assert report.padding_fraction == pytest.approx(5 / 40)
+    assert report.target_tokens == sum(int((row["labels"] != -100).sum()) for row in dataset)
+
+
+def test_none_truncates_each_document() -> None:
+    dataset = pack([3, 12], "none")
+    assert [row["input_ids"].tolist() for row in dataset] == [[1, 2, 3], list(range(4, 12))]
+    report = dataset.report
+    assert (report.truncated, report.dropped_tokens, report.padding_fraction) == (1, 4, 1 - 11 / 16)
+
+
+def test_rows_without_targets_are_dropped_and_counted() -> None:
+    dataset = pack([10, 4, 2], "none", targets=[0] * 9 + [1] + [1, 0, 0, 1] + [1, 0])
+    assert [row["input_ids"].tolist() for row in dataset] == [[11, 12, 13, 14]]
+    report = dataset.report
+    assert (report.dropped_sequences, report.sequences, report.target_tokens, report.dropped_tokens) == (2, 1, 1, 12)
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_row_that_does_not_exist(index: int) -> None:
+    with pytest.raises(IndexError):
+        pack([8, 8], "wrapped")[index]
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(2, 24), st.sampled_from(["wrapped", "separated", "none"]), st.randoms())
+def test_every_packing_keeps_its_promises(lengths: list[int], size: int, packing: Any, random: Any) -> None:
+    targets = [random.randint(0, 1) for _ in range(sum(lengths))]
+    dataset = pack(lengths, packing, size, targets)
+    rows = list(dataset)
+    kept = [token for row in rows for token in row["input_ids"].tolist() if token != PAD]
+    report = dataset.report
+    assert len(kept) == len(set(kept)) == report.tokens
+    assert report.tokens + report.dropped_tokens == sum(lengths)
+    assert report.target_tokens == sum(int((row["labels"] != -100).sum()) for row in rows)
+    for row in rows:
+        assert len(row["input_ids"]) <= size
+        assert packing == "none" or len(row["input_ids"]) == size
+        labels = row["labels"][row["labels"] != -100]
+        assert len(labels)
+        assert all(targets[label - 1] for label in labels)
+        assert row["labels"][0] == -100
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(2, 24))
+def test_separated_loses_nothing_and_splits_only_what_is_longer_than_a_row(lengths: list[int], size: int) -> None:
+    offsets = store(lengths).offsets
+    pieces = separate(offsets, size)
+    covered = sorted(zip(pieces.starts.tolist(), pieces.stops.tolist(), strict=True))
+    expected = [
+        (start, min(start + size, int(stop)))
+        for begin, stop in itertools.pairwise(offsets)
+        for start in range(int(begin), int(stop), size)
+    ]
+    assert covered == expected
+    filled = [int((pieces.stops - pieces.starts)[a:b].sum()) for a, b in itertools.pairwise(pieces.rows)]
+    assert all(0 < total <= size for total in filled)
+    half_empty = [total for total in filled if 2 * total <= size]
+    assert len(half_empty) <= 1  # two of them would have been one
+
+
+def test_no_documents_make_no_rows() -> None:
+    offsets = np.zeros(1, np.int64)
+    for packer in (wrap, separate, truncate):
+        assert packer(offsets, 8).rows.tolist() == [0]
+
+
+def test_collating_none_pads_to_a_multiple_of_eight_at_most_the_sequence_length() -> None:
+    dataset = pack([3, 12, 30], "none", 20)
+    batch = Collator.of(dataset)([dataset[0], dataset[1]])
+    assert batch["input_ids"].shape == (2, 16)
+    assert batch["attention_mask"].sum(1).tolist() == [3, 12]
+    assert batch["input_ids"][0].tolist() == [1, 2, 3, *[PAD] * 13]
+    assert batch["labels"][0].tolist() == [-100, 2, 3, *[-100] * 13]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert Collator.of(dataset)([dataset[2]])["input_ids"].shape == (1, 20)
+    assert Collator.of(dataset, fixed_length=True)([dataset[0]])["input_ids"].shape == (1, 20)
+
+
+def test_flattening_joins_separated_rows_end_to_end() -> None:
+    dataset = pack([8, 5, 3, 2], "separated")
+    rows = [dataset[0], dataset[1]]
+    apart, joined = Collator.of(dataset)(rows), Collator.of(dataset, flatten=True)(rows)
+    assert apart["input_ids"].shape == (2, 8)
+    assert all(torch.equal(joined[name], apart[name].reshape(1, 16)) for name in apart)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_separated_documents_do_not_see_each_other(flatten: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    lengths = [5, 11, 3, 8, 2, 1, 7]
+    dataset = pack(lengths, "separated", 16)
+    batch = Collator.of(dataset, flatten=flatten)(list(dataset))
+
+    def losses(labels: torch.Tensor, **inputs: torch.Tensor) -> dict[int, float]:
+        """Loss by the token that it is the loss of; every token of this test occurs once."""
+        with torch.no_grad():
+            logits = model(**inputs, use_cache=False).logits
+        shifted = labels[:, 1:]
+        each = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), shifted.flatten(), ignore_index=-100, reduction="none"
+        )
+        return {
+            int(label): float(loss) for label, loss in zip(shifted.flatten(), each, strict=True) if int(label) != -100
+        }
+
+    packed = losses(batch["labels"], input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    alone: dict[int, float] = {}
+    start = 1
+    for length in lengths:
+        ids = torch.arange(start, start + length)[None]
+        alone |= losses(ids, input_ids=ids)
+        start += length
+    assert packed.keys() == alone.keys()
+    assert len(packed) == sum(lengths) - len(lengths) == dataset.report.target_tokens
+    for token, loss in packed.items():
+        assert loss == pytest.approx(alone[token], abs=1e-5)
+    blind = losses(batch["labels"], input_ids=batch["input_ids"])  # without position_ids they do see each other
+    assert any(abs(blind[token] - alone[token]) > 1e-4 for token in alone)

@@ -1,0 +1,246 @@
+"""prepare: files of each kind to packed sequences, cached, the same on every call."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from toolkit.data.prepare import prepare
+from toolkit.data.sources import split_rows
+from toolkit.errors import DataError
+from toolkit.spec.job import Data
+
+Writer = Callable[..., Path]
+
+
+@pytest.fixture
+def build(tmp_path: Path, tokenizer: Any) -> Callable[..., Any]:
+    def prepare_here(data: Data, **options: Any) -> Any:
+        given = {"tokenizer": tokenizer, "sequence_length": 64, "seed": 0, "cache_dir": tmp_path / "cache"}
+        return prepare(data, base=tmp_path, **(given | options))
+
+    return prepare_here
+
+
+def rows(dataset: Any) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in dataset]
+
+
+def test_wrapped_rows_are_the_documents_in_file_order(
+    write: Writer, build: Any, tokenizer: Any, texts: list[str]
+) -> None:
+    write([{"text": text, "note": number} for number, text in enumerate(texts)])
+    prepared = build(Data(train="train.jsonl"))
+    stream = [token for text in texts for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
+    assert list(itertools.chain.from_iterable(rows(prepared.train))) == stream[: len(stream) // 64 * 64]
+    assert prepared.format == "text"
+    report = prepared.train.report
+    assert (report.documents, report.dropped_tokens) == (len(texts), len(stream) % 64)
+
+
+def test_every_kind_of_source_gives_the_same_sequences(
+    write: Writer, build: Any, texts: list[str], tmp_path: Path
+) -> None:
+    flat = [text.replace("\n", " ").strip() or "x" for text in texts]
+    records = datasets.Dataset.from_dict({"text": flat})
+    write([{"text": text} for text in flat])
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in flat]))
+    (tmp_path / "a.txt").write_text("\n\n".join(flat) + "\n")
+    records.to_csv(tmp_path / "a.csv", index=False)
+    records.to_parquet(tmp_path / "a.parquet")
+    records.save_to_disk(tmp_path / "saved")
+    expected = rows(build(Data(train="train.jsonl")).train)
+    assert len(expected) > 50
+    for name in ("a.json", "a.txt", "a.csv", "a.parquet", "saved"):
+        assert rows(build(Data(train=name)).train) == expected, name
+    both = rows(build(Data(train=("a.txt", "a.csv"), packing="none")).train)
+    assert both == rows(build(Data(train="a.txt", packing="none")).train) * 2
+
+
+def test_csv_numbers_and_na_stay_text(build: Any, tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion,n\n1.50,NA,1\n2,null,2\n")
+    prepared = build(Data(train="a.csv", packing="none"))
+    assert [tokenizer.decode(row) for row in rows(prepared.train)] == ["1.50NA<eos>", "2null<eos>"]
+
+
+def test_messages_with_different_keys_load(write: Writer, build: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{{ m.name }}: {{ m.content }}\n{% endfor %}"
+    write([{"messages": [{"role": "user", "content": "hi", "name": "Ada"}, {"role": "assistant", "content": "yo"}]}])
+    prepared = build(Data(train="train.jsonl", packing="none", loss_on="all"))
+    assert tokenizer.decode(rows(prepared.train)[0]) == "userAda: hi\nassistant: yo\n"
+
+
+def test_completion_only_labels(write: Writer, build: Any, tokenizer: Any) -> None:
+    write([{"prompt": "Name a", "completion": " list"}, {"prompt": "Name another", "completion": " one"}])
+    dataset = build(Data(train="train.jsonl", packing="separated", loss_on="completion")).train
+    labels = dataset[0]["labels"]
+    assert tokenizer.decode(labels[labels != -100]) == " list<eos> one<eos>"
+
+
+def test_validation_fraction_holds_out_documents_once_and_by_seed(
+    write: Writer, build: Any, texts: list[str], tokenizer: Any
+) -> None:
+    write([{"text": text} for text in texts])
+    data = Data(train="train.jsonl", validation_fraction=0.2, packing="none")
+    prepared = build(data, sequence_length=2048)
+    documents = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
+    held, kept = rows(prepared.eval), rows(prepared.train)
+    assert (len(held), len(kept)) == (12, 48)
+    assert sorted(held + kept) == sorted(documents)
+    assert kept == [document for document in documents if document in kept]
+    assert rows(build(data, sequence_length=2048, seed=0).eval) == held
+    assert rows(build(data, sequence_length=2048, seed=1).eval) != held
+
+
+def test_split_rows_rounds_but_leaves_both_parts_something() -> None:
+    assert [len(part) for part in split_rows(3, 0.01, seed=0)] == [1, 2]
+    assert [len(part) for part in split_rows(3, 0.99, seed=0)] == [2, 1]
+    with pytest.raises(DataError, match="DATA_TOO_SMALL"):
+        split_rows(1, 0.5, seed=0)
+
+
+def test_eval_files_and_max_samples(write: Writer, build: Any, texts: list[str]) -> None:
+    write([{"text": text} for text in texts])
+    write([{"text": text} for text in texts[:7]], "eval.jsonl")
+    prepared = build(Data(train="train.jsonl", eval="eval.jsonl", max_samples=20, packing="none"))
+    assert (len(prepared.train), len(prepared.eval)) == (20, 7)
+
+
+def test_a_second_call_and_another_process_reuse_the_token_files(
+    write: Writer, build: Any, texts: list[str], tmp_path: Path, tokenizer: Any
+) -> None:
+    write([{"text": text} for text in texts])
+    first = rows(build(Data(train="train.jsonl")).train)
+    stores = list((tmp_path / "cache").glob("tokens-*"))
+    assert len(stores) == 1
+    written = (stores[0] / "tokens.bin").stat().st_mtime_ns
+    tokenizer("x", padding="max_length", max_length=8, truncation=True)  # changes the tokenizer's inner state
+    beginning = rows(build(Data(train="train.jsonl"), sequence_length=16).train)[0]
+    assert beginning == first[0][:16]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    code = (
+        "import sys; from pathlib import Path; from transformers import AutoTokenizer;"
+        "from toolkit.data.prepare import prepare; from toolkit.spec.job import Data; base = Path(sys.argv[1]);"
+        "tokenizer = AutoTokenizer.from_pretrained(base / 'tokenizer');"
+        "out = prepare(Data(train='train.jsonl'), tokenizer=tokenizer, sequence_length=64, seed=0,"
+        " cache_dir=base / 'cache', base=base); print([row['input_ids'].tolist() for row in out.train])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == first
+    assert [path.name for path in (tmp_path / "cache").glob("tokenising-*")] == []
+    assert list((tmp_path / "cache").glob("tokens-*")) == stores
+    assert (stores[0] / "tokens.bin").stat().st_mtime_ns == written
+
+
+def test_another_tokenizer_or_target_is_another_cache(
+    write: Writer, build: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    write([{"prompt": "a", "completion": "bc"}] * 3)
+    for loss_on in ("all", "completion"):
+        build(Data(train="train.jsonl", packing="none", loss_on=loss_on))
+    tokenizer.add_tokens(["bc"])
+    build(Data(train="train.jsonl", packing="none"))
+    assert len(list((tmp_path / "cache").glob("tokens-*"))) == 3
+
+
+def test_processes_do_not_change_the_result(write: Writer, build: Any, texts: list[str], tmp_path: Path) -> None:
+    write([{"text": text} for text in texts])
+    alone = rows(build(Data(train="train.jsonl")).train)
+    assert rows(build(Data(train="train.jsonl"), num_proc=2, cache_dir=tmp_path / "other").train) == alone
+
+
+def test_an_empty_first_batch_does_not_fix_the_type(build: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n" * 1500 + "words at last\n")
+    report = build(Data(train="a.txt", packing="none")).train.report
+    assert (report.documents, report.dropped_documents) == (1, 1500)
+
+
+def test_progress_bars_are_left_as_they_were(write: Writer, build: Any, capfd: Any) -> None:
+    write([{"text": "a b c"}] * 40)
+    before = datasets.are_progress_bars_disabled()
+    build(Data(train="train.jsonl", packing="none"))
+    assert datasets.are_progress_bars_disabled() == before
+    assert "Tokenising" not in capfd.readouterr().err
+
+
+def caught(build: Any, data: Data, **options: Any) -> DataError:
+    with pytest.raises(DataError) as error:
+        build(data, **options)
+    return error.value
+
+
+def test_a_token_beyond_the_embedding(write: Writer, build: Any, tokenizer: Any, texts: list[str]) -> None:
+    write([{"text": text} for text in texts])
+    error = caught(build, Data(train="train.jsonl"), vocab_size=300)
+    assert error.codes == ("DATA_VOCAB",)
+    assert "vocab_size=300" in str(error)
+    assert f"{len(tokenizer)} tokens" in str(error)
+    tokenizer.add_tokens(["<never seen>"])
+    assert len(tokenizer) == 513
+    build(Data(train="train.jsonl"), vocab_size=512)
+
+
+def test_padding_avoids_a_token_that_the_model_lacks(write: Writer, build: Any, tokenizer: Any) -> None:
+    write([{"text": "a list"}] * 3)
+    tokenizer.add_special_tokens({"pad_token": "<new pad>"})
+    assert tokenizer.pad_token_id == 512
+    dataset = build(Data(train="train.jsonl", packing="separated"), vocab_size=512).train
+    assert dataset[0]["input_ids"][-1] == tokenizer.eos_token_id
+
+
+def test_too_small(write: Writer, build: Any, texts: list[str]) -> None:
+    write([{"text": text} for text in texts[:3]])
+    error = caught(build, Data(train="train.jsonl", packing="none"), train_batch_size=8)
+    assert error.codes == ("DATA_TOO_SMALL",)
+    assert "sequences=3" in str(error)
+    assert "at most 3" in str(error)
+    write([{"text": "short"}], "eval.jsonl")
+    error = caught(build, Data(train="train.jsonl", eval="eval.jsonl"), train_batch_size=1)
+    assert [problem.key for problem in error.problems] == ["data.eval"]
+
+
+def test_no_targets(write: Writer, build: Any, texts: list[str]) -> None:
+    write([{"prompt": "a long prompt " * 40, "completion": "short"}] * 4)
+    error = caught(build, Data(train="train.jsonl", packing="none", loss_on="completion"))
+    assert error.codes == ("DATA_NO_TARGETS",)
+
+
+def test_a_record_that_the_peek_did_not_reach(write: Writer, build: Any) -> None:
+    write([{"text": "a"}] * 1200 + [{"text": None}])
+    error = caught(build, Data(train="train.jsonl"))
+    assert error.codes == ("DATA_TYPE",)
+    assert "record 1201" in str(error)
+    with pytest.raises(DataError, match="record 1201"):
+        build(Data(train="train.jsonl"), num_proc=2)
+
+
+def test_a_line_that_the_peek_did_not_reach(write: Writer, build: Any) -> None:
+    path = write([{"text": "a"}] * 1200)
+    path.write_text(path.read_text() + "oops\n")
+    error = caught(build, Data(train="train.jsonl"))
+    assert error.codes == ("DATA_JSON",)
+    assert "line 1201" in str(error)
+
+
+def test_a_hub_set_that_does_not_load(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    error = caught(build, Data(train="no-such-org/no-such-set"))
+    assert error.codes == ("DATA_HUB",)
+    assert "no-such-org/no-such-set" in str(error)
+
+
+def test_mistakes_of_the_job_are_found_before_loading(build: Any) -> None:
+    assert caught(build, Data(train="absent.jsonl", eval="gone.jsonl")).codes == ("DATA_NOT_FOUND", "DATA_NOT_FOUND")
+
+
+def test_no_chat_template(write: Writer, build: Any) -> None:
+    write([{"messages": [{"role": "user", "content": "hi"}]}])
+    assert caught(build, Data(train="train.jsonl")).codes == ("DATA_NO_CHAT_TEMPLATE",)

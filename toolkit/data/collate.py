@@ -1,0 +1,75 @@
+"""Collating: rows of a packed data set become the tensors of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from toolkit.data.packing import IGNORED, PackedDataset
+from toolkit.spec.job import Packing
+
+MicroBatch = dict[str, torch.Tensor]
+_ROUND_TO = 8  # tokens: bf16 tensor cores want matrix sizes in multiples of 8 (NVIDIA, Matrix Multiplication Guide)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collator:
+    """Stacks rows into int64 tensors of shape (batch, sequence).
+
+    `wrapped`: input_ids and labels. `separated`: also position_ids, which restart at each document; the model keeps
+    documents apart by them, given no attention_mask and no cache. `none`: also attention_mask; rows are padded to
+    the longest, in multiples of 8, at most sequence_length.
+
+    Args:
+        packing: Of the rows.
+        sequence_length: Tokens a full row.
+        pad_token_id: Token that fills a row.
+        fixed_length: Pads `none` to sequence_length, for pipelines that pass equal shapes from stage to stage.
+        flatten: Joins `separated` rows end to end, shape (1, batch * sequence): flash attention reads documents off
+            position_ids only in a batch of one.
+
+    Source:
+        transformers, masking_utils.find_packed_sequence_indices; modeling_flash_attention_utils._is_packed_sequence.
+    """
+
+    packing: Packing
+    sequence_length: int
+    pad_token_id: int
+    fixed_length: bool = False
+    flatten: bool = False
+
+    @classmethod
+    def of(cls, dataset: PackedDataset, *, fixed_length: bool = False, flatten: bool = False) -> Collator:
+        """Gives the collator for a data set's rows."""
+        return cls(
+            packing=dataset.packing,
+            sequence_length=dataset.sequence_length,
+            pad_token_id=dataset.pad_token_id,
+            fixed_length=fixed_length,
+            flatten=flatten,
+        )
+
+    def __call__(self, rows: Sequence[dict[str, np.ndarray]]) -> MicroBatch:
+        """Collates at least one row."""
+        if self.packing != "none":
+            batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+            if self.flatten and self.packing == "separated":
+                return {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+            return batch
+        width = self.sequence_length
+        if not self.fixed_length:
+            longest = max(len(row["input_ids"]) for row in rows)
+            width = min(width, -(-longest // _ROUND_TO) * _ROUND_TO)
+        shape = (len(rows), width)
+        input_ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
+        attention_mask = np.zeros(shape, np.int64)
+        for at, row in enumerate(rows):
+            length = len(row["input_ids"])
+            input_ids[at, :length] = row["input_ids"]
+            labels[at, :length] = row["labels"]
+            attention_mask[at, :length] = 1
+        arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,226 @@
+"""Loading: which rows each optimizer step takes, by arithmetic alone, and the loaders that fetch them.
+
+The order depends on the seed and the number of rows, never on how many ranks share the work: a run may stop on 8
+GPUs and go on with 4, and sees the rows that it would have seen.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from toolkit.data.collate import MicroBatch
+from toolkit.data.packing import IGNORED, PackedDataset
+from toolkit.data.sources import shuffled
+from toolkit.errors import DataError
+
+StepBatch = list[MicroBatch]
+Collate = Callable[[Sequence[dict[str, np.ndarray]]], MicroBatch]
+_Item = TypeVar("_Item")
+_JOIN_SECONDS = 10.0  # a fetch in flight ends well within it
+
+
+def num_steps(num_sequences: int, train_batch_size: int, epochs: float) -> int:
+    """Gives the optimizer steps of so many epochs, the last one filled from the next epoch.
+
+    >>> num_steps(10, 4, 1), num_steps(10, 4, 2), num_steps(30, 3, 0.1)
+    (3, 5, 1)
+    """
+    return math.ceil(Fraction(str(epochs)) * num_sequences / train_batch_size)
+
+
+def global_batch_indices(num_sequences: int, train_batch_size: int, seed: int, step: int) -> list[int]:
+    """Gives the rows of one optimizer step over all ranks.
+
+    Rows come from the permutations of epoch 0, 1, 2 ... end to end; step s takes positions [s * B, (s + 1) * B).
+
+    Args:
+        num_sequences: Rows of the data set.
+        train_batch_size: Rows a step, B.
+        seed: Draws the permutations.
+        step: From 0.
+    """
+    return EpochOrder(num_sequences, seed=seed).slice(step * train_batch_size, (step + 1) * train_batch_size)
+
+
+class EpochOrder:
+    """The endless stream of rows, one permutation an epoch; keeps the permutation that it last used."""
+
+    def __init__(self, num_sequences: int, *, seed: int) -> None:
+        self._num_sequences = num_sequences
+        self._seed = seed
+        self._epoch = -1
+        self._permutation = np.empty(0, np.int64)
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        """Gives the rows at positions [start, stop) of the stream."""
+        rows: list[int] = []
+        while start < stop:
+            epoch, within = divmod(start, self._num_sequences)
+            if epoch != self._epoch:
+                self._permutation, self._epoch = shuffled(self._num_sequences, seed=self._seed, stream=epoch), epoch
+            taken = self._permutation[within : within + stop - start].tolist()
+            rows += taken
+            start += len(taken)
+        return rows
+
+
+class StepLoader:
+    """Iterates over optimizer steps; each item holds this rank's micro-batches, one fetched ahead by a thread.
+
+    Args:
+        dataset: Rows.
+        collate: Turns rows into tensors.
+        train_batch_size: Rows a step over all ranks.
+        micro_batch_size: Rows a forward pass.
+        gradient_accumulation_steps: Micro-batches a step and rank.
+        dp_rank: This rank among those that see different data.
+        dp_size: How many these are.
+        seed: Draws the order.
+        start_step: First step to give: the number of steps done.
+        num_steps: Steps of the whole run, those before start_step included.
+    Raises:
+        DataError: DATA_BATCH, if the sizes do not multiply to train_batch_size.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        collate: Collate,
+        train_batch_size: int,
+        micro_batch_size: int,
+        gradient_accumulation_steps: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        num_steps: int,
+        start_step: int = 0,
+    ) -> None:
+        product = micro_batch_size * gradient_accumulation_steps * dp_size
+        if product != train_batch_size:
+            message = (
+                f"train_batch_size={train_batch_size} is not micro_batch_size={micro_batch_size} ×"
+                f" gradient_accumulation_steps={gradient_accumulation_steps} × dp_size={dp_size} = {product}"
+            )
+            fix = f"Set train_batch_size to {product}"
+            raise DataError.of(code="DATA_BATCH", key="train.train_batch_size", message=message, fix=fix)
+        self._dataset = dataset
+        self._collate = collate
+        self._train_batch_size = train_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._dp_rank = dp_rank
+        self._per_rank = train_batch_size // dp_size
+        self._seed = seed
+        self._steps = range(start_step, num_steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return prefetch(self._batches())
+
+    def _batches(self) -> Iterator[StepBatch]:
+        order = EpochOrder(len(self._dataset), seed=self._seed)
+        for step in self._steps:
+            start = step * self._train_batch_size + self._dp_rank * self._per_rank
+            mine = order.slice(start, start + self._per_rank)
+            yield [
+                _pinned(self._collate([self._dataset[row] for row in mine[at : at + self._micro_batch_size]]))
+                for at in range(0, self._per_rank, self._micro_batch_size)
+            ]
+
+
+class EvalLoader:
+    """Gives every row exactly once over all ranks, in order, as micro-batches.
+
+    All ranks get the same number of micro-batches of the same number of rows, so that their collectives match; what
+    is missing at the end is filled with a row whose labels are all -100.
+
+    Args:
+        dataset: Rows; at least one.
+        collate: Turns rows into tensors.
+        micro_batch_size: Rows a forward pass.
+        dp_rank: This rank among those that see different data.
+        dp_size: How many these are.
+    """
+
+    def __init__(
+        self, dataset: PackedDataset, *, collate: Collate, micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._micro_batch_size = micro_batch_size
+        self._dp_rank = dp_rank
+        self._stride = micro_batch_size * dp_size
+
+    def __len__(self) -> int:
+        return -(-len(self._dataset) // self._stride)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return prefetch(self._batches())
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        for number in range(len(self)):
+            start = number * self._stride + self._dp_rank * self._micro_batch_size
+            rows = [self._row(index) for index in range(start, start + self._micro_batch_size)]
+            yield _pinned(self._collate(rows))
+
+    def _row(self, index: int) -> dict[str, np.ndarray]:
+        if index < len(self._dataset):
+            return self._dataset[index]
+        row = self._dataset[0]
+        return {**row, "labels": np.full_like(row["labels"], IGNORED)}
+
+
+def prefetch(items: Iterator[_Item]) -> Iterator[_Item]:
+    """Makes the next item in a thread while the last one is in use.
+
+    What the thread raises is raised here. Closing the iterator early, or dropping it, ends the thread.
+    """
+    ready: queue.Queue[tuple[bool, _Item | BaseException | None]] = queue.Queue(maxsize=1)
+    closed = threading.Event()
+
+    def put(last: bool, value: _Item | BaseException | None) -> None:
+        while not closed.is_set():
+            try:
+                ready.put((last, value), timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def work() -> None:
+        try:
+            for item in items:
+                put(False, item)
+                if closed.is_set():
+                    return
+            put(True, None)
+        except BaseException as error:
+            put(True, error)
+
+    thread = threading.Thread(target=work, name="toolkit-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            last, value = ready.get()
+            if isinstance(value, BaseException):
+                raise value
+            if last:
+                return
+            yield value  # type: ignore[misc]
+    finally:
+        closed.set()
+        thread.join(_JOIN_SECONDS)
+
+
+def _pinned(batch: MicroBatch) -> MicroBatch:
+    """Pins host memory, so that the copy to the GPU can overlap with work there."""
+    return {name: tensor.pin_memory() for name, tensor in batch.items()} if torch.cuda.is_available() else batch

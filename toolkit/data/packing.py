@@ -1,0 +1,214 @@
+"""Packing: which pieces of which documents make each sequence of a fixed length."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.data.store import TokenStore
+from toolkit.spec.job import Packing
+
+IGNORED = -100  # label that torch.nn.functional.cross_entropy leaves out (its ignore_index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """What packing made of the documents.
+
+    Args:
+        documents: Documents that hold a token.
+        sequences: Rows to train on.
+        tokens: Tokens in them, padding left out.
+        target_tokens: Tokens that the loss counts.
+        truncated: Documents that do not fit a row: cut short (`none`), split (`separated`), or cut where a row ends
+            (`wrapped`).
+        dropped_tokens: Tokens in no row: cut off (`none`), after the last full row (`wrapped`), or in a dropped row.
+        dropped_documents: Documents without a token, left out.
+        dropped_sequences: Rows left out because the loss would count nothing in them.
+        padding_fraction: Share of the rows that is padding; for `none`, where a row is padded to the longest of its
+            micro-batch, the least it can be: each row alone, padded to a multiple of 8.
+    """
+
+    documents: int
+    sequences: int
+    tokens: int
+    target_tokens: int
+    truncated: int
+    dropped_tokens: int
+    dropped_documents: int
+    dropped_sequences: int
+    padding_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Stretches of the token store, row by row.
+
+    Args:
+        starts: First token of each piece, int64.
+        stops: One past its last token, int64.
+        rows: Row r consists of pieces rows[r] to rows[r + 1]; int64, shape (sequences + 1,).
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    rows: np.ndarray
+
+
+class PackedDataset:
+    """Sequences of a token store under one kind of packing; a row is built when it is asked for.
+
+    Labels stand under their own token (the model shifts them), and the first label of every piece is -100, so
+    that `(labels != -100).sum()` is the number of tokens that the loss counts.
+    """
+
+    def __init__(self, store: TokenStore, *, packing: Packing, sequence_length: int, pad_token_id: int) -> None:
+        self.packing = packing
+        self.sequence_length = sequence_length
+        self.pad_token_id = pad_token_id
+        self._store = store
+        pieces = _PACKERS[packing](store.offsets, sequence_length)
+        counts = _targets_by_row(store.targets, pieces)
+        self._pieces = _keep_rows(pieces, counts > 0)
+        self.report = self._report(num_dropped=int((counts == 0).sum()), target_tokens=int(counts.sum()))
+
+    def __len__(self) -> int:
+        return len(self._pieces.rows) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Gives row `index`: `input_ids` and `labels`, and for `separated` also `position_ids`; int64.
+
+        `wrapped` and `separated` rows have sequence_length tokens, `none` rows at most so many.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row={index} is not in 0 to {len(self) - 1}")
+        numbers = range(int(self._pieces.rows[index]), int(self._pieces.rows[index + 1]))
+        parts = [self._piece(number) for number in numbers]
+        tail = self.sequence_length - sum(len(ids) for ids, _ in parts)
+        if self.packing == "separated" and tail:
+            parts.append((np.full(tail, self.pad_token_id), np.full(tail, IGNORED)))
+        row = {"input_ids": np.concatenate([ids for ids, _ in parts]), "labels": np.concatenate([x for _, x in parts])}
+        if self.packing == "separated":
+            row["position_ids"] = np.concatenate([np.arange(len(ids)) for ids, _ in parts])
+        return row
+
+    def _piece(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        place = slice(int(self._pieces.starts[number]), int(self._pieces.stops[number]))
+        ids = self._store.tokens[place].astype(np.int64)
+        labels = np.where(self._store.targets[place] != 0, ids, IGNORED)
+        labels[0] = IGNORED
+        return ids, labels
+
+    def _report(self, *, num_dropped: int, target_tokens: int) -> DataReport:
+        lengths = self._pieces.stops - self._pieces.starts
+        offsets, size = self._store.offsets, self.sequence_length
+        tokens = int(lengths.sum())
+        padded = len(self) * size
+        if self.packing == "none":
+            padded = int(np.minimum(-(-lengths // 8) * 8, size).sum())
+        if self.packing == "wrapped":
+            truncated = int((offsets[:-1] // size != (offsets[1:] - 1) // size).sum())
+        else:
+            truncated = int((np.diff(offsets) > size).sum())
+        return DataReport(
+            documents=self._store.num_documents,
+            sequences=len(self),
+            tokens=tokens,
+            target_tokens=target_tokens,
+            truncated=truncated,
+            dropped_tokens=int(offsets[-1]) - tokens,
+            dropped_documents=self._store.num_empty,
+            dropped_sequences=num_dropped,
+            padding_fraction=1 - tokens / padded if padded else 0.0,
+        )
+
+
+def wrap(offsets: np.ndarray, sequence_length: int) -> Pieces:
+    """Joins all documents and cuts every `sequence_length` tokens; what is left at the end is dropped."""
+    starts = np.arange(int(offsets[-1]) // sequence_length, dtype=np.int64) * sequence_length
+    return Pieces(starts=starts, stops=starts + sequence_length, rows=np.arange(len(starts) + 1))
+
+
+def truncate(offsets: np.ndarray, sequence_length: int) -> Pieces:
+    """Makes each document a row, cut short where it is longer than `sequence_length`."""
+    starts = offsets[:-1]
+    return Pieces(starts=starts, stops=np.minimum(offsets[1:], starts + sequence_length), rows=np.arange(len(offsets)))
+
+
+def separate(offsets: np.ndarray, sequence_length: int) -> Pieces:
+    """Fits whole documents into rows, longest first, each into the fullest row that has room (best fit decreasing).
+
+    A document longer than a row is split into full rows and a rest. Documents of a row keep the file's order, and
+    rows are ordered by their first document.
+
+    Source:
+        arXiv 2404.10830 (section 3): best-fit packing.
+    """
+    pieces_per_document = -(-np.diff(offsets) // sequence_length)
+    first = np.repeat(offsets[:-1], pieces_per_document)
+    nth = np.arange(len(first)) - np.repeat(np.cumsum(pieces_per_document) - pieces_per_document, pieces_per_document)
+    starts = first + nth * sequence_length
+    stops = np.minimum(starts + sequence_length, np.repeat(offsets[1:], pieces_per_document))
+    lengths = stops - starts
+    longest_first = np.argsort(-lengths, kind="stable")
+    row_of = _best_fit(lengths[longest_first].tolist(), sequence_length)
+    row_of_piece = np.empty(len(starts), np.int64)
+    row_of_piece[longest_first] = row_of
+    num_rows = int(row_of_piece.max(initial=-1)) + 1
+    first_piece = np.full(num_rows, len(starts))
+    np.minimum.at(first_piece, row_of_piece, np.arange(len(starts)))
+    rank = np.empty(num_rows, np.int64)
+    rank[np.argsort(first_piece, kind="stable")] = np.arange(num_rows)
+    row_of_piece = rank[row_of_piece]
+    order = np.argsort(row_of_piece, kind="stable")
+    rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(row_of_piece, minlength=num_rows))])
+    return Pieces(starts=starts[order], stops=stops[order], rows=rows)
+
+
+_PACKERS = {"wrapped": wrap, "separated": separate, "none": truncate}
+
+
+def _best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """Gives the row of each length; rows are numbered as they open."""
+    rooms: list[int] = []  # sorted, each the room left in at least one row
+    rows_by_room: dict[int, list[int]] = {}
+    assigned, num_rows = [], 0
+    for length in lengths:
+        at = bisect.bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms[at]
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                del rows_by_room[room], rooms[at]
+        else:
+            room, row = capacity, num_rows
+            num_rows += 1
+        assigned.append(row)
+        if left := room - length:
+            if left not in rows_by_room:
+                rows_by_room[left] = []
+                bisect.insort(rooms, left)
+            rows_by_room[left].append(row)
+    return assigned
+
+
+def _targets_by_row(targets: np.ndarray, pieces: Pieces) -> np.ndarray:
+    """Counts the targets of each row, the first token of each piece left out: nothing before it predicts it."""
+    counts = np.zeros(len(pieces.starts), np.int64)
+    counted = np.flatnonzero(pieces.stops - pieces.starts > 1)
+    counted = counted[np.argsort(pieces.starts[counted])]  # in file order, so that the array is read once
+    if len(counted):
+        bounds = np.stack([pieces.starts[counted] + 1, pieces.stops[counted]], axis=1).ravel()
+        inside = bounds[:-1] if bounds[-1] == len(targets) else bounds
+        counts[counted] = np.add.reduceat(targets, inside, dtype=np.int64)[::2]
+    running = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return np.asarray(running[pieces.rows[1:]] - running[pieces.rows[:-1]])
+
+
+def _keep_rows(pieces: Pieces, kept: np.ndarray) -> Pieces:
+    sizes = np.diff(pieces.rows)
+    piece_kept = np.repeat(kept, sizes)
+    rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[kept])])
+    return Pieces(starts=pieces.starts[piece_kept], stops=pieces.stops[piece_kept], rows=rows)

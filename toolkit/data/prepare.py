@@ -1,0 +1,122 @@
+"""The way from a job's data section to packed training and validation sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.formats import Tokeniser, check_tokenizer
+from toolkit.data.packing import PackedDataset
+from toolkit.data.sources import load_documents, progress_bars
+from toolkit.data.store import TokenStore, tokenise
+from toolkit.errors import DataError, Problem, raise_all
+from toolkit.spec.dataset import check_data
+from toolkit.spec.dataset_formats import Format
+from toolkit.spec.job import Data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedData:
+    """Sequences ready for the loaders; `train.report` and `eval.report` say what became of the documents."""
+
+    train: PackedDataset
+    eval: PackedDataset | None
+    format: Format
+
+
+def prepare(
+    data: Data,
+    *,
+    tokenizer: Any,
+    sequence_length: int,
+    seed: int,
+    cache_dir: Path,
+    train_batch_size: int = 1,
+    vocab_size: int | None = None,
+    base: Path | None = None,
+    num_proc: int | None = None,
+    progress: bool = False,
+) -> PreparedData:
+    """Loads, tokenises and packs; a second call with the same inputs opens the token files of the first.
+
+    Every rank gives the same result. Call it on the main rank first: the others then find the files in `cache_dir`.
+
+    Args:
+        data: The job's data section.
+        tokenizer: A `transformers` tokenizer.
+        sequence_length: Tokens a row.
+        seed: Draws what `validation_fraction` holds out.
+        cache_dir: Folder for Arrow and token files; shared by ranks or not.
+        train_batch_size: Sequences an optimizer step takes over all ranks: there must be as many.
+        vocab_size: Rows of the model's embedding; token ids are not checked when None.
+        base: Folder that relative paths start from; the working directory when None.
+        num_proc: Processes that tokenise; this one when None.
+        progress: Whether to show progress bars.
+    Raises:
+        DataError: Every problem of `check_data`; DATA_HUB, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
+            DATA_CHAT_TEMPLATE, DATA_SLOW_TOKENIZER, DATA_VOCAB, DATA_NO_TARGETS, DATA_TOO_SMALL.
+    """
+    facts = check_data(data, base=base)
+    if facts.format is not None:
+        check_tokenizer(tokenizer, format_=facts.format, loss_on=data.loss_on)
+    with progress_bars(progress):
+        train, held, format_ = load_documents(data, facts, seed=seed, cache_dir=cache_dir)
+        check_tokenizer(tokenizer, format_=format_, loss_on=data.loss_on)
+        tokeniser = Tokeniser(tokenizer=tokenizer, format=format_, loss_on=data.loss_on)
+        stores = {"data.train": tokenise(train, tokeniser, cache_dir=cache_dir, num_proc=num_proc)}
+        if held is not None:
+            part = "data.eval" if data.eval is not None else "data.validation_fraction"
+            stores[part] = tokenise(held, tokeniser, cache_dir=cache_dir, num_proc=num_proc)
+    pad_token_id = _padding(tokenizer, vocab_size)
+    problems: list[Problem] = []
+    packed: list[PackedDataset] = []
+    for part, store in stores.items():
+        dataset = PackedDataset(store, packing=data.packing, sequence_length=sequence_length, pad_token_id=pad_token_id)
+        packed.append(dataset)
+        problems += _vocabulary_problems(store, tokenizer, vocab_size, part=part)
+        problems += _size_problems(dataset, data, part=part, needed=train_batch_size if part == "data.train" else 1)
+    raise_all(DataError, problems)
+    return PreparedData(train=packed[0], eval=packed[1] if len(packed) > 1 else None, format=format_)
+
+
+def _padding(tokenizer: Any, vocab_size: int | None) -> int:
+    """Any token serves, since no loss counts it and no token attends to it; `pad_token` reads best."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None and (vocab_size is None or token < vocab_size):
+            return int(token)
+    return 0
+
+
+def _vocabulary_problems(store: TokenStore, tokenizer: Any, vocab_size: int | None, *, part: str) -> list[Problem]:
+    """Compares ids that occur: published tokenizers may be longer than their model by tokens that text never gives."""
+    if vocab_size is None or store.max_token < vocab_size:
+        return []
+    message = (
+        f"token id={store.max_token} in {part} is not below vocab_size={vocab_size} of the model (the tokenizer has"
+        f" {len(tokenizer)} tokens): the model has no embedding for it"
+    )
+    fix = "Name the model's own tokenizer, or a model whose embedding was resized to the tokenizer"
+    return [Problem(code="DATA_VOCAB", key="model.tokenizer", message=message, fix=fix)]
+
+
+def _size_problems(dataset: PackedDataset, data: Data, *, part: str, needed: int) -> list[Problem]:
+    report = dataset.report
+    if report.dropped_sequences and not report.sequences:
+        message = (
+            f"{part}: data.loss_on={data.loss_on} leaves no token to learn from in {report.documents} documents"
+            f" of rows of train.sequence_length={dataset.sequence_length}"
+        )
+        fix = "Raise train.sequence_length above the longest prompt, or set data.loss_on to all"
+        return [Problem(code="DATA_NO_TARGETS", key="data.loss_on", message=message, fix=fix)]
+    if report.sequences >= needed:
+        return []
+    need = f"fewer than train_batch_size={needed}: one optimizer step takes as many" if needed > 1 else "none to use"
+    message = (
+        f"{part} of {report.documents} documents gives sequences={report.sequences} of"
+        f" train.sequence_length={dataset.sequence_length} under data.packing={dataset.packing}, {need}"
+    )
+    smaller = f", lower train_batch_size to at most {report.sequences}" if report.sequences else ""
+    shorter = "" if dataset.packing == "none" else ", lower train.sequence_length or set data.packing to none"
+    fix = f"Give more documents{shorter}{smaller}"
+    return [Problem(code="DATA_TOO_SMALL", key=part, message=message, fix=fix)]

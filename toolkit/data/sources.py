@@ -1,0 +1,144 @@
+"""Reading: files, saved folders and hub ids become one `datasets.Dataset` of documents in a known format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from toolkit.errors import DataError, Problem
+from toolkit.spec.dataset import DatasetFacts, SourceFacts
+from toolkit.spec.dataset_files import first_bad_json_line
+from toolkit.spec.dataset_formats import FORMAT_COLUMNS, Format, resolve_format
+from toolkit.spec.job import Data
+
+_BUILDERS = {"jsonl": "json", "json": "json", "txt": "text", "csv": "csv", "parquet": "parquet"}
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Shows or hides the progress bars of `datasets`, and puts the setting back afterwards."""
+    before = datasets.are_progress_bars_disabled()
+    switch = datasets.enable_progress_bars if shown else datasets.disable_progress_bars
+    switch()
+    try:
+        yield
+    finally:
+        (datasets.disable_progress_bars if before else datasets.enable_progress_bars)()
+
+
+def load_documents(data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Path) -> tuple[Any, Any | None, Format]:
+    """Loads the training and validation documents, in file order.
+
+    One line of a .txt file is one document; its blank lines are dropped when they are tokenised.
+
+    Args:
+        data: The job's data section.
+        facts: What `check_data` found.
+        seed: Draws which documents `validation_fraction` holds out.
+        cache_dir: Where `datasets` keeps the Arrow files.
+    Returns:
+        Training `Dataset`, validation `Dataset` or None, and the format of both.
+    Raises:
+        DataError: DATA_HUB, DATA_READ, DATA_JSON, DATA_COLUMNS, DATA_FORMAT, DATA_MIXED, DATA_TOO_SMALL.
+    """
+    train, format_ = _load_part(facts.train, data, part="train", split=data.split, cache_dir=cache_dir)
+    if data.max_samples is not None:
+        train = train.select(range(min(data.max_samples, len(train))))
+    if facts.eval:
+        split = data.eval_split or "validation"
+        held, eval_format = _load_part(facts.eval, data, part="eval", split=split, cache_dir=cache_dir)
+        if eval_format != format_:
+            message = f"data.train is {format_}, but data.eval is {eval_format}"
+            raise DataError.of(code="DATA_MIXED", key="data.eval", message=message, fix="Give both the same columns")
+        return train, held, format_
+    if data.validation_fraction is None:
+        return train, None, format_
+    held_rows, train_rows = split_rows(len(train), data.validation_fraction, seed=seed)
+    return train.select(train_rows), train.select(held_rows), format_
+
+
+def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draws the rows that are held out; both parts stay in file order.
+
+    Returns:
+        Row numbers held out (at least one, the fraction rounded), and all others.
+    Raises:
+        DataError: DATA_TOO_SMALL, if there are fewer than two rows.
+    """
+    if num_rows < 2:
+        message = f"data.validation_fraction={fraction} cannot split {num_rows} document: each part needs one"
+        fix = "Give more documents, or remove data.validation_fraction"
+        raise DataError.of(code="DATA_TOO_SMALL", key="data.validation_fraction", message=message, fix=fix)
+    num_held = min(max(1, round(num_rows * fraction)), num_rows - 1)
+    order = shuffled(num_rows, seed=seed, stream=0)
+    return np.sort(order[:num_held]), np.sort(order[num_held:])
+
+
+def shuffled(num_rows: int, *, seed: int, stream: int) -> np.ndarray:
+    """Gives a permutation of `range(num_rows)` that depends on its arguments alone.
+
+    It sorts raw 64-bit words of PCG64: numpy keeps those the same across versions, which it does not promise of
+    `Generator.permutation` (NEP 19).
+    """
+    keys = np.random.PCG64(np.random.SeedSequence([seed, stream])).random_raw(num_rows)
+    return np.argsort(keys, kind="stable")
+
+
+def _load_part(
+    sources: tuple[SourceFacts, ...], data: Data, *, part: str, split: str, cache_dir: Path
+) -> tuple[Any, Format]:
+    loaded, formats = [], {}
+    for source in sources:
+        documents = _load_source(source, data, key=f"data.{part}", split=split, cache_dir=cache_dir)
+        format_ = resolve_format(documents.column_names, data.format, key=f"data.{part}", name=source.name)
+        if isinstance(format_, Problem):
+            raise DataError(format_)
+        formats[source.name] = format_
+        loaded.append(documents.select_columns(list(FORMAT_COLUMNS[format_])))
+    if len(set(formats.values())) > 1:
+        listed = ", ".join(f"{name} is {format_}" for name, format_ in formats.items())
+        message = f"data.{part} has several formats: {listed}"
+        fix = "Give all files of a job the same columns"
+        raise DataError.of(code="DATA_MIXED", key=f"data.{part}", message=message, fix=fix)
+    joined = datasets.concatenate_datasets(loaded) if len(loaded) > 1 else loaded[0]
+    return joined, next(iter(formats.values()))
+
+
+def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache_dir: Path) -> Any:
+    try:
+        if source.kind == "hub":
+            return datasets.load_dataset(source.name, data.name, split=split)
+        if source.kind == "saved":
+            saved = datasets.load_from_disk(str(source.path))
+            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        options: dict[str, Any] = {}
+        if source.kind == "csv":  # pandas would turn the text "12" into a number and "NA" into nothing
+            strings = {column: datasets.Value("string") for column in source.columns}
+            options = {"features": datasets.Features(strings), "keep_default_na": False}
+        files = [str(source.path)]
+        builder = _BUILDERS[source.kind]
+        return datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(cache_dir), **options)
+    except Exception as error:  # libraries below raise dozens of types here, and each means: it cannot be read
+        raise DataError(_load_problem(source, error, key=key)) from error
+
+
+def _load_problem(source: SourceFacts, error: Exception, *, key: str) -> Problem:
+    cause = error.__cause__ or error
+    reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
+    if source.kind == "hub":
+        message = f"{key}={source.name} is no local path, and as a hub data set it does not load: {reason}"
+        fix = "Check the id, data.name and data.split, log in for a gated set (hf auth login), or name local files"
+        return Problem(code="DATA_HUB", key=key, message=message, fix=fix, source="datasets.load_dataset")
+    if source.kind in ("jsonl", "json") and source.path is not None:
+        bad = first_bad_json_line(source.path) if source.kind == "jsonl" else None
+        if bad is not None:
+            fix = 'Write one object a line, such as {"text": "..."}'
+            return Problem(code="DATA_JSON", key=key, message=f"{source.path}: {bad}", fix=fix)
+    message = f"{source.path} does not load: {reason}"
+    fix = "Give every record the same columns, each of one type"
+    return Problem(code="DATA_READ", key=key, message=message, fix=fix, source="datasets.load_dataset")

@@ -1,0 +1,127 @@
+"""Keeping: tokenised documents as flat arrays on disk, memory-mapped by every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from toolkit.data.formats import Tokeniser, chat_template
+
+_LAYOUT_VERSION = 1  # raised when the files below, or what goes into them, change
+_COLUMNS = ("input_ids", "targets")
+_READ_ROWS = 1000  # documents taken from Arrow at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStore:
+    """All documents end to end.
+
+    Args:
+        tokens: Token ids, int32, shape (tokens,).
+        targets: 1 where the loss counts the token, uint8, shape (tokens,).
+        offsets: Document d is `tokens[offsets[d]:offsets[d + 1]]`; int64, shape (documents + 1,).
+        max_token: Largest token id; -1 when there is none.
+        num_empty: Documents left out because they held no token.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    offsets: np.ndarray
+    max_token: int
+    num_empty: int
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that hold a token."""
+        return len(self.offsets) - 1
+
+
+def tokenise(documents: Any, tokeniser: Tokeniser, *, cache_dir: Path, num_proc: int | None) -> TokenStore:
+    """Tokenises a `Dataset`, or opens what an earlier call with the same inputs left in `cache_dir`.
+
+    The folder is written aside and renamed when complete, so ranks that race or die leave no half of it.
+    """
+    folder = cache_dir / f"tokens-{_key(documents, tokeniser)}"
+    if not (folder / "meta.json").is_file():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix="tokenising-") as scratch:
+            _write(documents, tokeniser, Path(scratch), num_proc=num_proc)
+            try:
+                (Path(scratch) / "store").rename(folder)
+            except OSError:  # another rank was first
+                if not (folder / "meta.json").is_file():
+                    raise
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return TokenStore(
+        tokens=_open(folder / "tokens.bin", np.int32),
+        targets=_open(folder / "targets.bin", np.uint8),
+        offsets=np.load(folder / "offsets.npy"),
+        max_token=meta["max_token"],
+        num_empty=meta["num_empty"],
+    )
+
+
+def _open(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _key(documents: Any, tokeniser: Tokeniser) -> str:
+    tokenizer = tokeniser.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    parts = [
+        str(_LAYOUT_VERSION),
+        documents._fingerprint,
+        tokeniser.format,
+        tokeniser.loss_on,
+        type(tokenizer).__name__,
+        _without_state(vocabulary),
+        json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True),
+        str(chat_template(tokenizer)),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _without_state(vocabulary: str) -> str:
+    """Takes out what a call with padding or truncation leaves behind in a fast tokenizer."""
+    content = json.loads(vocabulary)
+    return json.dumps({name: value for name, value in content.items() if name not in ("padding", "truncation")})
+
+
+def _write(documents: Any, tokeniser: Tokeniser, scratch: Path, *, num_proc: int | None) -> None:
+    mapped = documents.map(
+        tokeniser,
+        batched=True,
+        with_indices=True,
+        num_proc=num_proc,
+        remove_columns=documents.column_names,
+        features=datasets.Features({name: datasets.Sequence(datasets.Value("int32")) for name in _COLUMNS}),
+        cache_file_name=str(scratch / "mapped.arrow"),
+        new_fingerprint=scratch.name,  # hashing the tokenizer would give another value after its first call
+        desc="Tokenising",
+    )
+    store = scratch / "store"
+    store.mkdir()
+    lengths: list[np.ndarray] = []
+    max_token = -1
+    with (store / "tokens.bin").open("wb") as tokens, (store / "targets.bin").open("wb") as targets:
+        for batch in mapped.with_format("arrow").iter(_READ_ROWS):
+            ids = batch["input_ids"].combine_chunks()
+            flat = np.asarray(ids.flatten()).astype(np.int32)
+            lengths.append(np.asarray(ids.value_lengths()).astype(np.int64))
+            max_token = max(max_token, int(flat.max(initial=-1)))
+            tokens.write(flat.tobytes())
+            targets.write(np.asarray(batch["targets"].combine_chunks().flatten()).astype(np.uint8).tobytes())
+    every = np.concatenate([np.empty(0, np.int64), *lengths])
+    filled = every[every > 0]
+    np.save(store / "offsets.npy", np.concatenate([np.zeros(1, np.int64), np.cumsum(filled)]))
+    meta = {"max_token": max_token, "num_empty": int(len(every) - len(filled))}
+    (store / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
