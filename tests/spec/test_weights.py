@@ -1,0 +1,91 @@
+"""Weights as transformers really saves them, then broken the ways in which downloads break."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from toolkit.spec.weights import INDEX, SINGLE, count_stored_parameters, find_weights, read_header
+
+
+def saved(folder: Path, *, shard: str = "5GB", tied: bool = False) -> int:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_whole_weights_are_found_and_counted(tmp_path: Path, shard: str, tied: bool) -> None:
+    count = saved(tmp_path, shard=shard, tied=tied)
+    weights = find_weights(tmp_path)
+    assert weights.loadable
+    assert (len(weights.files) > 1) == (tmp_path / INDEX).is_file() == (shard == "20KB")
+    assert count_stored_parameters(weights, {}, tied=tied) == count
+    assert count_stored_parameters(weights, {"quantization_config": {"bits": 4}}, tied=tied) is None
+
+
+def test_a_stored_copy_of_a_tied_head_and_buffers_do_not_count(tmp_path: Path) -> None:
+    count = saved(tmp_path, tied=True)
+    tensors = load_file(tmp_path / SINGLE)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["position_ids"] = torch.arange(7)
+    save_file(tensors, tmp_path / SINGLE)
+    assert count_stored_parameters(find_weights(tmp_path), {}, tied=True) == count
+    assert count_stored_parameters(find_weights(tmp_path), {}, tied=False) == count + 64 * 32
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, shard="20KB")
+    gone = find_weights(tmp_path).files[1]
+    gone.unlink()
+    weights = find_weights(tmp_path)
+    assert weights.missing == (gone.name,)
+    assert not weights.loadable
+    assert count_stored_parameters(weights, {}, tied=False) is None
+
+
+@pytest.mark.parametrize("kind", ["cut", "lfs", "empty", "html"])
+def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path)
+    path = tmp_path / SINGLE
+    content = {
+        "cut": path.read_bytes()[:-1],
+        "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n",
+        "empty": b"",
+        "html": b"<html>" * 4,
+    }[kind]
+    path.write_bytes(content)
+    weights = find_weights(tmp_path)
+    assert weights.damaged == (SINGLE,)
+    assert not weights.loadable
+    assert read_header(path) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX).write_text(content)
+    assert find_weights(tmp_path).damaged == (INDEX,)
+
+
+def test_bin_weights_are_seen_but_not_loadable(tmp_path: Path) -> None:
+    assert find_weights(tmp_path).format is None
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    weights = find_weights(tmp_path)
+    assert weights.format == "bin"
+    assert not weights.loadable
+    saved(tmp_path)
+    assert find_weights(tmp_path).loadable

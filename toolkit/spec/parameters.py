@@ -1,0 +1,146 @@
+"""Exact parameter counts by arithmetic: of the whole model, of each layer, and of LoRA adapters on it.
+
+Tied weights count once. The tests hold every count against the model that transformers and peft build.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import SpecError
+from toolkit.spec.dimensions import Fields
+from toolkit.spec.families import FAMILIES, Family, Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """Parameters by where they sit; numbers of elements, not bytes.
+
+    Args:
+        embedding: Token and learned position tables, and the projections that some OPT models put around the decoder.
+        layers: Each decoder layer, first to last.
+        final_norm: The norm after the last layer.
+        head: Output projection; 0 when it is tied to the embedding.
+        experts: Routed experts, a part of `layers`.
+        active: Parameters that work on one token: all but the experts it is not routed to.
+    """
+
+    embedding: int
+    layers: tuple[int, ...]
+    final_norm: int
+    head: int
+    experts: int
+    active: int
+
+    @property
+    def total(self) -> int:
+        """All parameters, tied weights once."""
+        return self.embedding + sum(self.layers) + self.final_norm + self.head
+
+
+def _known(config: Mapping[str, Any]) -> tuple[Fields, Family] | None:
+    fields = Fields(config)
+    # A multimodal wrapper holds more than its text model, so its count is not the text model's.
+    family = None if fields.is_wrapper else FAMILIES.get(fields.model_type)
+    return None if family is None else (fields, family)
+
+
+def _word_width(fields: Fields) -> int:
+    return fields.size_or("word_embed_proj_dim", fields.hidden) if fields.model_type == "opt" else fields.hidden
+
+
+def count_parameters(config: Mapping[str, Any]) -> ParameterCount | None:
+    """Counts the parameters of the causal language model that a `config.json` describes.
+
+    Args:
+        config: Its content.
+    Returns:
+        The exact count, or None for a `model_type` without a declared family, and for multimodal wrappers.
+    Raises:
+        SpecError: MODEL_CONFIG_INVALID, if a size is missing or unusable.
+    """
+    if (known := _known(config)) is None:
+        return None
+    f, family = known
+    layers = [family.layer(f, index) for index in range(f.size("num_hidden_layers"))]
+    table = f.size("vocab_size") * _word_width(f)
+    outside = sum(linear.numel for linear in (*family.positions(f), *family.projections(f)))
+    experts = sum(layer.experts for layer in layers)
+    head = 0 if f.flag("tie_word_embeddings") else table
+    total = table + outside + sum(layer.numel for layer in layers) + family.final_norm(f) + head
+    idle = 0
+    if experts:
+        num_experts = f.size("num_experts")
+        idle = experts // num_experts * max(0, num_experts - f.size_or("num_experts_per_tok", num_experts))
+    return ParameterCount(
+        embedding=table + outside,
+        layers=tuple(layer.numel for layer in layers),
+        final_norm=family.final_norm(f),
+        head=head,
+        experts=experts,
+        active=total - idle,
+    )
+
+
+def _linears(f: Fields, family: Family) -> Iterator[Linear]:
+    for index in range(f.size("num_hidden_layers")):
+        for linear in family.layer(f, index).linears:
+            yield linear._replace(name=f"{family.layers}.{index}.{linear.name}")
+    yield from family.projections(f)
+
+
+def count_lora_parameters(
+    config: Mapping[str, Any], *, r: int, target_modules: str | tuple[str, ...] = "all-linear"
+) -> int | None:
+    """Counts the trainable parameters of LoRA: `r * (inputs + outputs)` for each module it is put on.
+
+    Args:
+        config: Content of config.json.
+        r: Rank.
+        target_modules: peft's `target_modules`: `all-linear` (every linear map but the output head), a regular
+            expression for whole module names, or names that a module path ends in.
+    Returns:
+        The exact count. None where only building the model can tell: an undeclared `model_type`, a target that is no
+        linear map or table, and targets beyond named attention maps in models with routed experts, where peft
+        rewrites targets to the fused parameters in ways that differ between its releases.
+    Source:
+        arXiv 2106.09685; peft 0.19, tuners/tuners_utils.py, check_target_module_exists and
+        _maybe_include_all_linear_layers; utils/transformers_weight_conversion.py for fused experts.
+    Raises:
+        SpecError: MODEL_CONFIG_INVALID; LORA_TARGETS_INVALID, if a string is no regular expression.
+    """
+    if (known := _known(config)) is None:
+        return None
+    f, family = known
+    linears = list(_linears(f, family))
+    routed = any(family.layer(f, index).experts for index in range(f.size("num_hidden_layers")))
+    if isinstance(target_modules, str) and routed:
+        return None
+    if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
+        return r * sum(linear.inputs + linear.outputs for linear in linears)
+    word, vocab = _word_width(f), f.size("vocab_size")
+    modules = [Linear(family.tokens, vocab, word), *family.positions(f), *linears, Linear("lm_head", word, vocab)]
+    chosen: set[Linear] = set()
+    for target in (target_modules,) if isinstance(target_modules, str) else target_modules:
+        pattern = target if isinstance(target_modules, str) else rf"(.*\.)?{re.escape(target)}"
+        hit = {module for module in modules if _matches(pattern, module.name)}
+        if not hit or (routed and any(".self_attn." not in module.name for module in hit)):
+            return None
+        chosen |= hit
+    return r * sum(module.inputs + module.outputs for module in chosen)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise SpecError.of(
+            code="LORA_TARGETS_INVALID",
+            key="train.lora.target_modules",
+            message=f"target_modules={pattern!r} is no regular expression: {error}",
+            fix="Write all-linear, a list such as [q_proj, v_proj], or a regular expression for whole module names",
+            source="peft, tuners/tuners_utils.py: check_target_module_exists",
+        ) from error

@@ -1,0 +1,134 @@
+"""What a tokenizer's files say about it, without loading the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import Problem, SpecError
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
+# Jinja's block marks, with the whitespace control that templates in use carry.
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFacts:
+    """What plans and data checks need to know of a tokenizer.
+
+    Args:
+        vocab_size: Largest token id + 1; None where only loading the tokenizer can tell (a bare SentencePiece model).
+        has_chat_template: Whether `messages` can be rendered.
+        chat_template_marks_assistant: Whether the default template marks what the assistant says with
+            `{% generation %}`, which loss on assistant tokens alone needs.
+        eos_token: End mark; None if the tokenizer has none.
+        pad_token: Padding mark; None if it has none.
+    """
+
+    vocab_size: int | None
+    has_chat_template: bool
+    chat_template_marks_assistant: bool
+    eos_token: str | None
+    pad_token: str | None
+
+
+def read_tokenizer_facts(folder: Path) -> TokenizerFacts | None:
+    """Reads a tokenizer's files.
+
+    Args:
+        folder: Model or tokenizer folder.
+    Returns:
+        The facts, or None if the folder holds no tokenizer.
+    Raises:
+        SpecError: TOKENIZER_INVALID, if one of its files cannot be read.
+    Source:
+        transformers 5, tokenization_utils_base.py: from_pretrained, save_chat_templates.
+    """
+    if not any((folder / name).is_file() for name in FILES):
+        return None
+    config = _read_object(folder / "tokenizer_config.json")
+    special = {**_read_object(folder / "special_tokens_map.json"), **config}
+    template, other_templates = _templates(folder, config)
+    return TokenizerFacts(
+        vocab_size=_vocab_size(folder, config),
+        has_chat_template=template is not None or other_templates,
+        chat_template_marks_assistant=template is not None and _GENERATION.search(template) is not None,
+        eos_token=_token(special.get("eos_token")),
+        pad_token=_token(special.get("pad_token")),
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        found = "" if isinstance(value, dict) else f"it holds a {type(value).__name__}, not an object"
+    except (OSError, ValueError) as error:
+        value, found = {}, str(error)
+    if found:
+        raise _invalid(path, found)
+    return dict(value)
+
+
+def _invalid(path: Path, found: str) -> SpecError:
+    return SpecError(
+        Problem(
+            code="TOKENIZER_INVALID",
+            key=str(path),
+            message=f"{path} cannot be read: {found}",
+            fix="Download the tokenizer again, or set model.tokenizer to another",
+        )
+    )
+
+
+def _token(value: Any) -> str | None:
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) and content else None
+
+
+def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
+    path = folder / "tokenizer.json"
+    try:
+        if path.is_file():
+            return _largest_id(_ids_of_fast(_read_object(path)))
+        path = folder / "vocab.json"
+        if path.is_file():
+            added = _read_object(folder / "added_tokens.json").values()
+            decoder = map(int, config.get("added_tokens_decoder", {}))
+            return _largest_id([*_read_object(path).values(), *added, *decoder])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _invalid(path, f"its vocabulary is not of a known form ({error!r})") from error
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
+
+
+def _ids_of_fast(tokenizer: Mapping[str, Any]) -> list[int]:
+    vocab = tokenizer["model"]["vocab"]
+    # Unigram lists [piece, score] pairs whose position is the id; the others map piece to id.
+    ids = list(range(len(vocab))) if isinstance(vocab, list) else list(vocab.values())
+    return ids + [token["id"] for token in tokenizer.get("added_tokens") or ()]
+
+
+def _largest_id(ids: Iterable[int]) -> int | None:
+    return max(ids, default=-1) + 1 or None
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Gives the default chat template, and whether there are others by name."""
+    others = any((folder / "additional_chat_templates").glob("*.jinja"))
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), others
+        except (OSError, ValueError) as error:
+            raise _invalid(path, str(error)) from error
+    declared = config.get("chat_template")
+    if isinstance(declared, str):
+        return declared or None, others
+    named = {item["name"]: item["template"] for item in declared or () if {"name", "template"} <= set(item)}
+    return named.get("default"), others or bool(named)

@@ -1,0 +1,122 @@
+"""What weights a model folder holds, read from file names and safetensors headers alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# The format's own ceiling on a header: safetensors, src/tensor.rs, MAX_HEADER_SIZE.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Weights of one folder.
+
+    Args:
+        format: `safetensors`; `bin` where only a pickled `pytorch_model.bin` exists; None without either.
+        files: Complete safetensors files.
+        missing: Files that the index names and the folder lacks.
+        damaged: Files that are cut off, or that are something else (a Git LFS pointer, an error page).
+    """
+
+    format: Literal["safetensors", "bin"] | None
+    files: tuple[Path, ...] = ()
+    missing: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def loadable(self) -> bool:
+        """Whether every safetensors file is there and whole."""
+        return self.format == "safetensors" and not self.missing and not self.damaged
+
+
+def find_weights(folder: Path) -> Weights:
+    """Looks for weights in the order in which transformers does, and checks that each file is whole.
+
+    Args:
+        folder: Model folder.
+    Source:
+        transformers 5, modeling_utils.py: _get_resolved_checkpoint_files.
+    """
+    index = folder / INDEX
+    if (folder / SINGLE).is_file():
+        names: list[str] | None = [SINGLE]
+    elif index.is_file():
+        names = _shards(index)
+    else:
+        return Weights(format="bin" if any((folder / name).is_file() for name in BIN_FILES) else None)
+    if names is None:
+        return Weights(format="safetensors", damaged=(INDEX,))
+    present = [name for name in names if (folder / name).is_file()]
+    whole = [name for name in present if read_header(folder / name) is not None]
+    return Weights(
+        format="safetensors",
+        files=tuple(folder / name for name in whole),
+        missing=tuple(name for name in names if name not in present),
+        damaged=tuple(name for name in present if name not in whole),
+    )
+
+
+def _shards(index: Path) -> list[str] | None:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(weight_map.values())) or None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def read_header(path: Path) -> dict[str, Any] | None:
+    """Gives the header of a safetensors file, tensor name to dtype, shape and offsets; None if the file is not whole.
+
+    Args:
+        path: The file; only its header is read.
+    Source:
+        https://huggingface.co/docs/safetensors: 8 bytes of little-endian length, a JSON header, the data.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MAX_HEADER_BYTES:
+                return None
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        return header if path.stat().st_size == 8 + length + end else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
+        return None
+
+
+def count_stored_parameters(weights: Weights, config: Mapping[str, Any], *, tied: bool) -> int | None:
+    """Counts parameters from safetensors headers, for architectures without a formula.
+
+    Args:
+        weights: Of the model's folder.
+        config: Content of config.json.
+        tied: Whether the head is the embedding; a stored copy of it then counts once.
+    Returns:
+        Elements of all floating-point tensors; None if files are missing, or quantized so that elements are packed.
+    """
+    if not weights.loadable or config.get("quantization_config"):
+        return None
+    tensors = dict(_floating(weights))
+    head = tensors.get("lm_head.weight")
+    if tied and head is not None and sum(shape == head for shape in tensors.values()) > 1:
+        del tensors["lm_head.weight"]
+    return sum(math.prod(shape) for shape in tensors.values())
+
+
+def _floating(weights: Weights) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for path in weights.files:
+        for name, tensor in (read_header(path) or {}).items():
+            # Old checkpoints store the rotary frequencies, a buffer.
+            if str(tensor["dtype"]).startswith(("F", "BF")) and not name.endswith("inv_freq"):
+                yield name, tuple(tensor["shape"])
