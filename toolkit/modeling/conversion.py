@@ -1,0 +1,164 @@
+"""Between checkpoint keys and model keys: the one file that touches how transformers 5 converts weights.
+
+Since version 5 a model may store weights otherwise than its checkpoints do (the experts of a layer are one stacked
+parameter, the files keep one tensor an expert). transformers converts in `core_model_loading.py` from rules in
+`conversion_mapping.py`; here the same rules are applied a group at a time, so that no whole model is held.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionGroup:
+    """Checkpoint tensors that become model tensors together.
+
+    Args:
+        name: Model key, the first one when several come out.
+        sources: Checkpoint key and the rule's pattern it matches, in the order the rule stacks them.
+        converter: The rule of transformers, or `None` where the key is at most renamed.
+    """
+
+    name: str
+    sources: tuple[tuple[str, str], ...]
+    converter: Any = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The checkpoint keys."""
+        return tuple(key for key, _ in self.sources)
+
+
+def group_checkpoint_keys(
+    model: nn.Module, keys: Iterable[str], targets: Mapping[str, Tensor]
+) -> tuple[tuple[ConversionGroup, ...], tuple[str, ...]]:
+    """Sorts checkpoint keys into groups that convert together.
+
+    Args:
+        model: A transformers model, on any device.
+        keys: Keys of the checkpoint.
+        targets: Model key to a tensor of the full shape (meta will do).
+    Returns:
+        The groups in natural order, and the keys that belong to no tensor of the model. Keys saved from the base
+        model (without its prefix), and the reverse, are matched as `from_pretrained` matches them.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = getattr(model, "base_model_prefix", None) or None
+    sources: dict[str, list[tuple[str, str]]] = {}
+    rule_of: dict[str, Any] = {}
+    unmatched: list[str] = []
+    for key in sorted(keys, key=natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, targets)
+        if name not in targets and (key in targets or f"{prefix}.{key}" in targets):
+            name, pattern = rename_source_key(key, [], [], prefix, targets)
+        if name not in targets or (pattern is None and name in sources):
+            unmatched.append(key)
+            continue
+        rule_of.setdefault(name, None if pattern is None else by_pattern[pattern])
+        sources.setdefault(name, []).append((key, pattern or key))
+    groups = (
+        ConversionGroup(name=name, sources=tuple(members), converter=rule_of[name]) for name, members in sources.items()
+    )
+    return tuple(groups), tuple(unmatched)
+
+
+def convert_group(
+    model: nn.Module, group: ConversionGroup, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Turns the tensors of one group into model tensors; on meta tensors it gives their shapes.
+
+    Args:
+        model: The model; read for its config only.
+        group: From `group_checkpoint_keys`.
+        tensors: Checkpoint key to tensor; must hold `group.keys`.
+        targets: Model key to a tensor of the full shape: under ZeRO-3 the model itself holds empty ones.
+    """
+    if group.converter is None:
+        return {group.name: tensors[group.keys[0]]}
+    converter = copy.deepcopy(group.converter)
+    for key, pattern in group.sources:
+        converter.add_tensor(group.name, key, pattern, tensors[key])
+    shaped = _FullShapes(model, targets)
+    converted = converter.convert(group.name, model=shaped, config=getattr(model, "config", None))
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def revert(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Turns model tensors into what `save_pretrained` writes: checkpoint keys, one tensor an expert.
+
+    Args:
+        model: The model, or its twin on the meta device.
+        tensors: Model key to tensor; all of one group of `group_model_keys`.
+    """
+    return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def group_model_keys(model: nn.Module, metas: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
+    """Sorts model keys into the smallest groups that `revert` can take one after the other.
+
+    A key stands alone if reverting it by itself gives the same tensors as reverting its layer as a whole; otherwise
+    its layer is one group.
+
+    Args:
+        model: The model, or its twin on the meta device.
+        metas: Model key to meta tensor.
+    """
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    if not any(isinstance(rule, WeightConverter) for rule in rules):
+        return tuple((key,) for key in metas)
+    layers: dict[str, list[str]] = {}
+    for key in metas:
+        match = re.match(r".*?\.\d+\.", key)
+        layers.setdefault(match.group() if match else "", []).append(key)
+    groups: list[tuple[str, ...]] = []
+    for keys in layers.values():
+        groups.extend(_split_layer(model, keys, metas))
+    return tuple(groups)
+
+
+def _split_layer(model: nn.Module, keys: Sequence[str], metas: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    whole = {name: value.shape for name, value in revert(model, {key: metas[key] for key in keys}).items()}
+    alone: dict[str, torch.Size] = {}
+    for key in keys:
+        try:
+            alone |= {name: value.shape for name, value in revert(model, {key: metas[key]}).items()}
+        except Exception:  # a rule that needs several tensors fails on one; what it raises is its own affair
+            return [tuple(keys)]
+    return [(key,) for key in keys] if alone == whole else [tuple(keys)]
+
+
+def natural_key(key: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key that puts `layers.2` before `layers.10`, so that experts are stacked in order."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)|\.", key) if part)
+
+
+class _FullShapes:
+    """Stands for the model where a rule asks for a parameter's size: under ZeRO-3 the model's own are empty."""
+
+    def __init__(self, model: nn.Module, targets: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._targets = targets
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._targets[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -1,0 +1,206 @@
+"""Random weights that do not depend on how the model is sharded, and buffers that no checkpoint holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions, no_init_weights
+
+_DONE = "_is_hf_initialized"  # transformers.initialization leaves a tensor alone that has this attribute
+
+
+@torch.no_grad()
+def initialize_weights(model: PreTrainedModel, *, seed: int, modules: frozenset[str] | None = None) -> None:
+    """Draws every weight by the architecture's own rule, from a seed of its own for each module.
+
+    The seed of a module is a hash of `seed` and the module's name, so the full model is the same at every ZeRO stage
+    and number of ranks on one type of device. The random state of the process is left as it was. Tied weights stay
+    tied and keep the draw of the module that comes first; buffers are filled as `initialize_buffers` does.
+
+    Args:
+        model: A model whose storage is allocated (`to_empty`) or partitioned (`deepspeed.zero.Init`).
+        seed: Any integer.
+        modules: Names of the modules to draw; all when left out.
+    Collectives:
+        Under ZeRO-3 one all-gather and one broadcast a module, of its weights; otherwise none.
+    Source:
+        transformers, modeling_utils.py, PreTrainedModel.initialize_weights.
+    """
+    tie_weights(model)
+    drawn: set[int] = set()
+    partitioned = any(hasattr(weight, "ds_id") for weight in model.parameters())
+    with torch.random.fork_rng(devices=_cuda_devices(model)), guard_torch_init_functions():
+        for name, module, owner in _children_first(model):
+            own = list(module.parameters(recurse=False))
+            if modules is None or name in modules:
+                torch.manual_seed(module_seed(seed, name))
+                tied = [weight for weight in own if id(weight) in drawn]
+                with _marked_done(tied), gathered(own), _GatherIfTouched() if partitioned else nullcontext():
+                    owner._init_weights(module)
+            drawn.update(map(id, own))
+    initialize_buffers(model)
+
+
+@torch.no_grad()
+def initialize_buffers(model: PreTrainedModel) -> None:
+    """Fills the buffers that checkpoints leave out (rotary frequencies, embedding scales), and no weight.
+
+    They are computed when a model is constructed, so `to_empty` loses them, and `zero.Init` rounds them to the dtype
+    of the weights: the dtype that the constructor gives is restored. An architecture whose `_init_weights` does not know its buffer (code from the hub, mostly) is constructed once
+    more, without its weights.
+
+    Source:
+        transformers, modeling_utils.py, PreTrainedModel._init_weights.
+    """
+    _restore_buffer_dtypes(model)
+    unset: list[str] = []
+    with torch.random.fork_rng(devices=_cuda_devices(model)), guard_torch_init_functions():
+        for name, module, owner in _children_first(model):
+            buffers = {
+                key: buffer
+                for key, buffer in module.named_buffers(recurse=False)
+                if key in module._non_persistent_buffers_set
+            }
+            if not buffers:
+                continue
+            kept = [*module.parameters(), *(value for key, value in module.named_buffers() if key not in buffers)]
+            with _marked_done(kept):
+                unset.extend(f"{name}.{key}".lstrip(".") for key in _fill(module, owner._init_weights, buffers))
+    if unset:
+        constructed = _construct_buffers(model)
+        for key in unset:
+            model.get_buffer(key).copy_(constructed[key])
+
+
+def tie_weights(model: PreTrainedModel) -> None:
+    """Makes tied weights one parameter again where `to_empty` or `zero.Init` has parted them."""
+    for target, source in tied_keys(model).items():
+        if model.get_parameter(target) is not model.get_parameter(source):
+            model.tie_weights()
+            return
+
+
+def tied_keys(model: nn.Module) -> dict[str, str]:
+    """Tied weights as the config declares them: key that `save_pretrained` drops, to the key that it keeps."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def module_seed(seed: int, name: str) -> int:
+    """A 63-bit seed of its own for each module; the same on every machine and Python version."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Under ZeRO-3 makes the full weights available; on leaving, rank 0's values are partitioned again.
+
+    Collectives:
+        An all-gather on entering and a broadcast on leaving, of the ZeRO-3 weights among those given.
+    Source:
+        deepspeed, runtime/zero/partition_parameters.py, GatheredParameters.
+    """
+    partitioned = [weight for weight in weights if hasattr(weight, "ds_id")]
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0)
+    return context
+
+
+class _GatherIfTouched(TorchFunctionMode):
+    """Gathers a ZeRO-3 weight for the one operation that touches it.
+
+    Some rules reach below their module (GPT-2's attention draws the weight of its projection once more, smaller).
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        tensors = [*args, *(kwargs or {}).values()]
+        absent = [
+            tensor
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and getattr(tensor, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
+        ]
+        with gathered(absent):
+            return func(*args, **(kwargs or {}))
+
+
+def _children_first(
+    module: nn.Module, name: str = "", owner: nn.Module | None = None
+) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Every module after its children, with the model whose `_init_weights` rules it."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, owner)
+    yield name, module, owner
+
+
+@contextmanager
+def _marked_done(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keeps transformers' initialisation off these tensors."""
+    marked = [tensor for tensor in tensors if not getattr(tensor, _DONE, False)]
+    for tensor in marked:
+        setattr(tensor, _DONE, True)
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            delattr(tensor, _DONE)
+
+
+def _fill(module: nn.Module, rule: Callable[[nn.Module], None], buffers: Mapping[str, Tensor]) -> list[str]:
+    """Applies the rule over two different contents; a buffer that then differs was not set by it."""
+    for buffer in buffers.values():
+        buffer.zero_()
+    rule(module)
+    first = {key: module.get_buffer(key).clone() for key in buffers}
+    for buffer in buffers.values():
+        buffer.fill_(1)
+    rule(module)
+    return [key for key in buffers if not torch.equal(first[key], module.get_buffer(key))]
+
+
+def _restore_buffer_dtypes(model: PreTrainedModel) -> None:
+    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        return
+    with no_init_weights(), torch.device("meta"), _default_dtype(model.dtype):
+        twin = type(model)(model.config)
+    for name, buffer in twin.named_buffers():
+        module, _, key = name.rpartition(".")
+        buffers = model.get_submodule(module)._buffers
+        present = buffers.get(key)
+        if present is not None and present.dtype != buffer.dtype:
+            buffers[key] = present.to(buffer.dtype)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _construct_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers as the architecture's constructor computes them; its weights stay on the meta device."""
+    with no_init_weights(), init_empty_weights(include_buffers=False), _default_dtype(model.dtype):
+        return dict(type(model)(model.config).named_buffers())
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()] if tensor.device.type == "cuda"}
+    return sorted(device.index if device.index is not None else torch.cuda.current_device() for device in devices)

@@ -1,0 +1,116 @@
+"""The safetensors of a saved model: which tensors there are, and their values when asked for."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from toolkit.errors import CheckpointError, Problem
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_SHOWN = 8  # keys a message names before it counts the rest
+DTYPES = {  # safetensors' names, README "Format"
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class SafetensorsFolder:
+    """The tensors of a saved model by key, read when asked for.
+
+    Args:
+        folder: Holds `model.safetensors`, or shards and their index.
+    Raises:
+        CheckpointError: WEIGHTS_BIN, WEIGHTS_ABSENT, WEIGHTS_CORRUPT.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, Any] = {}
+        self.metas: dict[str, Tensor] = {}
+        index = folder / INDEX_NAME
+        expected: dict[str, str] = {}
+        if index.is_file():
+            expected = _read_index(index)
+        elif not (folder / WEIGHTS_NAME).is_file():
+            raise CheckpointError(_no_weights(folder))
+        for name in sorted(set(expected.values())) or [WEIGHTS_NAME]:
+            self._open(folder / name)
+        lost = sorted(expected.keys() - self._file_of.keys())
+        if lost:
+            raise CheckpointError(corrupt(index, f"names {some(lost)}, which its shards do not hold"))
+
+    def read(self, key: str) -> Tensor:
+        """Maps one tensor from its file; its pages are read when they are used."""
+        return self._file_of[key].get_tensor(key)  # type: ignore[no-any-return]
+
+    def _open(self, path: Path) -> None:
+        try:
+            file: Any = safe_open(path, framework="pt", device="cpu")
+            for key in file.keys():  # noqa: SIM118 -- not a mapping
+                view = file.get_slice(key)
+                dtype = DTYPES.get(view.get_dtype())
+                if dtype is None:
+                    raise CheckpointError(corrupt(path, f"holds {key} in the unknown dtype {view.get_dtype()}"))
+                self.metas[key] = torch.empty(view.get_shape(), dtype=dtype, device="meta")
+                self._file_of[key] = file
+        except (SafetensorError, OSError, struct.error) as error:
+            raise CheckpointError(corrupt(path, f"cannot be read: {error}")) from error
+
+
+def _no_weights(folder: Path) -> Problem:
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        return Problem(
+            code="WEIGHTS_BIN",
+            key=str(folder),
+            message=f"{folder} holds {some(pickles)} and no safetensors: pickles can run code and cannot be streamed",
+            fix="Convert it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), then name "
+            "NEW_FOLDER in model.name",
+        )
+    return Problem(
+        code="WEIGHTS_ABSENT",
+        key=str(folder),
+        message=f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}",
+        fix="Name a folder that save_pretrained wrote, or set model.init: random",
+    )
+
+
+def corrupt(path: Path, what: str) -> Problem:
+    """The problem of a file that cannot be used as it is."""
+    return Problem(
+        code="WEIGHTS_CORRUPT", key=str(path), message=f"{path} {what}", fix="Download or export the checkpoint again"
+    )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(key): str(name) for key, name in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(corrupt(path, f"is not an index of shards: {error!r}")) from error
+
+
+def some(keys: Sequence[str]) -> str:
+    """The first few of many keys, for a message."""
+    rest = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(keys[:_SHOWN]) + rest

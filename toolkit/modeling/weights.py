@@ -1,0 +1,344 @@
+"""Loads safetensors into a model, a few tensors at a time, whichever way its parameters are sharded.
+
+One rank reads, converts and broadcasts, so a checkpoint crosses the file system once and no rank ever holds the
+whole model on the host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
+from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys
+from toolkit.modeling.initialization import gathered, initialize_buffers, initialize_weights, tie_weights, tied_keys
+from toolkit.modeling.safetensors_folder import SafetensorsFolder, corrupt, some
+
+_BATCH_BYTES = 128 * 2**20  # tensors that cross in one go: enough to hide a collective's latency, little on the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What was loaded.
+
+    Args:
+        num_tensors: Model tensors that got a value from the checkpoint, tied ones once.
+        num_bytes: Their size in the checkpoint, bytes.
+        tied: Keys that share the weight of another key.
+        initialized: Keys that the architecture lets a checkpoint leave out; drawn at random.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    tied: tuple[str, ...]
+    initialized: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Which checkpoint tensors fill which model tensors, found from file headers alone.
+
+    Args:
+        batches: Groups that cross together, each with the model keys it fills.
+        problems: Everything that does not fit.
+        report: What loading will have done.
+    """
+
+    batches: tuple[tuple[tuple[ConversionGroup, tuple[str, ...]], ...], ...] = ()
+    problems: tuple[Problem, ...] = ()
+    report: LoadReport
+
+
+def load_pretrained(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadReport:
+    """Fills a model from a folder that `save_pretrained` wrote, and fills its buffers.
+
+    The group's first rank reads; each value is cast to the dtype of the parameter it fills. Host memory beyond the
+    model: one batch of tensors (128 MiB, or the largest group that converts together) on the reading rank.
+
+    Args:
+        model: Allocated by `to_empty` (ZeRO 0 to 2) or built under `deepspeed.zero.Init` (ZeRO-3), on every rank.
+        folder: Local folder with `model.safetensors` or shards and their index.
+        group: Ranks that hold this same model, whole or partitioned; all ranks when left out.
+        progress: Called on each rank with tensors done and tensors in all.
+    Collectives:
+        A broadcast of each tensor over `group` (ZeRO 0 to 2), or an all-gather and a broadcast over the ZeRO group.
+    Raises:
+        CheckpointError: On every rank, with all problems at once: WEIGHTS_ABSENT, WEIGHTS_BIN, WEIGHTS_CORRUPT,
+            WEIGHTS_MISSING, WEIGHTS_UNEXPECTED, WEIGHTS_SHAPE, WEIGHTS_DTYPE, WEIGHTS_TIED.
+    """
+    tie_weights(model)
+    initialize_buffers(model)
+    reader = _Reader(model, Path(folder)) if _is_source(group) else None
+    names: tuple[tuple[str, ...], ...]
+    report: LoadReport
+    names, report = _agree(reader.plan if reader else None, group)
+    if report.initialized:
+        owners = frozenset(key.rpartition(".")[0] for key in report.initialized)
+        initialize_weights(model, seed=0, modules=owners)
+    targets = model.state_dict(keep_vars=True)
+    done = 0
+    for number, keys in enumerate(names):
+        values = _agree(partial(reader.values, number) if reader else None, group, keep=True)
+        _assign({key: targets[key] for key in keys}, values, group=group)
+        done += len(keys)
+        if progress is not None:
+            progress(done, report.num_tensors)
+    return report
+
+
+def schedule_loading(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> Schedule:
+    """Plans how a checkpoint fills a model, and finds everything that does not fit, without reading a value.
+
+    Args:
+        model: The model, or its twin on the meta device.
+        metas: Checkpoint key to meta tensor, as in `SafetensorsFolder.metas`.
+    """
+    targets = full_shapes(model)
+    aliases = _aliases(model, targets)
+    groups, unmatched = group_checkpoint_keys(model, metas, targets)
+    problems: list[Problem] = []
+    filled: dict[str, str] = {}
+    planned: list[tuple[ConversionGroup, tuple[str, ...]]] = []
+    for group in groups:
+        try:
+            converted = convert_group(model, group, metas, targets)
+        except Exception as error:  # whatever a conversion rule raises, it is about this checkpoint
+            problems.append(_unconvertible(group, error))
+            filled.setdefault(aliases.get(group.name, group.name), group.name)
+            continue
+        problems.extend(_misfits(group, converted, targets))
+        new = tuple(key for key in converted if key in targets and aliases.get(key, key) not in filled)
+        filled.update({aliases.get(key, key): key for key in new})
+        if new:
+            planned.append((group, new))
+    absent = [key for key in targets if aliases.get(key, key) not in filled]
+    initialized = tuple(key for key in absent if _matches(key, model._keys_to_ignore_on_load_missing))
+    problems.extend(_missing([key for key in absent if key not in initialized and key not in aliases]))
+    problems.extend(_unexpected([key for key in unmatched if not _matches(key, _ignored(model))]))
+    report = LoadReport(
+        num_tensors=sum(len(keys) for _, keys in planned),
+        num_bytes=sum(metas[key].nbytes for group, _ in planned for key in group.keys),
+        tied=tuple(sorted(aliases)),
+        initialized=initialized,
+    )
+    return Schedule(batches=_batch(planned, metas), problems=tuple(problems), report=report)
+
+
+def full_shapes(model: nn.Module) -> dict[str, Tensor]:
+    """Key to meta tensor of everything a checkpoint of the model holds, whole even under ZeRO-3."""
+    return {
+        key: torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
+        for key, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
+
+
+@dataclass(slots=True)
+class _Reader:
+    """The reading rank's side: plans from the headers, then gives the values of one batch after the other."""
+
+    model: PreTrainedModel
+    path: Path
+    files: SafetensorsFolder = field(init=False)
+    schedule: Schedule = field(init=False)
+    targets: dict[str, Tensor] = field(init=False)
+
+    def plan(self) -> tuple[tuple[tuple[str, ...], ...], LoadReport]:
+        self.files = SafetensorsFolder(self.path)
+        self.targets = full_shapes(self.model)
+        self.schedule = schedule_loading(self.model, self.files.metas)
+        differing = [] if self.schedule.problems else list(self._differing_ties())
+        raise_all(CheckpointError, (*self.schedule.problems, *differing))
+        names = tuple(tuple(key for _, keys in batch for key in keys) for batch in self.schedule.batches)
+        return names, self.schedule.report
+
+    def values(self, number: int) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        for group, keys in self.schedule.batches[number]:
+            try:
+                tensors = {key: self.files.read(key) for key in group.keys}
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(corrupt(self.path, f"cannot be read at {group.name}: {error}")) from error
+            converted = convert_group(self.model, group, tensors, self.targets)
+            values |= {key: converted[key] for key in keys}
+        return values
+
+    def _differing_ties(self) -> Iterator[Problem]:
+        """A checkpoint may hold both ends of a tie, as old ones do; then they must be equal."""
+        groups, _ = group_checkpoint_keys(self.model, self.files.metas, self.targets)
+        key_of = {group.name: group.keys[0] for group in groups if group.converter is None}
+        for target, source in tied_keys(self.model).items():
+            if target not in key_of or source not in key_of:
+                continue
+            if not torch.equal(self.files.read(key_of[target]), self.files.read(key_of[source])):
+                yield Problem(
+                    code="WEIGHTS_TIED",
+                    key=key_of[target],
+                    message=f"{key_of[target]} differs from {key_of[source]} in the checkpoint, but the config ties "
+                    "them (tie_word_embeddings=true): one of the two would be lost",
+                    fix='Set "tie_word_embeddings": false in the model\'s config.json',
+                    source="transformers, modeling_utils.py, PreTrainedModel.tie_weights",
+                )
+
+
+def _is_source(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
+def _agree(action: Callable[[], Any] | None, group: dist.ProcessGroup | None, *, keep: bool = False) -> Any:
+    """Runs `action` on the group's first rank; its result, or its failure, becomes every rank's.
+
+    Args:
+        action: What to run; `None` on the other ranks.
+        group: The ranks.
+        keep: The result stays on the first rank, the others get an empty mapping.
+    """
+    result: Any = {}
+    failure: BaseException | None = None
+    if action is not None:
+        try:
+            result = action()
+        except Exception as error:  # raised below, on every rank: one that raised alone would leave the others waiting
+            failure = error
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        portable = failure if failure is None or isinstance(failure, ToolkitError) else RuntimeError(repr(failure))
+        message = [(portable, None if keep else result)]
+        dist.broadcast_object_list(message, group=group, group_src=0)
+        if action is None:
+            failure, received = message[0]
+            result = {} if keep else received
+    if failure is not None:
+        raise failure
+    return result
+
+
+@torch.no_grad()
+def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, group: dist.ProcessGroup | None) -> None:
+    """Copies the first rank's values into the model of every rank."""
+    spread = dist.is_initialized() and dist.get_world_size(group) > 1
+    with gathered(targets.values()):
+        for key, target in targets.items():
+            if key in values:
+                target.data.copy_(values[key])
+            if spread and not hasattr(target, "ds_id"):
+                dist.broadcast(target.data, group=group, group_src=0)
+
+
+def _batch(
+    planned: Iterable[tuple[ConversionGroup, tuple[str, ...]]], metas: Mapping[str, Tensor]
+) -> tuple[tuple[tuple[ConversionGroup, tuple[str, ...]], ...], ...]:
+    batches: list[list[tuple[ConversionGroup, tuple[str, ...]]]] = []
+    room = 0
+    for group, keys in planned:
+        size = sum(metas[key].nbytes for key in group.keys)
+        if not batches or size > room:
+            batches.append([])
+            room = _BATCH_BYTES
+        batches[-1].append((group, keys))
+        room -= size
+    return tuple(map(tuple, batches))
+
+
+def _aliases(model: nn.Module, targets: Mapping[str, Tensor]) -> dict[str, str]:
+    """Keys whose tensor is another key's, to that other key."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if key in targets and first.setdefault(id(value), key) != key:
+            aliases[key] = first[id(value)]
+    return aliases
+
+
+def _ignored(model: PreTrainedModel) -> list[str]:
+    """Patterns of keys that a checkpoint may hold in vain.
+
+    Source:
+        transformers, modeling_utils.py, PreTrainedModel._adjust_missing_and_unexpected_keys.
+    """
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return patterns
+
+
+def _matches(key: str, patterns: Iterable[str] | None) -> bool:
+    return any(re.search(pattern, key) for pattern in patterns or ())
+
+
+def _misfits(
+    group: ConversionGroup, converted: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> Iterator[Problem]:
+    origin = (
+        group.keys[0] if len(group.keys) == 1 else f"{group.keys[0]} … {group.keys[-1]} ({len(group.keys)} tensors)"
+    )
+    for key, value in converted.items():
+        target = targets.get(key)
+        if target is None:
+            continue
+        if value.shape != target.shape:
+            yield Problem(
+                code="WEIGHTS_SHAPE",
+                key=key,
+                message=f"{key} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the "
+                f"model: read from {origin}",
+                fix="Use the config.json that was saved with these weights, or the weights that belong to this config",
+                source="transformers, core_model_loading.py, set_param_for_module",
+            )
+        elif target.is_floating_point() and not value.dtype.is_floating_point:
+            yield Problem(
+                code="WEIGHTS_DTYPE",
+                key=key,
+                message=f"{key} is {str(value.dtype).removeprefix('torch.')} in the checkpoint and "
+                f"{str(target.dtype).removeprefix('torch.')} in the model: quantized weights are not dequantized here",
+                fix="Use a checkpoint in bfloat16, float16 or float32",
+            )
+
+
+def _unconvertible(group: ConversionGroup, error: Exception) -> Problem:
+    return Problem(
+        code="WEIGHTS_SHAPE",
+        key=group.name,
+        message=f"{group.name} cannot be assembled from {some(list(group.keys))}: {error}",
+        fix="Download the checkpoint again: tensors that are stacked must all be there and of one shape",
+        source="transformers, core_model_loading.py, WeightConverter.convert",
+    )
+
+
+def _missing(keys: list[str]) -> Iterator[Problem]:
+    if keys:
+        yield Problem(
+            code="WEIGHTS_MISSING",
+            key=keys[0],
+            message=f"the checkpoint lacks {len(keys)} tensor{'s' * (len(keys) > 1)} of the model: {some(keys)}",
+            fix="Use a checkpoint of this architecture and number of layers, or model.init: random",
+        )
+
+
+def _unexpected(keys: list[str]) -> Iterator[Problem]:
+    if keys:
+        yield Problem(
+            code="WEIGHTS_UNEXPECTED",
+            key=keys[0],
+            message=f"the checkpoint holds {len(keys)} tensor{'s' * (len(keys) > 1)} that the model has no place for: "
+            f"{some(keys)}",
+            fix="Use the config.json that was saved with these weights: architecture and number of layers must agree",
+        )
