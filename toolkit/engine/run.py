@@ -31,6 +31,7 @@ class Run:
         engine: The DeepSpeed engine.
         step_count: Optimizer steps done, restored by a resume.
         num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` fixes it.
+        last_learning_rate: The rate that the last step used.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them after the next step.
     """
 
@@ -44,6 +45,9 @@ class Run:
         self.should_stop = False
         self._schedule = schedule
         self._stop_flag: torch.Tensor | None = None
+        self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._plain_norm: torch.Tensor | None = None
+        self.last_learning_rate = self.learning_rate
 
     def __enter__(self) -> Run:
         return self
@@ -73,7 +77,7 @@ class Run:
     @property
     def gradient_norm(self) -> float | None:
         """The global norm before clipping of the last step; None where the engine does not compute it."""
-        norm = self.engine.get_global_grad_norm()
+        norm = self.engine.get_global_grad_norm() if self._plain_norm is None else self._plain_norm
         return None if norm is None else float(norm)
 
     def set_num_steps(self, count: int) -> None:
@@ -92,7 +96,7 @@ class Run:
         self.set_num_steps(total)
         return StepLoader(
             dataset,
-            collate=Collator.of(dataset),
+            collate=self._collator(dataset),
             train_batch_size=batch.train,
             micro_batch_size=batch.micro,
             gradient_accumulation_steps=batch.accumulation,
@@ -107,7 +111,7 @@ class Run:
         """Gives this rank's share of the validation rows, each row once over all ranks."""
         return EvalLoader(
             dataset,
-            collate=Collator.of(dataset),
+            collate=self._collator(dataset),
             micro_batch_size=self.plan.settings.per_device_eval_batch_size,
             dp_rank=self.world.coordinate.dp,
             dp_size=self.world.grid.dp,
@@ -131,19 +135,31 @@ class Run:
                 not known yet.
         """
         self._check(micro_batches)
+        self.last_learning_rate = self.learning_rate
         device = self.world.device
         moved = [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in micro_batches]
         targets = torch.stack([count_targets(batch["labels"]) for batch in moved]).sum()
-        counts = torch.stack([targets, torch.tensor(int(self.stop_requested), device=device)]).to(torch.float64)
+        flags = torch.tensor([int(self.stop_requested), _num_tokens(moved)], device=device)
+        counts = torch.cat([targets.view(1), flags]).to(torch.float64)
         dist.all_reduce(counts, group=self.world.dp_group)
-        self._read_stop(counts[1:])
+        self._read_stop(counts[1])
+        self._num_tokens += counts[2]
         num_targets = counts[0].clamp(min=1).to(torch.float32)
         total = torch.zeros((), device=device)
-        for batch in moved:
+        for index, batch in enumerate(moved):
             total += self._micro_step(batch, num_targets, share=1 / len(moved))
+            if index == len(moved) - 1:
+                self._plain_norm = self._norm_without_wrapper()
+            self.engine.step()
         dist.all_reduce(total, group=self.world.dp_group)
         self.step_count += 1
         return total
+
+    def take_num_tokens(self) -> int:
+        """Gives the tokens, padding included, that all ranks have processed since the last call."""
+        count = int(self._num_tokens)
+        self._num_tokens.zero_()
+        return count
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Gives the mean loss over the unmasked tokens of all ranks' batches, without gradients.
@@ -168,7 +184,7 @@ class Run:
         return float(sums[0] / sums[1].clamp(min=1))
 
     def _micro_step(self, batch: dict[str, torch.Tensor], num_targets: torch.Tensor, *, share: float) -> torch.Tensor:
-        """Forward, backward and the engine's step; gives this rank's part of the mean loss."""
+        """Forward and backward; gives this rank's part of the mean loss."""
         labels_BS = batch.pop("labels")
         outputs = self.engine(**batch)
         loss = summed_cross_entropy(outputs.logits, labels_BS) / num_targets
@@ -181,8 +197,18 @@ class Run:
         del outputs
         # The engine averages gradients over the data-parallel ranks; the loss is a share of a global sum.
         self.engine.backward(loss * dp_size, scale_wrt_gas=False)
-        self.engine.step()
         return reported
+
+    def _norm_without_wrapper(self) -> torch.Tensor | None:
+        """Gives the gradient norm where DeepSpeed wraps no optimizer (fp32, stage 0) and so keeps none.
+
+        Source:
+            deepspeed runtime/engine.py _do_optimizer_sanity_check, clip_fp32_gradients.
+        """
+        if self.plan.settings.zero_stage or self.plan.settings.precision != "fp32":
+            return None
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
 
     def _read_stop(self, flag: torch.Tensor) -> None:
         """Reads the previous step's flag, which has long arrived, so that the host never waits for the device."""
@@ -191,6 +217,11 @@ class Run:
         self._stop_flag = flag
         if flag.device.type == "cpu" and float(flag) > 0:
             self.should_stop = True
+
+    def _collator(self, dataset: PackedDataset) -> Collator:
+        # transformers' FlashAttention path tells packed documents apart only in a batch of one row
+        # (modeling_flash_attention_utils.py _is_packed_sequence).
+        return Collator.of(dataset, flatten=self.plan.settings.attention == "flash_attention_2")
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
         expected = self.plan.settings.batch.accumulation
@@ -207,3 +238,8 @@ class Run:
                 message="the number of steps is not known, so the learning rate is not either",
                 fix="Set train.max_steps, take batches from `run.loader`, or call `run.set_num_steps` first",
             )
+
+
+def _num_tokens(micro_batches: Sequence[MicroBatch]) -> int:
+    """Counts the tokens of micro-batches, padding included: a count on the host must not wait for the device."""
+    return sum(batch["input_ids"].numel() for batch in micro_batches)

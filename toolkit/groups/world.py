@@ -7,11 +7,12 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.launch.environment import rank_from_environment
 from toolkit.topology.grid import Coordinate, Grid
 
@@ -53,6 +54,28 @@ class World:
     def barrier(self) -> None:
         """Waits for all ranks."""
         dist.barrier()
+
+    def agree(self, error: Exception | None) -> None:
+        """Waits for all ranks, and raises on each of them the error of the lowest rank that has one.
+
+        Raises:
+            Exception: A rank's own error as it is; another rank's ToolkitError as it is, any other as RANK_FAILED.
+        """
+        shared = error if error is None or isinstance(error, ToolkitError) else repr(error)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, shared)
+        first = next((rank for rank, item in enumerate(found) if item is not None), None)
+        if first is None:
+            return
+        if error is not None:
+            raise error
+        if isinstance(found[first], ToolkitError):
+            raise found[first]
+        raise RunError.of(
+            code="RANK_FAILED",
+            message=f"rank {first} failed with {found[first]}, so rank {self.rank} ends too",
+            fix=f"See the trace of rank {first}",
+        )
 
 
 def connect(

@@ -1,0 +1,168 @@
+"""Writes a checkpoint aside, then publishes it by one rename: it is complete or absent."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, State, sync_folder, tag_of
+from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
+from toolkit.checkpoint.random_state import save_random_state
+from toolkit.engine.run import Run
+from toolkit.errors import RunError
+from toolkit.units import format_bytes
+
+# Master copy and two moments in fp32 (arXiv 1910.02054, section 3.1).
+_OPTIMIZER_BYTES = {"adamw": 12, "adamw_torch": 12, "lion": 8, "sgd": 8}
+
+
+def save(run: Run, path: str | Path, *, tokenizer: Any = None) -> Path:
+    """Saves a run so that it resumes exactly, or leaves nothing under `path`.
+
+    Args:
+        run: The run; all ranks call this together.
+        path: Folder of the checkpoint, on a file system that all ranks share; replaced if it exists.
+        tokenizer: Saved beside the model's configuration, for the export.
+
+    Returns:
+        The folder.
+
+    Collectives:
+        Barriers; one gather of the manifest's entries; the engine's own.
+
+    Raises:
+        RunError: DISK_FULL before anything is written when the space will not do, or while writing; whatever was
+            under `path` stays.
+    """
+    target = Path(path)
+    partial = target.parent / f".{target.name}.partial"
+    _prepare(run, target, partial)
+    with _disk_errors(target):
+        run.engine.save_checkpoint(
+            str(partial), tag=tag_of(run.step_count), exclude_frozen_parameters=run.plan.job.train.method == "lora"
+        )
+        save_random_state(partial, rank=run.world.rank)
+        if run.world.is_main:
+            _write_plan(run, partial)
+            _write_model_files(run, partial / MODEL, tokenizer)
+    run.world.barrier()
+    with _disk_errors(target):
+        _publish(run, partial, target)
+    run.world.barrier()
+    return target
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """Estimates the size of a checkpoint over all ranks, bytes."""
+    width = 4 if run.plan.settings.precision == "fp32" else 2
+    total = trainable = 0
+    for parameter in run.model.parameters():
+        count = getattr(parameter, "ds_numel", parameter.numel())
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    weights = trainable if run.plan.job.train.method == "lora" else total
+    return weights * width + trainable * _OPTIMIZER_BYTES[run.plan.job.train.optimizer]
+
+
+def _prepare(run: Run, target: Path, partial: Path) -> None:
+    """Makes an empty folder aside, or raises the same error on every rank."""
+    verdict: list[Any] = [None]
+    if run.world.is_main:
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / RANDOM).mkdir(parents=True)
+            free, needed = shutil.disk_usage(partial).free, checkpoint_bytes(run)
+            if free < needed:
+                shutil.rmtree(partial, ignore_errors=True)
+                verdict[0] = _disk_full(target, f"needs about {format_bytes(needed)}, {format_bytes(free)} are free")
+        except OSError as error:
+            verdict[0] = _disk_full(target, str(error)) if error.errno == errno.ENOSPC else _unwritable(target, error)
+    dist.broadcast_object_list(verdict)
+    if verdict[0] is not None:
+        raise verdict[0]
+
+
+def _write_plan(run: Run, partial: Path) -> None:
+    settings = run.plan.settings
+    run.plan.save(partial / PLAN)
+    State(
+        step=run.step_count,
+        num_steps=run.num_steps,
+        zero_stage=settings.zero_stage,
+        world_size=run.world.size,
+        train_batch_size=settings.batch.train,
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerator-toolkit")},
+    ).save(partial)
+    assert (partial / LATEST).exists(), "DeepSpeed names its tag in `latest`"
+
+
+def _write_model_files(run: Run, folder: Path, tokenizer: Any) -> None:
+    model: Any = run.model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.config.save_pretrained(folder)
+    if getattr(base, "generation_config", None) is not None:
+        base.generation_config.save_pretrained(folder)
+    for adapter in getattr(model, "peft_config", {}).values():
+        adapter.save_pretrained(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _publish(run: Run, partial: Path, target: Path) -> None:
+    """Hashes all files, a share a rank; then rank 0 writes the manifest and renames."""
+    mine = share(list_files(partial), rank=run.world.rank, world_size=run.world.size)
+    entries: list[dict[str, Entry] | None] = [None] * run.world.size
+    dist.all_gather_object(entries, hash_files(partial, mine, sync=True))
+    if not run.world.is_main:
+        return
+    write_manifest(partial, {name: entry for part in entries if part for name, entry in part.items()})
+    for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+        sync_folder(folder)
+    replaced = target.parent / f".{target.name}.removed"
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    partial.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    """Turns a failed write into an error that says what stays."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _disk_full(target, str(error)) from error
+        raise _unwritable(target, error) from error
+    except RuntimeError as error:
+        # torch.save's zip writer reports a short write so (caffe2/serialize/inline_container.cc).
+        if any(sign in str(error) for sign in ("PytorchStreamWriter", "unexpected pos", "file write failed")):
+            raise _disk_full(target, str(error).splitlines()[0]) from error
+        raise
+
+
+def _disk_full(target: Path, what: str) -> RunError:
+    return RunError.of(
+        code="DISK_FULL",
+        key=str(target),
+        message=f"{target} cannot be saved: {what}",
+        fix="Free space or lower train.save_total_limit, then resume; checkpoints saved before are untouched",
+    )
+
+
+def _unwritable(target: Path, error: OSError) -> RunError:
+    return RunError.of(
+        code="CHECKPOINT_UNWRITABLE",
+        key=str(target),
+        message=f"{target} cannot be written: {error}",
+        fix="Check the folder's rights, or set train.output_dir to another one",
+    )

@@ -1,0 +1,234 @@
+"""The training loop: the same for every strategy; every rank runs it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.layout import checkpoint_name
+from toolkit.checkpoint.load import load
+from toolkit.checkpoint.locate import remove_leftovers, rotate
+from toolkit.checkpoint.save import save
+from toolkit.data.prepare import PreparedData, prepare
+from toolkit.engine.initialize import initialize
+from toolkit.engine.run import Run
+from toolkit.errors import PlanError, RunError
+from toolkit.groups.world import World, connect
+from toolkit.plan.plan import Plan
+from toolkit.train.metrics import Meter, MetricsWriter, peak_memory_bytes
+from toolkit.train.progress import Reporter, Silent, Terminal
+from toolkit.train.tokenizer import load_tokenizer
+from toolkit.units import format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a run ended.
+
+    Args:
+        step: Optimizer steps done in all.
+        num_steps: Optimizer steps of the whole run.
+        loss: Loss of the last step; None when no step was left to do.
+        checkpoint: The last checkpoint.
+        interrupted: Whether Ctrl-C ended it before its length.
+    """
+
+    step: int
+    num_steps: int
+    loss: float | None
+    checkpoint: Path
+    interrupted: bool
+
+
+def train(plan: Plan, *, resume: Path | None = None, reporter: Reporter | None = None) -> TrainResult:
+    """Trains a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
+
+    Args:
+        plan: What to run; its job must have a data section.
+        resume: Checkpoint to go on from.
+        reporter: Where progress goes; by default the terminal of rank 0.
+
+    Returns:
+        How it ended; the same on every rank.
+
+    Raises:
+        PlanError: TRAIN_NO_DATA.
+        DataError, CheckpointError, RunError: With what to do about it.
+    """
+    if plan.job.data is None:
+        raise PlanError.of(
+            code="TRAIN_NO_DATA",
+            key="data",
+            message="the job has no data section: there is nothing to train on",
+            fix="Add `data: {train: FILE}` with a .jsonl, .txt, .csv or .parquet file, or a hub id",
+        )
+    world = connect(plan.grid, backend=plan.gpu.backend)
+    reporter = reporter or (Terminal() if world.is_main else Silent())
+    with reporter:
+        tokenizer = load_tokenizer(plan)
+        data = prepare_in_turn(plan, world, tokenizer)
+        reporter.say(f"data: {data.train.report}")
+        began = time.perf_counter()
+        with initialize(plan, world=world) as run:
+            _say_model(run, reporter, seconds=time.perf_counter() - began)
+            if resume is not None:
+                load(run, resume)
+                reporter.say(f"resumed from {resume} at step {run.step_count}")
+            return _Loop(run, data, tokenizer, reporter).go()
+
+
+def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
+    """Tokenises on rank 0 while the others wait, then lets them open its files."""
+    assert plan.job.data is not None
+    prepared: PreparedData | None = None
+    error: Exception | None = None
+    for turn in (True, False):
+        if world.is_main == turn:
+            try:
+                prepared = prepare(
+                    plan.job.data,
+                    tokenizer=tokenizer,
+                    sequence_length=plan.settings.sequence_length,
+                    seed=plan.job.train.seed,
+                    cache_dir=plan.output_dir / "cache",
+                    train_batch_size=plan.settings.batch.train,
+                    vocab_size=plan.model.vocab_size,
+                )
+            except Exception as caught:  # the others must not wait for a rank that has failed
+                error = caught
+        world.agree(error)
+    assert prepared is not None
+    return prepared
+
+
+class _Loop:
+    """One session of a run, from its first step to its last checkpoint."""
+
+    def __init__(self, run: Run, data: PreparedData, tokenizer: Any, reporter: Reporter) -> None:
+        self.run, self.data, self.tokenizer, self.reporter = run, data, tokenizer, reporter
+        self.plan = run.plan
+        self.batches = run.loader(data.train)
+        self.meter = Meter(self.plan, run.world.device)
+        self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count) if run.world.is_main else None
+        self.last_saved: int | None = None
+        self.last_loss: float | None = None
+
+    def go(self) -> TrainResult:
+        run = self.run
+        assert run.num_steps is not None
+        if run.world.is_main:
+            remove_leftovers(self.plan.output_dir)
+        self.reporter.start(done=run.step_count, total=run.num_steps)
+        logged_at = run.step_count
+        try:
+            with _stop_on_interrupt(run):
+                for batch in self.batches:
+                    loss = run.step(batch)
+                    step = run.step_count
+                    last = step == run.num_steps or run.should_stop
+                    if step % self.plan.job.train.logging_steps == 0 or last:
+                        self._log(loss, step - logged_at)
+                        logged_at = step
+                    self._evaluate_when_due(last=step == run.num_steps)
+                    if step % self.plan.settings.save_steps == 0 or last:
+                        self._save()
+                    if run.should_stop:
+                        break
+            if self.last_saved is None:
+                self._save()
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+        return TrainResult(
+            step=run.step_count,
+            num_steps=run.num_steps,
+            loss=self.last_loss,
+            checkpoint=self.plan.output_dir / checkpoint_name(run.step_count),
+            interrupted=run.step_count < run.num_steps,
+        )
+
+    def _log(self, loss: torch.Tensor, num_steps: int) -> None:
+        run = self.run
+        self.last_loss = float(loss)
+        numbers = self.meter.read(run.take_num_tokens(), num_steps)
+        record = {
+            "step": run.step_count,
+            "epoch": run.step_count * self.plan.settings.batch.train / len(self.data.train),
+            "loss": self.last_loss,
+            "grad_norm": run.gradient_norm,
+            "learning_rate": run.last_learning_rate,
+            **numbers,
+        }
+        if self.metrics is not None:
+            self.metrics.write(record)
+            self.reporter.update(record)
+        if self.last_loss != self.last_loss:
+            raise RunError.of(
+                code="LOSS_NAN",
+                key="train.learning_rate",
+                message=f"the loss is not a number at step {run.step_count}",
+                fix="Lower train.learning_rate, lengthen the warm-up, or train in bf16; resume from the last checkpoint",
+            )
+
+    def _evaluate_when_due(self, *, last: bool) -> None:
+        every, held = self.plan.settings.eval_steps, self.data.eval
+        if every is None or held is None or (self.run.step_count % every and not last):
+            return
+        began = time.perf_counter()
+        loss = self.run.evaluate(self.run.eval_loader(held))
+        seconds = time.perf_counter() - began
+        if self.metrics is not None:
+            self.metrics.write({"step": self.run.step_count, "eval_loss": loss, "eval_seconds": seconds})
+        self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f} ({format_seconds(seconds)})")
+        self.meter.skip()
+
+    def _save(self) -> None:
+        run, step = self.run, self.run.step_count
+        if self.last_saved == step:
+            return
+        folder = self.plan.output_dir / checkpoint_name(step)
+        began = time.perf_counter()
+        save(run, folder, tokenizer=self.tokenizer)
+        self.last_saved = step
+        self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
+        if run.world.is_main:
+            rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit)
+        run.world.barrier()
+        self.meter.skip()
+
+
+@contextmanager
+def _stop_on_interrupt(run: Run) -> Iterator[None]:
+    """Lets the first Ctrl-C end the run after the current step, on all ranks at once; a second one ends it now."""
+
+    def ask(number: int, frame: Any) -> None:
+        run.stop_requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _say_model(run: Run, reporter: Reporter, *, seconds: float) -> None:
+    total = trainable = 0
+    for parameter in run.model.parameters():
+        count = getattr(parameter, "ds_numel", parameter.numel())
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    share = "" if trainable == total else f", {format_count(trainable)} of them trained"
+    plan = run.plan
+    reporter.say(
+        f"model: {plan.model.name}, {format_count(total)} parameters{share}; ZeRO-{plan.settings.zero_stage}, "
+        f"{plan.settings.precision}, {plan.grid.world_size} × {plan.gpu.name}; "
+        f"built in {format_seconds(seconds)}, {format_bytes(peak_memory_bytes(run.world.device))}"
+    )

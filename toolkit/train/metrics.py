@@ -1,0 +1,146 @@
+"""Metrics: one JSON object a line is the truth; TensorBoard on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.plan.plan import Plan
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends to `output_dir/metrics.jsonl`; only rank 0 has one.
+
+    Args:
+        plan: Names the folder and says whether TensorBoard is wanted.
+        resumed_step: Lines of later steps, from a run that went on past the checkpoint, are dropped.
+    """
+
+    def __init__(self, plan: Plan, *, resumed_step: int) -> None:
+        self.path = plan.output_dir / METRICS
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_after(self.path, resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if "tensorboard" in plan.job.train.report_to:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(plan.output_dir / "tensorboard"), purge_step=resumed_step + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes one record, which has a `step`, and hands its numbers to TensorBoard."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(f"train/{name}", value, record["step"])
+
+    def close(self) -> None:
+        """Forces everything to disk."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class Meter:
+    """Measures throughput and memory between two calls of `read`.
+
+    Args:
+        plan: Gives FLOPs a token and the card's rate, for the model FLOPs utilisation (MFU).
+        device: Whose memory to watch.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._flops_per_token = flops_per_token(plan)
+        rate = plan.gpu.flops_per_second(plan.settings.precision)
+        self._peak_flops = rate * plan.grid.world_size if rate else None
+        self._device = device
+        self._start = time.perf_counter()
+
+    def read(self, num_tokens: int, num_steps: int) -> dict[str, Any]:
+        """Gives tokens/s over all ranks, seconds a step, MFU (null where unknown) and peak memory of this rank."""
+        now = time.perf_counter()
+        seconds, self._start = max(now - self._start, 1e-9), now
+        rate = num_tokens / seconds
+        mfu = None
+        if self._peak_flops and self._flops_per_token:
+            mfu = rate * self._flops_per_token / self._peak_flops
+        return {
+            "tokens_per_second": rate,
+            "step_seconds": seconds / num_steps,
+            "mfu": mfu,
+            "peak_allocated_bytes": peak_memory_bytes(self._device),
+        }
+
+    def skip(self) -> None:
+        """Leaves out the time since the last reading: an evaluation or a save."""
+        self._start = time.perf_counter()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Gives the peak of `torch.cuda.max_memory_allocated`; on CPU, of the process's resident memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def flops_per_token(plan: Plan) -> float | None:
+    """Gives FLOPs of forward and backward a token; None where the parameter count is unknown.
+
+    6 a parameter that takes part in a matrix product, and 12 × layers × heads × head size × sequence for the
+    attention scores, without the causal discount (arXiv 2204.02311, appendix B). Frozen weights of LoRA need no
+    weight gradient: 4 a parameter. Only the experts that a token visits count.
+    """
+    model = plan.model
+    active = active_parameters(plan)
+    if active is None:
+        return None
+    attention = (
+        12 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
+    )
+    return (4 if plan.job.train.method == "lora" else 6) * active + attention
+
+
+def active_parameters(plan: Plan) -> int | None:
+    """Gives the parameters that multiply a token: without the embedding table and the experts it does not visit."""
+    model = plan.model
+    if model.num_parameters is None:
+        return None
+    table = model.vocab_size * model.hidden_size
+    count = model.num_parameters - (0 if model.tie_word_embeddings else table)
+    visited = model.config.get("num_experts_per_tok")
+    if not model.num_experts or not visited:
+        return count
+    width = model.config.get("moe_intermediate_size") or model.intermediate_size
+    dense = model.config.get("first_k_dense_replace", 0)
+    idle = (model.num_experts - visited) * 3 * model.hidden_size * width * (model.num_hidden_layers - dense)
+    return count - idle
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the line that a killed run was writing
+        if record.get("step", 0) <= step:
+            kept.append(line + "\n")
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,58 @@
+"""Entry point of one rank: `python -m toolkit.train.worker --plan plan.json [--resume CHECKPOINT]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from toolkit.errors import ToolkitError
+from toolkit.launch.environment import rank_from_environment
+from toolkit.launch.outcome import write_worker_error
+from toolkit.plan.plan import Plan
+
+INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains as one rank of a launch; gives the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.train.worker", description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
+    parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    parser.add_argument("--log-dir", type=Path, help="where to leave a machine-readable error for the launcher")
+    options = parser.parse_args(arguments)
+    # Deprecations inside torch and DeepSpeed are not the user's to mend, and bury the progress bar.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
+    try:
+        return _train(options.plan, options.resume)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException as error:
+        identity = rank_from_environment(os.environ)
+        if options.log_dir is not None:
+            write_worker_error(options.log_dir, identity.rank if identity else 0, error)
+        elif isinstance(error, ToolkitError):
+            sys.stderr.write(f"{error}\n")
+        if isinstance(error, ToolkitError):
+            return error.exit_code
+        raise
+
+
+def _train(plan_path: Path, resume: Path | None) -> int:
+    # torch, DeepSpeed and transformers load here, once the arguments are known to be good.
+    from toolkit.train.loop import train
+
+    result = train(Plan.load(plan_path), resume=resume)
+    return INTERRUPTED if result.interrupted else 0
+
+
+if __name__ == "__main__":
+    # A rank that ends while others are in a collective must not wait for their threads at exit.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
