@@ -1,0 +1,10 @@
+"""Starts worker processes on one node with the right environment, watches them, and ends them well.
+
+| module | gives |
+|---|---|
+| `environment` | the environment of a worker; who started this process, and as which rank |
+| `ports` | a free TCP port, or who holds the one that was asked for |
+| `supervisor` | `supervise`: starts the workers, passes signals on, ends all when one fails |
+| `watchdog` | ends the workers when the supervisor itself is killed |
+| `outcome` | which rank failed first, why, and the exit code |
+"""

@@ -1,0 +1,311 @@
+"""The supervisor with real processes: tiny Python scripts, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from toolkit.errors import RunError
+from toolkit.launch.supervisor import supervise
+
+PRELUDE = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank, folder = int(os.environ["RANK"]), Path(os.environ["FOLDER"])
+def ready():
+    (folder / f"ready-{rank}").write_text(str(os.getpid()))
+def wait_for(*ranks):
+    while not all((folder / f"ready-{r}").exists() for r in ranks):
+        time.sleep(0.005)
+"""
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from toolkit.launch.supervisor import supervise
+folder = Path(sys.argv[1])
+outcome = supervise(
+    [sys.executable, "-S", str(folder / "worker.py")],
+    ranks=range(2),
+    env_for_rank=lambda rank: {**os.environ, "RANK": str(rank), "FOLDER": str(folder)},
+    log_dir=folder / "logs",
+)
+print("FAILURE", outcome.failure and outcome.failure.ended_by, flush=True)
+sys.exit(outcome.exit_code)
+"""
+
+
+def worker(folder: Path, body: str) -> list[str]:
+    (folder / "worker.py").write_text(PRELUDE + textwrap.dedent(body))
+    return [sys.executable, "-S", str(folder / "worker.py")]
+
+
+def run(folder: Path, body: str, *, ranks=range(2), grace_seconds=10.0):
+    return supervise(
+        worker(folder, body),
+        ranks=ranks,
+        env_for_rank=lambda rank: {**os.environ, "RANK": str(rank), "FOLDER": str(folder), "PYTHONUNBUFFERED": "1"},
+        log_dir=folder / "logs",
+        grace_seconds=grace_seconds,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def pid_in(path: Path) -> int:
+    give_up = time.monotonic() + 5
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < give_up, f"{path.name} never came"
+        time.sleep(0.005)
+    return int(path.read_text())
+
+
+def all_gone(*pids: int) -> bool:
+    give_up = time.monotonic() + 2
+    while any(map(is_alive, pids)) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return not any(map(is_alive, pids))
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a supervisor of two workers in a process of its own, once both workers are ready."""
+    started = []
+
+    def start_with(body: str) -> subprocess.Popen[str]:
+        worker(tmp_path, body)
+        path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        for rank in range(2):
+            pid_in(tmp_path / f"ready-{rank}")
+        return process
+
+    yield start_with
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_ranks_that_end_well_are_waited_for(tmp_path, capfd):
+    outcome = run(tmp_path, "time.sleep(0.2 * rank); print('out', rank); print('err', rank, file=sys.stderr)")
+    assert (outcome.exit_code, outcome.interrupted, outcome.failure) == (0, False, None)
+    assert capfd.readouterr() == ("out 0\n", "err 0\n")
+    assert (tmp_path / "logs/rank-1.log").read_text() == "out 1\nerr 1\n"
+    assert not (tmp_path / "logs/rank-0.log").exists()
+
+
+def test_the_ranks_of_a_second_node_have_global_numbers(tmp_path):
+    run(tmp_path, "print(rank)", ranks=range(4, 7))
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-5.log", "rank-6.log"]
+
+
+def test_a_rank_that_exits_7_ends_the_others(tmp_path):
+    began = time.monotonic()
+    outcome = run(
+        tmp_path, "ready(); wait_for(0, 1); print('last words') if rank else 0; sys.exit(7) if rank else time.sleep(30)"
+    )
+    assert time.monotonic() - began < 2
+    assert (outcome.exit_code, outcome.failure.rank, outcome.failure.ended_by) == (3, 1, "exit code 7")
+    assert outcome.failure.last_lines == ("last words",)
+    assert outcome.failure.log_file == tmp_path / "logs/rank-1.log"
+    assert all_gone(pid_in(tmp_path / "ready-0"), pid_in(tmp_path / "ready-1"))
+
+
+def test_a_killed_rank_is_named_with_a_hint(tmp_path):
+    outcome = run(tmp_path, "ready(); wait_for(0, 1); os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(30)")
+    assert (outcome.failure.rank, outcome.failure.ended_by) == (1, "SIGKILL")
+    assert "out-of-memory" in outcome.failure.problems[0].fix
+
+
+def test_rank_0_can_be_the_one_that_fails(tmp_path):
+    outcome = run(tmp_path, "sys.exit(4) if rank == 0 else time.sleep(30)")
+    assert (outcome.failure.rank, outcome.failure.log_file) == (0, None)
+    assert "above" in outcome.failure.problems[0].fix
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
+    began = time.monotonic()
+    outcome = run(
+        tmp_path,
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready(); wait_for(0, 1)
+        sys.exit(7) if rank == 0 else time.sleep(30)
+        """,
+        grace_seconds=0.3,
+    )
+    assert 0.3 <= time.monotonic() - began < 2
+    assert outcome.failure.rank == 0
+    assert all_gone(pid_in(tmp_path / "ready-1"))
+
+
+def test_grandchildren_end_with_their_worker(tmp_path):
+    run(
+        tmp_path,
+        """
+        child = subprocess.Popen(["sleep", "30"])
+        (folder / f"grandchild-{rank}").write_text(str(child.pid))
+        ready(); wait_for(0, 1)
+        sys.exit(7) if rank else os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+        grace_seconds=0.1,
+    )
+    assert all_gone(*(pid_in(tmp_path / f"grandchild-{rank}") for rank in range(2)))
+
+
+def test_a_workers_own_error_is_read(tmp_path):
+    outcome = run(
+        tmp_path,
+        f"""
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        from toolkit.errors import DataError
+        from toolkit.launch.outcome import write_worker_error
+        if rank == 0:
+            error = DataError.of(code="SOME_CODE", message="no rows", fix="Give rows")
+            sys.exit(write_worker_error(folder / "logs", rank, error))
+        time.sleep(30)
+        """,
+    )
+    assert (outcome.exit_code, outcome.failure.describe()) == (2, "no rows. Give rows. [SOME_CODE]")
+
+
+def test_an_error_of_an_earlier_run_is_not_this_ones(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/error-rank-0.json").write_text("{}")
+    (tmp_path / "logs/rank-1.log").write_text("old")
+    outcome = run(tmp_path, "sys.exit(0 if rank else 5)")
+    assert outcome.failure.error is None
+    assert (tmp_path / "logs/rank-1.log").read_text() == ""
+
+
+def test_a_command_that_does_not_exist(tmp_path):
+    with pytest.raises(RunError) as caught:
+        supervise(["no-such-command"], ranks=[0], env_for_rank=lambda rank: {"PATH": ""}, log_dir=tmp_path)
+    assert caught.value.codes == ("WORKER_START",)
+
+
+def test_a_log_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError) as caught:
+        supervise(["true"], ranks=[0], env_for_rank=lambda rank: {}, log_dir=tmp_path / "file")
+    assert caught.value.codes == ("LOG_DIR",)
+
+
+def test_workers_end_when_starting_the_rest_fails(tmp_path):
+    def env_for_rank(rank: int) -> dict[str, str]:
+        if rank == 1:
+            pid_in(tmp_path / "ready-0")
+            raise LookupError(rank)
+        return {"RANK": "0", "FOLDER": str(tmp_path)}
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(LookupError):
+        supervise(
+            worker(tmp_path, "ready(); time.sleep(30)"),
+            ranks=range(2),
+            env_for_rank=env_for_rank,
+            log_dir=tmp_path / "logs",
+        )
+    assert all_gone(pid_in(tmp_path / "ready-0"))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+SAVES = """
+def save(number, frame):
+    time.sleep(0.3)
+    with (folder / f"saved-{rank}").open("a") as file: file.write("saved")
+    sys.exit(0)
+signal.signal(signal.SIGINT, save)
+ready()
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_lets_workers_save(tmp_path, start, number):
+    supervisor = start(SAVES)
+    supervisor.send_signal(number)
+    output, told = supervisor.communicate(timeout=5)
+    assert supervisor.returncode == 130
+    assert "FAILURE None" in output
+    assert told.count("ends its step and saves") == 1
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == ["saved", "saved"]
+
+
+def test_one_press_that_arrives_twice_is_one(tmp_path, start):
+    supervisor = start(SAVES)
+    supervisor.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    supervisor.send_signal(signal.SIGINT)
+    supervisor.communicate(timeout=5)
+    assert (tmp_path / "saved-0").read_text() == "saved"
+
+
+STUBBORN = """
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+ready()
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_kills_at_once(tmp_path, start, second):
+    supervisor = start(STUBBORN)
+    supervisor.send_signal(signal.SIGINT)
+    time.sleep(0.4)
+    assert supervisor.poll() is None
+    supervisor.send_signal(second)
+    output, _ = supervisor.communicate(timeout=2)
+    assert (supervisor.returncode, "FAILURE None" in output) == (130, True)
+    assert all_gone(*(pid_in(tmp_path / f"ready-{rank}") for rank in range(2)))
+
+
+def test_workers_without_a_handler_end_on_the_first_signal(start):
+    supervisor = start("signal.signal(signal.SIGINT, signal.SIG_DFL); ready(); time.sleep(30)")
+    supervisor.send_signal(signal.SIGINT)
+    output, _ = supervisor.communicate(timeout=2)
+    assert (supervisor.returncode, "FAILURE None" in output) == (130, True)
+
+
+def test_a_failure_while_saving_is_a_failure(start):
+    supervisor = start(
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(5) if rank else None); ready(); time.sleep(30)"
+    )
+    supervisor.send_signal(signal.SIGINT)
+    output, _ = supervisor.communicate(timeout=5)
+    assert (supervisor.returncode, "FAILURE exit code 5" in output) == (3, True)
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, start):
+    supervisor = start(
+        """
+        child = subprocess.Popen(["sleep", "30"])
+        (folder / f"grandchild-{rank}").write_text(str(child.pid))
+        ready()
+        time.sleep(30)
+        """
+    )
+    pids = [pid_in(tmp_path / f"{kind}-{rank}") for kind in ("ready", "grandchild") for rank in range(2)]
+    assert all(map(is_alive, pids))
+    supervisor.kill()
+    supervisor.wait()
+    assert all_gone(*pids)

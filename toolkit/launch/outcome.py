@@ -1,0 +1,243 @@
+"""How a run ended: which rank failed first, why, and what to tell the person.
+
+A worker leaves `error-rank-N.json` when it raises. A rank that dies without a word is known by its exit status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import Problem, RunError, ToolkitError
+
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+_LAST_LINES = 20
+_TAIL_BYTES = 16 * 1024
+# Peers of a rank that is killed can report "connection reset" before its end is seen here.
+_SILENT_DEATH_ALLOWANCE_SECONDS = 0.5
+_SIGNAL_FIXES = {
+    signal.SIGKILL: "Most often this is the kernel's out-of-memory killer: look for it in `dmesg`, and compare the "
+    "host's RAM with what `toolkit estimate` gives",
+    signal.SIGBUS: "Most often /dev/shm is full: look at `df -h /dev/shm`, and give a container more with --shm-size",
+    signal.SIGSEGV: "A native library crashed: the Python stack that led to it is in the rank's output",
+    signal.SIGABRT: "A native library gave up (a communication timeout does this): its reason is in the rank's output",
+    signal.SIGTERM: "Something outside this run ended the rank: ask the scheduler or the machine's log",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerError:
+    """The exception that ended a worker, as it wrote it down.
+
+    Args:
+        time: Seconds since the epoch.
+        kind: Name of the exception's class.
+        message: Its text.
+        traceback: As Python prints it.
+        problems: Those of a ToolkitError; empty for any other exception.
+        exit_code: What the worker's process exits with.
+    """
+
+    rank: int
+    time: float
+    kind: str
+    message: str
+    traceback: str
+    problems: tuple[Problem, ...]
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedWorker:
+    """A worker that has ended: status as subprocess gives it (-9 for SIGKILL), and when (seconds since the epoch)."""
+
+    rank: int
+    status: int
+    ended_at: float
+    log_file: Path | None
+    was_stopped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailure:
+    """The rank that failed first.
+
+    Args:
+        rank: Global rank.
+        ended_by: `exit code 7` or `SIGKILL`.
+        log_file: Where its output is; `None` for the rank that wrote to the terminal.
+        last_lines: The end of that file.
+        error: What the worker wrote down itself, if it could.
+        problems: What a person should read: those of a ToolkitError, else one that names rank and cause.
+    """
+
+    rank: int
+    ended_by: str
+    log_file: Path | None
+    last_lines: tuple[str, ...]
+    error: WorkerError | None
+    problems: tuple[Problem, ...]
+
+    @property
+    def is_users_to_mend(self) -> bool:
+        """Whether the worker raised a ToolkitError, so that its problems say all and no trace is needed."""
+        return self.error is not None and bool(self.error.problems)
+
+    def describe(self) -> str:
+        """Gives the text for the terminal: problems alone, or with the trace or the last lines before them."""
+        parts = []
+        if not self.is_users_to_mend:
+            if self.error is not None:
+                parts.append(self.error.traceback.rstrip())
+            elif self.last_lines:
+                parts.append(f"Last lines of {self.log_file}:\n" + "\n".join(f"  {line}" for line in self.last_lines))
+        return "\n".join([*parts, *map(str, self.problems)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    """How a run ended.
+
+    Args:
+        exit_code: 0 fine, 130 interrupted, 3 failed, or that of the ToolkitError which ended the first rank.
+        interrupted: Whether a person or the scheduler asked the run to end.
+        failure: The first rank that failed, if any did.
+    """
+
+    exit_code: int
+    interrupted: bool
+    failure: WorkerFailure | None
+
+
+def error_file(log_dir: Path, rank: int) -> Path:
+    """Gives the path at which rank `rank` writes its error."""
+    return log_dir / f"error-rank-{rank}.json"
+
+
+def log_file(log_dir: Path, rank: int) -> Path:
+    """Gives the path of the output of rank `rank`, unless it writes to the terminal."""
+    return log_dir / f"rank-{rank}.log"
+
+
+def write_worker_error(log_dir: Path, rank: int, error: BaseException) -> int:
+    """Writes down the exception that ends this worker, for the supervisor to read.
+
+    Never raises: the exception at hand matters more than a full disk.
+
+    Returns:
+        The exit code that the worker should end with.
+    """
+    problems = error.problems if isinstance(error, ToolkitError) else ()
+    exit_code = RunError.exit_code
+    if isinstance(error, ToolkitError):
+        exit_code = error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        exit_code = INTERRUPTED_EXIT_CODE
+    record = {
+        "rank": rank,
+        "time": time.time(),
+        "kind": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "problems": [problem.as_dict() for problem in problems],
+        "exit_code": exit_code,
+    }
+    target = error_file(log_dir, rank)
+    partial = target.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(record, indent=2), encoding="utf-8")
+        os.replace(partial, target)  # noqa: PTH105 - the supervisor sees all of the file or none
+    except OSError as failure:
+        print(f"could not write {target}: {failure}", file=sys.stderr)
+    return exit_code
+
+
+def read_worker_error(log_dir: Path, rank: int) -> WorkerError | None:
+    """Reads what `write_worker_error` wrote, or gives `None`."""
+    try:
+        record = json.loads(error_file(log_dir, rank).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return WorkerError(**{**record, "problems": tuple(Problem(**problem) for problem in record["problems"])})
+
+
+def conclude(ended: Sequence[EndedWorker], *, log_dir: Path, interrupted: bool) -> RunOutcome:
+    """Finds the first rank that failed and what the run's exit code is.
+
+    A rank that was stopped because another failed counts only if it had already written an error of its own.
+    """
+    errors = {worker.rank: read_worker_error(log_dir, worker.rank) for worker in ended}
+    failed = [worker for worker in ended if _has_failed(worker, errors[worker.rank], interrupted=interrupted)]
+    if not failed:
+        return RunOutcome(exit_code=INTERRUPTED_EXIT_CODE if interrupted else 0, interrupted=interrupted, failure=None)
+    first = min(failed, key=lambda worker: (_failed_at(worker, errors[worker.rank]), worker.rank))
+    failure = _failure(first, errors[first.rank])
+    exit_code = (
+        failure.error.exit_code if failure.error is not None and failure.is_users_to_mend else RunError.exit_code
+    )
+    return RunOutcome(exit_code=exit_code, interrupted=interrupted, failure=failure)
+
+
+def ended_by_interrupt(status: int) -> bool:
+    """Whether a worker with this status ended as one that was asked to, saved or not."""
+    return status in (0, INTERRUPTED_EXIT_CODE, -signal.SIGINT, -signal.SIGTERM)
+
+
+def _has_failed(worker: EndedWorker, error: WorkerError | None, *, interrupted: bool) -> bool:
+    if worker.status == 0:
+        return False
+    if error is not None and error.kind != KeyboardInterrupt.__name__:
+        return True
+    return not worker.was_stopped and not (interrupted and ended_by_interrupt(worker.status))
+
+
+def _failed_at(worker: EndedWorker, error: WorkerError | None) -> float:
+    if error is not None:
+        return error.time
+    # Native code aborts on a peer's failure, so SIGABRT gets no allowance.
+    return worker.ended_at - (0 if worker.status == -signal.SIGABRT else _SILENT_DEATH_ALLOWANCE_SECONDS)
+
+
+def _failure(worker: EndedWorker, error: WorkerError | None) -> WorkerFailure:
+    ended_by = f"exit code {worker.status}" if worker.status > 0 else signal.Signals(-worker.status).name
+    return WorkerFailure(
+        rank=worker.rank,
+        ended_by=ended_by,
+        log_file=worker.log_file,
+        last_lines=_last_lines(worker.log_file),
+        error=error,
+        problems=error.problems if error is not None and error.problems else (_problem(worker, error, ended_by),),
+    )
+
+
+def _problem(worker: EndedWorker, error: WorkerError | None, ended_by: str) -> Problem:
+    output = f"Its output is in {worker.log_file}" if worker.log_file else "Its output is above"
+    if error is not None:
+        first_line = (error.message.splitlines() or [""])[0]
+        text = f"rank {worker.rank} failed first, with {error.kind}: {first_line}"
+        return Problem(code="RANK_FAILED", message=text.rstrip(": ."), fix=output)
+    if worker.status > 0:
+        return Problem(
+            code="RANK_FAILED", message=f"rank {worker.rank} failed first, with {ended_by} and no exception", fix=output
+        )
+    hint = _SIGNAL_FIXES.get(signal.Signals(-worker.status), "Something outside this run sent the signal")
+    return Problem(
+        code="RANK_KILLED", message=f"rank {worker.rank} failed first, killed by {ended_by}", fix=f"{hint}. {output}"
+    )
+
+
+def _last_lines(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    # A progress bar redraws its line with carriage returns: only the last state is of interest.
+    return tuple(line.rsplit("\r", 1)[-1] for line in text.rstrip().split("\n")[-_LAST_LINES:] if text.strip())

@@ -1,0 +1,226 @@
+"""Starts the workers of one node, watches them, and ends all of them when one fails or a person asks.
+
+What a worker is told: SIGINT, once, means "end the current step, save, exit"; SIGTERM means that the run is lost
+and that SIGKILL follows. Workers live in sessions of their own, so the terminal's Ctrl-C reaches the supervisor
+alone, and each worker can be ended together with the processes that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import final
+
+from toolkit.errors import RunError
+from toolkit.launch.outcome import EndedWorker, RunOutcome, conclude, ended_by_interrupt, error_file, log_file
+from toolkit.launch.watchdog import Watchdog
+
+_POLL_SECONDS = 0.02
+# `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one press, two signals.
+_SAME_PRESS_SECONDS = 0.3
+
+
+def supervise(
+    argv: Sequence[str],
+    *,
+    ranks: Sequence[int],
+    env_for_rank: Callable[[int], Mapping[str, str]],
+    log_dir: Path,
+    grace_seconds: float = 10.0,
+    on_interrupt: Callable[[str], None] | None = None,
+) -> RunOutcome:
+    """Runs one process a rank until all have ended.
+
+    The first of `ranks` has the terminal; the others write `log_dir/rank-N.log`. When a rank fails, the others get
+    SIGTERM, and SIGKILL after `grace_seconds`, with all processes of their groups. The first SIGINT, SIGTERM or
+    SIGHUP is passed on to each worker as SIGINT; a second one kills them. Signals are caught only where this runs
+    in the main thread.
+
+    Args:
+        argv: Command of a worker, the same for each.
+        ranks: Global ranks of this node.
+        env_for_rank: Complete environment of a rank (`worker_environment`).
+        log_dir: Folder of logs and error files; made if absent, files of these ranks replaced.
+        grace_seconds: Time between SIGTERM and SIGKILL, seconds.
+        on_interrupt: Is told what happens after a signal, one line; stderr when left out.
+    Raises:
+        RunError: WORKER_START, if the command cannot be started; LOG_DIR, if the folder cannot be written.
+    """
+    _clear(log_dir, ranks)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(_caught_signals())
+        watchdog = stack.enter_context(Watchdog())
+        run = _Run(watchdog=watchdog, grace_seconds=grace_seconds, tell=on_interrupt or _print_to_stderr)
+        stack.callback(run.kill_all)  # whatever happens here, no worker outlives this call
+        for rank in ranks:
+            run.start(
+                argv, rank=rank, env=env_for_rank(rank), log=None if rank == ranks[0] else log_file(log_dir, rank)
+            )
+        run.wait(signals)
+        return conclude(run.ended, log_dir=log_dir, interrupted=run.interrupted)
+
+
+def _clear(log_dir: Path, ranks: Sequence[int]) -> None:
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            error_file(log_dir, rank).unlink(missing_ok=True)
+            log_file(log_dir, rank).unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError.of(
+            code="LOG_DIR",
+            key="train.output_dir",
+            message=f"the log folder {log_dir} cannot be written: {error.strerror}",
+            fix="Set `train.output_dir` to a folder that you may write",
+        ) from error
+
+
+def _print_to_stderr(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be what went away
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[int]:
+    """Turns signals into bytes on a pipe, whose read end it gives: no handler interrupts what runs."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(writer, bytes([number]))
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run is meant to outlive its terminal
+            previous[number] = signal.signal(number, note)
+    try:
+        yield reader
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.close(reader)
+        os.close(writer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path | None
+
+    def signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, without reaping it: the number of its group stays taken until `reap`."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+@final
+class _Run:
+    """The workers of one call of `supervise`."""
+
+    def __init__(self, *, watchdog: Watchdog, grace_seconds: float, tell: Callable[[str], None]) -> None:
+        self.ended: list[EndedWorker] = []
+        self.interrupted = False
+        self._watchdog = watchdog
+        self._grace_seconds = grace_seconds
+        self._tell = tell
+        self._running: list[_Worker] = []
+        self._last_signal: tuple[int, float] = (0, -1.0)
+        self._stopping = False
+        self._kill_at: float | None = None
+
+    def start(self, argv: Sequence[str], *, rank: int, env: Mapping[str, str], log: Path | None) -> None:
+        """Starts one worker in a session of its own."""
+        with contextlib.ExitStack() as stack:
+            output = None if log is None else stack.enter_context(log.open("wb"))
+            try:
+                process = subprocess.Popen(
+                    argv,
+                    env=env,
+                    stdin=None if log is None else subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=None if log is None else subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RunError.of(
+                    code="WORKER_START",
+                    message=f"the worker {argv[0]} of rank {rank} cannot be started: {error.strerror}",
+                    fix="Check that the file exists, that it is executable and that processes and memory are left",
+                ) from error
+        self._running.append(_Worker(rank=rank, process=process, log=log))
+        self._watchdog.watch(process.pid)
+
+    def wait(self, signals: int) -> None:
+        """Returns when every worker has ended."""
+        while self._running:
+            readable, _, _ = select.select([signals], [], [], _POLL_SECONDS)
+            for number in os.read(signals, 64) if readable else b"":
+                self._obey(signal.Signals(number))
+            # Whether they had been stopped is asked before the first of them causes it.
+            was_stopped = self._stopping
+            for worker in [worker for worker in self._running if worker.has_ended()]:
+                self._reap(worker, was_stopped=was_stopped)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self.kill_all()
+
+    def kill_all(self) -> None:
+        """Kills and reaps every worker that still runs."""
+        self._stopping = True
+        for worker in self._running:
+            worker.signal_group(signal.SIGKILL)
+        for worker in tuple(self._running):
+            self._reap(worker, was_stopped=True)
+
+    def _reap(self, worker: _Worker, *, was_stopped: bool) -> None:
+        if worker.has_ended():
+            worker.signal_group(signal.SIGKILL)  # what it left behind has nobody to end it
+        status = worker.process.wait()
+        self._watchdog.release(worker.process.pid)
+        self._running.remove(worker)
+        self.ended.append(
+            EndedWorker(
+                rank=worker.rank, status=status, ended_at=time.time(), log_file=worker.log, was_stopped=was_stopped
+            )
+        )
+        orderly = status == 0 or (self.interrupted and status > 0 and ended_by_interrupt(status))
+        if not orderly and not self._stopping:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._kill_at = time.monotonic() + self._grace_seconds
+        for worker in self._running:
+            worker.signal_group(signal.SIGTERM)
+
+    def _obey(self, number: signal.Signals) -> None:
+        last, at = self._last_signal
+        self._last_signal = (number, time.monotonic())
+        if number == last and time.monotonic() - at < _SAME_PRESS_SECONDS:
+            return
+        if self.interrupted or self._stopping:
+            self._tell(f"{number.name}: the workers are killed")
+            self.kill_all()
+            return
+        self.interrupted = True
+        self._tell(f"{number.name}: each rank ends its step and saves; once more to kill them")
+        for worker in self._running:
+            # The worker alone: its data loader processes must live for the step to end. Not Popen.send_signal, which
+            # would reap it; a process that has not been reaped can always be signalled.
+            os.kill(worker.process.pid, signal.SIGINT)

@@ -1,0 +1,67 @@
+"""Ends the workers when their supervisor is killed and can no longer do so itself.
+
+A small process holds the read end of a pipe whose write end only the supervisor has. However the supervisor
+dies, the kernel closes the pipe, and the watchdog kills each registered process group, grandchildren included.
+Against PR_SET_PDEATHSIG: that reaches the worker alone, and needs Python code between fork and exec, which is
+not safe where the calling process has threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from types import TracebackType
+from typing import Self, final
+
+# SIGINT, SIGTERM and SIGHUP are ignored because SLURM sends them to every process of a step.
+_PROGRAM = f"""
+import os, signal, sys
+for ignored in ({signal.SIGINT:d}, {signal.SIGTERM:d}, {signal.SIGHUP:d}):
+    signal.signal(ignored, signal.SIG_IGN)
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, {signal.SIGKILL:d})
+    except OSError:
+        pass
+"""
+
+
+@final
+class Watchdog:
+    """Watches over process groups for as long as the `with` block lasts."""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+
+    def watch(self, process_group: int) -> None:
+        """Has `process_group` killed when the supervisor dies."""
+        self._tell(f"+{process_group}\n")
+
+    def release(self, process_group: int) -> None:
+        """Forgets `process_group`: its number may be given to others from now on."""
+        self._tell(f"-{process_group}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the watchdog: the run itself can go on
+            self._process.stdin.write(line)
