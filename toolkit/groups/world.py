@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import PlanError, RunError, ToolkitError
-from toolkit.launch.environment import rank_from_environment
+from toolkit.launch.environment import WorkerIdentity, rank_from_environment
 from toolkit.topology.grid import Coordinate, Grid
 
 # A rank that waits this long for another is lost. Long enough for the first step to compile kernels and for a
@@ -98,7 +100,8 @@ def connect(
     """
     environment = os.environ if environment is None else environment
     identity = rank_from_environment(environment)
-    rank, local_rank, size = (identity.rank, identity.local_rank, identity.world_size) if identity else (0, 0, 1)
+    identity = identity or WorkerIdentity(rank=0, local_rank=0, world_size=1)
+    rank, local_rank, size = identity.rank, identity.local_rank, identity.world_size
     if size != grid.world_size:
         raise PlanError.of(
             code="WORLD_SIZE",
@@ -107,7 +110,7 @@ def connect(
             fix=f"Start {grid.world_size} processes (`toolkit train`, torchrun, deepspeed or accelerate launch), or change "
             "cluster.gpus_per_node and cluster.nodes",
         )
-    _prepare_process(backend, local_rank)
+    _prepare_process(backend, identity)
     device = _device(backend, local_rank)
     if not dist.is_initialized():
         _initialize(backend, environment, rank=rank, size=size, timeout=timeout, device=device)
@@ -143,10 +146,10 @@ def _device(backend: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _prepare_process(backend: str, local_rank: int) -> None:
+def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
     """Sets what torch and DeepSpeed read from the environment, where the launcher has not."""
-    # deepspeed zero/utils.py and comm/comm.py read it by name; a single process has no launcher that set it.
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    # deepspeed comm/comm.py and zero/utils.py read them by name; Open MPI, SLURM and a lone process have others or none.
+    os.environ.update(identity.as_environment())
     if backend == "nccl":
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             # Read when CUDA starts: the same 8 B run reserves 56 GiB instead of 68.
@@ -177,7 +180,9 @@ def _initialize(
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    # DeepSpeed prints the name of its CPU collectives' extension; a worker's output is for its own messages.
+    with contextlib.redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def _own_group(grid: Grid, rank: int, kind: str) -> dist.ProcessGroup:

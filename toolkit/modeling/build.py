@@ -141,11 +141,8 @@ def _partitioned(plan: Plan, dp_group: Any) -> Iterator[None]:
         return
     import deepspeed
 
-    with deepspeed.zero.Init(
-        data_parallel_group=dp_group,
-        config_dict_or_path=plan.deepspeed_config(),
-        dtype=DTYPES[plan.settings.precision],
-    ):
+    # No dtype= here: _set_dtype then turns fp32 into bf16 where fp16 is not supported; the configuration says it.
+    with deepspeed.zero.Init(data_parallel_group=dp_group, config_dict_or_path=plan.deepspeed_config()):
         yield
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from toolkit.errors import CheckpointError, Problem
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 _SHOWN = 8  # keys a message names before it counts the rest
 DTYPES = {  # safetensors' names, README "Format"
     "F64": torch.float64,
@@ -38,22 +36,22 @@ class SafetensorsFolder:
 
     Args:
         folder: Holds `model.safetensors`, or shards and their index.
+        stem: `model`, or `adapter_model` for what peft saves.
     Raises:
         CheckpointError: WEIGHTS_BIN, WEIGHTS_ABSENT, WEIGHTS_CORRUPT.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, stem: str = "model") -> None:
         self.folder = folder
-        self._files: dict[str, Any] = {}
         self._file_of: dict[str, Any] = {}
         self.metas: dict[str, Tensor] = {}
-        index = folder / INDEX_NAME
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         expected: dict[str, str] = {}
         if index.is_file():
             expected = _read_index(index)
-        elif not (folder / WEIGHTS_NAME).is_file():
+        elif not single.is_file():
             raise CheckpointError(_no_weights(folder))
-        for name in sorted(set(expected.values())) or [WEIGHTS_NAME]:
+        for name in sorted(set(expected.values())) or [single.name]:
             self._open(folder / name)
         lost = sorted(expected.keys() - self._file_of.keys())
         if lost:
@@ -90,7 +88,7 @@ def _no_weights(folder: Path) -> Problem:
     return Problem(
         code="WEIGHTS_ABSENT",
         key=str(folder),
-        message=f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}",
+        message=f"{folder} holds neither model.safetensors nor model.safetensors.index.json",
         fix="Name a folder that save_pretrained wrote, or set model.init: random",
     )
 

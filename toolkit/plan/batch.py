@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from toolkit.errors import PlanError
 
@@ -91,19 +92,15 @@ def valid_triples(train: int, dp_size: int) -> tuple[Batch, ...]:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return small + [number // size for size in reversed(small) if size * size != number]
 
 
 def _unsolvable(micro: int | None, accumulation: int | None, train: int, dp_size: int) -> PlanError:
     ranks = f"{dp_size} data-parallel rank{'s' if dp_size > 1 else ''}"
-    triples = valid_triples(train, dp_size)
-    if triples:
-        target = train
-    else:
-        below = train // dp_size * dp_size
-        target = below if below else dp_size
-        triples = valid_triples(target, dp_size)
+    # The nearest batch that the ranks divide; a tie goes to the smaller.
+    target = max(1, -(-(2 * train - dp_size) // (2 * dp_size))) * dp_size
+    triples = valid_triples(target, dp_size)
     shown = ", ".join(f"{batch.micro}×{batch.accumulation}" for batch in triples[:12])
     left = "" if target == train else f"train_batch_size={target} (the nearest that {dp_size} divides) with "
     return PlanError.of(
@@ -113,9 +110,10 @@ def _unsolvable(micro: int | None, accumulation: int | None, train: int, dp_size
             f"train_batch_size={train} is not per_device_train_batch_size={micro or 'any'} × "
             f"gradient_accumulation_steps={accumulation or 'any'} × {ranks}"
             + (f" = {micro * accumulation * dp_size}" if micro and accumulation else "")
+            + (": the world has one rank" if dp_size == 1 else "")
         ),
         fix=f"Set {left}micro × accumulation to one of {shown}"
-        + (", or train on more ranks" if dp_size == 1 else "")
+        + (", or start more ranks" if dp_size == 1 else "")
         + ", or leave one of the three out",
         source="deepspeed runtime/config.py _batch_assertion",
     )

@@ -62,6 +62,10 @@ def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
     section: dict[str, Any] = {"stage": stage}
     if stage == 0:
         return section
+    if stage < 3:
+        section["allgather_bucket_size"] = settings.reduce_bucket_size
+    if draft.uses_bf16_optimizer:
+        return section
     nvme = draft.job.cluster.nvme_path
     largest = draft.model.vocab_size * draft.model.hidden_size
     section |= {
@@ -69,7 +73,6 @@ def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
         "contiguous_gradients": True,
         "reduce_scatter": True,
         "reduce_bucket_size": settings.reduce_bucket_size,
-        "allgather_bucket_size": settings.reduce_bucket_size,
     }
     if stage == 3:
         section |= {

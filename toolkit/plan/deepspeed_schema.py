@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 Elements = Annotated[StrictInt, Field(ge=0)]
 PositiveElements = Annotated[StrictInt, Field(gt=0)]
+Number = Annotated[float, Field(ge=0, strict=True)]
+PositiveNumber = Annotated[float, Field(gt=0, strict=True)]
 
 
 class _Keys(BaseModel):
@@ -68,7 +70,7 @@ class ZeroKeys(_Keys):
 class Fp16Keys(_Keys):
     """runtime/precision_config.py DeepSpeedFP16Config: loss scaling."""
 
-    loss_scale: Annotated[float, Field(ge=0)] | None = None
+    loss_scale: Number | None = None
     initial_scale_power: Annotated[StrictInt, Field(ge=0, le=31)] | None = None
     loss_scale_window: PositiveElements | None = None
     hysteresis: Elements | None = None
@@ -123,7 +125,7 @@ class DeepSpeedKeys(_Keys):
     bf16: Bf16Keys | None = None
     communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
     prescale_gradients: StrictBool | None = None
-    gradient_predivide_factor: Annotated[float, Field(gt=0)] | None = None
+    gradient_predivide_factor: PositiveNumber | None = None
     steps_per_print: PositiveElements | None = None
     wall_clock_breakdown: StrictBool | None = None
     memory_breakdown: StrictBool | None = None

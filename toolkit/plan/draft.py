@@ -42,3 +42,14 @@ class Draft:
         """Whether Adam is torch's own: asked for, or on CPU, where DeepSpeed's kernels would be compiled first."""
         optimizer = self.job.train.optimizer
         return optimizer == "adamw_torch" or (optimizer == "adamw" and self.on_cpu and not self.profile.optimizer)
+
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether ZeRO-1 runs in DeepSpeed's BF16_Optimizer, which has no buckets (engine.py _do_optimizer_sanity_check)."""
+        settings = self.settings
+        return (
+            settings.zero_stage == 1
+            and settings.precision == "bf16"
+            and settings.gradient_accumulation_dtype == "fp32"
+            and self.profile.optimizer is None
+        )

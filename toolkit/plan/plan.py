@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, ToolkitError
 from toolkit.plan.accelerate_config import accelerate_config
 from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
 from toolkit.plan.draft import Draft
@@ -101,16 +101,22 @@ class Plan(Draft):
         version = value.get("schema_version")
         if version != SCHEMA_VERSION:
             raise _unreadable(f"schema_version={version!r}, this version reads {SCHEMA_VERSION}")
+        keys = {"schema_version", "job", "model", "gpu", "settings", "allocator", "choices"}
+        if wrong := sorted(keys ^ value.keys()):
+            raise _unreadable(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown")
         try:
-            return cls(
+            plan = cls(
                 job=Job.model_validate(value["job"]),
                 model=ModelSpec.from_dict(value["model"]),
                 gpu=Gpu.model_validate(value["gpu"]),
                 settings=Settings.from_dict(value["settings"]),
                 choices=tuple(Choice(**choice) for choice in value["choices"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ToolkitError) as error:
             raise _unreadable(str(error)) from error
+        if value["allocator"] != plan.allocator:
+            raise _unreadable(f"allocator={value['allocator']!r} is not that of gpu={plan.gpu.name}")
+        return plan
 
     def save(self, path: Path) -> None:
         """Writes `plan.json` atomically."""

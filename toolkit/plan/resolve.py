@@ -28,6 +28,9 @@ STATE_SHARE = 0.6
 # PCIe collectives in their bandwidth-bound range (arXiv 2006.15704, section 4: tens of MB suffice).
 MAX_REDUCE_BUCKET = 200_000_000
 
+# DeepSpeed's own default, parameters (runtime/zero/config.py).
+SUB_GROUP_SIZE = 1_000_000_000
+
 # A partial offload moves whole sub-groups (stage3.py: int((1 - ratio) * num_sub_groups)), so the ratio is met within
 # one in this many.
 PARTIAL_SUB_GROUPS = 20
@@ -155,7 +158,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
         eval_steps=_decide_eval_steps(job, save_steps, chooser),
         offload_ratio=_decide_offload_ratio(job, chooser),
         sub_group_size=_decide_sub_group(job, model, batch, chooser),
-        reduce_bucket_size=_decide_bucket(job, model, chooser),
+        reduce_bucket_size=_decide_bucket(job, model, zero_stage, chooser),
     )
 
 
@@ -266,9 +269,12 @@ def _decide_offload_ratio(job: Job, chooser: _Chooser) -> float:
 
 
 def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: _Chooser) -> int:
+    written = _written(job, "sub_group_size")
+    if written is not None:
+        return written
     trainable = _trainable(job, model)
     if not PROFILES[job.parallel.offload].partial or trainable is None:
-        return 1_000_000_000
+        return SUB_GROUP_SIZE
     size = max(1, trainable // batch.dp_size // PARTIAL_SUB_GROUPS)
     return chooser.derive(
         "deepspeed.zero_optimization.sub_group_size",
@@ -277,12 +283,24 @@ def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: _Choose
     )
 
 
-def _decide_bucket(job: Job, model: ModelSpec, chooser: _Chooser) -> int:
+def _decide_bucket(job: Job, model: ModelSpec, zero_stage: int, chooser: _Chooser) -> int:
+    written = _written(job, "reduce_bucket_size")
+    if written is not None:
+        return written
     trainable = _trainable(job, model)
     size = min(MAX_REDUCE_BUCKET, trainable or MAX_REDUCE_BUCKET)
+    if zero_stage == 0:
+        return size
     reason = (
         f"all {format_count(size)} trainable parameters"
         if size == trainable
         else "400 MB in 16 bit: enough for full bandwidth, less than DeepSpeed's 1 GB"
     )
     return chooser.derive("deepspeed.zero_optimization.reduce_bucket_size", size, reason)
+
+
+def _written(job: Job, key: str) -> int | None:
+    """Gives a size of the job's own DeepSpeed section, which wins over ours; the rules check it."""
+    zero = job.deepspeed.get("zero_optimization")
+    value = zero.get(key) if isinstance(zero, dict) else None
+    return value if type(value) is int and value > 0 else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -12,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from toolkit.errors import Problem, SpecError, raise_all
+from toolkit.errors import Problem, SpecError
 from toolkit.spec.job import Job
 
 # Spellings of transformers.TrainingArguments and trl.SFTConfig, and where we keep the same thing.
@@ -52,39 +54,47 @@ FOREIGN_KEYS: dict[str, str] = {
 }
 
 # YAML 1.1 reads 1e-4 (no dot) as a string; what a person means is a number.
-_NUMBER = re.compile(r"^[+-]?(\d[\d_]*)?(\.\d+)?([eE][+-]?\d+)?$")
+_NUMBER = re.compile(r"^[+-]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][+-]?\d+)?$", re.ASCII)
+
+# Longest excerpt of a wrong value that an error repeats, characters.
+_SHOWN_CHARACTERS = 80
 
 
 class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses a mapping with the same key twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Checked here and not on construction: by then `<<` may have copied the keys of another mapping into this one.
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
-            if not isinstance(key, str):
+            kind = key_node.tag.rpartition(":")[2]
+            if not isinstance(key_node, yaml.ScalarNode) or kind not in ("str", "merge"):
+                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "of several parts"
                 raise SpecError.of(
                     code="YAML_KEY",
-                    message=f"{node.start_mark.name}, line {line}: key {key!r} is a {type(key).__name__}",
-                    fix="Write keys as plain words",
+                    message=f"{self.name}, line {line}: key {shown} is a {kind}, not a word",
+                    fix="Write keys as plain words, in quotes where YAML reads them as something else",
                 )
+            key = key_node.value
             if key in seen:
                 raise SpecError.of(
                     code="YAML_DUPLICATE",
                     key=key,
-                    message=f"{node.start_mark.name}, line {line}: {key} appears twice, first on line {seen[key]}",
+                    message=f"{self.name}, line {line}: {key} appears twice, first on line {seen[key]}",
                     fix="Keep one of the two",
                 )
             seen[key] = line
-        return super().construct_mapping(node, deep=deep)
+        return node
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """Reads one YAML mapping.
 
     Raises:
-        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE or YAML_NOT_MAPPING.
+        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE or
+            YAML_NOT_MAPPING.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -92,7 +102,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(path.name, _siblings(path), n=1)
         fix = f"Did you mean {path.parent / near[0]}" if near else "Check the path"
         raise SpecError.of(code="FILE_NOT_FOUND", key=str(path), message=f"{path} does not exist", fix=fix) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a path with a zero byte
         raise SpecError.of(
             code="FILE_UNREADABLE", key=str(path), message=f"{path} cannot be read: {error}", fix="Check the file"
         ) from None
@@ -101,10 +111,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
     """Parses YAML text whose top level is a mapping; `name` stands for it in errors."""
-    loader = _StrictLoader(text)
-    loader.name = name
     try:
-        value = loader.get_single_data()
+        value = _load_value(text, name=name)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}, line {mark.line + 1}" if mark else name
@@ -112,8 +120,6 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
         raise SpecError.of(
             code="YAML_SYNTAX", key=name, message=f"{where}: {problem}", fix="Mend the YAML there"
         ) from None
-    finally:
-        loader.dispose()
     if not isinstance(value, dict):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
         raise SpecError.of(
@@ -125,6 +131,32 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
     return value
 
 
+def _load_value(text: str, *, name: str) -> Any:
+    """Parses any YAML value; whatever the parser trips over is a YAMLError or a SpecError."""
+    try:
+        loader = _StrictLoader(text)
+        loader.name = name
+        try:
+            value = loader.get_single_data()
+        finally:
+            loader.dispose()
+        json.dumps(value, default=str)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        if "Circular" in str(error):
+            raise _recursive(
+                name, "an anchor stands inside itself", "Write the value out in place of the alias"
+            ) from None
+        # SafeLoader lets the errors of int(), datetime() and its table of booleans through.
+        raise yaml.YAMLError(f"a value is not what its tag or its form says: {error}") from None
+    except RecursionError:
+        raise _recursive(name, "sections are nested too deep", "Remove levels: a job has four at most") from None
+    return value
+
+
+def _recursive(name: str, what: str, fix: str) -> SpecError:
+    return SpecError.of(code="YAML_RECURSIVE", key=name, message=f"{name}: {what}", fix=fix)
+
+
 def load_job(path: Path, *, overrides: tuple[str, ...] = ()) -> Job:
     """Reads a job file and applies `--set` overrides; relative paths stay relative to the working directory."""
     document = load_yaml(path)
@@ -134,7 +166,11 @@ def load_job(path: Path, *, overrides: tuple[str, ...] = ()) -> Job:
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Changes one value in place: `train.sequence_length=8192`; the value is YAML."""
+    """Changes one value in place: `train.sequence_length=8192`; the value is YAML.
+
+    Raises:
+        SpecError: SET_SYNTAX when it is not key=value, or the key leads through a value that is not a section.
+    """
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise SpecError.of(
@@ -146,8 +182,10 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     *parents, leaf = key.strip().split(".")
     node = document
     for depth, parent in enumerate(parents):
-        child = node.setdefault(parent, {})
-        if parent == "model" and isinstance(child, str):
+        if node.get(parent) is None:
+            node[parent] = {}
+        child = node[parent]
+        if depth == 0 and parent == "model" and isinstance(child, str):
             child = node["model"] = {"name": child}
         if not isinstance(child, dict):
             path = ".".join(parents[: depth + 1])
@@ -159,9 +197,10 @@ def apply_override(document: dict[str, Any], override: str) -> None:
             )
         node = child
     try:
-        node[leaf] = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 -- a SafeLoader subclass
+        value = _load_value(text, name=f"--set {key}")
     except yaml.YAMLError:
-        node[leaf] = text
+        value = text
+    node[leaf] = value
 
 
 def parse_job(document: Mapping[str, Any]) -> Job:
@@ -173,8 +212,7 @@ def parse_job(document: Mapping[str, Any]) -> Job:
     try:
         return Job.model_validate(_numbers_from_strings(dict(document), Job))
     except ValidationError as error:
-        raise_all(SpecError, (_problem(detail) for detail in error.errors(include_url=False)))
-        raise AssertionError("unreachable") from error
+        raise SpecError(*_problems(error)) from None
 
 
 def _numbers_from_strings(value: Any, annotation: Any) -> Any:
@@ -190,7 +228,10 @@ def _numbers_from_strings(value: Any, annotation: Any) -> Any:
         }
     if isinstance(value, str) and _wants_number(annotation) and value.strip() and _NUMBER.match(value.strip()):
         number = float(value)
-        return int(number) if number.is_integer() else number
+        if not number.is_integer():
+            return number
+        # A float holds no whole number above 2**53, so digits are read as they are.
+        return int(value) if value.strip().lstrip("+-").isdigit() else int(number)
     return value
 
 
@@ -214,24 +255,54 @@ def _wants_number(annotation: Any) -> bool:
     return any(member in (int, float) for member in members) and str not in members
 
 
+def _problems(error: ValidationError) -> list[Problem]:
+    """Gives one problem a key: the members of a union complain one by one, and a list item by item."""
+    problems: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        problem = _problem(detail)
+        first = problems.setdefault(problem.key, problem)
+        if problem.fix.lower() not in first.fix.lower().split(", or "):
+            fix = f"{first.fix}, or {problem.fix[0].lower()}{problem.fix[1:]}"
+            problems[problem.key] = replace(first, fix=fix)
+    return list(problems.values())
+
+
 def _problem(detail: Any) -> Problem:
-    location = [
-        str(part) for part in detail["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))
-    ]
-    key = ".".join(part for part in location if part not in ("int", "float", "bool", "str", "Model"))
+    key = _key(detail["loc"])
     if detail["type"] == "extra_forbidden":
         return _unknown_key(key, detail["input"])
     if detail["type"] == "missing":
         return Problem(code="KEY_MISSING", key=key, message=f"{key} is missing", fix=f"Add {key}")
     message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "model_type":
+        message = f"write {key} as a section, its keys indented below it"
     given = detail["input"]
-    shown = "a section" if isinstance(given, dict) else repr(given)
     return Problem(
         code="KEY_VALUE",
         key=key,
-        message=f"{key}={shown} ({type(given).__name__}) is not valid",
+        message=f"{key}={_shown(given)} ({type(given).__name__}) is not valid",
         fix=message[0].upper() + message[1:],
     )
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """Gives the dotted path of a pydantic location, without the union members and item numbers that end it."""
+    section: type[BaseModel] | None = Job
+    parts: list[str] = []
+    for part in location:
+        parts.append(str(part))
+        field = section.model_fields.get(str(part)) if section is not None else None
+        section = _section_of(field.annotation) if field is not None else None
+        if section is None:
+            break
+    return ".".join(parts)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a section"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def _unknown_key(key: str, value: Any) -> Problem:
@@ -240,7 +311,7 @@ def _unknown_key(key: str, value: Any) -> Problem:
         return Problem(
             code="KEY_FOREIGN",
             key=key,
-            message=f"{key}={value!r} is another tool's name",
+            message=f"{key}={_shown(value)} is another tool's name",
             fix=f"Here it is {FOREIGN_KEYS[leaf]}",
         )
     known = list(known_keys())

@@ -120,13 +120,14 @@ def active_parameters(plan: Plan) -> int | None:
     if model.num_parameters is None:
         return None
     table = model.vocab_size * model.hidden_size
-    count = model.num_parameters - (0 if model.tie_word_embeddings else table)
-    visited = model.config.get("num_experts_per_tok")
+    count: int = model.num_parameters - (0 if model.tie_word_embeddings else table)
+    config = model.config
+    visited = config.get("num_experts_per_tok")
     if not model.num_experts or not visited:
         return count
-    width = model.config.get("moe_intermediate_size") or model.intermediate_size
-    dense = model.config.get("first_k_dense_replace", 0)
-    idle = (model.num_experts - visited) * 3 * model.hidden_size * width * (model.num_hidden_layers - dense)
+    width = config.get("moe_intermediate_size") or model.intermediate_size
+    dense = config.get("first_k_dense_replace", 0)
+    idle = int((model.num_experts - visited) * 3 * model.hidden_size * width * (model.num_hidden_layers - dense))
     return count - idle
 
 

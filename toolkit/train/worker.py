@@ -32,12 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as error:
-        identity = rank_from_environment(os.environ)
         if options.log_dir is not None:
-            write_worker_error(options.log_dir, identity.rank if identity else 0, error)
-        elif isinstance(error, ToolkitError):
-            sys.stderr.write(f"{error}\n")
+            identity = rank_from_environment(os.environ)
+            return write_worker_error(options.log_dir, identity.rank if identity else 0, error)
         if isinstance(error, ToolkitError):
+            sys.stderr.write(f"{error}\n")
             return error.exit_code
         raise
 

@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterable
 
 from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
-from toolkit.plan.rules import data, deepspeed_keys, hardware, training, zero
+from toolkit.plan.rules import data, deepspeed_effect, deepspeed_keys, hardware, training, zero
 
 Rule = Callable[[Draft], Iterable[Problem]]
 
-RULES: tuple[Rule, ...] = (*hardware.RULES, *zero.RULES, *training.RULES, *data.RULES, *deepspeed_keys.RULES)
+RULES: tuple[Rule, ...] = (
+    *hardware.RULES,
+    *zero.RULES,
+    *training.RULES,
+    *data.RULES,
+    *deepspeed_keys.RULES,
+    *deepspeed_effect.RULES,
+)
 
 __all__ = ["RULES", "Rule"]

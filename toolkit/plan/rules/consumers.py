@@ -8,6 +8,9 @@ from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
 
 _NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
+
+# Default of lr_end (transformers optimization.py get_polynomial_decay_schedule_with_warmup).
+POLYNOMIAL_END = 1e-7
 _OWN = "Train with `toolkit train` or a script that calls `tk.initialize`"
 
 
@@ -31,6 +34,18 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             key="parallel.offload",
             message=f"offload=activations-cpu moves the inputs of checkpointed layers: {name} has no hook for it",
             fix=_OWN,
+        )
+    if (
+        consumer == "trainer"
+        and train.lr_scheduler_type == "polynomial"
+        and draft.settings.learning_rate <= POLYNOMIAL_END
+    ):
+        yield Problem(
+            code="CONSUMER_POLYNOMIAL",
+            key="train.learning_rate",
+            message=f"learning_rate={draft.settings.learning_rate:g} is not above {POLYNOMIAL_END:g}, where the polynomial schedule of {name} ends",
+            fix="Raise train.learning_rate, or set train.lr_scheduler_type to linear",
+            source="transformers optimization.py get_polynomial_decay_schedule_with_warmup",
         )
     if train.learning_rate_scaling != "none" and consumer == "accelerate":
         yield Problem(

@@ -1,4 +1,4 @@
-"""The job's `deepspeed` section: every key known, of the right type, with one home, and of effect."""
+"""The job's `deepspeed` section: every key known, of the right type, and with one home."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def known_and_typed(draft: Draft) -> Iterator[Problem]:
     placed = {path for path in _paths(section) if path in HOMES or path in REMOVED}
     for path in sorted(placed):
         yield _misplaced(path)
-    autos = {path for path, value in _leaves(section) if value == "auto"}
+    leaves = {path: value for path, value in _leaves(section) if not _inside(path, placed)}
+    autos = {path for path, value in leaves.items() if value == "auto"}
     for path in sorted(autos):
         yield Problem(
             code="DEEPSPEED_AUTO",
@@ -28,75 +29,20 @@ def known_and_typed(draft: Draft) -> Iterator[Problem]:
             fix="Write the value, or leave the key out",
             source="deepspeed runtime/config_utils.py DeepSpeedConfigModel",
         )
+    nulls = {path for path, value in leaves.items() if value is None}
+    for path in sorted(nulls):
+        yield _invalid(path, "null", "Write a value, or leave the key out", None)
     try:
         DeepSpeedKeys.model_validate(section)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             path = ".".join(str(part) for part in detail["loc"])
-            if not any(path == known or path.startswith(f"{known}.") for known in placed | autos):
+            if not _inside(path, placed | autos | nulls):
                 yield _invalid(path, detail["type"], detail["msg"], detail["input"])
 
 
-def of_effect(draft: Draft) -> Iterator[Problem]:
-    """Keys that the ZeRO stage, the precision or the offload profile would ignore."""
-    section, stage = draft.job.deepspeed, draft.settings.zero_stage
-    zero = section.get("zero_optimization")
-    if isinstance(zero, Mapping):
-        for key in zero:
-            needed = _needed_stage(key)
-            if stage < needed and f"zero_optimization.{key}" not in HOMES:
-                yield _ignored(
-                    f"zero_optimization.{key}", f"zero_stage={stage}", f"Set parallel.zero_stage to {needed}"
-                )
-        for key, device in (
-            ("offload_optimizer", draft.profile.optimizer),
-            ("offload_param", draft.profile.parameters),
-        ):
-            if key in zero and device is None:
-                yield _ignored(
-                    f"zero_optimization.{key}", f"offload={draft.profile.name}", "Choose a parallel.offload profile"
-                )
-    for precision in ("fp16", "bf16"):
-        if precision in section and draft.settings.precision != precision:
-            yield _ignored(precision, f"precision={draft.settings.precision}", f"Set train.precision to {precision}")
-    if "aio" in section and not draft.profile.needs_nvme:
-        yield _ignored("aio", f"offload={draft.profile.name}", "Set parallel.offload to optimizer-nvme or full-nvme")
-
-
-def scaled_reduction(draft: Draft) -> Iterator[Problem]:
-    """Prescaling and predivision need all-reduce (stage_1_and_2.py and stage3.py assert it)."""
-    section = draft.job.deepspeed
-    zero = section.get("zero_optimization")
-    scatter = zero.get("reduce_scatter", True) if isinstance(zero, Mapping) else True
-    scaled = bool(section.get("prescale_gradients")) or section.get("gradient_predivide_factor", 1.0) != 1.0
-    if scaled and scatter and draft.settings.zero_stage > 0:
-        yield Problem(
-            code="DEEPSPEED_PRESCALE",
-            key="deepspeed.prescale_gradients",
-            message="prescale_gradients or gradient_predivide_factor with reduce_scatter=true is not supported",
-            fix="Set deepspeed.zero_optimization.reduce_scatter to false, or remove them",
-            source="deepspeed runtime/zero/stage_1_and_2.py",
-        )
-
-
-def _needed_stage(key: str) -> int:
-    if key.startswith(("stage3_", "zero_hpz", "zero_quantized", "offload_param")) or key in (
-        "sub_group_size",
-        "memory_efficient_linear",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-    ):
-        return 3
-    return 1
-
-
-def _ignored(path: str, because: str, fix: str) -> Problem:
-    return Problem(
-        code="DEEPSPEED_IGNORED",
-        key=f"deepspeed.{path}",
-        message=f"deepspeed.{path} has no effect with {because}",
-        fix=f"{fix}, or remove it",
-    )
+def _inside(path: str, roots: set[str]) -> bool:
+    return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
 def _misplaced(path: str) -> Problem:
@@ -159,4 +105,4 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", value
 
 
-RULES = (known_and_typed, of_effect, scaled_reduction)
+RULES = (known_and_typed,)

@@ -84,6 +84,14 @@ def warmup(draft: Draft) -> Iterator[Problem]:
             message=f"warmup_steps={train.warmup_steps} leaves nothing of max_steps={train.max_steps}",
             fix=f"Set train.warmup_steps below {train.max_steps}",
         )
+    if train.warmup_ratio == 1:
+        yield Problem(
+            code="WARMUP_LENGTH",
+            key="train.warmup_ratio",
+            message="warmup_ratio=1 leaves nothing of the run, and Trainer reads it as one step",
+            fix="Set train.warmup_ratio below 1",
+            source="transformers training_args.py get_warmup_steps",
+        )
 
 
 def minimum_learning_rate(draft: Draft) -> Iterator[Problem]:

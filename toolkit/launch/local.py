@@ -1,0 +1,68 @@
+"""Starts a plan's processes on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from toolkit.errors import RunError
+from toolkit.launch.environment import worker_environment
+from toolkit.launch.outcome import RunOutcome
+from toolkit.launch.ports import check_port, free_port
+from toolkit.launch.supervisor import supervise
+from toolkit.plan.plan import Plan
+
+LOGS = "logs"
+
+
+def launch_local(
+    plan: Plan,
+    argv: Sequence[str],
+    *,
+    log_dir: Path,
+    extra_environment: Mapping[str, str] | None = None,
+    on_interrupt: Callable[[str], None] | None = None,
+) -> RunOutcome:
+    """Runs one process a rank of a one-node plan, with the environment that the plan needs, until all have ended.
+
+    Args:
+        plan: Gives the number of ranks, the backend and the port.
+        argv: Command of a worker.
+        log_dir: Folder of logs and error files.
+        extra_environment: Variables beyond the worker's own.
+        on_interrupt: Is told, in one line, what happens after Ctrl-C.
+
+    Raises:
+        RunError: LAUNCH_NODES for a plan of several nodes; PORT_IN_USE.
+    """
+    cluster = plan.job.cluster
+    if cluster.nodes > 1:
+        raise RunError.of(
+            code="LAUNCH_NODES",
+            key="cluster.nodes",
+            message=f"nodes={cluster.nodes}: this command starts the processes of one machine",
+            fix="Run `toolkit emit JOB.yaml --out DIR` and start its torchrun command on each node",
+        )
+    if cluster.master_port is not None:
+        check_port(cluster.master_port)
+    port = cluster.master_port or free_port()
+    size = cluster.num_ranks
+
+    def environment(rank: int) -> dict[str, str]:
+        made = worker_environment(
+            base=os.environ,
+            rank=rank,
+            local_rank=rank,
+            world_size=size,
+            local_world_size=size,
+            master_addr="127.0.0.1",
+            master_port=port,
+            backend=plan.gpu.backend,
+            cpu_threads=None,
+        )
+        return made | dict(extra_environment or {})
+
+    return supervise(
+        argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir, on_interrupt=on_interrupt
+    )
