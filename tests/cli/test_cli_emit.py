@@ -1,0 +1,119 @@
+"""`toolkit emit`, and what reads a job or a plan for every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.app import main
+from toolkit.cli.options import is_plan_file, read_job, read_plan
+from toolkit.errors import PlanError, SpecError
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job
+
+JOB = "model: llama-3.1-8b\ncluster: {gpu: h100-sxm-80gb, gpus_per_node: 4}\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def emit(*options):
+    return main(["emit", "job.yaml", "--out", "out", *options])
+
+
+def test_it_names_each_file_and_its_state(folder, capsys):
+    assert emit() == 0
+    shown = capsys.readouterr().out
+    assert "new        out/deepspeed.json\n" in shown
+    assert emit("--set", "train.gradient_accumulation_steps=8") == 0
+    shown = capsys.readouterr().out
+    assert "rewritten  out/deepspeed.json\n" in shown
+    assert "unchanged  out/accelerate.yaml\n" in shown
+
+
+def test_json(folder, capsys):
+    emit("--json")
+    made = json.loads(capsys.readouterr().out)
+    assert {file["state"] for file in made["files"]} == {"new"}
+    assert all(Path(file["path"]).is_file() for file in made["files"])
+    assert (made["folder"], made["removed"], made["left_out"]) == ("out", [], [])
+    emit("--json", "--set", "train.gradient_checkpointing=0.5")
+    made = json.loads(capsys.readouterr().out)
+    assert "out/accelerate.yaml" in made["removed"]
+    assert {entry["file"] for entry in made["left_out"]} >= {"accelerate.yaml", "training_arguments.json"}
+    assert made["left_out"][0]["problems"][0]["code"] == "CONSUMER_FRACTION"
+
+
+def test_what_is_left_out_and_what_was_edited_is_said(folder, capsys):
+    emit()
+    Path("out/deepspeed.json").write_text("{}")
+    capsys.readouterr()
+    emit("--set", "train.gradient_checkpointing=0.5")
+    captured = capsys.readouterr()
+    assert "edited     out/deepspeed.json\n" in captured.out
+    assert "removed    out/accelerate.yaml\n" in captured.out
+    assert "deepspeed.json had been edited by hand" in captured.err
+    assert "no accelerate.yaml: " in captured.err
+
+
+def test_hosts(folder, capsys):
+    assert emit("--set", "cluster.nodes=2", "--hosts", "a, b") == 0
+    assert Path("out/hostfile").read_text() == "a slots=4\nb slots=4\n"
+    assert emit("--hosts", "a,b") == 2
+    assert "EMIT_HOSTS" in capsys.readouterr().err
+
+
+def test_a_file_of_the_user_is_kept(folder, capsys):
+    Path("deepspeed.json").write_text("mine")
+    assert main(["emit", "job.yaml", "--out", "."]) == 2
+    assert "EMIT_FOREIGN" in capsys.readouterr().err
+    assert Path("deepspeed.json").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be(folder, capsys):
+    Path("out").write_text("a file")
+    assert emit() == 3
+    assert "EMIT_UNWRITABLE" in capsys.readouterr().err
+
+
+def test_read_plan_of_a_job(folder):
+    assert read_plan(Path("job.yaml"), ["train.seed=3"]) == resolve(
+        Job(model="llama-3.1-8b", cluster={"gpu": "h100-sxm-80gb", "gpus_per_node": 4}, train={"seed": 3})
+    )
+
+
+def test_read_plan_of_a_plan(folder):
+    emit()
+    path = Path("out/plan.json")
+    plan = read_plan(path)
+    assert plan == read_plan(Path("job.yaml"))
+    assert read_job(path) == plan.job
+    assert read_plan(path, ["train.train_batch_size=64"]).settings.batch.train == 64
+    other = read_plan(path, ["model=quickstart-llama", "train.sequence_length=64"])
+    assert other.model.num_parameters == 1_000_576
+    with pytest.raises(PlanError):
+        read_plan(path, ["train.train_batch_size=7"])
+
+
+def test_a_job_may_be_json(folder):
+    Path("job.json").write_text(json.dumps({"model": "quickstart-llama", "cluster": {"gpu": "cpu"}}))
+    assert not is_plan_file(Path("job.json"))
+    assert read_plan(Path("job.json")).on_cpu
+
+
+def test_files_that_are_neither(folder):
+    Path("odd.json").write_text("[1]")
+    with pytest.raises(SpecError):
+        read_plan(Path("odd.json"))
+    Path("plan.json").write_text('{"schema_version": 99}')
+    with pytest.raises(PlanError) as caught:
+        read_plan(Path("plan.json"))
+    assert caught.value.codes == ("PLAN_UNREADABLE",)
+    with pytest.raises(SpecError):
+        read_plan(Path("absent.json"))

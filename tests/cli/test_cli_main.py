@@ -1,0 +1,184 @@
+"""The entry point: start-up, errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+
+import toolkit
+from toolkit.cli import app as application
+from toolkit.cli.app import COMMANDS, build_app, main
+
+HEAVY = ("torch", "deepspeed", "accelerate", "transformers", "datasets", "peft", "tokenizers")
+JOB = "model: quickstart-llama\ncluster: {gpu: cpu}\ntrain: {max_steps: 5}\n"
+REPORT = """
+import sys
+from toolkit.cli.app import main
+code = main(sys.argv[1:])
+print("heavy:", *[name for name in %r if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return "job.yaml"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("validate", "job.yaml", "--explain"),
+        ("emit", "job.yaml", "--out", "out"),
+        ("topology", "job.yaml"),
+        ("gpus", "cpu"),
+        ("models", "quickstart-llama"),
+        ("launch", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_a_light_command_loads_no_heavy_library(job, arguments):
+    command = [sys.executable, "-c", REPORT % (HEAVY,), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].strip() == "heavy:"
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for module in COMMANDS:
+        assert module.__name__.rpartition(".")[2] in shown
+
+
+def leaf_commands(command, words=()):
+    """Gives the words of every command that is not a group of others."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        return [words]
+    return [leaf for name, part in inner.items() for leaf in leaf_commands(part, (*words, name))]
+
+
+LEAVES = leaf_commands(typer.main.get_command(build_app()))
+
+
+@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+def test_every_command_has_an_example_and_documents_its_json(words, capsys):
+    assert main([*words, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(f"toolkit {' '.join(words)}") >= 2, "once in the usage, once in the example"
+    assert "--json" in shown
+    assert "JSON keys" in shown
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{toolkit.__version__}\n"
+
+
+def test_python_dash_m(job):
+    done = subprocess.run([sys.executable, "-m", "toolkit", "validate", job], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "job.yaml is sound" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("nonsense",), ("gpus", "--nonsense"), ("emit", "job.yaml"), ("topology", "--tp", "x")]
+)
+def test_bad_usage_is_2(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_problems_go_to_stderr_one_a_line(job, capsys):
+    code = main(["emit", job, "--out", "out", "--set", "train.warmup_steps=9", "--set", "parallel.offload_ratio=0.5"])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    lines = captured.err.splitlines()
+    assert [line.rpartition("[")[2] for line in lines[:-1]] == ["OFFLOAD_RATIO]", "WARMUP_LENGTH]"]
+    assert lines[-1] == "2 problems"
+    assert lines[0].startswith("error: parallel.offload_ratio: ")
+
+
+def test_problems_as_json_go_to_stdout(job, capsys):
+    assert main(["emit", job, "--out", "out", "--json", "--set", "train.warmup_steps=9"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    (problem,) = json.loads(captured.out)["problems"]
+    assert problem["code"] == "WARMUP_LENGTH"
+    assert set(problem) == {"code", "key", "message", "fix", "source"}
+
+
+def test_a_missing_file_names_its_neighbour(job, capsys):
+    assert main(["validate", "jobb.yaml"]) == 2
+    assert "Did you mean job.yaml" in capsys.readouterr().err
+
+
+def app_of(body):
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    app.command("boom")(body)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (PermissionError(13, "Permission denied", "/somewhere"), 3),
+        (BrokenPipeError(32, "Broken pipe"), 1),
+    ],
+    ids=["interrupt", "permission", "pipe"],
+)
+def test_what_the_system_does(monkeypatch, capsys, error, code):
+    def boom() -> None:
+        raise error
+
+    monkeypatch.setattr(application, "build_app", lambda: app_of(boom))
+    assert main(["boom"]) == code
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    if code == 3:
+        assert shown == (
+            "error: the system refused: Permission denied (/somewhere). Check that the path exists, that you may use "
+            "it and that the disk has room. [SYSTEM]\n"
+        )
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def boom() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(application, "build_app", lambda: app_of(boom))
+    with pytest.raises(ZeroDivisionError):
+        main(["boom"])
+
+
+def test_a_reader_that_leaves_is_no_error(job):
+    """As `toolkit gpus --json | head -1`."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", "gpus", "--json"], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    os.close(reader)
+    _, shown = process.communicate(timeout=60)
+    assert shown == ""
+
+
+def test_on_a_terminal_the_mark_is_coloured(job, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["validate", "absent.yaml"]) == 2
+    shown = capsys.readouterr().err
+    assert "\x1b[1;31merror: \x1b[0m" in shown
+    assert "[FILE_NOT_FOUND]" in shown

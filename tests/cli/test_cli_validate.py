@@ -1,0 +1,192 @@
+"""`toolkit validate`: all problems at once, across spec, plan, placement, data and tokenizer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from toolkit.cli.app import main
+from toolkit.spec.loader import known_keys
+from toolkit.spec.model import read_catalogue_model
+
+JOB = """
+model: llama-3.1-8b
+cluster: {gpu: h100-sxm-80gb, gpus_per_node: 4}
+train: {max_steps: 100, sequence_length: 512, train_batch_size: 64}
+data: {train: train.jsonl}
+"""
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "A sentence."}) + "\n")
+    return tmp_path
+
+
+def write_model(folder, *, name="model", vocabulary=("a", "b", "c"), vocab_size=None, **tokenizer_config):
+    """A local folder with a config, a tokenizer and no weights."""
+    config = dict(read_catalogue_model("quickstart-llama").config)
+    target = folder / name
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size or config["vocab_size"]}))
+    if vocabulary is not None:
+        model = {"type": "BPE", "vocab": {token: index for index, token in enumerate(vocabulary)}, "merges": []}
+        (target / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
+        (target / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a", **tokenizer_config}))
+    return target
+
+
+def codes(capsys):
+    return [problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]]
+
+
+def validate(*sets, extra=("--json",)):
+    options = [part for value in sets for part in ("--set", value)]
+    return main(["validate", "job.yaml", *options, *extra])
+
+
+def test_a_sound_job(folder, capsys):
+    assert validate(extra=()) == 0
+    shown = capsys.readouterr().out
+    assert "64 = 8 micro × 2 accumulation × 4 data-parallel ranks: 32,768 tokens a step" in shown
+    assert "stage 2: parameters stay whole" in shown
+    assert "none: everything stays on the GPU" in shown
+    assert "train.jsonl: text, 24 B" in shown
+
+
+def test_a_sound_job_as_json(folder, capsys):
+    assert validate() == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["batch"] == {"train": 64, "micro": 8, "accumulation": 2, "dp_size": 4, "tokens": 32768}
+    assert found["cluster"] == {"gpu": "h100-sxm-80gb", "gpus_per_node": 4, "nodes": 1, "num_ranks": 4}
+    assert (found["zero_stage"], found["offload"], found["precision"]) == (2, "none", "bf16")
+    assert found["model"]["num_parameters"] == 8030261248
+    assert found["data"]["format"] == "text"
+    assert "choices" not in found
+
+
+def test_explain(folder, capsys):
+    assert validate(extra=("--explain",)) == 0
+    assert "train.precision" in capsys.readouterr().out
+    assert validate(extra=("--explain", "--json")) == 0
+    choices = {choice["key"]: choice for choice in json.loads(capsys.readouterr().out)["choices"]}
+    assert choices["train.max_steps"]["source"] == "job"
+
+
+def test_every_problem_at_once(folder, capsys):
+    sets = (
+        "train.train_batch_size=6",  # plan: batch
+        "train.warmup_steps=200",  # plan: rules
+        "parallel.tensor=3",  # plan and placement
+        "data.train=[absent.jsonl, train.jsonl]",  # data
+        "data.loss_on=assistant",  # data
+    )
+    assert validate(*sets) == 2
+    found = codes(capsys)
+    for code in ("WARMUP_LENGTH", "PARALLEL_SIZE", "GRID_WORLD", "DATA_NOT_FOUND", "DATA_LOSS_ON"):
+        assert code in found
+    assert len(found) == len(set(found))
+
+
+def test_an_unknown_card_does_not_hide_other_problems(folder, capsys):
+    assert validate("cluster.gpu=h1000", "model=./nowhere", "data.train=absent.jsonl") == 2
+    assert codes(capsys) == ["MODEL_NOT_FOUND", "GPU_UNKNOWN", "DATA_NOT_FOUND"]
+
+
+def test_a_fault_that_two_layers_see_is_named_once(folder, capsys):
+    assert validate("data.eval=train.jsonl", "data.validation_fraction=0.1") == 2
+    assert codes(capsys) == ["DATA_VALIDATION"]
+    assert validate("data.name=default") == 2
+    assert codes(capsys) == ["DATA_SPLIT"]
+
+
+def test_a_tensor_group_over_nodes(folder, capsys):
+    assert validate("cluster.nodes=2", "cluster.gpus_per_node=3", "parallel.tensor=2") == 2
+    assert "TP_SPANS_NODES" in codes(capsys)
+
+
+def test_a_hub_data_set_needs_no_network(folder, capsys):
+    assert validate("data.train=org/name", "data.format=text") == 0
+    assert json.loads(capsys.readouterr().out)["data"]["num_bytes"] is None
+
+
+def test_dimensions_without_weights_are_a_warning(folder, capsys):
+    assert validate(extra=()) == 0
+    assert "set model to meta-llama/Llama-3.1-8B" in capsys.readouterr().err
+    assert validate("model.init=random", extra=()) == 0
+    shown = capsys.readouterr().err
+    assert "dimensions only" not in shown
+    assert "brings no tokenizer" in shown
+
+
+def test_messages_need_a_chat_template(folder, capsys):
+    write_model(folder)
+    (folder / "train.jsonl").write_text(json.dumps(MESSAGES) + "\n")
+    assert validate("model=./model") == 2
+    assert codes(capsys) == ["DATA_NO_CHAT_TEMPLATE"]
+    write_model(folder, name="instruct", chat_template="{{ messages }}")
+    assert validate("model=./model", "model.tokenizer=instruct") == 0
+
+
+def test_a_folder_without_a_tokenizer(folder, capsys):
+    write_model(folder, vocabulary=None)
+    assert validate("model=./model") == 2
+    assert codes(capsys) == ["DATA_NO_TOKENIZER"]
+
+
+def test_a_tokenizer_folder_that_is_not_there(folder, capsys):
+    assert validate("model.tokenizer=./absent") == 2
+    assert codes(capsys) == ["TOKENIZER_NOT_FOUND"]
+
+
+def test_a_tokenizer_without_an_end_mark(folder, capsys):
+    write_model(folder, eos_token=None)
+    assert validate("model=./model") == 2
+    assert codes(capsys) == ["DATA_NO_EOS"]
+
+
+def test_a_vocabulary_larger_than_the_embedding_names_both_numbers(folder, capsys):
+    write_model(folder, vocab_size=2)
+    assert validate("model=./model", extra=()) == 0
+    assert "the tokenizer has 3 tokens, the model's embedding 2 rows" in capsys.readouterr().err
+    write_model(folder, name="equal", vocab_size=3)
+    assert validate("model=./equal", extra=()) == 0
+    assert "embedding" not in capsys.readouterr().err
+
+
+def test_no_data_is_a_warning(folder, capsys):
+    (folder / "job.yaml").write_text("model: quickstart-llama\ncluster: {gpu: cpu}\n")
+    assert validate() == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["data"] is None
+    assert any("no data section" in warning for warning in found["warnings"])
+
+
+def test_what_other_consumers_cannot_carry_is_a_warning(folder, capsys):
+    assert validate("train.gradient_checkpointing=0.5") == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert sum("CONSUMER_FRACTION" in warning for warning in warnings) == 2
+
+
+def test_a_plan_file_in_place_of_a_job(folder, capsys):
+    assert main(["emit", "job.yaml", "--out", "out"]) == 0
+    capsys.readouterr()
+    assert main(["validate", "out/plan.json", "--json", "--set", "train.train_batch_size=128"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch"]["train"] == 128
+
+
+def test_keys(capsys):
+    assert main(["validate", "--keys"]) == 0
+    assert capsys.readouterr().out.split() == list(known_keys())
+    assert main(["validate", "--keys", "--json"]) == 0
+    assert "train.sequence_length" in json.loads(capsys.readouterr().out)["keys"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("job.yaml", "--keys"), ("--keys", "--explain")])
+def test_bad_usage(arguments, capsys):
+    assert main(["validate", *arguments]) == 2

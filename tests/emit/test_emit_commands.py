@@ -1,0 +1,160 @@
+"""commands.sh is a script that bash runs: here with stand-ins for the launchers that print what they were given."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from toolkit.emit.commands import exports
+from toolkit.emit.files import emit
+from toolkit.launch.environment import explain_environment
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+STAND_IN = f"""#!{sys.executable}
+import json, os, sys
+env_file = os.environ.get("DS_ENV_FILE")
+names = {{"OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM"}}
+print(json.dumps({{
+    "argv": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+    "env": {{name: os.environ[name] for name in names if name in os.environ}},
+    "env_file": open(env_file).read() if env_file else None,
+}}))
+"""
+
+
+def make_plan(*, gpu="h100-sxm-80gb", nodes=1, **cluster):
+    cluster = {"gpu": gpu, "gpus_per_node": 2, "nodes": nodes, **cluster}
+    return resolve(Job(model="quickstart-llama", cluster=cluster))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs `bash out/commands.sh …` and gives what the launcher got, or the failed process."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("python", "torchrun", "deepspeed", "accelerate"):
+        (tools / name).write_text(STAND_IN)
+        (tools / name).chmod(0o755)
+
+    def call(plan, *arguments, out="out", hosts=None, **env):
+        emit(plan, tmp_path / out, hosts=hosts)
+        clean = {"PATH": f"{tools}:{os.environ['PATH']}", **env}
+        command = ["bash", str(tmp_path / out / "commands.sh"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
+        return json.loads(done.stdout) if done.returncode == 0 else done
+
+    return call
+
+
+def test_our_own_launcher(run, tmp_path):
+    got = run(make_plan(), "toolkit", "--set", "a b=c")
+    assert got["argv"] == ["python", "-m", "toolkit", "train", str(tmp_path / "out/plan.json"), "--set", "a b=c"]
+
+
+def test_torchrun_on_one_node(run, tmp_path):
+    plan = str(tmp_path / "out/plan.json")
+    got = run(make_plan(), "torchrun")["argv"]
+    assert got == ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "toolkit", "train", plan]
+    fixed = run(make_plan(master_port=2345), "torchrun")["argv"]
+    assert fixed[fixed.index("--master-port") + 1] == "2345"
+    assert "--standalone" not in fixed
+
+
+def test_deepspeed_on_one_node(run):
+    got = run(make_plan(), "deepspeed", MASTER_PORT="7777")["argv"]
+    assert got[1:7] == ["--num_gpus", "2", "--master_port", "7777", "--no_local_rank", "--module"]
+
+
+def test_your_scripts(run, tmp_path):
+    got = run(make_plan(), "trainer", "my script.py", "--x")["argv"]
+    assert got == ["torchrun", "--standalone", "--nproc-per-node", "2", "my script.py", "--x"]
+    got = run(make_plan(), "accelerate", "s.py")["argv"]
+    assert got == ["accelerate", "launch", "--config_file", str(tmp_path / "out/accelerate.yaml"), "s.py"]
+
+
+@pytest.mark.parametrize("way", ["trainer", "accelerate"])
+def test_a_script_is_needed(run, way):
+    failed = run(make_plan(), way)
+    assert (failed.returncode, failed.stderr) == (2, f"{way} needs SCRIPT.py\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",)])
+def test_usage(run, arguments):
+    failed = run(make_plan(), *arguments)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("Usage:")
+    assert "commands.sh torchrun" in failed.stderr
+    assert "set -euo" not in failed.stderr
+
+
+def test_several_nodes_need_to_know_which_they_are(run):
+    failed = run(make_plan(nodes=2), "torchrun")
+    assert failed.returncode != 0
+    assert "set NODE_RANK" in failed.stderr
+    failed = run(make_plan(nodes=2), "accelerate", "s.py", NODE_RANK="1")
+    assert "set MASTER_ADDR" in failed.stderr
+
+
+def test_several_nodes(run):
+    got = run(make_plan(nodes=2), "torchrun", NODE_RANK="1", MASTER_ADDR="10.0.0.1")["argv"]
+    assert got[1:11] == [
+        *("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", "1"),
+        *("--master-addr", "10.0.0.1", "--master-port", "29500"),
+    ]
+    got = run(make_plan(nodes=2), "accelerate", "s.py", NODE_RANK="1", MASTER_ADDR="h")["argv"]
+    assert got[4:] == ["--machine_rank", "1", "--main_process_ip", "h", "--main_process_port", "29500", "s.py"]
+
+
+def test_without_hosts_there_is_no_deepspeed_launcher_over_nodes(run):
+    assert run(make_plan(nodes=2), "deepspeed").returncode == 2
+    assert run(make_plan(nodes=2), "toolkit").returncode == 2
+
+
+def test_hosts_give_an_address_and_deepspeeds_launcher(run, tmp_path):
+    hosts = ["alpha", "beta"]
+    got = run(make_plan(nodes=2), "torchrun", hosts=hosts, NODE_RANK="0")["argv"]
+    assert got[got.index("--master-addr") + 1] == "alpha"
+    got = run(make_plan(nodes=2), "deepspeed", hosts=hosts)
+    assert got["argv"][1:3] == ["--hostfile", str(tmp_path / "out/hostfile")]
+    lines = got["env_file"].splitlines()
+    assert all("=" in line for line in lines), "deepspeed's launcher splits every line at its first ="
+    assert "DS_ACCELERATOR=cuda" in lines
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in lines
+
+
+def test_a_folder_with_spaces(run, tmp_path):
+    got = run(make_plan(), "torchrun", out="my out")["argv"]
+    assert got[-1] == str(tmp_path / "my out/plan.json")
+
+
+def test_the_environment_lets_the_users_value_win(run):
+    got = run(make_plan(), "toolkit")["env"]
+    assert got["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert int(got["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    users = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "DS_ACCELERATOR": "npu"}
+    got = run(make_plan(), "toolkit", **users)["env"]
+    assert got["OMP_NUM_THREADS"] == "3"
+    assert got["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert got["DS_ACCELERATOR"] == "cuda", "a value that contradicts the job does not win"
+
+
+def test_a_cpu_job_hides_the_cards(run):
+    got = run(make_plan(gpu="cpu"), "toolkit", CUDA_VISIBLE_DEVICES="0")["env"]
+    assert got["CUDA_VISIBLE_DEVICES"] == ""
+    assert got["DS_ACCELERATOR"] == "cpu"
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "h100-sxm-80gb"])
+def test_every_setting_of_a_launch_is_exported_with_its_reason(gpu):
+    plan = make_plan(gpu=gpu)
+    settings = explain_environment(base={}, local_world_size=2, backend=plan.gpu.backend, cpu_threads=2)
+    assert {export.name: export.reason for export in exports(plan)} == {
+        name: setting.reason for name, setting in settings.items()
+    }

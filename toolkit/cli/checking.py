@@ -1,0 +1,140 @@
+"""Every check of a job that needs neither torch nor network, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from toolkit.cli.topology import place_job
+from toolkit.errors import Problem, ToolkitError
+from toolkit.plan.plan import Plan
+from toolkit.plan.resolve import resolve_with
+from toolkit.plan.rules.consumers import consumer_problems
+from toolkit.spec.catalogue import find_gpu
+from toolkit.spec.dataset import DatasetFacts, peek
+from toolkit.spec.job import Job
+from toolkit.spec.model import ModelSpec, resolve_model
+from toolkit.spec.tokenizer import TokenizerFacts, read_tokenizer_facts
+
+T = TypeVar("T")
+
+# The same fault as the plan's rules and the look at the data name it; the latter knows the files.
+_TWINS = {"DATA_VALIDATION": "EVAL_CONFLICT", "DATA_SPLIT": "DATA_HUB_KEY"}
+_CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a look at a job found.
+
+    Args:
+        plan: None when there are problems.
+        data: None without a data section.
+        problems: Everything that stops the job.
+        warnings: What a person should know and may want, one sentence each.
+    """
+
+    plan: Plan | None
+    data: DatasetFacts | None
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+
+
+def check(job: Job) -> Verdict:
+    """Checks model, card, plan, placement, data files and tokenizer; never stops at the first fault."""
+    problems: list[Problem] = []
+    model = _collect(problems, lambda: resolve_model(job.model))
+    gpu = _collect(problems, lambda: find_gpu(job.cluster.gpu))
+    plan = None
+    if model is not None and gpu is not None:
+        plan = _collect(problems, lambda: resolve_with(job, model=model, gpu=gpu))
+    _collect(problems, lambda: place_job(job))
+    data = None
+    if job.data is not None:
+        data, found = peek(job.data)
+        problems += found
+    problems += _missing_tokenizer(job)
+    tokenizer = _tokenizer_folder(job, model)
+    facts = None if tokenizer is None else _collect(problems, lambda: read_tokenizer_facts(tokenizer))
+    if tokenizer is not None and data is not None:
+        problems += _tokenizer_problems(tokenizer, facts, data)
+    twins = {_TWINS[problem.code] for problem in problems if problem.code in _TWINS}
+    kept = tuple(dict.fromkeys(problem for problem in problems if problem.code not in twins))
+    return Verdict(
+        plan=None if kept else plan, data=data, problems=kept, warnings=tuple(_warnings(job, model, plan, facts))
+    )
+
+
+def _collect(problems: list[Problem], read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except ToolkitError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
+    """Gives the local folder that the tokenizer will be read from; None for the hub, or where there is none."""
+    if job.model.tokenizer is not None:
+        folder = Path(job.model.tokenizer).expanduser()
+        return folder if folder.is_dir() else None
+    return model.path if model is not None and model.origin == "folder" else None
+
+
+def _missing_tokenizer(job: Job) -> Iterator[Problem]:
+    name = job.model.tokenizer
+    if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        yield Problem(
+            code="TOKENIZER_NOT_FOUND",
+            key="model.tokenizer",
+            message=f"tokenizer={name} is no folder on this machine",
+            fix="Name a folder with tokenizer.json, or a hub id",
+        )
+
+
+def _tokenizer_problems(folder: Path, facts: TokenizerFacts | None, data: DatasetFacts) -> Iterator[Problem]:
+    if facts is None:
+        yield Problem(
+            code="DATA_NO_TOKENIZER",
+            key="model.tokenizer",
+            message=f"{folder} holds no tokenizer, so the data cannot be turned into tokens",
+            fix="Set model.tokenizer to a folder with tokenizer.json, or to a hub id",
+        )
+        return
+    if data.format == "messages" and not facts.has_chat_template:
+        yield Problem(
+            code="DATA_NO_CHAT_TEMPLATE",
+            key="model.tokenizer",
+            message=f"the tokenizer in {folder} has no chat template, which data of the format messages needs",
+            fix="Name the tokenizer of an instruct model in model.tokenizer, or give prompt and completion columns",
+        )
+    if data.format in ("text", "prompt_completion") and facts.eos_token is None:
+        yield Problem(
+            code="DATA_NO_EOS",
+            key="model.tokenizer",
+            message=f"the tokenizer in {folder} has no eos_token, so nothing would mark where a document ends",
+            fix="Set eos_token in its tokenizer_config.json, or name another tokenizer in model.tokenizer",
+        )
+
+
+def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: TokenizerFacts | None) -> Iterator[str]:
+    if model is not None and not model.has_weights and job.model.init != "random":
+        remedy = f"set model to {model.hub_id}" if model.hub_id and model.origin == "catalogue" else "name a hub id"
+        yield f"model={model.name} gives dimensions only: to train, {remedy}, or set model.init to random"
+    bare = model is not None and model.origin in ("catalogue", "file") and job.model.init == "random"
+    if bare and job.data is not None and job.model.tokenizer is None:
+        yield f"model={job.model.name} brings no tokenizer: to train, set model.tokenizer"
+    if model is not None and facts is not None and (facts.vocab_size or 0) > model.vocab_size:
+        # Not an error: published tokenizers hold marks that text never gives (Gemma 3), and training checks ids.
+        yield (
+            f"the tokenizer has {facts.vocab_size} tokens, the model's embedding {model.vocab_size} rows: training stops "
+            f"at a document that needs a token past {model.vocab_size - 1}"
+        )
+    if job.data is None:
+        yield "no data section: `toolkit train` needs one; your own script under `toolkit launch` does not"
+    if plan is not None:
+        for consumer, name in _CONSUMERS.items():
+            for problem in consumer_problems(plan, consumer):
+                yield f"not for {name}: {problem}"

@@ -1,0 +1,71 @@
+"""`toolkit emit`: a plan as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_plan
+from toolkit.cli.output import print_json, warn
+
+if TYPE_CHECKING:
+    from toolkit.emit.files import Emitted
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(emit)
+
+
+def emit(
+    job: JobArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; made if absent.")],
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Names of the nodes, first that of rank 0: adds a hostfile for DeepSpeed's launcher."
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write every config and launch command of a job, and where each value came from.
+
+    Example: `toolkit emit job.yaml --out out`, then `bash out/commands.sh`.
+
+    Files of an earlier emit are rewritten or removed, and named; files of yours are never touched.
+
+    JSON keys: folder, files (path, state: new, unchanged, rewritten, edited), removed, left_out (file, problems).
+    """
+    from toolkit.emit.files import write_files
+
+    plan = read_plan(job, overrides)
+    result = write_files(plan, out, hosts=None if hosts is None else [host.strip() for host in hosts.split(",")])
+    if as_json:
+        print_json(_as_dict(result))
+        return
+    for name, state in result.states.items():
+        print(f"{state:<10} {result.folder / name}")
+    edited = [name for name, state in result.states.items() if state == "edited"]
+    warn(
+        [f"{name} had been edited by hand; put such changes into the job, where they stay" for name in edited]
+        + [f"no {name}: {problem}" for name, problems in result.left_out.items() for problem in problems]
+    )
+
+
+def _as_dict(result: Emitted) -> dict[str, Any]:
+    return {
+        "folder": str(result.folder),
+        "files": [
+            {"path": str(result.folder / name), "state": state}
+            for name, state in result.states.items()
+            if state != "removed"
+        ],
+        "removed": [str(result.folder / name) for name, state in result.states.items() if state == "removed"],
+        "left_out": [
+            {"file": name, "problems": [problem.as_dict() for problem in problems]}
+            for name, problems in result.left_out.items()
+        ],
+    }

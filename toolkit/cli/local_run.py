@@ -1,0 +1,65 @@
+"""Starts the processes of a plan on this node and tells how they ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH
+from toolkit.launch.local import LOGS, launch_local
+from toolkit.launch.outcome import RunOutcome
+from toolkit.plan.plan import Plan
+
+PLAN_VARIABLE = "TOOLKIT_PLAN"
+
+
+def log_folder(plan: Plan) -> Path:
+    """Gives the folder of the ranks' logs and error files."""
+    return plan.output_dir / LOGS
+
+
+def run_on_this_node(plan: Plan, argv: Sequence[str]) -> RunOutcome:
+    """Runs one process a rank and waits for all of them.
+
+    The plan is saved as `output_dir/plan.json`, whose path each process finds in TOOLKIT_PLAN.
+
+    Args:
+        argv: Command of a rank, the same for each.
+
+    Raises:
+        RunError: LAUNCH_NODES, PORT_IN_USE, LOG_DIR, WORKER_START.
+    """
+    if os.environ.get(PYDANTIC_SWITCH) == PYDANTIC_OFF:
+        del os.environ[PYDANTIC_SWITCH]  # `main` set it for this process, not for a user's script
+    plan_file = (plan.output_dir / "plan.json").absolute()
+    if plan.job.cluster.nodes == 1:  # else the launch is refused, and leaves no file behind
+        plan.save(plan_file)
+    return launch_local(plan, argv, log_dir=log_folder(plan), extra_environment={PLAN_VARIABLE: str(plan_file)})
+
+
+def print_failure(outcome: RunOutcome) -> None:
+    """Says on stderr which rank failed first and why, if any did."""
+    if outcome.failure is not None:
+        print(outcome.failure.describe(), file=sys.stderr)
+
+
+def outcome_as_dict(plan: Plan, outcome: RunOutcome) -> dict[str, Any]:
+    """Gives the object that `--json` prints when a run has ended."""
+    failure = outcome.failure
+    return {
+        "exit_code": outcome.exit_code,
+        "interrupted": outcome.interrupted,
+        "plan": str(plan.output_dir / "plan.json"),
+        "log_dir": str(log_folder(plan)),
+        "failure": None
+        if failure is None
+        else {
+            "rank": failure.rank,
+            "ended_by": failure.ended_by,
+            "log_file": None if failure.log_file is None else str(failure.log_file),
+            "problems": [problem.as_dict() for problem in failure.problems],
+        },
+    }

@@ -1,0 +1,108 @@
+"""Arguments that commands share, and what reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from toolkit.plan.plan import Plan
+    from toolkit.spec.job import Job
+
+
+PYDANTIC_SWITCH, PYDANTIC_OFF = "PYDANTIC_DISABLE_PLUGINS", "__all__"
+
+
+@dataclass(slots=True)
+class Interaction:
+    """What `main` must know of the command that ran, to report its error; the context's `obj`."""
+
+    as_json: bool = False
+
+
+def note_json(context: typer.Context, value: bool) -> bool:
+    """Notes that errors, too, are to be JSON."""
+    if value and isinstance(context.obj, Interaction):
+        context.obj.as_json = True
+    return value
+
+
+JobArgument = Annotated[
+    Path,
+    typer.Argument(metavar="JOB", help="Job file, or a plan.json that `toolkit emit` wrote.", show_default=False),
+]
+OptionalJobArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="[JOB]", help="Job file, or a plan.json that `toolkit emit` wrote.", show_default=False),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one value: --set train.sequence_length=8192. Repeatable."),
+]
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Print JSON on stdout, errors included.", is_eager=True, callback=note_json),
+]
+
+
+def read_job(job: Path, overrides: Sequence[str] | None = None) -> Job:
+    """Reads a job file, or the job inside a plan.json.
+
+    Raises:
+        SpecError: With every unreadable, unknown, duplicate or mistyped key.
+        PlanError: PLAN_UNREADABLE.
+    """
+    if not is_plan_file(job):
+        from toolkit.spec.loader import load_job
+
+        return load_job(job, overrides=tuple(overrides or ()))
+    from toolkit.plan.plan import Plan
+
+    return _change(Plan.load(job).job, overrides or ())
+
+
+def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
+    """Reads a job file and resolves it, or reads a plan.json; overrides of a plan resolve it anew.
+
+    Raises:
+        SpecError: The file, the model or the card cannot be read.
+        PlanError: With every problem at once.
+    """
+    from toolkit.plan.resolve import resolve, resolve_with
+
+    if not is_plan_file(job):
+        return resolve(read_job(job, overrides))
+    from toolkit.plan.plan import Plan
+
+    plan = Plan.load(job)
+    if not overrides:
+        return plan
+    changed = _change(plan.job, overrides)
+    if changed.model == plan.job.model and changed.cluster.gpu == plan.job.cluster.gpu:
+        return resolve_with(changed, model=plan.model, gpu=plan.gpu)
+    return resolve(changed)
+
+
+def is_plan_file(path: Path) -> bool:
+    """Whether a file is a plan.json rather than a job: a JSON object with a schema version."""
+    if path.suffix != ".json":
+        return False
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(value, dict) and "schema_version" in value
+
+
+def _change(job: Job, overrides: Sequence[str]) -> Job:
+    from toolkit.spec.loader import apply_override, parse_job
+
+    document = job.model_dump(mode="json", exclude_unset=True)
+    for override in overrides:
+        apply_override(document, override)
+    return parse_job(document)

@@ -1,0 +1,82 @@
+"""What commands print: text, tables and JSON on stdout, problems on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from toolkit.errors import Problem
+
+
+def print_json(value: Any) -> None:
+    """Prints one JSON document on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:
+    """Prints problems: one line each on stderr, or `{"problems": […]}` on stdout."""
+    found = list(problems)
+    if as_json:
+        print_json({"problems": [problem.as_dict() for problem in found]})
+        return
+    for problem in found:
+        key = "" if not problem.key or problem.key in problem.message else f"{problem.key}: "
+        _print_marked("error", f"{key}{problem}", style="bold red")
+    if len(found) > 1:
+        print(f"{len(found)} problems", file=sys.stderr)
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Prints warnings on stderr, one line each."""
+    for line in lines:
+        _print_marked("warning", line, style="bold yellow")
+
+
+def _print_marked(mark: str, line: str, *, style: str) -> None:
+    """Prints a line on stderr behind a coloured word; rich is imported only where there are colours."""
+    if not sys.stderr.isatty():
+        print(f"{mark}: {line}", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text.assemble((f"{mark}: ", style), line))
+
+
+def new_table(columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
+    """Gives an empty table.
+
+    Args:
+        columns: Heads.
+        right: Those of them whose cells are set flush right.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Prints a table: as wide as the terminal, or as wide as its content where stdout is none."""
+    from rich.console import Console
+
+    # Measured at a width that nothing reaches: a pipe has none, and a folded table cannot be searched.
+    natural = Console(width=10_000).measure(table).maximum
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=natural)
+    console.print(table)
+
+
+def print_fields(fields: Iterable[tuple[str, str]]) -> None:
+    """Prints name and value pairs as two aligned columns."""
+    pairs = list(fields)
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        print(f"  {name:<{width}}  {value}")

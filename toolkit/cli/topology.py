@@ -1,0 +1,102 @@
+"""`toolkit topology`: which rank sits where, and in which groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption, read_job
+from toolkit.cli.output import new_table, print_json, print_table
+
+if TYPE_CHECKING:
+    from toolkit.spec.job import Job
+    from toolkit.topology.placement import Placement
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(topology)
+
+
+def topology(
+    job: OptionalJobArgument = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.", show_default="1")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel replicas.", show_default="what is left")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks.", show_default="1")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines.", show_default="1")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices of each.", show_default="as many as the sizes need")
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show each rank's node, coordinate and groups, for a job or for sizes.
+
+    Example: `toolkit topology job.yaml`, `toolkit topology --pp 2 --tp 2 --nodes 2 --gpus-per-node 4`.
+
+    JSON keys: grid (pp, dp, tp), world_size, num_nodes, gpus_per_node, ranks (rank, node, local_rank, coordinate),
+    groups (by kind: size, num_groups, inside_node, max_nodes, ranks).
+    """
+    sizes = {"--pp": pp, "--dp": dp, "--tp": tp, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
+    given = [option for option, size in sizes.items() if size is not None]
+    if job is not None and given:
+        raise typer.BadParameter(f"{', '.join(given)} would be ignored beside JOB: use --set", param_hint="JOB")
+    if job is None and overrides:
+        raise typer.BadParameter("it changes a job, and none is given", param_hint="--set")
+    if job is None and not given:
+        raise typer.BadParameter("give a job, or sizes such as --tp 2 --gpus-per-node 8", param_hint="JOB")
+    placement = (
+        place_job(read_job(job, overrides))
+        if job is not None
+        else _place_sizes(pp=pp or 1, dp=dp, tp=tp or 1, nodes=nodes or 1, gpus_per_node=gpus_per_node)
+    )
+    if as_json:
+        from toolkit.topology.table import to_dict
+
+        print_json(to_dict(placement))
+    else:
+        _print(placement)
+
+
+def place_job(job: Job) -> Placement:
+    """Puts a job's grid on its nodes.
+
+    Raises:
+        PlanError: GRID_WORLD, TP_SPANS_NODES.
+    """
+    from toolkit.topology import Grid, place
+
+    cluster, parallel = job.cluster, job.parallel
+    grid = Grid.from_world(world_size=cluster.num_ranks, pp=parallel.pipeline, tp=parallel.tensor)
+    return place(grid, num_nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node)
+
+
+def _place_sizes(*, pp: int, dp: int | None, tp: int, nodes: int, gpus_per_node: int | None) -> Placement:
+    from toolkit.topology import Grid, place
+
+    if gpus_per_node is None:
+        needed = pp * (dp or 1) * tp
+        if needed % nodes:
+            raise typer.BadParameter(
+                f"{nodes} nodes do not divide pp × dp × tp = {needed} ranks evenly", param_hint="--nodes"
+            )
+        gpus_per_node = needed // nodes
+    world_size = nodes * gpus_per_node
+    grid = Grid.from_world(world_size=world_size, pp=pp, tp=tp) if dp is None else Grid(pp=pp, dp=dp, tp=tp)
+    return place(grid, num_nodes=nodes, gpus_per_node=gpus_per_node)
+
+
+def _print(placement: Placement) -> None:
+    from toolkit.topology.table import HEADER, rows
+
+    table = new_table(HEADER, right=HEADER)
+    previous = 0
+    for row in rows(placement):
+        if row.node != previous:
+            table.add_section()
+            previous = row.node
+        table.add_row(*row.cells())
+    print_table(table)
+    for kind in placement.describe():
+        print(kind)

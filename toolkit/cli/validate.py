@@ -1,0 +1,144 @@
+"""`toolkit validate`: every problem of a job at once, or what it comes to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption, read_job
+from toolkit.cli.output import print_fields, print_json, warn
+
+if TYPE_CHECKING:
+    from toolkit.cli.checking import Verdict
+    from toolkit.plan.plan import Plan
+    from toolkit.spec.dataset import DatasetFacts
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(validate)
+
+
+def validate(
+    job: OptionalJobArgument = None,
+    overrides: SetOption = None,
+    explain: Annotated[bool, typer.Option("--explain", help="List every value, where it came from, and why.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key that a job file may hold.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a job: keys, plan, placement, data files, tokenizer. All problems at once; no GPU and no torch.
+
+    Example: `toolkit validate job.yaml --set train.sequence_length=8192 --explain`
+
+    JSON keys: problems (code, key, message, fix, source), and when there are none warnings, model, cluster, batch
+    (train, micro, accumulation, dp_size, tokens), precision, sequence_length, zero_stage, offload, data; choices with
+    --explain; keys alone with --keys.
+    """
+    if keys:
+        if job is not None or overrides or explain:
+            raise typer.BadParameter(
+                "it lists the keys of any job: leave JOB and other options out", param_hint="--keys"
+            )
+        _print_keys(as_json=as_json)
+        return
+    if job is None:
+        raise typer.BadParameter("name a job file", param_hint="JOB")
+    from toolkit.cli.checking import check
+    from toolkit.errors import ToolkitError, raise_all
+
+    verdict = check(read_job(job, overrides))
+    if verdict.plan is None:
+        if not as_json:
+            warn(verdict.warnings)
+        raise_all(ToolkitError, verdict.problems)
+    assert verdict.plan is not None
+    if as_json:
+        print_json(_as_dict(verdict, verdict.plan, explain=explain))
+        return
+    print(f"{job} is sound")
+    print_fields(_summary(verdict.plan, verdict.data))
+    if explain:
+        print(f"\n{verdict.plan.explain()}")
+    warn(verdict.warnings)
+
+
+def _print_keys(*, as_json: bool) -> None:
+    from toolkit.spec.loader import known_keys
+
+    found = known_keys()
+    if as_json:
+        print_json({"keys": list(found)})
+    else:
+        print("\n".join(found))
+
+
+def _summary(plan: Plan, data: DatasetFacts | None) -> list[tuple[str, str]]:
+    from toolkit.units import format_bytes, format_count
+
+    settings, cluster = plan.settings, plan.job.cluster
+    count = plan.model.num_parameters
+    tokens = settings.batch.train * settings.sequence_length
+    machines = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
+    lines = [
+        ("model", plan.model.name + ("" if count is None else f", {format_count(count)} parameters")),
+        ("cluster", f"{cluster.gpus_per_node} × {plan.gpu.name} on {machines}"),
+        ("method", f"{plan.job.train.method}, {settings.precision}, {settings.sequence_length} tokens a sequence"),
+        ("batch", f"{settings.batch}: {tokens:,} tokens a step"),
+        ("zero", f"stage {settings.zero_stage}{_reason(plan, 'parallel.zero_stage')}"),
+        ("offload", f"{plan.profile.name}: {plan.profile.explanation}"),
+    ]
+    if data is not None:
+        known = f"{data.format or 'format is read when it loads'}"
+        size = "" if data.num_bytes is None else f", {format_bytes(data.num_bytes)}"
+        lines.append(("data", f"{', '.join(source.name for source in data.train)}: {known}{size}"))
+    return lines
+
+
+def _reason(plan: Plan, key: str) -> str:
+    reasons = [choice.reason for choice in plan.choices if choice.key == key and choice.source != "job"]
+    return f": {reasons[-1]}" if reasons else ""
+
+
+def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
+    settings, cluster, model = plan.settings, plan.job.cluster, plan.model
+    batch = settings.batch
+    result = {
+        "problems": [],
+        "warnings": list(verdict.warnings),
+        "model": {
+            "name": model.name,
+            "origin": model.origin,
+            "num_parameters": model.num_parameters,
+            "has_weights": model.has_weights,
+        },
+        "cluster": {
+            "gpu": plan.gpu.name,
+            "gpus_per_node": cluster.gpus_per_node,
+            "nodes": cluster.nodes,
+            "num_ranks": cluster.num_ranks,
+        },
+        "batch": {
+            "train": batch.train,
+            "micro": batch.micro,
+            "accumulation": batch.accumulation,
+            "dp_size": batch.dp_size,
+            "tokens": batch.train * settings.sequence_length,
+        },
+        "precision": settings.precision,
+        "sequence_length": settings.sequence_length,
+        "zero_stage": settings.zero_stage,
+        "offload": plan.profile.name,
+        "data": None if verdict.data is None else _data_as_dict(verdict.data),
+    }
+    return result | ({"choices": plan.to_dict()["choices"]} if explain else {})
+
+
+def _data_as_dict(data: DatasetFacts) -> dict[str, Any]:
+    return {
+        "format": data.format,
+        "columns": list(data.columns),
+        "num_bytes": data.num_bytes,
+        "train": [source.name for source in data.train],
+        "eval": [source.name for source in data.eval],
+    }

@@ -1,0 +1,153 @@
+"""The text of every file that a plan is written as."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+import toolkit
+from toolkit.emit.commands import check_hosts, exports, hostfile, ways
+from toolkit.emit.provenance import provenance
+from toolkit.errors import PlanError, Problem
+from toolkit.plan.deepspeed_config import Consumer
+from toolkit.plan.plan import Plan
+
+WRITTEN_BY = "toolkit emit"
+PROVENANCE = "provenance.json"
+
+# Every name that `emit` may write, and what the file is.
+FILES: dict[str, str] = {
+    "plan.json": "the plan: what `toolkit train` and tk.Plan.load read",
+    "deepspeed.json": "DeepSpeed's configuration for toolkit's own engine",
+    "deepspeed-trainer.json": "the same for transformers.Trainer, equal to training_arguments.json",
+    "training_arguments.json": "keyword arguments of transformers.TrainingArguments",
+    "deepspeed-accelerate.json": "the same for a script over Accelerate, which brings its own optimizer",
+    "accelerate.yaml": "for accelerate launch --config_file",
+    "hostfile": "the nodes, for DeepSpeed's launcher",
+    "commands.sh": "every way to start, with the environment before it",
+    "README.txt": "this overview",
+    PROVENANCE: "for each key of each config: value, where it came from, why",
+}
+EXECUTABLE = frozenset({"commands.sh"})
+_OF_CONSUMER: dict[Consumer, tuple[str, ...]] = {
+    "trainer": ("deepspeed-trainer.json", "training_arguments.json"),
+    "accelerate": ("deepspeed-accelerate.json", "accelerate.yaml"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """A plan as texts.
+
+    Args:
+        texts: File name → text, in reading order; `provenance.json` last.
+        left_out: File name → why this plan has none.
+    """
+
+    texts: Mapping[str, str]
+    left_out: Mapping[str, tuple[Problem, ...]]
+
+
+def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) -> Contents:
+    """Gives the text of every file.
+
+    Args:
+        folder: The folder as files and commands are to name it: relative if the user wrote it so.
+        hosts: Names of the nodes, first the one of rank 0.
+
+    Raises:
+        PlanError: EMIT_HOSTS.
+    """
+    check_hosts(plan, hosts)
+    configs, left_out = _configs(plan, folder)
+    texts = {"plan.json": _json(plan.to_dict())}
+    for name, config in configs.items():
+        texts[name] = _yaml(config, folder) if name.endswith(".yaml") else _json(config)
+    if hosts:
+        texts["hostfile"] = hostfile(plan, hosts)
+    found = {
+        "plan": plan,
+        "script": shlex.quote(str(folder / "commands.sh")),
+        "hosts": hosts,
+        "exports": exports(plan),
+        "left_out": left_out,
+        "ways": ways(
+            plan,
+            folder,
+            hosts=hosts,
+            with_trainer="training_arguments.json" in configs,
+            with_accelerate="accelerate.yaml" in configs,
+        ),
+    }
+    texts["commands.sh"] = _render("commands.sh.j2", **found)
+    names = [name for name in FILES if name in {*texts, "README.txt", PROVENANCE}]
+    texts["README.txt"] = _render("README.txt.j2", files={name: FILES[name] for name in names}, **found)
+    ordered = {name: texts[name] for name in FILES if name in texts}
+    return Contents(texts={**ordered, PROVENANCE: _provenance(plan, configs, ordered, left_out)}, left_out=left_out)
+
+
+def digest(text: str) -> str:
+    """Gives the SHA-256 of a file's text, by which a later `emit` sees that nobody edited it."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _configs(plan: Plan, folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Problem, ...]]]:
+    configs = {"deepspeed.json": plan.deepspeed_config()}
+    left_out: dict[str, tuple[Problem, ...]] = {}
+    for consumer, names in _OF_CONSUMER.items():
+        try:
+            deepspeed = plan.deepspeed_config(consumer)
+            path = str(folder / names[0])
+            launcher = (
+                plan.training_arguments() | {"deepspeed": path}
+                if consumer == "trainer"
+                else plan.accelerate_config(deepspeed_config_file=path)
+            )
+        except PlanError as error:
+            left_out |= dict.fromkeys(names, error.problems)
+        else:
+            configs |= {names[0]: deepspeed, names[1]: launcher}
+    return configs, left_out
+
+
+def _provenance(
+    plan: Plan,
+    configs: Mapping[str, Mapping[str, Any]],
+    texts: Mapping[str, str],
+    left_out: Mapping[str, tuple[Problem, ...]],
+) -> str:
+    return _json(
+        {
+            "written_by": WRITTEN_BY,
+            "version": toolkit.__version__,
+            "files": {name: {"sha256": digest(text)} for name, text in texts.items()},
+            "keys": {name: provenance(plan, name, config) for name, config in configs.items()},
+            "left_out": {name: [problem.as_dict() for problem in problems] for name, problems in left_out.items()},
+        }
+    )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _yaml(value: Any, folder: Path) -> str:
+    head = f"# accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))} SCRIPT.py\n"
+    return head + yaml.safe_dump(value, allow_unicode=True)
+
+
+def _render(template: str, **values: Any) -> str:
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    source = (resources.files("toolkit.emit") / "templates" / template).read_text(encoding="utf-8")
+    return environment.from_string(source).render(**values)
