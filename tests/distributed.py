@@ -46,6 +46,7 @@ def run_distributed(
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # torch renames collectives that DeepSpeed still calls by their old names
     }
     processes = [
         context.Process(target=_run_rank, args=(function, rank, environment, args, results), daemon=True)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 _COMMON: dict[str, Any] = {
@@ -93,6 +99,9 @@ def partitioned_model(config: PreTrainedConfig, *, dtype: torch.dtype = torch.fl
     """A model as the toolkit builds it under ZeRO-3, over all ranks; no weight is drawn."""
     import deepspeed
 
+    # The architecture must be imported before zero.Init patches nn.Module: on leaving it would undo the decorators of
+    # classes that were defined inside (transformers' use_experts_implementation).
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # Its `dtype` argument is not passed: on the CPU it would give bfloat16 whatever it says (zero.Init._set_dtype).
     settings = {
         "zero_optimization": {"stage": 3},

@@ -1,0 +1,354 @@
+"""A checkpoint of the engine becomes a folder that `from_pretrained` loads: HF names, safetensors, config, tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.export.adapter import (
+    ADAPTER_CONFIG,
+    MergedWeights,
+    Weights,
+    adapter_names,
+    is_adapted,
+    lora_targets,
+    read_adapter_config,
+)
+from toolkit.export.pretrained import PretrainedWeights
+from toolkit.export.writer import Entry, ShardWriter, staged_folder, tensor_bytes
+from toolkit.export.zero_reader import StoredTensor, ZeroCheckpoint
+from toolkit.modeling.conversion import group_model_keys, revert
+from toolkit.modeling.initialization import tie_weights, tied_keys
+from toolkit.modeling.safetensors_folder import SafetensorsFolder, some
+from toolkit.modeling.weights import full_shapes, schedule_loading
+
+Progress = Callable[[int, int], None]
+Kind = Literal["model", "adapter", "merged"]
+_SAMPLES = 16  # tensors whose bytes are read back
+_GENERATION = frozenset({"config.json", "generation_config.json"})
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What was written.
+
+    Args:
+        output_dir: The folder.
+        kind: Full model, adapter alone, or adapter merged into its base.
+        files: Weight files, in order.
+        num_tensors: Tensors written; tied ones once.
+        num_bytes: Their size, bytes.
+        dtype: That of the token embedding, as `config.json` says; for an adapter that of its first matrix.
+        untied: Weights that the config tied, but that training made differ; written apart, and the config says so.
+        verified: Whether names, shapes and a sample of the values were read back.
+    """
+
+    output_dir: Path
+    kind: Kind
+    files: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+    dtype: str
+    untied: tuple[str, ...]
+    verified: bool
+
+
+def export_checkpoint(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    *,
+    tag_dir: Path | None = None,
+    model_dir: Path | None = None,
+    peft_dir: Path | None = None,
+    base_dir: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size_bytes: int = 5 * 10**9,
+    merge_adapter: bool = False,
+    verify: bool = True,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Writes a checkpoint of ZeRO 0 to 3 as Hugging Face safetensors, on one CPU process.
+
+    Host memory: the largest group of tensors that convert together (mostly one matrix; of a mixture of experts, one
+    layer's stacked matrix), whatever the size of the model or of a shard.
+
+    Args:
+        checkpoint_dir: A `checkpoint-STEP` folder.
+        output_dir: Created whole at the end, or not at all.
+        tag_dir: Folder of the engine's files; `checkpoint_dir/TAG`, where the file `latest` names TAG, when left out.
+        model_dir: Folder with config.json and the tokenizer; `checkpoint_dir/model` when left out.
+        peft_dir: Folder with adapter_config.json, for LoRA; `model_dir` when left out.
+        base_dir: Folder of the base model's safetensors, to merge into when the checkpoint leaves frozen weights out.
+        dtype: Of the floating-point tensors; when left out the training dtype. fp32 reads the master weights.
+        max_shard_size_bytes: Above it a new file begins.
+        merge_adapter: Write the base with the adapter merged into it, not the adapter.
+        verify: Read back every name and shape, as `from_pretrained` would match them, and a sample of the values.
+        overwrite: Replace what `output_dir` holds.
+        trust_remote_code: Run model code that lies in `model_dir`.
+        progress: Called with tensors written and tensors in all.
+    Raises:
+        CheckpointError: EXPORT_LATEST, EXPORT_CONFIG, EXPORT_KEYS, EXPORT_SHAPE, EXPORT_NOT_ADAPTED, EXPORT_EXISTS,
+            EXPORT_VERIFY, and those of `ZeroCheckpoint` and `toolkit.export.adapter`.
+        RunError: EXPORT_WRITE.
+    """
+    source = Path(checkpoint_dir)
+    model_dir = model_dir or source / "model"
+    target = Path(output_dir).absolute()
+    weights: Weights = ZeroCheckpoint(tag_dir or _latest(source))
+    adapted = is_adapted(weights)
+    if merge_adapter and not adapted:
+        raise CheckpointError(_not_adapted(source))
+    model = _meta_model(model_dir, trust_remote_code=trust_remote_code)
+    lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
+    peft_model = _peft_model(_meta_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
+    with staged_folder(target, overwrite=overwrite) as folder:
+        if peft_model is None:
+            plan = _plan_model(weights, model, dtype, kind="model")
+        elif merge_adapter:
+            base = None if base_dir is None else PretrainedWeights(base_dir, model, _trained_dtype(weights))
+            plan = _plan_model(MergedWeights(weights, lora_targets(peft_model), base), model, dtype, kind="merged")
+        else:
+            plan = _plan_adapter(weights, lora, dtype)
+        writer = _write(plan, model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
+        _copy_companions(model_dir, folder, plan, architecture=type(model).__name__)
+        if verify:
+            loaded = _meta_model(folder, trust_remote_code=trust_remote_code) if plan.untied else model
+            _verify(folder, writer, loaded, adapter_of=peft_model if plan.kind == "adapter" else None)
+    return ExportReport(
+        output_dir=target,
+        kind=plan.kind,
+        files=tuple(sorted(set(writer.file_of.values()))),
+        num_tensors=len(writer.entries),
+        num_bytes=writer.num_bytes,
+        dtype=plan.dtype_name,
+        untied=plan.untied,
+        verified=verify,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What will be written: groups of model keys (or adapter names) that are read and converted together."""
+
+    kind: Kind
+    weights: Weights
+    sources: Mapping[str, tuple[str, torch.dtype]]  # key to the weights' name and the dtype to write
+    groups: tuple[tuple[str, ...], ...]
+    dtype_name: str
+    untied: tuple[str, ...] = ()
+    adapter_config: Mapping[str, Any] | None = None
+
+    def meta(self, key: str) -> Tensor:
+        name, dtype = self.sources[key]
+        return torch.empty(self.weights.tensors[name].shape, dtype=dtype, device="meta")
+
+    def read(self, key: str) -> Tensor:
+        return self.weights.read(*self.sources[key])
+
+
+def _plan_model(weights: Weights, model: PreTrainedModel, dtype: torch.dtype | None, *, kind: Kind) -> _Plan:
+    wanted = full_shapes(model)
+    raise_all(CheckpointError, _disagreements(weights, wanted))
+    stored = weights.tensors
+    tied = tied_keys(model)
+    untied = tuple(key for key, owner in tied.items() if stored[key].owner != stored[owner].owner)
+    left_out = {*tied.keys() - set(untied), *(model._keys_to_ignore_on_save or ())}
+    keys = [key for key in wanted if key not in left_out]
+    sources = {key: (key, _written_dtype(stored[key], dtype)) for key in keys}
+    embedding = next(iter(sources.values()))[1]
+    metas = {key: torch.empty(stored[key].shape, dtype=sources[key][1], device="meta") for key in keys}
+    return _Plan(
+        kind=kind,
+        weights=weights,
+        sources=sources,
+        groups=group_model_keys(model, metas),
+        dtype_name=str(embedding).removeprefix("torch."),
+        untied=untied,
+    )
+
+
+def _plan_adapter(weights: Weights, config: Mapping[str, Any], dtype: torch.dtype | None) -> _Plan:
+    names = adapter_names(weights)
+    sources = {key: (name, _written_dtype(weights.tensors[name], dtype)) for key, name in names.items()}
+    return _Plan(
+        kind="adapter",
+        weights=weights,
+        sources=sources,
+        groups=tuple((key,) for key in sources),
+        dtype_name=str(next(iter(sources.values()))[1]).removeprefix("torch."),
+        adapter_config={**config, "inference_mode": True},
+    )
+
+
+def _write(
+    plan: _Plan, model: PreTrainedModel, folder: Path, *, max_shard_size_bytes: int, progress: Progress | None
+) -> ShardWriter:
+    entries: list[Entry] = []
+    for group in plan.groups:
+        metas = _reverted(plan, model, {key: plan.meta(key) for key in group})
+        entries.extend(Entry(name=name, shape=tuple(value.shape), dtype=value.dtype) for name, value in metas.items())
+    # peft reads one file only
+    limit = max_shard_size_bytes if plan.kind != "adapter" else sum(entry.num_bytes for entry in entries) + 1
+    sampled = {entries[position].name for position in _spread(len(entries), _SAMPLES)}
+    stem = "adapter_model" if plan.kind == "adapter" else "model"
+    done = 0
+    with ShardWriter(folder, entries, limit, stem) as writer:
+        for group in plan.groups:
+            values = _reverted(plan, model, {key: plan.read(key) for key in group})
+            while values:
+                name = next(iter(values))
+                writer.write(name, values.pop(name), remember=name in sampled)
+                done += 1
+            if progress is not None:
+                progress(done, len(entries))
+    return writer
+
+
+def _reverted(plan: _Plan, model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors if plan.kind == "adapter" else revert(model, tensors)
+
+
+def _copy_companions(model_dir: Path, folder: Path, plan: _Plan, *, architecture: str) -> None:
+    """Copies tokenizer and generation settings, and writes the config with the dtype of the weights."""
+    skipped = {ADAPTER_CONFIG, *(_GENERATION if plan.kind == "adapter" else ())}
+    for path in sorted(model_dir.iterdir()):
+        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and path.name not in skipped and not is_weights:
+            shutil.copyfile(path, folder / path.name)
+    if plan.adapter_config is not None:
+        _write_json(folder / ADAPTER_CONFIG, plan.adapter_config)
+        return
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
+    config |= {"dtype": plan.dtype_name, "architectures": [architecture]}
+    if plan.untied:
+        config["tie_word_embeddings"] = False
+    _write_json(folder / "config.json", config)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _verify(folder: Path, writer: ShardWriter, model: PreTrainedModel, *, adapter_of: nn.Module | None) -> None:
+    """Matches the written names and shapes as the loading library would, and reads a sample of the values back.
+
+    Raises:
+        CheckpointError: EXPORT_VERIFY.
+    """
+    if adapter_of is not None:
+        files = SafetensorsFolder(folder, stem="adapter_model")
+        expected = get_peft_model_state_dict(adapter_of, save_embedding_layers=False)
+        shapes = [{key: tuple(value.shape) for key, value in metas.items()} for metas in (expected, files.metas)]
+        faults = [f"{key} {shape}" for key, shape in sorted(shapes[0].items() ^ shapes[1].items())]
+    else:
+        files = SafetensorsFolder(folder)
+        faults = [problem.message for problem in schedule_loading(model, files.metas).problems]
+    for name, digest in writer.digests.items():
+        if hashlib.sha256(tensor_bytes(files.read(name))).hexdigest() != digest:
+            faults.append(f"{name} reads back with other values than were written")
+    if faults:
+        raise CheckpointError.of(
+            code="EXPORT_VERIFY",
+            key=str(folder),
+            message=f"the exported files do not load as they should: {some(faults)}",
+            fix="Check the disk and export again; nothing was put in place",
+        )
+
+
+def _peft_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
+    with torch.device("meta"):
+        return get_peft_model(model, LoraConfig.from_peft_type(**lora))  # type: ignore[no-any-return]
+
+
+def _meta_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise CheckpointError.of(
+            code="EXPORT_CONFIG",
+            key=str(model_dir),
+            message=f"{model_dir} holds no configuration of a causal language model: {str(error).splitlines()[0]}",
+            fix="Pass model_dir: the folder with this model's config.json and tokenizer",
+        ) from error
+    tie_weights(model)
+    return model
+
+
+def _disagreements(weights: Weights, wanted: Mapping[str, Tensor]) -> Iterable[Problem]:
+    stored = weights.tensors
+    for message, keys in (
+        ("the checkpoint lacks", sorted(wanted.keys() - stored.keys())),
+        ("the model has no place for", sorted(stored.keys() - wanted.keys())),
+    ):
+        if keys:
+            yield Problem(
+                code="EXPORT_KEYS",
+                key=keys[0],
+                message=f"{message} {len(keys)} tensor{'s' * (len(keys) > 1)}: {some(keys)}",
+                fix="Pass model_dir: the folder with the config.json of this very job",
+            )
+    for key in wanted.keys() & stored.keys():
+        if tuple(wanted[key].shape) != stored[key].shape:
+            yield Problem(
+                code="EXPORT_SHAPE",
+                key=key,
+                message=f"{key} has shape {stored[key].shape} in the checkpoint and {tuple(wanted[key].shape)} by the config",
+                fix="Pass model_dir: the folder with the config.json of this very job",
+            )
+
+
+def _latest(checkpoint_dir: Path) -> Path:
+    latest = checkpoint_dir / "latest"
+    try:
+        return checkpoint_dir / latest.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise CheckpointError.of(
+            code="EXPORT_LATEST",
+            key=str(latest),
+            message=f"{latest} cannot be read: saving this checkpoint never came to its end, or this is not a checkpoint",
+            fix="Name a checkpoint-STEP folder of output_dir that holds a file named latest",
+            source="deepspeed, runtime/engine.py, DeepSpeedEngine.save_checkpoint",
+        ) from error
+
+
+def _not_adapted(source: Path) -> Problem:
+    return Problem(
+        code="EXPORT_NOT_ADAPTED",
+        key="merge_adapter",
+        message=f"merge_adapter=True, but {source} holds no LoRA weights",
+        fix="Leave merge_adapter out",
+    )
+
+
+def _trained_dtype(weights: Weights) -> torch.dtype:
+    """The training dtype: that of the first adapter matrix."""
+    return next(stored.dtype for name, stored in weights.tensors.items() if ".lora_" in name)
+
+
+def _written_dtype(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Up to `count` positions, evenly spread, first and last among them."""
+    if length <= count:
+        return list(range(length))
+    return [round(number * (length - 1) / (count - 1)) for number in range(count)]

@@ -1,0 +1,212 @@
+"""Writes safetensors shards tensor by tensor, and puts a finished folder in place in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import CheckpointError, RunError
+from toolkit.modeling.safetensors_folder import DTYPES
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor that will be written: what a safetensors header says of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its values, bytes."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+
+def plan_shards(entries: Iterable[Entry], *, max_shard_size_bytes: int) -> list[list[Entry]]:
+    """Fills shards in order, none above the size unless a single tensor is.
+
+    Source:
+        huggingface_hub, serialization/_base.py, split_state_dict_into_shards_factory.
+    """
+    shards: list[list[Entry]] = [[]]
+    room = max_shard_size_bytes
+    for entry in entries:
+        if shards[-1] and entry.num_bytes > room:
+            shards.append([])
+            room = max_shard_size_bytes
+        shards[-1].append(entry)
+        room -= entry.num_bytes
+    return shards
+
+
+@dataclass(slots=True)
+class ShardWriter:
+    """Writes tensors in any order; only one is in memory at a time.
+
+    The headers come first and fix every tensor's place in its file, so a tensor is written where it belongs when it
+    is given, and several shards grow at once.
+
+    Args:
+        folder: Where the files go.
+        entries: Every tensor that will be given.
+        max_shard_size_bytes: Above it a new file begins.
+        stem: File name without ending: `model`, or `adapter_model`.
+    Raises:
+        RunError: EXPORT_WRITE, when the disk refuses.
+    Source:
+        safetensors README, "Format": 8 bytes of header length, JSON header, values.
+    """
+
+    folder: Path
+    entries: list[Entry]
+    max_shard_size_bytes: int
+    stem: str = "model"
+    digests: dict[str, str] = field(default_factory=dict)
+    file_of: dict[str, str] = field(default_factory=dict)
+    _files: dict[str, IO[bytes]] = field(default_factory=dict)
+    _starts: dict[str, int] = field(default_factory=dict)
+    _waiting: dict[str, Entry] = field(default_factory=dict)
+
+    def __enter__(self) -> ShardWriter:
+        shards = plan_shards(self.entries, max_shard_size_bytes=self.max_shard_size_bytes)
+        for number, shard in enumerate(shards, start=1):
+            name = f"{self.stem}.safetensors"
+            if len(shards) > 1:
+                name = f"{self.stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+            with _disk(self.folder / name):
+                self._begin(name, shard)
+        self._waiting = {entry.name: entry for entry in self.entries}
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        for name, file in self._files.items():
+            with _disk(self.folder / name) if failure[0] is None else contextlib.suppress(OSError):
+                file.flush()
+                os.fsync(file.fileno())
+            file.close()
+        if failure[0] is None:
+            self._finish()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all values, bytes."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def write(self, name: str, tensor: Tensor, *, remember: bool = False) -> None:
+        """Writes one tensor; its shape and dtype must be those of its entry.
+
+        Args:
+            name: Its key.
+            tensor: On the CPU.
+            remember: Keep the SHA-256 of its bytes in `digests`.
+        """
+        entry = self._waiting.pop(name)
+        if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, was planned as {entry}")
+        values = tensor_bytes(tensor)
+        file = self._files[self.file_of[name]]
+        with _disk(self.folder / self.file_of[name]):
+            file.seek(self._starts[name])
+            file.write(values)
+        if remember:
+            self.digests[name] = hashlib.sha256(values).hexdigest()
+
+    def _begin(self, file_name: str, shard: list[Entry]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        # Widest first, as safetensors itself does: every tensor then starts at a multiple of its item size.
+        for entry in sorted(shard, key=lambda entry: -entry.dtype.itemsize):
+            end = offset + entry.num_bytes
+            code = _CODES[entry.dtype]
+            header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [offset, end]}
+            self._starts[entry.name] = offset
+            self.file_of[entry.name] = file_name
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._files[file_name] = file = (self.folder / file_name).open("wb")
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + offset)
+        for entry in shard:
+            self._starts[entry.name] += 8 + len(text)
+
+    def _finish(self) -> None:
+        if self._waiting:
+            raise ValueError(
+                f"{len(self._waiting)} tensors were planned and never given, first {next(iter(self._waiting))}"
+            )
+        if len(self._files) > 1:
+            numel = sum(entry.num_bytes // entry.dtype.itemsize for entry in self.entries)
+            index = {
+                "metadata": {"total_size": self.num_bytes, "total_parameters": numel},
+                "weight_map": dict(sorted(self.file_of.items())),
+            }
+            path = self.folder / f"{self.stem}.safetensors.index.json"
+            with _disk(path):
+                path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Gives an empty folder beside `target` that takes its place when the block ends well, and else is removed.
+
+    Raises:
+        CheckpointError: EXPORT_EXISTS, if `target` holds something and `overwrite` is false.
+        RunError: EXPORT_WRITE, when the disk refuses.
+    """
+    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError.of(
+            code="EXPORT_EXISTS",
+            key=str(target),
+            message=f"{target} exists and is not empty",
+            fix="Name a new folder, or pass overwrite=True (--overwrite) to replace it",
+        )
+    staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    try:
+        with _disk(target):
+            staged.mkdir(parents=True)
+        yield staged
+        with _disk(target):
+            if target.exists():
+                target.rename(replaced)
+            staged.rename(target)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        if replaced.exists() and target.exists():
+            shutil.rmtree(replaced, ignore_errors=True) if replaced.is_dir() else replaced.unlink()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's values as safetensors stores them: row-major, little-endian."""
+    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+@contextlib.contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError.of(
+            code="EXPORT_WRITE",
+            key=str(path),
+            message=f"{path} cannot be written: {error.strerror or error}",
+            fix="Free disk space or name another folder, then export again; the checkpoint is untouched",
+        ) from error

@@ -1,0 +1,248 @@
+"""Reads single tensors out of a checkpoint that the DeepSpeed engine wrote, whatever its ZeRO stage.
+
+Files are mapped, not loaded: a tensor's bytes are read when that tensor is asked for, and Adam's moments, three
+quarters of a checkpoint, never are. The layouts are those of DeepSpeed 0.19:
+
+* stage 0 to 2: `mp_rank_00_model_states.pt` holds the whole module in the training dtype; `*_optim_states.pt` of each
+  rank holds its slice of the fp32 master weights, with the address of every parameter's fragment;
+* stage 3: `zero_pp_rank_R_mp_rank_00_model_states.pt` holds shapes, buffers and rank R's part of each frozen
+  parameter; rank R's part of the trainable ones is in its `*_optim_states.pt`, in the order of the shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import CheckpointError, Problem
+
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor of the checkpoint.
+
+    Args:
+        shape: Whole shape.
+        dtype: Training dtype: what the module computed with.
+        owner: Its own name, or the name of the tensor that it shares storage with.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: str
+
+
+@dataclass(slots=True)
+class ZeroCheckpoint:
+    """The module's tensors of one checkpoint tag.
+
+    Args:
+        folder: The tag's folder.
+    Raises:
+        CheckpointError: EXPORT_NO_CHECKPOINT, EXPORT_INCOMPLETE, EXPORT_DAMAGED, EXPORT_MODEL_PARALLEL, EXPORT_NVME.
+    Source:
+        deepspeed, runtime/engine.py, DeepSpeedEngine._save_checkpoint; utils/zero_to_fp32.py.
+    """
+
+    folder: Path
+    stage: int = field(init=False)
+    tensors: dict[str, StoredTensor] = field(init=False)
+    _module: dict[str, Tensor] = field(init=False)
+    _states: list[dict[str, Any]] = field(init=False)
+    _optimizers: list[dict[str, Any]] = field(init=False)
+    _fragments: dict[str, list[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        models = _by_rank(self.folder, _MODEL_FILE)
+        if not models:
+            raise CheckpointError(_no_checkpoint(self.folder))
+        split = [path for path in models if "mp_rank_00" not in path.name] or sorted(self.folder.glob("layer_*.pt"))
+        if split:
+            raise CheckpointError(_model_parallel(self.folder, split[0].name))
+        partitioned = models[0].name.startswith("zero_pp_rank_")
+        self._states = [_load(path) for path in (models if partitioned else models[:1])]
+        self._module = {key: value for key, value in self._states[0]["module"].items() if isinstance(value, Tensor)}
+        self._optimizers = [_load(path)["optimizer_state_dict"] for path in _by_rank(self.folder, _OPTIMIZER_FILE)]
+        self.stage = 3 if partitioned else int(self._optimizers[0].get("zero_stage", 1)) if self._optimizers else 0
+        self._check_complete()
+        self._fragments = dict(self._partitions()) if partitioned else {}
+        self.tensors = dict(self._describe())
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One whole tensor, in `dtype` if it is a floating-point one.
+
+        It comes from the module's copy when that has this dtype, and from the fp32 master weight otherwise.
+
+        Raises:
+            CheckpointError: EXPORT_DAMAGED, if its parts do not add up.
+        """
+        stored = self.tensors[name]
+        if stored.owner in self._fragments:
+            return self._join(name, self._fragments[stored.owner], dtype)
+        whole = self._module[name]
+        if tuple(whole.shape) != stored.shape:
+            raise CheckpointError(_damaged(self.folder, f"holds no values of {name}"))
+        if not whole.is_floating_point() or whole.dtype == dtype:
+            return whole.contiguous()
+        masters = list(self._master_fragments(stored.owner))
+        return self._join(name, masters, dtype) if masters else whole.to(dtype)
+
+    def _join(self, name: str, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        stored = self.tensors[name]
+        numel = math.prod(stored.shape)
+        held = sum(part.numel() for part in parts)
+        if held < numel:
+            raise CheckpointError(_damaged(self.folder, f"holds {held} of the {numel} elements of {name}"))
+        joined = torch.empty(numel, dtype=dtype if parts[0].is_floating_point() else parts[0].dtype)
+        start = 0
+        for part in parts:  # the last part may be padded
+            taken = min(part.numel(), numel - start)
+            joined[start : start + taken].copy_(part[:taken])
+            start += taken
+        return joined.view(stored.shape)
+
+    def _master_fragments(self, name: str) -> Iterator[Tensor]:
+        """Slices of the fp32 master weight, in rank order (stages 1 and 2, and bf16 at stage 0)."""
+        for state in self._optimizers:
+            for addresses, flat in zip(
+                state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True
+            ):
+                address = addresses.get(name)
+                if address is not None:
+                    yield flat[address.start : address.start + address.numel]
+
+    def _partitions(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Stage 3: each parameter's parts in rank order, the last one padded. Parts are views of the mapped files.
+
+        Source:
+            deepspeed, utils/zero_to_fp32.py, _zero3_merge_trainable_params.
+        """
+        for name in self._states[0].get("frozen_param_shapes") or {}:
+            yield name, [state["frozen_param_fragments"][name] for state in self._states]
+        flats = [_Concatenation(list(optimizer["fp32_flat_groups"])) for optimizer in self._optimizers]
+        start = 0
+        for group in self._states[0].get("param_shapes") or ():
+            for name, shape in group.items():
+                length = -(-math.prod(shape) // len(flats))
+                yield name, [part for flat in flats for part in flat.slices(start, start + length)]
+                start += length
+        if any(flat.numel != start for flat in flats):
+            if (self.folder / "offloaded_tensors").exists():
+                raise CheckpointError(_on_nvme(self.folder))
+            raise CheckpointError(_damaged(self.folder, f"does not hold {start} master weights in each rank's file"))
+
+    def _describe(self) -> Iterator[tuple[str, StoredTensor]]:
+        shared = self._states[0].get("shared_params") or {}
+        shapes = _shapes(self._states[0])
+        places: dict[tuple[int, int, tuple[int, ...]], str] = {}
+        for name, value in self._module.items():
+            owner = shared.get(name, name)
+            shape = tuple(shapes.get(owner, value.shape)) if self.stage == 3 else tuple(value.shape)
+            if self.stage != 3 and value.numel():
+                place = (value.untyped_storage().data_ptr(), int(value.storage_offset()), shape)
+                owner = places.setdefault(place, name)
+            yield name, StoredTensor(shape=shape, dtype=value.dtype, owner=owner)
+
+    def _check_complete(self) -> None:
+        if not self._optimizers:
+            if self._states[0].get("param_shapes") is not None:
+                raise CheckpointError(_incomplete(self.folder, "its *_optim_states.pt files", 0))
+            return
+        count = self._optimizers[0].get("partition_count", len(self._optimizers))
+        expected = max(count) if isinstance(count, list | tuple) else int(count)
+        if len(self._optimizers) != expected:
+            raise CheckpointError(_incomplete(self.folder, f"{expected} *_optim_states.pt", len(self._optimizers)))
+        if self.stage == 3 and len(self._states) != expected:
+            raise CheckpointError(_incomplete(self.folder, f"{expected} *_model_states.pt", len(self._states)))
+
+
+class _Concatenation:
+    """Several flat tensors seen as one, without copying."""
+
+    def __init__(self, pieces: list[Tensor]) -> None:
+        self._pieces = pieces
+        self._ends = list(accumulate(piece.numel() for piece in pieces))
+        self.numel = self._ends[-1] if self._ends else 0
+
+    def slices(self, start: int, stop: int) -> Iterator[Tensor]:
+        for piece, end in zip(self._pieces, self._ends, strict=True):
+            begin = end - piece.numel()
+            if start < end and stop > begin:
+                yield piece[max(start - begin, 0) : min(stop, end) - begin]
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for group in state.get("param_shapes") or ():
+        shapes |= {name: tuple(shape) for name, shape in group.items()}
+    return shapes | {name: tuple(shape) for name, shape in (state.get("frozen_param_shapes") or {}).items()}
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    matches = [(path, pattern.fullmatch(path.name)) for path in folder.glob("*.pt")]
+    ranked = [((int(match["mp"]), int(match["dp"] or 0)), path) for path, match in matches if match]
+    return [path for _, path in sorted(ranked)]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        # DeepSpeed pickles objects of its own (loss scaler, fragment addresses), so weights_only would refuse.
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    except Exception as error:  # a truncated archive raises anything from RuntimeError to UnpicklingError
+        raise CheckpointError(_damaged(path, f"cannot be read: {error}")) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(_damaged(path, "is not a state of the DeepSpeed engine"))
+    return state
+
+
+def _no_checkpoint(folder: Path) -> Problem:
+    return Problem(
+        code="EXPORT_NO_CHECKPOINT",
+        key=str(folder),
+        message=f"{folder} holds no *_model_states.pt: it is not a folder that the DeepSpeed engine saved",
+        fix="Name a checkpoint-STEP folder of output_dir",
+    )
+
+
+def _incomplete(folder: Path, wanted: str, found: int) -> Problem:
+    return Problem(
+        code="EXPORT_INCOMPLETE",
+        key=str(folder),
+        message=f"{folder} lacks {wanted}, found {found}: each data-parallel rank writes one",
+        fix="Copy the files of every node into this folder, or export an earlier checkpoint",
+        source="deepspeed, runtime/engine.py, DeepSpeedEngine._save_zero_checkpoint",
+    )
+
+
+def _model_parallel(folder: Path, name: str) -> Problem:
+    return Problem(
+        code="EXPORT_MODEL_PARALLEL",
+        key=str(folder),
+        message=f"{folder} holds {name}: weights that are split by tensor parallelism need the job's plan to be joined",
+        fix="Export a checkpoint of a job with tensor: 1 and pipeline: 1",
+    )
+
+
+def _on_nvme(folder: Path) -> Problem:
+    return Problem(
+        code="EXPORT_NVME",
+        key=str(folder),
+        message=f"{folder} keeps its master weights as swap files in offloaded_tensors: the engine alone can read those",
+        fix="Resume the job with parallel.offload: none or full-cpu, save a checkpoint, and export that",
+        source="deepspeed, runtime/zero/stage3.py, checkpoint_event_epilogue",
+    )
+
+
+def _damaged(path: Path, what: str) -> Problem:
+    return Problem(code="EXPORT_DAMAGED", key=str(path), message=f"{path} {what}", fix="Export an earlier checkpoint")
