@@ -9,6 +9,7 @@ import torch.distributed as dist
 from toolkit.checkpoint.layout import PLAN, State, tag_of
 from toolkit.checkpoint.manifest import checksum_problems, read_manifest, share, size_problems
 from toolkit.checkpoint.random_state import load_random_state
+from toolkit.checkpoint.save import leaves_frozen_out
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError
 from toolkit.plan.plan import Plan
@@ -37,7 +38,7 @@ def load(run: Run, path: str | Path) -> State:
     if problems:
         raise CheckpointError(*problems)
     loaded, _ = run.engine.load_checkpoint(
-        str(folder), tag=tag_of(state.step), load_module_strict=run.plan.job.train.method != "lora"
+        str(folder), tag=tag_of(state.step), load_module_strict=not leaves_frozen_out(run.plan)
     )
     if loaded is None:
         raise CheckpointError.of(

@@ -12,24 +12,28 @@ from typing import Any
 
 import torch.distributed as dist
 
+from toolkit import __version__
 from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, State, sync_folder, tag_of
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
+from toolkit.checkpoint.probe import record_probe
 from toolkit.checkpoint.random_state import save_random_state
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
+from toolkit.plan.plan import Plan
 from toolkit.units import format_bytes
 
 # Master copy and two moments in fp32 (arXiv 1910.02054, section 3.1).
 _OPTIMIZER_BYTES = {"adamw": 12, "adamw_torch": 12, "lion": 8, "sgd": 8}
 
 
-def save(run: Run, path: str | Path, *, tokenizer: Any = None) -> Path:
+def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = False) -> Path:
     """Saves a run so that it resumes exactly, or leaves nothing under `path`.
 
     Args:
         run: The run; all ranks call this together.
         path: Folder of the checkpoint, on a file system that all ranks share; replaced if it exists.
         tokenizer: Saved beside the model's configuration, for the export.
+        probe: Also keeps a few scores of the live model, with which the export can be compared; one forward pass.
 
     Returns:
         The folder.
@@ -46,17 +50,24 @@ def save(run: Run, path: str | Path, *, tokenizer: Any = None) -> Path:
     _prepare(run, target, partial)
     with _disk_errors(target):
         run.engine.save_checkpoint(
-            str(partial), tag=tag_of(run.step_count), exclude_frozen_parameters=run.plan.job.train.method == "lora"
+            str(partial), tag=tag_of(run.step_count), exclude_frozen_parameters=leaves_frozen_out(run.plan)
         )
         save_random_state(partial, rank=run.world.rank)
         if run.world.is_main:
             _write_plan(run, partial)
             _write_model_files(run, partial / MODEL, tokenizer)
+        if probe:
+            record_probe(run, partial)
     run.world.barrier()
     with _disk_errors(target):
         _publish(run, partial, target)
     run.world.barrier()
     return target
+
+
+def leaves_frozen_out(plan: Plan) -> bool:
+    """Whether checkpoints leave frozen weights out: those of LoRA lie in the model's folder, unless drawn at random."""
+    return plan.job.train.method == "lora" and plan.settings.init == "pretrained"
 
 
 def checkpoint_bytes(run: Run) -> int:
@@ -67,7 +78,7 @@ def checkpoint_bytes(run: Run) -> int:
         count = getattr(parameter, "ds_numel", parameter.numel())
         total += count
         trainable += count if parameter.requires_grad else 0
-    weights = trainable if run.plan.job.train.method == "lora" else total
+    weights = trainable if leaves_frozen_out(run.plan) else total
     return weights * width + trainable * _OPTIMIZER_BYTES[run.plan.job.train.optimizer]
 
 
@@ -98,7 +109,7 @@ def _write_plan(run: Run, partial: Path) -> None:
         zero_stage=settings.zero_stage,
         world_size=run.world.size,
         train_batch_size=settings.batch.train,
-        versions={name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerator-toolkit")},
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")} | {"toolkit": __version__},
     ).save(partial)
     assert (partial / LATEST).exists(), "DeepSpeed names its tag in `latest`"
 

@@ -63,6 +63,4 @@ def launch_local(
         )
         return made | dict(extra_environment or {})
 
-    return supervise(
-        argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir, on_interrupt=on_interrupt
-    )
+    return supervise(argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir, on_interrupt=on_interrupt)

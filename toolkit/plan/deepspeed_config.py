@@ -63,7 +63,8 @@ def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
     if stage == 0:
         return section
     if stage < 3:
-        section["allgather_bucket_size"] = settings.reduce_bucket_size
+        # stage_1_and_2.py asserts a multiple of its nccl_start_alignment_factor, 2.
+        section["allgather_bucket_size"] = settings.reduce_bucket_size + settings.reduce_bucket_size % 2
     if draft.uses_bf16_optimizer:
         return section
     nvme = draft.job.cluster.nvme_path

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 Elements = Annotated[StrictInt, Field(ge=0)]
 PositiveElements = Annotated[StrictInt, Field(gt=0)]
+EvenElements = Annotated[StrictInt, Field(gt=0, multiple_of=2)]  # stage_1_and_2.py nccl_start_alignment_factor
 Number = Annotated[float, Field(ge=0, strict=True)]
 PositiveNumber = Annotated[float, Field(gt=0, strict=True)]
 
@@ -47,7 +48,7 @@ class ZeroKeys(_Keys):
     contiguous_gradients: StrictBool | None = None
     reduce_scatter: StrictBool | None = None
     reduce_bucket_size: PositiveElements | None = None
-    allgather_bucket_size: PositiveElements | None = None
+    allgather_bucket_size: EvenElements | None = None
     overlap_comm: StrictBool | None = None
     round_robin_gradients: StrictBool | None = None
     offload_optimizer: OffloadOptimizerKeys | None = None
@@ -86,9 +87,9 @@ class Bf16Keys(_Keys):
 
 
 class CommsLoggerKeys(_Keys):
-    """comm/config.py CommsLoggerConfig."""
+    """comm/config.py CommsLoggerConfig; DeepSpeedCommsConfig turns it on where the section is, whatever `enabled` says."""
 
-    enabled: StrictBool
+    enabled: Literal[True]
     prof_all: StrictBool | None = None
     prof_ops: list[StrictStr] | None = None
     verbose: StrictBool | None = None

@@ -47,12 +47,15 @@ class TrainResult:
     interrupted: bool
 
 
-def train(plan: Plan, *, resume: Path | None = None, reporter: Reporter | None = None) -> TrainResult:
+def train(
+    plan: Plan, *, resume: Path | None = None, stop_after: int | None = None, reporter: Reporter | None = None
+) -> TrainResult:
     """Trains a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
 
     Args:
         plan: What to run; its job must have a data section.
         resume: Checkpoint to go on from.
+        stop_after: Optimizer step after which this session saves and ends, before the run's length.
         reporter: Where progress goes; by default the terminal of rank 0.
 
     Returns:
@@ -74,14 +77,14 @@ def train(plan: Plan, *, resume: Path | None = None, reporter: Reporter | None =
     with reporter:
         tokenizer = load_tokenizer(plan)
         data = prepare_in_turn(plan, world, tokenizer)
-        reporter.say(f"data: {data.train.report}")
+        reporter.say(describe_data(data))
         began = time.perf_counter()
         with initialize(plan, world=world) as run:
             _say_model(run, reporter, seconds=time.perf_counter() - began)
             if resume is not None:
                 load(run, resume)
                 reporter.say(f"resumed from {resume} at step {run.step_count}")
-            return _Loop(run, data, tokenizer, reporter).go()
+            return _Loop(run, data, tokenizer, reporter, stop_after=stop_after).go()
 
 
 def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
@@ -108,16 +111,36 @@ def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
     return prepared
 
 
+def describe_data(data: PreparedData) -> str:
+    """Says what packing made of the documents, in one line."""
+    report = data.train.report
+    parts = [
+        f"data: {report.documents:,} documents, {report.sequences:,} sequences, {report.tokens:,} tokens, "
+        f"{report.target_tokens:,} of them learned"
+    ]
+    if report.truncated and data.train.packing != "wrapped":
+        parts.append(f"{report.truncated:,} documents cut")
+    if report.dropped_documents or report.dropped_sequences:
+        parts.append(f"{report.dropped_documents:,} documents and {report.dropped_sequences:,} sequences dropped")
+    if report.padding_fraction:
+        parts.append(f"{report.padding_fraction:.0%} padding")
+    if data.eval is not None:
+        parts.append(f"{len(data.eval):,} sequences to validate on")
+    return "; ".join(parts)
+
+
 class _Loop:
     """One session of a run, from its first step to its last checkpoint."""
 
-    def __init__(self, run: Run, data: PreparedData, tokenizer: Any, reporter: Reporter) -> None:
+    def __init__(
+        self, run: Run, data: PreparedData, tokenizer: Any, reporter: Reporter, *, stop_after: int | None
+    ) -> None:
+        self.stop_after = stop_after
         self.run, self.data, self.tokenizer, self.reporter = run, data, tokenizer, reporter
         self.plan = run.plan
         self.batches = run.loader(data.train)
         self.meter = Meter(self.plan, run.world.device)
         self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count) if run.world.is_main else None
-        self.last_saved: int | None = None
         self.last_loss: float | None = None
 
     def go(self) -> TrainResult:
@@ -132,17 +155,15 @@ class _Loop:
                 for batch in self.batches:
                     loss = run.step(batch)
                     step = run.step_count
-                    last = step == run.num_steps or run.should_stop
+                    last = step == run.num_steps or run.should_stop or step == self.stop_after
                     if step % self.plan.job.train.logging_steps == 0 or last:
                         self._log(loss, step - logged_at)
                         logged_at = step
                     self._evaluate_when_due(last=step == run.num_steps)
                     if step % self.plan.settings.save_steps == 0 or last:
-                        self._save()
-                    if run.should_stop:
+                        self._save(probe=step == run.num_steps)
+                    if last:
                         break
-            if self.last_saved is None:
-                self._save()
         finally:
             if self.metrics is not None:
                 self.metrics.close()
@@ -151,7 +172,7 @@ class _Loop:
             num_steps=run.num_steps,
             loss=self.last_loss,
             checkpoint=self.plan.output_dir / checkpoint_name(run.step_count),
-            interrupted=run.step_count < run.num_steps,
+            interrupted=run.should_stop and run.step_count < run.num_steps,
         )
 
     def _log(self, loss: torch.Tensor, num_steps: int) -> None:
@@ -189,14 +210,11 @@ class _Loop:
         self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f} ({format_seconds(seconds)})")
         self.meter.skip()
 
-    def _save(self) -> None:
+    def _save(self, *, probe: bool) -> None:
         run, step = self.run, self.run.step_count
-        if self.last_saved == step:
-            return
         folder = self.plan.output_dir / checkpoint_name(step)
         began = time.perf_counter()
-        save(run, folder, tokenizer=self.tokenizer)
-        self.last_saved = step
+        save(run, folder, tokenizer=self.tokenizer, probe=probe)
         self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
         if run.world.is_main:
             rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit)

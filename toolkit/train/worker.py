@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m toolkit.train.worker", description=__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    parser.add_argument("--stop-after", type=int, help="optimizer step after which this session saves and ends")
     parser.add_argument("--log-dir", type=Path, help="where to leave a machine-readable error for the launcher")
     options = parser.parse_args(arguments)
     # Deprecations inside torch and DeepSpeed are not the user's to mend, and bury the progress bar.
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
     try:
-        return _train(options.plan, options.resume)
+        return _train(options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as error:
@@ -41,11 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
         raise
 
 
-def _train(plan_path: Path, resume: Path | None) -> int:
+def _train(options: argparse.Namespace) -> int:
     # torch, DeepSpeed and transformers load here, once the arguments are known to be good.
     from toolkit.train.loop import train
 
-    result = train(Plan.load(plan_path), resume=resume)
+    result = train(Plan.load(options.plan), resume=options.resume, stop_after=options.stop_after)
     return INTERRUPTED if result.interrupted else 0
 
 

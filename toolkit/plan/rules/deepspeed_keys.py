@@ -66,11 +66,14 @@ def _invalid(path: str, kind: str, message: str, value: Any) -> Problem:
     if kind == "extra_forbidden":
         known = list(_schema_paths(DeepSpeedKeys))
         near = difflib.get_close_matches(path, [*known, *HOMES], n=1)
+        fix = "Remove it"
+        if near:
+            fix = f"Set {HOMES[near[0]]}" if near[0] in HOMES else f"Did you mean deepspeed.{near[0]}"
         return Problem(
             code="DEEPSPEED_UNKNOWN",
             key=f"deepspeed.{path}",
             message=f"deepspeed.{path} is not a key that takes effect here: DeepSpeed would ignore or refuse it",
-            fix=f"Did you mean {near[0]}" if near else "Remove it",
+            fix=fix,
             source="deepspeed runtime/config.py",
         )
     return Problem(

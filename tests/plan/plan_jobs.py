@@ -1,0 +1,153 @@
+"""Jobs for the tests of toolkit.plan: the smallest ones, and random ones."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from hypothesis import strategies as st
+
+from toolkit.errors import Problem, ToolkitError
+from toolkit.plan.draft import Draft
+from toolkit.plan.plan import Plan
+from toolkit.plan.resolve import resolve_with
+from toolkit.spec.catalogue import Gpu, find_gpu
+from toolkit.spec.job import Attention, Job, Model, Offload, Optimizer, Precision, Schedule
+from toolkit.spec.model import ModelSpec, resolve_model
+
+H100, V100, CPU = "h100-sxm-80gb", "v100-sxm-16gb", "cpu"
+TOY = "quickstart-llama"
+
+
+@cache
+def model_of(name: str) -> ModelSpec:
+    return resolve_model(Model(name=name))
+
+
+@cache
+def gpu_of(name: str) -> Gpu:
+    return find_gpu(name)
+
+
+def job_of(
+    *,
+    model: str = TOY,
+    gpu: str = H100,
+    ranks: int = 2,
+    nodes: int = 1,
+    train: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+    deepspeed: dict[str, Any] | None = None,
+    **cluster: Any,
+) -> Job:
+    """A job on two H100 of which the test names only what it is about."""
+    sections: dict[str, Any] = {
+        "model": model,
+        "cluster": {"gpu": gpu, "gpus_per_node": ranks, "nodes": nodes, **cluster},
+    }
+    for name, value in (("train", train), ("data", data), ("parallel", parallel), ("deepspeed", deepspeed)):
+        if value is not None:
+            sections[name] = value
+    return Job.model_validate(sections)
+
+
+def resolved(job: Job) -> Plan:
+    return resolve_with(job, model=model_of(job.model.name), gpu=gpu_of(job.cluster.gpu))
+
+
+def plan_of(**sections: Any) -> Plan:
+    return resolved(job_of(**sections))
+
+
+def problems_of(**sections: Any) -> tuple[Problem, ...]:
+    """What stands against the job; empty when nothing does."""
+    try:
+        plan_of(**sections)
+    except ToolkitError as error:
+        return error.problems
+    return ()
+
+
+def draft_of(plan: Plan) -> Draft:
+    return Draft(job=plan.job, model=plan.model, gpu=plan.gpu, settings=plan.settings)
+
+
+def sections(fields: dict[str, st.SearchStrategy[Any]], *, at_most: int) -> st.SearchStrategy[dict[str, Any]]:
+    """A section with some of its keys: few, so that a fair share of the jobs is sound."""
+    return st.lists(st.sampled_from(sorted(fields)), unique=True, max_size=at_most).flatmap(
+        lambda names: st.fixed_dictionaries({name: fields[name] for name in names})
+    )
+
+
+def literal(kind: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(kind.__args__)
+
+
+TRAIN = {
+    "method": st.sampled_from(["full", "lora"]),
+    "lora": st.just({"r": 4, "target_modules": ["q_proj"]}),
+    "sequence_length": st.sampled_from([64, 256, 512, 1024]),
+    "per_device_train_batch_size": st.integers(1, 6),
+    "gradient_accumulation_steps": st.integers(1, 6),
+    "train_batch_size": st.integers(1, 64),
+    "per_device_eval_batch_size": st.integers(1, 4),
+    "precision": literal(Precision),
+    "gradient_accumulation_dtype": literal(Precision),
+    "optimizer": literal(Optimizer),
+    "weight_decay": st.floats(0, 1),
+    "adam_beta1": st.floats(0, 1, exclude_max=True),
+    "adam_beta2": st.floats(0, 1, exclude_max=True),
+    "adam_epsilon": st.floats(1e-12, 1e-3),
+    "momentum": st.floats(0, 1, exclude_max=True),
+    "gradient_checkpointing": st.booleans() | st.floats(0, 1),
+    "attention": literal(Attention),
+    "learning_rate": st.floats(1e-9, 1),
+    "learning_rate_scaling": st.sampled_from(["none", "linear", "sqrt"]),
+    "learning_rate_reference_batch_size": st.integers(1, 512),
+    "lr_scheduler_type": literal(Schedule),
+    "min_learning_rate_ratio": st.floats(0, 1),
+    "warmup_steps": st.integers(0, 20),
+    "warmup_ratio": st.floats(0, 1),
+    "max_grad_norm": st.floats(0, 10),
+    "max_steps": st.integers(1, 50),
+    "num_train_epochs": st.floats(0.1, 5),
+    "save_steps": st.integers(1, 50),
+    "save_total_limit": st.integers(1, 5),
+    "eval_steps": st.integers(1, 50),
+    "logging_steps": st.integers(1, 5),
+    "report_to": st.just(["tensorboard"]),
+    "torch_compile": st.booleans(),
+    "seed": st.integers(0, 2**40),
+}
+PARALLEL = {
+    "zero_stage": st.integers(0, 3),
+    "tensor": st.sampled_from([1, 1, 1, 2]),
+    "pipeline": st.sampled_from([1, 1, 1, 2]),
+    "offload": literal(Offload),
+    "offload_ratio": st.floats(0, 1, exclude_min=True, exclude_max=True),
+}
+DATA = {
+    "eval": st.just("eval.jsonl"),
+    "eval_split": st.just("test"),
+    "validation_fraction": st.floats(0.01, 0.5),
+    "packing": st.sampled_from(["wrapped", "separated", "none"]),
+    "loss_on": st.sampled_from(["all", "completion", "assistant"]),
+}
+
+
+@st.composite
+def jobs(draw: st.DrawFn, deepspeed: st.SearchStrategy[dict[str, Any]] | None = None) -> Job:
+    """Any job that the schema admits; about half are sound."""
+    data = draw(st.none() | sections(DATA, at_most=2))
+    return job_of(
+        model=draw(st.sampled_from([TOY, TOY, "llama-3.2-1b", "gemma-2-2b", "gpt2"])),
+        gpu=draw(st.sampled_from([H100, H100, "a100-sxm-80gb", V100, CPU])),
+        ranks=draw(st.integers(1, 8)),
+        nodes=draw(st.sampled_from([1, 1, 2])),
+        nvme_path=draw(st.sampled_from([None, "/local"])),
+        train=draw(sections(TRAIN, at_most=5)),
+        data=None if data is None else {"train": ["a.jsonl"], **data},
+        parallel=draw(sections(PARALLEL, at_most=2)),
+        deepspeed=draw(deepspeed if deepspeed is not None else st.just({})),
+    )

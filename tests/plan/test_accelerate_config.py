@@ -1,0 +1,120 @@
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from plan_jobs import CPU, plan_of
+
+from toolkit.errors import PlanError
+
+
+def refused(code, key, **sections):
+    plan = plan_of(**sections)
+    for call in (plan.accelerate_config, lambda: plan.deepspeed_config("accelerate")):
+        with pytest.raises(PlanError) as caught:
+            call()
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.key) == (code, key)
+    return problem
+
+
+def test_one_node():
+    assert plan_of(parallel={"zero_stage": 3}).accelerate_config(deepspeed_config_file="x/ds.json") == {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "deepspeed_config": {"deepspeed_config_file": "x/ds.json", "zero3_init_flag": True},
+        "distributed_type": "DEEPSPEED",
+        "machine_rank": 0,
+        "num_machines": 1,
+        "num_processes": 2,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+
+
+def test_several_nodes_use_the_launcher_that_needs_no_hostfile():
+    config = plan_of(nodes=3, master_port=12345).accelerate_config()
+    assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    assert config["rdzv_backend"] == "c10d"
+    assert (config["num_machines"], config["num_processes"], config["main_process_port"]) == (3, 6, 12345)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_init_flag_is_for_stage_3(stage):
+    config = plan_of(parallel={"zero_stage": stage}).accelerate_config()
+    assert config["deepspeed_config"]["zero3_init_flag"] is (stage == 3)
+
+
+def test_no_key_has_a_second_home():
+    # accelerate issue 941: each of these beside deepspeed_config_file is an error at start.
+    config = plan_of().accelerate_config()
+    both = {**config, **config["deepspeed_config"]}
+    for key in (
+        "mixed_precision",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "zero_stage",
+        "zero3_save_16bit_model",
+    ):
+        assert key not in both
+    assert not [key for key in both if key.startswith("offload")]
+
+
+@pytest.mark.parametrize("sections", [{}, {"gpu": CPU}, {"nodes": 2}, {"parallel": {"offload": "full-cpu"}}])
+def test_accelerate_reads_the_file(sections, tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    config = plan_of(**sections).accelerate_config()
+    path.write_text(yaml.safe_dump(config))
+    read = ClusterConfig.from_yaml_file(str(path)).to_dict()
+    assert {key: read[key] for key in config if key != "deepspeed_config"} == {
+        key: value for key, value in config.items() if key != "deepspeed_config"
+    }
+    assert read["deepspeed_config"] == config["deepspeed_config"]
+
+
+def test_a_share_of_the_layers():
+    problem = refused("CONSUMER_FRACTION", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
+    assert "all or none" in problem.message
+
+
+def test_activations_on_the_cpu():
+    refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
+
+
+def test_a_rate_that_the_script_sets_itself():
+    refused(
+        "CONSUMER_LEARNING_RATE",
+        "train.learning_rate_scaling",
+        train={"learning_rate_scaling": "sqrt", "learning_rate_reference_batch_size": 8},
+    )
+
+
+@pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2", "adam_epsilon"])
+def test_adam_settings_that_accelerate_loses_when_it_swaps_the_optimizer(key):
+    problem = refused("CONSUMER_ADAM_LOST", f"train.{key}", train={key: 0.5}, parallel={"offload": "optimizer-cpu"})
+    assert key in problem.message
+    # Without offload nothing is swapped, and the script keeps its optimizer.
+    plan_of(train={key: 0.5}).accelerate_config()
+
+
+def test_accelerate_does_lose_them():
+    import inspect
+
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    text = inspect.getsource(map_pytorch_optim_to_deepspeed)
+    assert 'defaults = {k: v for k, v in optimizer.defaults.items() if k in ["lr", "weight_decay"]}' in text
+
+
+def test_every_reason_at_once():
+    plan = plan_of(
+        train={
+            "gradient_checkpointing": 0.5,
+            "learning_rate_scaling": "sqrt",
+            "learning_rate_reference_batch_size": 8,
+        },
+        parallel={"offload": "activations-cpu"},
+    )
+    with pytest.raises(PlanError) as caught:
+        plan.accelerate_config()
+    assert set(caught.value.codes) == {"CONSUMER_FRACTION", "CONSUMER_ACTIVATIONS", "CONSUMER_LEARNING_RATE"}
+    assert plan.deepspeed_config("toolkit")

@@ -1,0 +1,153 @@
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from plan_jobs import CPU, jobs, plan_of, resolved
+
+from toolkit.errors import PlanError
+from toolkit.plan.plan import SCHEMA_VERSION, Plan
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(
+        nodes=2,
+        nvme_path="/local",
+        train={
+            "method": "lora",
+            "lora": {"r": 4, "target_modules": ["q_proj"]},
+            "report_to": ["tensorboard"],
+            "seed": 2**60,
+        },
+        data={"train": ["a.jsonl"], "validation_fraction": 0.1},
+        parallel={"offload": "full-nvme"},
+        deepspeed={"zero_optimization": {"sub_group_size": 1000}, "aio": {"queue_depth": 4}},
+    )
+
+
+def reread(plan):
+    return Plan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False)))
+
+
+def unreadable(value):
+    with pytest.raises(PlanError) as caught:
+        Plan.from_dict(value)
+    assert caught.value.codes == ("PLAN_UNREADABLE",)
+    return caught.value.problems[0].message
+
+
+def test_a_plan_reads_back_equal(plan):
+    assert reread(plan) == plan
+    assert reread(plan).to_dict() == plan.to_dict()
+    assert reread(plan).explain() == plan.explain()
+    assert reread(plan).job.train.model_fields_set == plan.job.train.model_fields_set
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(job=jobs())
+def test_any_plan_reads_back_equal_with_the_same_configs(job):
+    try:
+        plan = resolved(job)
+    except PlanError:
+        return
+    again = reread(plan)
+    assert again == plan
+    assert again.deepspeed_config() == plan.deepspeed_config()
+    assert again.to_dict() == plan.to_dict()
+
+
+def test_a_plan_file_is_written_whole_and_read(plan, tmp_path):
+    path = tmp_path / "new" / "plan.json"
+    plan.save(path)
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("key", ["schema_version", "job", "model", "gpu", "settings", "allocator", "choices"])
+def test_a_missing_key(plan, key):
+    value = plan.to_dict()
+    del value[key]
+    assert key in unreadable(value)
+
+
+def test_foreign_keys_and_versions(plan):
+    assert "extra" in unreadable({**plan.to_dict(), "extra": 1})
+    assert f"this version reads {SCHEMA_VERSION}" in unreadable(
+        {**plan.to_dict(), "schema_version": SCHEMA_VERSION + 1}
+    )
+    assert "schema_version=None" in unreadable({})
+    assert "allocator" in unreadable({**plan.to_dict(), "allocator": "native"})
+
+
+@pytest.mark.parametrize("section", ["job", "model", "gpu", "settings"])
+def test_foreign_missing_and_mistyped_parts(plan, section):
+    whole = plan.to_dict()
+    unreadable({**whole, section: {**whole[section], "foreign": 1}})
+    unreadable({**whole, section: {}})
+    unreadable({**whole, section: None})
+    unreadable({**whole, section: 3})
+
+
+def test_mistyped_choices_and_batch(plan):
+    whole = plan.to_dict()
+    unreadable({**whole, "choices": [{"key": "a"}]})
+    unreadable({**whole, "choices": 3})
+    unreadable({**whole, "settings": {**whole["settings"], "batch": {"micro": 1}}})
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"3"])
+def test_a_file_that_is_no_plan(tmp_path, content):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert caught.value.codes == ("PLAN_UNREADABLE",)
+    assert str(path) in caught.value.problems[0].message
+    with pytest.raises(PlanError):
+        Plan.load(tmp_path / "none.json")
+
+
+def test_what_a_plan_knows(plan):
+    assert (plan.grid.pp, plan.grid.dp, plan.grid.tp) == (1, 4, 1)
+    assert plan.allocator == "expandable"
+    assert str(plan.output_dir) == "runs/job"
+    assert plan_of(gpu=CPU).allocator == "native"
+    assert not plan.on_cpu
+    assert plan.profile.name == "full-nvme"
+    with pytest.raises(AttributeError):
+        plan.choices = ()
+
+
+def test_explain_begins_with_what_a_person_asks_first(plan):
+    lines = plan.explain().splitlines()
+    assert lines[0] == "quickstart-llama on 4 × h100-sxm-80gb"
+    assert lines[1] == f"batch: {plan.settings.batch}"
+    assert lines[2].startswith("offload full-nvme: ")
+    assert len(lines) == 4 + len(plan.choices)
+
+
+@pytest.mark.parametrize(
+    ("sections", "torch_adam", "bf16_optimizer"),
+    [
+        ({}, False, False),
+        ({"train": {"optimizer": "adamw_torch"}}, True, False),
+        ({"gpu": CPU}, True, False),
+        ({"gpu": CPU, "parallel": {"offload": "optimizer-cpu"}}, False, False),
+        ({"gpu": CPU, "train": {"optimizer": "sgd"}}, False, False),
+        ({"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}}, False, True),
+        ({"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1, "offload": "optimizer-cpu"}}, False, False),
+        ({"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 2}}, False, False),
+        ({"train": {"precision": "fp32"}, "parallel": {"zero_stage": 1}}, False, False),
+    ],
+)  # fmt: skip
+def test_which_optimizer_classes_run(sections, torch_adam, bf16_optimizer):
+    plan = plan_of(**sections)
+    assert plan.uses_torch_adam == torch_adam
+    assert plan.uses_bf16_optimizer == bf16_optimizer
+
+
+def test_equality_looks_at_every_value(plan):
+    other = replace(plan, settings=replace(plan.settings, learning_rate=plan.settings.learning_rate * 2))
+    assert other != plan

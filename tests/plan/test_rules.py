@@ -1,0 +1,200 @@
+import re
+from pathlib import Path
+
+import pytest
+from plan_jobs import V100, plan_of, problems_of
+
+import toolkit.plan
+from toolkit.errors import PlanError
+from toolkit.plan.rules import RULES
+
+
+def zero_keys(**keys):
+    return {"zero_optimization": keys}
+
+
+# (code, key, what the message must hold, the smallest job that breaks the rule)
+BROKEN = [
+    ("PARALLEL_SIZE", "parallel.tensor", "tensor=2", {"parallel": {"tensor": 2}}),
+    ("PARALLEL_SIZE", "parallel.pipeline", "pipeline=2", {"parallel": {"pipeline": 2}}),
+    ("PRECISION_CARD", "train.precision", V100, {"gpu": V100, "train": {"precision": "bf16"}}),
+    ("PRECISION_CARD", "train.precision", "fp16", {"gpu": "cpu", "train": {"precision": "fp16"}}),
+    ("ATTENTION_CARD", "train.attention", V100, {"gpu": V100, "train": {"attention": "flash_attention_2"}}),
+    ("ATTENTION_CARD", "train.attention", "cpu", {"gpu": "cpu", "train": {"attention": "flash_attention_2", "precision": "bf16"}}),
+    ("ATTENTION_PRECISION", "train.attention", "fp32", {"train": {"attention": "flash_attention_2", "precision": "fp32"}}),
+    ("ATTENTION_SOFTCAP", "train.attention", "attn_logit_softcapping=50.0", {"model": "gemma-2-2b", "train": {"attention": "sdpa"}}),
+    ("SEQUENCE_LENGTH", "train.sequence_length", "max_position_embeddings=512", {"train": {"sequence_length": 513}}),
+    ("SEQUENCE_LENGTH", "train.sequence_length", "its position table ends", {"model": "gpt2", "train": {"sequence_length": 1025}}),
+    ("OPTIMIZER_CARD", "train.optimizer", "lion", {"gpu": "cpu", "train": {"optimizer": "lion"}}),
+    ("OFFLOAD_STAGE", "parallel.offload", "swap in its CPU optimizer", {"parallel": {"zero_stage": 0, "offload": "optimizer-cpu"}}),
+    ("OFFLOAD_STAGE", "parallel.offload", "ignore it", {"parallel": {"zero_stage": 2, "offload": "full-cpu"}}),
+    ("OFFLOAD_NVME_PATH", "cluster.nvme_path", "None", {"parallel": {"offload": "optimizer-nvme"}}),
+    ("OFFLOAD_RATIO", "parallel.offload_ratio", "0.5", {"parallel": {"offload_ratio": 0.5}}),
+    ("OFFLOAD_PARTIAL_OPTIMIZER", "train.optimizer", "lion", {"train": {"optimizer": "lion"}, "parallel": {"offload": "optimizer-cpu-partial"}}),
+    ("OFFLOAD_OPTIMIZER", "train.optimizer", "sgd", {"train": {"optimizer": "sgd"}, "parallel": {"offload": "optimizer-cpu"}}),
+    ("OFFLOAD_ACTIVATIONS", "parallel.offload", "false", {"train": {"gradient_checkpointing": False}, "parallel": {"offload": "activations-cpu"}}),
+    ("ACCUMULATION_DTYPE", "train.gradient_accumulation_dtype", "fp16", {"train": {"gradient_accumulation_dtype": "fp16"}}),
+    ("ACCUMULATION_STAGE", "train.gradient_accumulation_dtype", "zero_stage=0", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 0}}),
+    ("COMPILE_ZERO3", "train.torch_compile", "zero_stage=3", {"train": {"torch_compile": True}, "parallel": {"zero_stage": 3}}),
+    ("LORA_UNUSED", "train.lora", "method=full", {"train": {"lora": {"r": 4}}}),
+    ("OPTIMIZER_KEY", "train.momentum", "adamw", {"train": {"momentum": 0.9}}),
+    ("OPTIMIZER_KEY", "train.adam_epsilon", "lion", {"train": {"optimizer": "lion", "adam_epsilon": 1e-6}}),
+    ("OPTIMIZER_KEY", "train.adam_beta1", "sgd", {"train": {"optimizer": "sgd", "adam_beta1": 0.9}}),
+    ("STEPS_CONFLICT", "train.max_steps", "num_train_epochs=2", {"train": {"max_steps": 5, "num_train_epochs": 2}}),
+    ("WARMUP_CONFLICT", "train.warmup_steps", "warmup_ratio=0.1", {"train": {"warmup_steps": 5, "warmup_ratio": 0.1}}),
+    ("WARMUP_UNUSED", "train.lr_scheduler_type", "constant", {"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}),
+    ("WARMUP_UNUSED", "train.lr_scheduler_type", "constant", {"train": {"lr_scheduler_type": "constant", "warmup_ratio": 0.5}}),
+    ("WARMUP_LENGTH", "train.warmup_steps", "max_steps=5", {"train": {"warmup_steps": 5, "max_steps": 5}}),
+    ("WARMUP_LENGTH", "train.warmup_ratio", "1", {"train": {"warmup_ratio": 1.0}}),
+    ("MIN_LEARNING_RATE", "train.min_learning_rate_ratio", "no floor", {"train": {"lr_scheduler_type": "cosine_with_min_lr"}}),
+    ("MIN_LEARNING_RATE", "train.min_learning_rate_ratio", "cosine", {"train": {"min_learning_rate_ratio": 0.1}}),
+    ("LEARNING_RATE_SCALING", "train.learning_rate_scaling", "sqrt", {"train": {"learning_rate_scaling": "sqrt"}}),
+    ("LEARNING_RATE_SCALING", "train.learning_rate_scaling", "32", {"train": {"learning_rate_reference_batch_size": 32}}),
+    ("EVAL_WITHOUT_DATA", "train.eval_steps", "5", {"train": {"eval_steps": 5}}),
+    ("EVAL_WITHOUT_DATA", "train.per_device_eval_batch_size", "5", {"train": {"per_device_eval_batch_size": 5}, "data": {"train": "org/set"}}),
+    ("EVAL_CONFLICT", "data.eval", "0.1", {"data": {"train": "org/set", "eval": "org/set", "validation_fraction": 0.1}}),
+    ("DATA_HUB_KEY", "data.name", "main", {"data": {"train": ["a.jsonl"], "name": "main"}}),
+    ("DATA_HUB_KEY", "data.split", "train", {"data": {"train": ["a.jsonl"], "split": "train"}}),
+    ("DATA_HUB_KEY", "data.eval_split", "test", {"data": {"train": ["a.jsonl"], "eval_split": "test"}}),
+    ("PACKING_COMPILE", "data.packing", "torch_compile", {"data": {"train": "org/set", "packing": "separated"}, "train": {"torch_compile": True}}),
+    ("BATCH_EQUATION", "train.train_batch_size", "7", {"train": {"train_batch_size": 7}}),
+    ("DEEPSPEED_REMOVED", "deepspeed.amp", "removed", {"deepspeed": {"amp": {"enabled": False}}}),
+    ("DEEPSPEED_REMOVED", "deepspeed.zero_optimization.mics_shard_size", "removed", {"deepspeed": zero_keys(mics_shard_size=2)}),
+    ("DEEPSPEED_HOME", "deepspeed.optimizer", "home", {"deepspeed": {"optimizer": {"params": {"lr": "auto"}}}}),
+    ("DEEPSPEED_HOME", "deepspeed.zero_optimization.stage", "home", {"deepspeed": zero_keys(stage="auto")}),
+    ("DEEPSPEED_HOME", "deepspeed.bf16.enabled", "home", {"deepspeed": {"bf16": {"enabled": True}}}),
+    ("DEEPSPEED_HOME", "deepspeed.compile", "home", {"deepspeed": {"compile": {"backend": "inductor"}}}),
+    ("DEEPSPEED_AUTO", "deepspeed.zero_optimization.reduce_bucket_size", "auto", {"deepspeed": zero_keys(reduce_bucket_size="auto")}),
+    ("DEEPSPEED_UNKNOWN", "deepspeed.gradient_cliping", "gradient_cliping", {"deepspeed": {"gradient_cliping": 1.0}}),
+    ("DEEPSPEED_UNKNOWN", "deepspeed.zero_optimisation", "zero_optimisation", {"deepspeed": {"zero_optimisation": {"stage": 3}}}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.reduce_bucket_size", "'5e8' (str)", {"deepspeed": zero_keys(reduce_bucket_size="5e8")}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.reduce_bucket_size", "0 (int)", {"deepspeed": zero_keys(reduce_bucket_size=0)}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.reduce_bucket_size", "None", {"deepspeed": zero_keys(reduce_bucket_size=None)}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization", "None", {"deepspeed": {"zero_optimization": None}}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization", "3", {"deepspeed": {"zero_optimization": 3}}),
+    ("DEEPSPEED_VALUE", "deepspeed.gradient_predivide_factor", "'2'", {"deepspeed": {"gradient_predivide_factor": "2"}}),
+    ("DEEPSPEED_VALUE", "deepspeed.comms_logger.enabled", "False", {"deepspeed": {"comms_logger": {"enabled": False}}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.reduce_bucket_size", "zero_stage=0", {"deepspeed": zero_keys(reduce_bucket_size=5), "parallel": {"zero_stage": 0}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.stage3_max_live_parameters", "zero_stage=2", {"deepspeed": zero_keys(stage3_max_live_parameters=5)}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.allgather_bucket_size", "zero_stage=3", {"deepspeed": zero_keys(allgather_bucket_size=6), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.round_robin_gradients", "zero_stage=3", {"deepspeed": zero_keys(round_robin_gradients=True), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.overlap_comm", "BF16_Optimizer", {"deepspeed": zero_keys(overlap_comm=True), "train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.contiguous_gradients=false", "turns it on", {"deepspeed": zero_keys(contiguous_gradients=False), "parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_optimizer", "offload=none", {"deepspeed": zero_keys(offload_optimizer={"pin_memory": True})}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_param", "offload=optimizer-cpu", {"deepspeed": zero_keys(offload_param={"pin_memory": True}), "parallel": {"zero_stage": 3, "offload": "optimizer-cpu"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_param.buffer_size", "full-cpu", {"deepspeed": zero_keys(offload_param={"buffer_size": 5}), "parallel": {"offload": "full-cpu"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.stage3_prefetch_bucket_size", "sets it to 1", {"deepspeed": zero_keys(stage3_prefetch_bucket_size=5, stage3_allgather_sequential=True), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.fp16", "precision=bf16", {"deepspeed": {"fp16": {"loss_scale": 0}}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.fp16.hysteresis", "loss_scale=128", {"deepspeed": {"fp16": {"loss_scale": 128, "hysteresis": 2}}, "train": {"precision": "fp16"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.bf16.check_grad_overflow", "zero_stage=3", {"deepspeed": {"bf16": {"check_grad_overflow": False}}, "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.bf16.immediate_grad_update", "zero_stage=2", {"deepspeed": {"bf16": {"immediate_grad_update": True}}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.gradient_predivide_factor", "prescale", {"deepspeed": {"prescale_gradients": True, "gradient_predivide_factor": 1.0, **zero_keys(reduce_scatter=False)}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.aio", "offload=none", {"deepspeed": {"aio": {"queue_depth": 8}}}),
+    ("DEEPSPEED_PRESCALE", "deepspeed.prescale_gradients", "reduce_scatter=true", {"deepspeed": {"prescale_gradients": True}}),
+    ("DEEPSPEED_PRESCALE", "deepspeed.prescale_gradients", "reduce_scatter=true", {"deepspeed": {"gradient_predivide_factor": 2.0}}),
+    ("DEEPSPEED_PREDIVIDE", "deepspeed.gradient_predivide_factor", "2 times too small", {"deepspeed": {"gradient_predivide_factor": 2.0, **zero_keys(reduce_scatter=False)}, "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.allgather_bucket_size", "5 (int)", {"deepspeed": zero_keys(allgather_bucket_size=5)}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.reduce_scatter=false", "always scatters", {"deepspeed": zero_keys(reduce_scatter=False, contiguous_gradients=False), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_HPZ", "deepspeed.zero_optimization.zero_hpz_partition_size", "world of 4", {"ranks": 4, "deepspeed": zero_keys(zero_hpz_partition_size=3), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_HPZ", "deepspeed.zero_optimization.zero_hpz_partition_size", "world of 2", {"deepspeed": zero_keys(zero_hpz_partition_size=4), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_CARD", "deepspeed.zero_optimization.zero_quantized_weights", "cpu", {"gpu": "cpu", "deepspeed": zero_keys(zero_quantized_weights=True), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_QUANTIZED", "deepspeed.zero_optimization.reduce_scatter", "false", {"deepspeed": zero_keys(zero_quantized_gradients=True, reduce_scatter=False), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_BUFFERS", "deepspeed.zero_optimization.offload_optimizer.buffer_count", "buffer_count=3", {"nvme_path": "/local", "deepspeed": zero_keys(offload_optimizer={"buffer_count": 3}), "parallel": {"offload": "optimizer-nvme"}}),
+    ("DEEPSPEED_BUFFERS", "deepspeed.zero_optimization.offload_optimizer.buffer_count", "buffer_count=4", {"nvme_path": "/local", "deepspeed": zero_keys(offload_optimizer={"pipeline_read": True}), "parallel": {"offload": "optimizer-nvme"}}),
+]  # fmt: skip
+
+ELSEWHERE = {
+    "PLAN_UNREADABLE": "test_plan.py",
+    "CONSUMER_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_ADAM_LOST": "test_accelerate_config.py",
+    "CONSUMER_FRACTION": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_LEARNING_RATE": "test_accelerate_config.py",
+    "CONSUMER_POLYNOMIAL": "test_trainer_config.py",
+}
+
+
+def codes_in_source() -> set[str]:
+    sources = Path(toolkit.plan.__file__).parent.rglob("*.py")
+    return {code for path in sources for code in re.findall(r'code="([A-Z0-9_]+)"', path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize(("code", "key", "part", "job"), BROKEN, ids=[f"{row[0]}-{row[1]}" for row in BROKEN])
+def test_a_broken_rule_is_the_only_problem(code, key, part, job):
+    (problem,) = problems_of(**job)
+    assert (problem.code, problem.key) == (code, key)
+    assert part in problem.message
+    assert problem.fix
+    assert not problem.fix.endswith(".")
+
+
+def test_every_code_of_the_package_is_triggered_by_a_test():
+    triggered = {row[0] for row in BROKEN} | set(ELSEWHERE) | {"OFFLOAD_PARTIAL_SIZE"}
+    assert codes_in_source() == triggered
+    for code, files in ELSEWHERE.items():
+        for name in files.split(", "):
+            assert code in (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def test_a_partial_offload_of_a_model_of_unknown_size():
+    from dataclasses import replace
+
+    from plan_jobs import gpu_of, job_of, model_of
+
+    from toolkit.plan.resolve import resolve_with
+
+    job = job_of(parallel={"offload": "optimizer-cpu-partial"})
+    with pytest.raises(PlanError) as caught:
+        resolve_with(job, model=replace(model_of(job.model.name), num_parameters=None), gpu=gpu_of(job.cluster.gpu))
+    assert caught.value.codes == ("OFFLOAD_PARTIAL_SIZE",)
+
+
+def test_every_problem_is_reported_at_once():
+    found = problems_of(
+        gpu=V100,
+        train={"precision": "bf16", "attention": "flash_attention_2", "train_batch_size": 7, "momentum": 0.5},
+        parallel={"zero_stage": 0, "offload": "full-cpu"},
+        deepspeed={"gradient_cliping": 1, "optimizer": {}},
+    )
+    assert {problem.code for problem in found} == {
+        "PRECISION_CARD", "ATTENTION_CARD", "BATCH_EQUATION", "OPTIMIZER_KEY", "OFFLOAD_STAGE", "DEEPSPEED_UNKNOWN",
+        "DEEPSPEED_HOME",
+    }  # fmt: skip
+
+
+def test_a_misspelt_key_names_the_right_one_even_where_it_has_another_home():
+    (problem,) = problems_of(deepspeed={"gradient_cliping": 1.0})
+    assert "train.max_grad_norm" in problem.fix
+    (problem,) = problems_of(deepspeed=zero_keys(reduce_bucket_sise=5))
+    assert "deepspeed.zero_optimization.reduce_bucket_size" in problem.fix
+
+
+SOUND = [
+    {"train": {"gradient_accumulation_dtype": "fp32"}},
+    {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"bf16": {"immediate_grad_update": True}}},
+    {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"prescale_gradients": True}},
+    {"deepspeed": {"prescale_gradients": True, **zero_keys(reduce_scatter=False)}},
+    {"deepspeed": {"gradient_predivide_factor": 2, "communication_data_type": "fp32", "steps_per_print": 5}},
+    {"deepspeed": {"prescale_gradients": False}},
+    {"gpu": V100, "train": {"precision": "fp16"}, "deepspeed": {"fp16": {"hysteresis": 1, "loss_scale_window": 100}}},
+    {"ranks": 4, "parallel": {"zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2, zero_quantized_weights=True)},
+    {"nvme_path": "/local", "parallel": {"offload": "full-nvme"}, "deepspeed": {"aio": {"queue_depth": 32}, **zero_keys(offload_optimizer={"buffer_count": 8, "pipeline_write": True})}},
+    {"nvme_path": "/local"},
+    {"model": "gemma-2-2b", "train": {"attention": "flash_attention_2"}},
+    {"gpu": "mi300x-192gb", "train": {"attention": "flash_attention_2"}},
+    {"gpu": "cpu", "train": {"optimizer": "lion"}, "parallel": {"zero_stage": 1, "offload": "optimizer-cpu"}},
+    {"train": {"lr_scheduler_type": "constant", "warmup_steps": 0}},
+    {"train": {"train_batch_size": 12, "per_device_train_batch_size": 3}},
+    {"data": {"train": "org/set", "name": "main", "split": "train[:5]"}},
+]  # fmt: skip
+SOUND[4]["deepspeed"]["zero_optimization"] = {"reduce_scatter": False}
+
+
+@pytest.mark.parametrize("job", SOUND, ids=range(len(SOUND)))
+def test_what_is_sound_passes(job):
+    assert problems_of(**job) == ()
+    plan_of(**job).deepspeed_config()
+
+
+def test_every_rule_says_what_it_guards():
+    assert len(set(RULES)) == len(RULES)
+    assert all(rule.__doc__ for rule in RULES)

@@ -1,0 +1,160 @@
+import os
+
+import pytest
+from plan_jobs import CPU, H100, V100, plan_of
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from toolkit.errors import PlanError
+
+
+def refused(code, key, **sections):
+    plan = plan_of(**sections)
+    with pytest.raises(PlanError) as caught:
+        plan.training_arguments()
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.key) == (code, key)
+    return problem
+
+
+def matched(plan):
+    """What Trainer finds different between its arguments and the JSON; it raises when there is anything."""
+    given = plan.training_arguments()
+    config = HfTrainerDeepSpeedConfig(given.pop("deepspeed"))
+    # Built without `deepspeed`, whose processing would look for the card; the comparison below is the one it makes.
+    arguments = TrainingArguments(**{**given, "bf16": False, "fp16": False, "use_cpu": True})
+    arguments.bf16, arguments.fp16 = given["bf16"], given["fp16"]
+    config.trainer_config_process(_Ranks(arguments, plan.job.cluster.num_ranks))
+    return config, arguments
+
+
+class _Ranks:
+    """TrainingArguments as each of `size` ranks sees them; on this one machine world_size would be 1."""
+
+    def __init__(self, arguments, size):
+        self.__dict__.update(_arguments=arguments, world_size=size)
+
+    def __getattr__(self, name):
+        return getattr(self._arguments, name)
+
+
+EXAMPLES = [
+    {},
+    {"gpu": V100, "train": {"precision": "fp16"}},
+    {"gpu": CPU},
+    {"train": {"optimizer": "sgd", "momentum": 0.9, "max_grad_norm": 0.0, "max_steps": 7, "warmup_steps": 3}},
+    {"train": {"optimizer": "lion", "adam_beta1": 0.95}, "nodes": 2},
+    {"train": {"adam_beta1": 0.8, "adam_epsilon": 1e-6, "weight_decay": 0.1, "learning_rate": 3e-4, "num_train_epochs": 2}},
+    {"train": {"lr_scheduler_type": "cosine_with_min_lr", "min_learning_rate_ratio": 0.1, "gradient_checkpointing": False}},
+    {"train": {"learning_rate_scaling": "sqrt", "learning_rate_reference_batch_size": 3, "report_to": ["tensorboard"]}},
+    {"data": {"train": "a/b", "eval": "a/b"}, "train": {"eval_steps": 5, "per_device_eval_batch_size": 3}},
+    {"parallel": {"zero_stage": 3, "offload": "full-cpu"}, "train": {"train_batch_size": 24}},
+    {"parallel": {"zero_stage": 1}, "train": {"gradient_accumulation_dtype": "fp32"}},
+    {"parallel": {"zero_stage": 0}, "train": {"torch_compile": False, "seed": 3, "save_total_limit": 9}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sections", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_trainer_finds_no_mismatch_with_the_json(sections, tmp_path):
+    sections = {**sections, "train": {**sections.get("train", {}), "output_dir": str(tmp_path)}}
+    plan = plan_of(**sections)
+    config, arguments = matched(plan)
+    assert config.mismatches == []
+    settings, train = plan.settings, plan.job.train
+    assert arguments.max_grad_norm == config.config["gradient_clipping"]
+    assert arguments.learning_rate == config.config["optimizer"]["params"]["lr"]
+    assert arguments.seed == train.seed
+    assert arguments.save_steps == settings.save_steps
+    assert arguments.save_total_limit == settings.save_total_limit
+    assert arguments.max_steps == (settings.max_steps or -1)
+    assert settings.num_train_epochs in (None, arguments.num_train_epochs)
+    assert arguments.eval_strategy == ("no" if settings.eval_steps is None else "steps")
+    assert arguments.report_to == list(train.report_to)
+    assert arguments.gradient_checkpointing is (settings.gradient_checkpointing > 0)
+
+
+@pytest.mark.parametrize(
+    "sections", [{"gpu": CPU}, {"gpu": CPU, "train": {"precision": "bf16"}, "parallel": {"zero_stage": 3}}]
+)
+def test_the_arguments_construct_with_the_json_inside(sections, tmp_path):
+    plan = plan_of(ranks=1, **{**sections, "train": {**sections.get("train", {}), "output_dir": str(tmp_path)}})
+    before = dict(os.environ)
+    try:
+        arguments = TrainingArguments(**plan.training_arguments())
+        assert arguments.hf_deepspeed_config.mismatches == []
+        assert arguments.deepspeed_plugin.zero_stage == plan.settings.zero_stage
+        assert arguments.bf16 is (plan.settings.precision == "bf16")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        from accelerate.state import AcceleratorState, PartialState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision"), [(H100, "bf16"), (H100, "fp16"), (H100, "fp32"), (V100, "fp16"), (CPU, "bf16")]
+)
+def test_one_precision_on_both_sides(gpu, precision):
+    # transformers issue 39849: fp16 in the JSON and bf16 in the arguments
+    arguments = plan_of(gpu=gpu, train={"precision": precision}).training_arguments()
+    for name in ("bf16", "fp16"):
+        assert arguments[name] is (precision == name)
+        assert arguments["deepspeed"][name]["enabled"] is (precision == name)
+
+
+def test_a_mismatch_would_be_noticed():
+    plan = plan_of()
+    config = HfTrainerDeepSpeedConfig({**plan.training_arguments()["deepspeed"], "gradient_clipping": 0.3})
+    config.fill_match("gradient_clipping", 1.0, "max_grad_norm")
+    assert config.mismatches
+
+
+@pytest.mark.parametrize(
+    ("train", "warmup"),
+    [({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.1}, 0.1), ({}, 0.03), ({"lr_scheduler_type": "constant"}, 0)],
+)
+def test_warmup_in_steps_or_as_a_share(train, warmup):
+    assert plan_of(train=train).training_arguments()["warmup_steps"] == warmup
+
+
+def test_zero3_saves_whole_weights():
+    config = plan_of(parallel={"zero_stage": 3}).training_arguments()["deepspeed"]
+    assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+
+
+def test_what_trainer_cannot_carry():
+    refused("CONSUMER_FRACTION", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
+    refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
+    for share in (True, False, 1.0, 0.0):
+        plan_of(train={"gradient_checkpointing": share}).training_arguments()
+
+
+def test_a_polynomial_schedule_ends_above_where_it_begins():
+    polynomial = {"lr_scheduler_type": "polynomial"}
+    problem = refused("CONSUMER_POLYNOMIAL", "train.learning_rate", train={**polynomial, "learning_rate": 1e-7})
+    assert "1e-07" in problem.message
+    plan_of(train=polynomial).training_arguments()
+
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-7)
+    with pytest.raises(ValueError, match="lr_end"):
+        get_scheduler("polynomial", optimizer, num_warmup_steps=0, num_training_steps=4)
+
+
+def test_trainer_keeps_adam_settings_and_a_scaled_rate_under_offload():
+    arguments = plan_of(
+        train={
+            "adam_beta1": 0.5,
+            "learning_rate_scaling": "linear",
+            "learning_rate_reference_batch_size": 8,
+            "learning_rate": 1e-5,
+            "train_batch_size": 16,
+        },
+        parallel={"offload": "optimizer-cpu"},
+    ).training_arguments()
+    assert arguments["learning_rate"] == arguments["deepspeed"]["optimizer"]["params"]["lr"] == pytest.approx(2e-5)
+    assert arguments["deepspeed"]["optimizer"]["params"]["betas"][0] == 0.5

@@ -1,0 +1,371 @@
+import textwrap
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.errors import SpecError
+from toolkit.spec.job import Job
+from toolkit.spec.loader import FOREIGN_KEYS, apply_override, known_keys, load_job, load_yaml, parse_job, parse_yaml
+
+SMALL = "model: m\ncluster: {gpu: cpu}\n"
+
+
+def job_of(text: str, *overrides: str) -> Job:
+    document = parse_yaml(textwrap.dedent(text), name="job.yaml")
+    for override in overrides:
+        apply_override(document, override)
+    return parse_job(document)
+
+
+def problems_of(text: str, *overrides: str):
+    with pytest.raises(SpecError) as caught:
+        job_of(text, *overrides)
+    return caught.value.problems
+
+
+def only(text: str, *overrides: str):
+    (problem,) = problems_of(text, *overrides)
+    return problem
+
+
+# Reading numbers
+
+
+def test_a_quoted_count_is_the_integer():
+    job = job_of(SMALL + 'train: {gradient_accumulation_steps: "8"}')
+    assert job.train.gradient_accumulation_steps == 8
+    assert isinstance(job.train.gradient_accumulation_steps, int)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("1.0e-4", 1e-4), ('"0.5"', 0.5), (".5", 0.5), ("1_0", 10)]
+)
+def test_every_way_to_write_a_number(text, value):
+    assert job_of(SMALL + f"train: {{learning_rate: {text}}}").train.learning_rate == value
+
+
+def test_a_large_whole_number_keeps_every_digit():
+    assert job_of(SMALL + f'train: {{seed: "{2**60 + 1}"}}').train.seed == 2**60 + 1
+
+
+@pytest.mark.parametrize("text", ["+", "e5", ".", "-", "_1", "1.5_e", '"9e999"', '"' + "9" * 5000 + '"', "٣"])
+def test_what_only_looks_like_a_number_is_a_wrong_value(text):
+    problem = only(SMALL + f"train: {{learning_rate: {text}}}")
+    assert (problem.code, problem.key) == ("KEY_VALUE", "train.learning_rate")
+
+
+def test_text_stays_text_where_text_is_wanted():
+    assert job_of('model: "7"\ncluster: {gpu: cpu}').model.name == "7"
+
+
+@pytest.mark.parametrize(
+    "key", ["sequence_length", "gradient_accumulation_steps", "learning_rate", "warmup_steps", "max_grad_norm", "seed"]
+)
+def test_a_bool_is_not_a_number(key):
+    problem = only(SMALL + f"train: {{{key}: true}}")
+    assert (problem.code, problem.key) == ("KEY_VALUE", f"train.{key}")
+    assert "True (bool)" in problem.message
+    assert "number" in problem.fix
+
+
+# Wrong keys and values
+
+
+def test_an_unknown_key_names_the_nearest():
+    problem = only(SMALL + "train: {sequence_lenght: 5}")
+    assert (problem.code, problem.key) == ("KEY_UNKNOWN", "train.sequence_lenght")
+    assert "train.sequence_length" in problem.fix
+
+
+def test_a_key_in_the_wrong_section_names_its_section():
+    problem = only(SMALL + "zero_stage: 3")
+    assert problem.code == "KEY_UNKNOWN"
+    assert problem.fix == "Did you mean parallel.zero_stage"
+
+
+def test_a_key_like_no_other_says_where_the_list_is():
+    problem = only(SMALL + "train: {qqqqqqqq: 1}")
+    assert problem.code == "KEY_UNKNOWN"
+    assert "--keys" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("written", "ours"),
+    [
+        ("train: {optim: adamw_torch}", "train.optimizer"),
+        ("train: {bf16: true}", "train.precision: bf16"),
+        ("train: {max_length: 512}", "train.sequence_length"),
+        ("bf16: true", "train.precision: bf16"),
+        ("data: {train: a.jsonl, assistant_only_loss: true}", "data.loss_on: assistant"),
+        ("parallel: {tensor_parallel_size: 2}", "parallel.tensor"),
+    ],
+)
+def test_another_tools_name_is_translated(written, ours):
+    problem = only(SMALL + written)
+    assert problem.code == "KEY_FOREIGN"
+    assert ours in problem.fix
+
+
+def test_every_translation_leads_to_a_key_that_exists():
+    known = set(known_keys())
+    for foreign, ours in FOREIGN_KEYS.items():
+        named = [word.rstrip(":") for word in ours.replace("(", " ").split() if word.rstrip(":") in known]
+        assert named or ours.startswith("nothing yet"), foreign
+        assert not any(path.rpartition(".")[2] == foreign for path in known), f"{foreign} is our own name"
+
+
+def test_every_problem_at_once():
+    found = problems_of(
+        """
+        model: m
+        cluster: {gpu: cpu, nodes: 0}
+        train: {optim: adamw, sequence_lenght: 4, precision: tf32, seed: true}
+        parallel: {zero_stage: 7}
+        extra: 1
+        """
+    )
+    assert {(problem.code, problem.key) for problem in found} == {
+        ("KEY_VALUE", "cluster.nodes"),
+        ("KEY_FOREIGN", "train.optim"),
+        ("KEY_UNKNOWN", "train.sequence_lenght"),
+        ("KEY_VALUE", "train.precision"),
+        ("KEY_VALUE", "train.seed"),
+        ("KEY_VALUE", "parallel.zero_stage"),
+        ("KEY_UNKNOWN", "extra"),
+    }
+
+
+def test_missing_keys_are_named():
+    found = problems_of("train: {}")
+    assert {(problem.code, problem.key) for problem in found} == {("KEY_MISSING", "model"), ("KEY_MISSING", "cluster")}
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "parts"),
+    [
+        ("train: {gradient_checkpointing: 2}", "train.gradient_checkpointing", ("boolean", "less than or equal to 1")),
+        ("data: {train: 3}", "data.train", ("string", "tuple")),
+        ("data: {train: [1, 2, 3]}", "data.train", ("string",)),
+        ("train: {method: lora, lora: {target_modules: 3}}", "train.lora.target_modules", ("string", "tuple")),
+        ("train: {report_to: [wandb, mlflow]}", "train.report_to", ("tensorboard",)),
+    ],
+)
+def test_one_key_is_one_problem(written, key, parts):
+    problem = only(SMALL + written)
+    assert (problem.code, problem.key) == ("KEY_VALUE", key)
+    for part in parts:
+        assert problem.fix.lower().count(part) >= 1
+    clauses = problem.fix.lower().split(", or ")
+    assert len(set(clauses)) == len(clauses)
+
+
+def test_a_literal_lists_what_is_allowed():
+    problem = only(SMALL + "parallel: {offload: cpu}")
+    for profile in ("none", "optimizer-cpu", "full-nvme"):
+        assert f"'{profile}'" in problem.fix
+
+
+@pytest.mark.parametrize("section", ["train", "cluster", "parallel", "data"])
+def test_a_value_in_place_of_a_section(section):
+    problem = only(f"model: m\ncluster: {{gpu: cpu}}\n{section}: 5" if section != "cluster" else "model: m\ncluster: 5")
+    assert (problem.code, problem.key) == ("KEY_VALUE", section)
+    assert "section" in problem.fix
+
+
+def test_a_long_value_is_cut_in_the_message():
+    assert len(only(SMALL + "train: {precision: " + "x" * 5000 + "}").message) < 200
+
+
+# YAML
+
+
+def test_a_duplicate_key_names_both_lines():
+    problem = only("model: m\ncluster: {gpu: cpu}\ntrain:\n  seed: 1\n  max_steps: 2\n  seed: 3\n")
+    assert (problem.code, problem.key) == ("YAML_DUPLICATE", "seed")
+    assert "line 6" in problem.message
+    assert "line 4" in problem.message
+
+
+@pytest.mark.parametrize("text", ["1: a", "true: a", "null: a", "? [a, b]\n: c", "on: 1"])
+def test_a_key_that_is_not_a_word(text):
+    assert only(text).code == "YAML_KEY"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [",
+        "a: b: c",
+        "a:\n\t- b",
+        "a: *nowhere",
+        "a: !!python/object:os.system {}",
+        "a: 2024-13-45",
+        "a: !!int x",
+        "a: !!bool maybe",
+        "a: !!map b",
+        "a: !!timestamp b",
+        "a: \x00",
+        "a: 1\n---\nb: 2",
+    ],
+)
+def test_broken_yaml(text):
+    problem = only(text)
+    assert problem.code == "YAML_SYNTAX"
+    assert problem.message.startswith("job.yaml")
+
+
+def test_an_anchor_inside_itself_and_a_bottomless_nest():
+    assert only(SMALL + "deepspeed: &a {b: *a}").code == "YAML_RECURSIVE"
+    assert only("a: " + "[" * 2000 + "]" * 2000).code == "YAML_RECURSIVE"
+
+
+def test_anchors_and_merges_work():
+    job = job_of("model: m\ncluster: {gpu: cpu}\ntrain: {<<: {seed: 3, max_steps: 2}, seed: 4}\n")
+    assert (job.train.seed, job.train.max_steps) == (4, 2)
+
+
+def test_a_merge_of_a_merge_is_no_duplicate():
+    text = "deepspeed: {a: {b: {c: &b {<<: &a {x: 1}, x: 2}}}, d: {<<: *b, y: 3}}\n"
+    assert parse_yaml(text, name="a.yaml")["deepspeed"]["a"]["b"]["c"] == {"x": 2}
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- a", "list"), ("just words", "str"), ("", "nothing"), ("3", "int")])
+def test_what_is_not_a_mapping(text, kind):
+    problem = only(text)
+    assert problem.code == "YAML_NOT_MAPPING"
+    assert kind in problem.message
+
+
+# Files
+
+
+def test_a_file_is_read_and_overridden(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(SMALL + "train: {seed: 1}\n")
+    job = load_job(path, overrides=("train.seed=2", "cluster.nodes=3"))
+    assert (job.train.seed, job.cluster.nodes) == (2, 3)
+    assert Job.from_yaml(path, overrides=("train.seed=2", "cluster.nodes=3")) == job
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path):
+    (tmp_path / "llama.yaml").write_text(SMALL)
+    with pytest.raises(SpecError) as caught:
+        load_job(tmp_path / "lama.yaml")
+    assert caught.value.codes == ("FILE_NOT_FOUND",)
+    assert str(tmp_path / "llama.yaml") in caught.value.problems[0].fix
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(SpecError) as caught:
+        load_job(tmp_path / "no" / "job.yaml")
+    assert caught.value.codes == ("FILE_NOT_FOUND",)
+
+
+def test_unreadable_files(tmp_path):
+    (tmp_path / "bytes.yaml").write_bytes(b"model: \xff\xfe")
+    for path in (tmp_path / "bytes.yaml", tmp_path, tmp_path / "zero\x00byte"):
+        with pytest.raises(SpecError) as caught:
+            load_yaml(path)
+        assert caught.value.codes == ("FILE_UNREADABLE",)
+
+
+# --set
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("train.sequence_length=8192", lambda job: job.train.sequence_length, 8192),
+        ("train.learning_rate=1e-4", lambda job: job.train.learning_rate, 1e-4),
+        ("train.lora={r: 4}", lambda job: job.train.lora.r, 4),
+        ("train.lora.r=4", lambda job: job.train.lora.r, 4),
+        ("train.gradient_checkpointing=false", lambda job: job.train.gradient_checkpointing, False),
+        ("train.output_dir=runs/a=b", lambda job: str(job.train.output_dir), "runs/a=b"),
+        ("train.max_steps=", lambda job: job.train.max_steps, None),
+        ("data.train=[a.jsonl, b.jsonl]", lambda job: job.data.train, ("a.jsonl", "b.jsonl")),
+        ("data.train=a: b: c", lambda job: job.data.train, "a: b: c"),
+        ("model.init=random", lambda job: (job.model.name, job.model.init), ("m", "random")),
+        ("model=other", lambda job: job.model.name, "other"),
+        ("deepspeed.zero_optimization.reduce_bucket_size=7",
+         lambda job: job.deepspeed["zero_optimization"]["reduce_bucket_size"], 7),
+        ("cluster.nvme_path=2024-13-45", lambda job: str(job.cluster.nvme_path), "2024-13-45"),
+    ],
+)  # fmt: skip
+def test_set_changes_one_value(override, read, value):
+    assert (
+        read(job_of(SMALL + "train:\n", override) if override.startswith("train.") else job_of(SMALL, override))
+        == value
+    )
+
+
+@pytest.mark.parametrize("override", ["train.seed", "=3", "cluster.gpu.name=h100", "model.name.x=1"])
+def test_set_that_is_not_key_and_value(override):
+    problem = only(SMALL, override)
+    assert problem.code == "SET_SYNTAX"
+
+
+def test_set_of_a_duplicate_key_and_of_an_unknown_one():
+    assert only(SMALL, "train={seed: 1, seed: 2}").code == "YAML_DUPLICATE"
+    assert only(SMALL, "train.sequence_lenght=2").code == "KEY_UNKNOWN"
+
+
+# Garbage
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates(),
+    st.sampled_from(["auto", "8", "1e-4", "+", "e5", "none", "cpu", "bf16"]),
+)  # fmt: skip
+KEYS = st.one_of(
+    st.sampled_from(sorted({part for path in known_keys() for part in path.split(".")} | set(FOREIGN_KEYS))),
+    st.text(max_size=6),
+    st.integers(),
+)
+NESTED = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+SECTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        **{name: NESTED | st.dictionaries(st.sampled_from(sorted(fields)), NESTED, max_size=5)
+           for name, fields in {
+               section: {path.split(".")[1] for path in known_keys() if path.startswith(f"{section}.")}
+               for section in ("model", "cluster", "train", "data", "parallel")
+           }.items()},
+        "deepspeed": NESTED,
+        "foreign": NESTED,
+    },
+)  # fmt: skip
+
+
+def errors_of(read, value):
+    """The problems that reading finds; anything but a result or a SpecError fails the test."""
+    try:
+        assert isinstance(read(value), Job | dict)
+    except SpecError as error:
+        return error.problems
+    return ()
+
+
+@settings(max_examples=150, deadline=None)
+@given(document=SECTIONS | st.dictionaries(KEYS, NESTED, max_size=4))
+def test_any_mapping_is_a_job_or_a_spec_error(document):
+    for read in (parse_job, lambda value: parse_job(parse_yaml(yaml.safe_dump(value), name="garbage.yaml"))):
+        found = errors_of(read, document)
+        keys = [problem.key for problem in found]
+        assert len(set(keys)) == len(keys)
+        assert all(problem.message and problem.fix for problem in found)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=40) | st.text(alphabet="a: -{}[]&*!\"'\n#<|>%@`1.e", max_size=40))
+def test_any_text_is_a_mapping_or_a_spec_error(text):
+    found = errors_of(lambda value: parse_yaml(value, name="garbage.yaml"), text)
+    assert all(problem.code.startswith("YAML_") for problem in found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(override=st.text(max_size=20) | st.tuples(st.sampled_from(known_keys()), st.text(max_size=12)).map("=".join))
+def test_any_override_is_a_job_or_a_spec_error(override):
+    errors_of(lambda value: job_of(SMALL, value), override)

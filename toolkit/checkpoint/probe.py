@@ -1,0 +1,38 @@
+"""A few tokens and the trained model's scores for them, kept with a checkpoint so that an export can be proven equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from toolkit.engine.run import Run
+
+PROBE = "probe.safetensors"
+
+# Enough positions for attention, rotary phases and norms to show; 16 rows of a 256k vocabulary are 16 MB in fp32.
+NUM_TOKENS = 16
+
+
+def probe_tokens(vocab_size: int) -> torch.Tensor:
+    """Gives the token ids, spread over the vocabulary. Shape (1, 16), int64."""
+    # 7919 is prime, so the ids are distinct and from all over.
+    return (torch.arange(NUM_TOKENS) * 7919 + 11).remainder(vocab_size).unsqueeze(0)
+
+
+def record_probe(run: Run, folder: Path) -> None:
+    """Writes `input_ids` and `logits` of the live model; all ranks run the forward pass, rank 0 writes.
+
+    Collectives:
+        Those of a forward pass under ZeRO-3.
+    """
+    ids_BS = probe_tokens(run.plan.model.vocab_size)
+    run.engine.eval()
+    try:
+        with torch.no_grad():
+            logits_BSV = run.engine(input_ids=ids_BS.to(run.world.device)).logits
+    finally:
+        run.engine.train()
+    if run.world.is_main:
+        save_file({"input_ids": ids_BS, "logits": logits_BSV.float().cpu().contiguous()}, folder / PROBE)

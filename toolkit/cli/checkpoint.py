@@ -1,0 +1,82 @@
+"""`toolkit checkpoint`: what checkpoints a run has, and whether they are whole."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.cli.options import JsonOption
+from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.units import format_bytes
+
+_GROUP = typer.Typer(no_args_is_help=True, help="List and verify checkpoints.")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the group of commands."""
+    app.add_typer(_GROUP, name="checkpoint")
+
+
+@_GROUP.command("list")
+def list_command(
+    output_dir: Annotated[Path, typer.Argument(help="The job's train.output_dir.")], as_json: JsonOption = False
+) -> None:
+    """List the complete checkpoints of a run, oldest first.
+
+    Example: `toolkit checkpoint list runs/my-job`
+
+    JSON keys: checkpoints (path, step, zero_stage, world_size, bytes, saved).
+    """
+    from toolkit.checkpoint.layout import State
+    from toolkit.checkpoint.locate import list_checkpoints
+    from toolkit.checkpoint.manifest import read_manifest
+
+    rows: list[dict[str, Any]] = []
+    for folder in list_checkpoints(output_dir):
+        state, manifest = State.load(folder), read_manifest(folder)
+        rows.append(
+            {
+                "path": str(folder),
+                "step": state.step,
+                "zero_stage": state.zero_stage,
+                "world_size": state.world_size,
+                "bytes": sum(entry.num_bytes for entry in manifest.values()),
+                "saved": datetime.fromtimestamp((folder / "manifest.json").stat().st_mtime).isoformat(
+                    timespec="seconds"
+                ),
+            }
+        )
+    if as_json:
+        print_json({"checkpoints": rows})
+        return
+    if not rows:
+        print(f"{output_dir} holds no complete checkpoint")
+        return
+    table = new_table(["step", "ZeRO", "ranks", "size", "saved", "path"], right=["step", "ZeRO", "ranks", "size"])
+    for row in rows:
+        size = format_bytes(row["bytes"])
+        table.add_row(str(row["step"]), str(row["zero_stage"]), str(row["world_size"]), size, row["saved"], row["path"])
+    print_table(table)
+
+
+@_GROUP.command("verify")
+def verify_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint-STEP folder.")], as_json: JsonOption = False
+) -> None:
+    """Check that every file of a checkpoint is there, byte for byte, before a launch depends on it.
+
+    Example: `toolkit checkpoint verify runs/my-job/checkpoint-500`
+
+    JSON keys: checkpoint, files, bytes.
+    """
+    from toolkit.checkpoint.manifest import verify
+
+    manifest = verify(checkpoint)
+    size = sum(entry.num_bytes for entry in manifest.values())
+    if as_json:
+        print_json({"checkpoint": str(checkpoint), "files": len(manifest), "bytes": size})
+        return
+    print(f"{checkpoint} is complete: {len(manifest)} files, {format_bytes(size)}, every checksum right")

@@ -1,0 +1,142 @@
+"""`toolkit export`: a checkpoint as Hugging Face safetensors."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.options import JsonOption
+from toolkit.cli.output import print_fields, print_json
+from toolkit.errors import SpecError
+from toolkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from toolkit.export.checkpoint import Export
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Dtype(StrEnum):
+    """Precisions of exported weights."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(export)
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint-STEP folder, or an output_dir for its latest.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to create. Default: export beside it.")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Weights' precision. Default: the training precision. fp32 reads the masters.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, as 5GB or 500MB.")] = "5GB",
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="LoRA: merge the adapter into its base.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
+    check_logits: Annotated[
+        bool | None,
+        typer.Option(help="Reload the export and compare its scores with the live model's. Default: for small models."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write safetensors, config and tokenizer that `from_pretrained` loads, from a checkpoint of any ZeRO stage.
+
+    The checkpoint's checksums are verified first; names, shapes and a sample of the values are read back after.
+
+    Example: `toolkit export runs/my-job/checkpoint-500 --out my-model`
+
+    JSON keys: folder, kind, dtype, files, num_tensors, num_bytes, untied, verified, logits_difference.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from toolkit.checkpoint.layout import step_of
+    from toolkit.checkpoint.locate import latest_checkpoint
+    from toolkit.export.checkpoint import export as export_checkpoint
+
+    size = parse_size(max_shard_size)
+    if step_of(checkpoint) is None and list(checkpoint.glob("checkpoint-*")):
+        checkpoint = latest_checkpoint(checkpoint)
+    target = out or checkpoint.parent / "export"
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
+        task = bar.add_task("tensors", total=None)
+        done = export_checkpoint(
+            checkpoint,
+            target,
+            dtype=None if dtype is None else dtype.value,
+            max_shard_size_bytes=size,
+            merge_adapter=merge_adapter,
+            overwrite=overwrite,
+            check_logits=check_logits,
+            progress=lambda count, total: bar.update(task, completed=count, total=total),
+        )
+    if as_json:
+        print_json(export_as_dict(done))
+        return
+    print_fields(export_fields(done))
+
+
+def parse_size(text: str) -> int:
+    """Reads a size such as 5GB, 500MB or 2GiB as bytes.
+
+    >>> parse_size("5GB"), parse_size("1.5 MiB")
+    (5000000000, 1572864)
+    """
+    cleaned = text.strip().upper().replace(" ", "")
+    for unit in sorted(_UNITS, key=len, reverse=True):
+        if cleaned.endswith(unit):
+            try:
+                size = int(float(cleaned.removesuffix(unit)) * _UNITS[unit])
+            except ValueError:
+                break
+            if size > 0:
+                return size
+    raise SpecError.of(
+        code="SIZE_SYNTAX",
+        key="--max-shard-size",
+        message=f"--max-shard-size {text} is not a size",
+        fix="Write a number and KB, MB, GB, KiB, MiB or GiB, such as 5GB",
+    )
+
+
+def export_as_dict(done: Export) -> dict[str, Any]:
+    """Gives the JSON object of an export."""
+    report = done.report
+    return {
+        "folder": str(done.folder),
+        "kind": report.kind,
+        "dtype": report.dtype,
+        "files": list(report.files),
+        "num_tensors": report.num_tensors,
+        "num_bytes": report.num_bytes,
+        "untied": list(report.untied),
+        "verified": report.verified,
+        "logits_difference": done.logits_difference,
+    }
+
+
+def export_fields(done: Export) -> list[tuple[str, str]]:
+    """Gives the lines that a person reads."""
+    report = done.report
+    checked = "names, shapes and sampled values read back"
+    if done.logits_difference is not None:
+        checked += f"; scores equal the trained model's within {done.logits_difference:.1e} of the largest"
+    return [
+        ("export", str(done.folder)),
+        ("kind", f"{report.kind}, {report.dtype}"),
+        ("size", f"{report.num_tensors} tensors, {format_bytes(report.num_bytes)} in {len(report.files)} file(s)"),
+        ("checked", checked),
+    ]

@@ -1,0 +1,167 @@
+"""`toolkit quickstart`: the whole journey on a fresh machine, offline, in under two minutes."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from toolkit.cli.options import JsonOption
+from toolkit.cli.output import print_fields, print_json
+from toolkit.errors import PlanError
+from toolkit.units import format_bytes, format_seconds
+
+STEPS = 60
+FIRST_SESSION = 40
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(quickstart)
+
+
+def quickstart(
+    out: Annotated[Path, typer.Option("--out", help="Folder to work in.")] = Path("quickstart"),
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Data-parallel processes on CPU.")] = 2,
+    zero_stage: Annotated[int, typer.Option("--zero-stage", min=0, max=3, help="ZeRO stage.")] = 2,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU even where there are GPUs.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan, train, save, resume, export and reload a small Llama on English text, offline.
+
+    Uses two GPUs over NCCL (or one, if there is one), else two CPU processes over gloo. The text is Python's own
+    documentation; the tokenizer is trained on it.
+
+    Example: `toolkit quickstart --out /tmp/quickstart`
+
+    JSON keys: job, plan, metrics, checkpoint, export, first_loss, last_loss, logits_difference, seconds.
+    """
+    began = time.perf_counter()
+    _claim(out, overwrite=overwrite)
+    _say(1, "writing a model, a tokenizer and a data set", as_json)
+    job = write_quickstart_job(out, cpu=cpu, processes=processes, zero_stage=zero_stage)
+    from toolkit.cli.train import checked_plan, report, run_workers
+
+    plan = checked_plan(job, None)
+    _say(
+        2,
+        f"planned {plan.grid.world_size} × {plan.gpu.name}, ZeRO-{zero_stage}: `toolkit validate {job} --explain`",
+        as_json,
+    )
+    _say(3, f"training {FIRST_SESSION} of {STEPS} steps", as_json)
+    outcome = run_workers(plan, checkpoint=None, stop_after=FIRST_SESSION)
+    if outcome.exit_code == 0:
+        checkpoint = plan.output_dir / f"checkpoint-{FIRST_SESSION}"
+        _say(4, f"resuming from {checkpoint}", as_json)
+        outcome = run_workers(plan, checkpoint=checkpoint, stop_after=None)
+    if outcome.exit_code != 0:
+        report(plan, outcome, job=job, exported=None, as_json=as_json)
+        raise typer.Exit(outcome.exit_code)
+    _say(5, "exporting safetensors, reloading them, comparing scores", as_json)
+    _finish(plan, job, as_json=as_json, began=began)
+
+
+def write_quickstart_job(out: Path, *, cpu: bool, processes: int, zero_stage: int) -> Path:
+    """Writes model, data and job file into a folder; gives the job file."""
+    from toolkit.train.sample import write_sample
+
+    sample = write_sample(out)
+    gpu, count = _hardware(cpu, processes)
+    job = {
+        "model": {"name": str(sample.model), "init": "random"},
+        "cluster": {"gpu": gpu, "gpus_per_node": count},
+        "train": {
+            "sequence_length": 128,
+            "train_batch_size": 8 * count,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 3e-3,
+            "max_steps": STEPS,
+            "warmup_steps": 5,
+            "save_steps": 20,
+            "eval_steps": 20,
+            "output_dir": str(out / "run"),
+        },
+        "data": {"train": str(sample.data), "validation_fraction": 0.05},
+        "parallel": {"zero_stage": zero_stage},
+    }
+    path = out / "job.yaml"
+    header = f"# Run with: toolkit train {path}\n"
+    path.write_text(header + yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _hardware(cpu: bool, processes: int) -> tuple[str, int]:
+    """Gives the catalogue name and number of the cards here, at most two, or CPU processes."""
+    from toolkit.launch.devices import local_gpus
+
+    found = [] if cpu else local_gpus()
+    if not found:
+        return "cpu", processes
+    return found[0], min(2, found.count(found[0]))
+
+
+def _claim(out: Path, *, overwrite: bool) -> None:
+    if out.exists() and any(out.iterdir()):
+        ours = (out / "job.yaml").exists()
+        if not (overwrite and ours):
+            raise PlanError.of(
+                code="OUTPUT_EXISTS",
+                key="--out",
+                message=f"{out} is not empty",
+                fix="Choose another --out" + (", or replace it with --overwrite" if ours else ""),
+            )
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _finish(plan: Any, job: Path, *, as_json: bool, began: float) -> None:
+    import json
+
+    from toolkit.checkpoint.locate import latest_checkpoint
+    from toolkit.export.checkpoint import export
+
+    last = latest_checkpoint(plan.output_dir)
+    done = export(last, plan.output_dir / "export", check_logits=True)
+    metrics = plan.output_dir / "metrics.jsonl"
+    losses = [record["loss"] for record in map(json.loads, metrics.open(encoding="utf-8")) if "loss" in record]
+    seconds = time.perf_counter() - began
+    if as_json:
+        print_json(
+            {
+                "job": str(job),
+                "plan": str(plan.output_dir / "plan.json"),
+                "metrics": str(metrics),
+                "checkpoint": str(last),
+                "export": str(done.folder),
+                "first_loss": losses[0],
+                "last_loss": losses[-1],
+                "logits_difference": done.logits_difference,
+                "seconds": seconds,
+            }
+        )
+        return
+    print_fields(
+        [
+            ("job file", str(job)),
+            ("plan", str(plan.output_dir / "plan.json")),
+            ("configs", str(plan.output_dir / "configs")),
+            ("metrics", f"{metrics}: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"),
+            ("checkpoint", str(last)),
+            ("export", f"{done.folder} ({format_bytes(done.report.num_bytes)})"),
+            (
+                "checked",
+                f"reloaded scores equal the trained model's within {done.logits_difference:.1e} of the largest",
+            ),
+            ("time", format_seconds(seconds)),
+        ]
+    )
+
+
+def _say(number: int, text: str, as_json: bool) -> None:
+    if not as_json:
+        typer.secho(f"[{number}/5] {text}", bold=True)

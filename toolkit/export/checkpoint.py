@@ -1,0 +1,147 @@
+"""`tk.export`: a verified checkpoint becomes a verified export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+
+from toolkit.checkpoint.layout import PLAN
+from toolkit.checkpoint.manifest import verify as verify_checkpoint
+from toolkit.checkpoint.probe import PROBE
+from toolkit.checkpoint.save import leaves_frozen_out
+from toolkit.engine.initialize import locate_weights
+from toolkit.errors import CheckpointError
+from toolkit.export.export import ExportReport, export_checkpoint
+from toolkit.modeling.build import DTYPES
+from toolkit.plan.plan import Plan
+
+# Parameters up to which the export is loaded whole and run on the CPU by default: 8 GB of host memory in fp32.
+CHECK_LOGITS_PARAMETERS = 2_000_000_000
+
+# Largest difference of two scores, as a share of the largest score: rounding of one forward pass on another device,
+# some ten layers of 2**-8 (bf16), 2**-11 (fp16) or 2**-24 (fp32) each, with room.
+TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What was exported and how it was checked.
+
+    Args:
+        folder: The export.
+        report: What was written.
+        logits_difference: Largest difference between the reloaded export's scores and the live model's, as a share of
+            the largest score; None where it was not compared.
+    """
+
+    folder: Path
+    report: ExportReport
+    logits_difference: float | None
+
+
+def export(
+    checkpoint: str | Path,
+    output_dir: str | Path,
+    *,
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    max_shard_size_bytes: int = 5 * 10**9,
+    merge_adapter: bool = False,
+    overwrite: bool = False,
+    check_logits: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Export:
+    """Writes a checkpoint of any ZeRO stage as Hugging Face safetensors with config and tokenizer beside them.
+
+    Args:
+        checkpoint: Folder that `tk.save` or `toolkit train` wrote; every file is verified first.
+        output_dir: Created whole at the end, or not at all.
+        dtype: Of the weights; the training precision when left out. fp32 reads the master weights.
+        max_shard_size_bytes: Above it a new file begins.
+        merge_adapter: LoRA: write the base with the adapter merged into it, not the adapter.
+        overwrite: Replace what `output_dir` holds.
+        check_logits: Reload the export and compare its scores with those that the live model left in the checkpoint.
+            By default where the checkpoint has them, the dtype is the training precision, and the model has at most
+            two billion parameters.
+        progress: Called with tensors written and tensors in all.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the export is not equal to it.
+    """
+    source = Path(checkpoint)
+    verify_checkpoint(source)
+    plan = Plan.load(source / PLAN)
+    probe = source / PROBE
+    if check_logits is None:
+        known = plan.model.num_parameters
+        small = known is not None and known <= CHECK_LOGITS_PARAMETERS
+        check_logits = probe.exists() and small and dtype in (None, plan.settings.precision)
+    elif check_logits and not probe.exists():
+        raise CheckpointError.of(
+            code="EXPORT_NO_PROBE",
+            key=str(source),
+            message=f"{source} holds no scores of the live model to compare with",
+            fix="Export without comparing logits, or save with `tk.save(run, path, probe=True)`; "
+            "`toolkit train` does at a run's end",
+        )
+    report = export_checkpoint(
+        source,
+        output_dir,
+        base_dir=_base_weights(plan, merge_adapter=merge_adapter),
+        dtype=None if dtype is None else DTYPES[dtype],
+        max_shard_size_bytes=max_shard_size_bytes,
+        merge_adapter=merge_adapter,
+        overwrite=overwrite,
+        trust_remote_code=plan.job.model.trust_remote_code,
+        progress=progress,
+    )
+    if report.kind == "adapter" and plan.settings.init == "random":
+        check_logits = False  # the base that it adapts was drawn at random and lies in no folder to reload
+    difference = _compare(plan, report, probe) if check_logits else None
+    return Export(folder=report.output_dir, report=report, logits_difference=difference)
+
+
+def logits_difference(model: Any, probe: Path) -> float:
+    """Gives the largest difference of a model's scores from a probe's, as a share of the largest score."""
+    held = load_file(probe)
+    with torch.no_grad():
+        logits_BSV = model(input_ids=held["input_ids"]).logits.float()
+    return float((logits_BSV - held["logits"]).abs().max() / held["logits"].abs().max())
+
+
+def _compare(plan: Plan, report: ExportReport, probe: Path) -> float:
+    difference = logits_difference(_reload(plan, report), probe)
+    # Not "difference > limit", which a difference that is not a number would pass.
+    if not difference <= TOLERANCE[plan.settings.precision]:
+        raise CheckpointError.of(
+            code="EXPORT_LOGITS",
+            key=str(report.output_dir),
+            message=f"the export's scores differ from the trained model's by {difference:.2%} of the largest",
+            fix="Do not use this export; please report it with the model's name",
+        )
+    return difference
+
+
+def _reload(plan: Plan, report: ExportReport) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    code = plan.job.model.trust_remote_code
+    attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
+    arguments = {"dtype": DTYPES[plan.settings.precision], "attn_implementation": attention, "trust_remote_code": code}
+    if report.kind != "adapter":
+        return AutoModelForCausalLM.from_pretrained(report.output_dir, **arguments).eval()
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(locate_weights(plan), **arguments)
+    return PeftModel.from_pretrained(base, str(report.output_dir)).eval()
+
+
+def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:
+    """Gives the folder of a LoRA run's frozen weights, which its checkpoints leave out."""
+    return locate_weights(plan) if merge_adapter and leaves_frozen_out(plan) else None
