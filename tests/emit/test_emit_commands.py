@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from toolkit.emit.commands import exports
 from toolkit.emit.files import emit
 from toolkit.launch.environment import explain_environment
+from toolkit.launch.ports import free_port
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
 
@@ -158,3 +160,22 @@ def test_every_setting_of_a_launch_is_exported_with_its_reason(gpu):
     assert {export.name: export.reason for export in exports(plan)} == {
         name: setting.reason for name, setting in settings.items()
     }
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("way", ["trainer", "accelerate"])
+def test_the_real_launchers_start_every_rank(tmp_path, way):
+    emit(make_plan(gpu="cpu", master_port=free_port()), tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'DS_ACCELERATOR')\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(' '.join(os.environ[name] for name in names))\n"
+    )
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", str(tmp_path / "commands.sh"), way, str(script), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert [file.read_text() for file in sorted(folder.iterdir())] == ["0 2 cpu", "1 2 cpu"]

@@ -7,14 +7,13 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
 
-import toolkit
 from toolkit.emit.commands import check_hosts, exports, hostfile, ways
 from toolkit.emit.provenance import provenance
 from toolkit.errors import PlanError, Problem
@@ -23,6 +22,7 @@ from toolkit.plan.plan import Plan
 
 WRITTEN_BY = "toolkit emit"
 PROVENANCE = "provenance.json"
+_TEMPLATES = Path(__file__).parent / "templates"
 
 # Every name that `emit` may write, and what the file is.
 FILES: dict[str, str] = {
@@ -128,7 +128,7 @@ def _provenance(
     return _json(
         {
             "written_by": WRITTEN_BY,
-            "version": toolkit.__version__,
+            "version": version("accelerator-toolkit"),
             "files": {name: {"sha256": digest(text)} for name, text in texts.items()},
             "keys": {name: provenance(plan, name, config) for name, config in configs.items()},
             "left_out": {name: [problem.as_dict() for problem in problems] for name, problems in left_out.items()},
@@ -149,5 +149,5 @@ def _render(template: str, **values: Any) -> str:
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
-    source = (resources.files("toolkit.emit") / "templates" / template).read_text(encoding="utf-8")
+    source = (_TEMPLATES / template).read_text(encoding="utf-8")
     return environment.from_string(source).render(**values)
