@@ -44,6 +44,7 @@ LORA: dict[str, tuple[str, int, str, dict[str, Any]]] = {
 }
 LORA |= {
     "lora-z3-bf16": ("llama-tied", 3, "bf16", {"target_modules": "all-linear"}),
+    "lora-tied": ("llama-tied", 2, "bf16", {"target_modules": ["k_proj"]}),
     "lora-rs": ("llama", 2, "fp32", {"target_modules": ["q_proj", "down_proj"], "use_rslora": True}),
     "lora-alpha": ("llama", 1, "fp32", {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 32}}),
     "lora-gpt2": ("gpt2", 3, "fp32", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
@@ -231,6 +232,7 @@ def test_frozen_weights_may_come_from_the_folder_that_the_run_started_from(
     options = {"model_dir": whole / "model", "merge_adapter": True}
     export_checkpoint(whole, tmp_path / "expected", **options)
     report = export_checkpoint(partial, tmp_path / "out", base_dir=start, **options)
+    assert report.untied == (("lm_head.weight",) if name == "lora-untie" else ())
     expected, found = (load_file(tmp_path / folder / "model.safetensors") for folder in ("expected", "out"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())

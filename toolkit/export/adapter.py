@@ -178,6 +178,8 @@ class MergedWeights:
                 self._factors.setdefault(factor["module"], {})[factor["kind"][-1]] = name
             elif ".original_module." not in name:
                 self._origin[_plain(name).replace(f".modules_to_save.{_NAME}.", ".")] = name
+        if self.base is not None:
+            self._drop_aliases(self.base.tensors)
         self.tensors = {
             name: self._describe(name) for name in {**self._origin, **(self.base.tensors if self.base else {})}
         }
@@ -207,6 +209,13 @@ class MergedWeights:
         factors = self._factors[target.module]
         a, b = (self.weights.read(factors[letter], torch.float32) for letter in "AB")
         return (self._unmerged(name, torch.float32) + target.delta(a, b)).to(dtype)
+
+    def _drop_aliases(self, base: Mapping[str, StoredTensor]) -> None:
+        """Forgets the second name of a tied weight whose first name was left out: the engine writes it all the same."""
+        for name, stored in base.items():
+            kept = self._origin.get(name)
+            if kept and stored.owner != name and stored.owner not in self._origin and ".modules_to_save." not in kept:
+                del self._origin[name]
 
     def _unmerged(self, name: str, dtype: torch.dtype) -> Tensor:
         if name in self._origin or self.base is None:

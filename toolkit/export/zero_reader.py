@@ -145,9 +145,12 @@ class ZeroCheckpoint:
     def _describe(self) -> Iterator[tuple[str, StoredTensor]]:
         shared = self._states[0].get("shared_params") or {}
         shapes = _shapes(self._states[0])
+        buffers = frozenset(self._states[0].get("buffer_names") or ())
         places: dict[tuple[int, int, tuple[int, ...]], str] = {}
         for name, value in self._module.items():
             owner = shared.get(name, name)
+            if self.stage == 3 and owner not in self._fragments and name not in buffers:
+                continue  # the placeholder of a frozen weight that was left out
             shape = tuple(shapes.get(owner, value.shape)) if self.stage == 3 else tuple(value.shape)
             if self.stage != 3 and value.numel():
                 place = (value.untyped_storage().data_ptr(), int(value.storage_offset()), shape)
