@@ -1,6 +1,10 @@
+import inspect
+
 import pytest
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 from plan_jobs import CPU, plan_of
 
 from toolkit.errors import PlanError
@@ -88,21 +92,23 @@ def test_a_rate_that_the_script_sets_itself():
     )
 
 
-@pytest.mark.parametrize("key", ["adam_beta1", "adam_beta2", "adam_epsilon"])
-def test_adam_settings_that_accelerate_loses_when_it_swaps_the_optimizer(key):
-    problem = refused("CONSUMER_ADAM_LOST", f"train.{key}", train={key: 0.5}, parallel={"offload": "optimizer-cpu"})
-    assert key in problem.message
-    # Without offload nothing is swapped, and the script keeps its optimizer.
-    plan_of(train={key: 0.5}).accelerate_config()
+@pytest.mark.parametrize(
+    ("optimizer", "kept"), [("adamw", False), ("adamw_torch", True), ("lion", True), ("sgd", True)]
+)
+def test_a_script_keeps_its_optimizer_under_offload_unless_it_is_adamw(optimizer, kept):
+    plan = plan_of(train={"optimizer": optimizer}, parallel={"offload": "optimizer-cpu"})
+    assert (plan.deepspeed_config("accelerate").get("zero_force_ds_cpu_optimizer") is False) is kept
+    assert "zero_force_ds_cpu_optimizer" not in plan.deepspeed_config("toolkit")
+    without = plan_of(train={"optimizer": optimizer}).deepspeed_config("accelerate")
+    assert "zero_force_ds_cpu_optimizer" not in without
 
 
-def test_accelerate_does_lose_them():
-    import inspect
-
-    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
-
+def test_accelerate_would_take_adam_in_place_of_any_optimizer():
     text = inspect.getsource(map_pytorch_optim_to_deepspeed)
-    assert 'defaults = {k: v for k, v in optimizer.defaults.items() if k in ["lr", "weight_decay"]}' in text
+    assert "optimizer_class = DeepSpeedCPUAdam" in text
+    # The groups keep betas and eps, so AdamW loses nothing.
+    assert "optimizer_class(optimizer.param_groups, **defaults)" in text
+    assert 'get("zero_force_ds_cpu_optimizer", True)' in inspect.getsource(Accelerator._prepare_deepspeed)
 
 
 def test_every_reason_at_once():

@@ -31,7 +31,6 @@ BROKEN = [
     ("OFFLOAD_NVME_PATH", "cluster.nvme_path", "None", {"parallel": {"offload": "optimizer-nvme"}}),
     ("OFFLOAD_RATIO", "parallel.offload_ratio", "0.5", {"parallel": {"offload_ratio": 0.5}}),
     ("OFFLOAD_PARTIAL_OPTIMIZER", "train.optimizer", "lion", {"train": {"optimizer": "lion"}, "parallel": {"offload": "optimizer-cpu-partial"}}),
-    ("OFFLOAD_OPTIMIZER", "train.optimizer", "sgd", {"train": {"optimizer": "sgd"}, "parallel": {"offload": "optimizer-cpu"}}),
     ("OFFLOAD_ACTIVATIONS", "parallel.offload", "false", {"train": {"gradient_checkpointing": False}, "parallel": {"offload": "activations-cpu"}}),
     ("ACCUMULATION_DTYPE", "train.gradient_accumulation_dtype", "fp16", {"train": {"gradient_accumulation_dtype": "fp16"}}),
     ("ACCUMULATION_STAGE", "train.gradient_accumulation_dtype", "zero_stage=0", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 0}}),
@@ -106,7 +105,6 @@ BROKEN = [
 ELSEWHERE = {
     "PLAN_UNREADABLE": "test_plan.py",
     "CONSUMER_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
-    "CONSUMER_ADAM_LOST": "test_accelerate_config.py",
     "CONSUMER_FRACTION": "test_trainer_config.py, test_accelerate_config.py",
     "CONSUMER_LEARNING_RATE": "test_accelerate_config.py",
     "CONSUMER_POLYNOMIAL": "test_trainer_config.py",
@@ -173,12 +171,13 @@ SOUND = [
     {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"bf16": {"immediate_grad_update": True}}},
     {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"prescale_gradients": True}},
     {"deepspeed": {"prescale_gradients": True, **zero_keys(reduce_scatter=False)}},
-    {"deepspeed": {"gradient_predivide_factor": 2, "communication_data_type": "fp32", "steps_per_print": 5}},
+    {"deepspeed": {"gradient_predivide_factor": 2, "communication_data_type": "fp32", "steps_per_print": 5, **zero_keys(reduce_scatter=False)}},
     {"deepspeed": {"prescale_gradients": False}},
     {"gpu": V100, "train": {"precision": "fp16"}, "deepspeed": {"fp16": {"hysteresis": 1, "loss_scale_window": 100}}},
     {"ranks": 4, "parallel": {"zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2, zero_quantized_weights=True)},
     {"nvme_path": "/local", "parallel": {"offload": "full-nvme"}, "deepspeed": {"aio": {"queue_depth": 32}, **zero_keys(offload_optimizer={"buffer_count": 8, "pipeline_write": True})}},
     {"nvme_path": "/local"},
+    {"train": {"optimizer": "sgd"}, "parallel": {"offload": "optimizer-cpu"}},
     {"model": "gemma-2-2b", "train": {"attention": "flash_attention_2"}},
     {"gpu": "mi300x-192gb", "train": {"attention": "flash_attention_2"}},
     {"gpu": "cpu", "train": {"optimizer": "lion"}, "parallel": {"zero_stage": 1, "offload": "optimizer-cpu"}},
@@ -186,7 +185,6 @@ SOUND = [
     {"train": {"train_batch_size": 12, "per_device_train_batch_size": 3}},
     {"data": {"train": "org/set", "name": "main", "split": "train[:5]"}},
 ]  # fmt: skip
-SOUND[4]["deepspeed"]["zero_optimization"] = {"reduce_scatter": False}
 
 
 @pytest.mark.parametrize("job", SOUND, ids=range(len(SOUND)))

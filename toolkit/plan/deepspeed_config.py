@@ -44,6 +44,10 @@ def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
     if draft.job.train.optimizer == "sgd" or consumer == "accelerate":
         # zero/utils.py ZERO_SUPPORTED_OPTIMIZERS lists neither torch SGD nor what a script may bring.
         config["zero_allow_untested_optimizer"] = True
+    if consumer == "accelerate" and draft.profile.optimizer and draft.job.train.optimizer != "adamw":
+        # Accelerate would replace the script's optimizer, SGD too, by DeepSpeedCPUAdam (utils/deepspeed.py
+        # map_pytorch_optim_to_deepspeed), and DeepSpeed would refuse another one (engine.py _configure_optimizer).
+        config["zero_force_ds_cpu_optimizer"] = False
     return merge(config, draft.job.deepspeed)
 
 

@@ -54,16 +54,3 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
         )
-    if consumer == "accelerate" and draft.profile.optimizer:
-        changed = [key for key in ("adam_beta1", "adam_beta2", "adam_epsilon") if key in train.model_fields_set]
-        if changed:
-            yield Problem(
-                code="CONSUMER_ADAM_LOST",
-                key=f"train.{changed[0]}",
-                message=(
-                    f"{', '.join(changed)} with offload={draft.profile.name}: Accelerate replaces the script's AdamW by "
-                    "DeepSpeedCPUAdam and keeps lr and weight_decay alone"
-                ),
-                fix=_OWN,
-                source="accelerate utils/deepspeed.py map_pytorch_optim_to_deepspeed",
-            )

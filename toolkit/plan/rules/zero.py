@@ -65,18 +65,6 @@ def offload_ratio(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def offload_optimizer(draft: Draft) -> Iterator[Problem]:
-    """SGD has no CPU version in DeepSpeed."""
-    if draft.profile.optimizer and draft.job.train.optimizer == "sgd":
-        yield Problem(
-            code="OFFLOAD_OPTIMIZER",
-            key="train.optimizer",
-            message=f"optimizer=sgd with offload={draft.profile.name}: DeepSpeed steps offloaded state with Adam or Lion",
-            fix="Set train.optimizer to adamw, or parallel.offload to none",
-            source="deepspeed runtime/engine.py _configure_basic_optimizer",
-        )
-
-
 def offload_activations(draft: Draft) -> Iterator[Problem]:
     """What moves are the inputs of checkpointed layers, so there must be some."""
     if draft.profile.activations and not draft.settings.gradient_checkpointing:
@@ -124,7 +112,6 @@ RULES = (
     offload_stage,
     offload_path,
     offload_ratio,
-    offload_optimizer,
     offload_activations,
     accumulation_dtype,
     compile_under_zero3,
