@@ -96,6 +96,7 @@ def load_pretrained(
     for number, keys in enumerate(names):
         values = _agree(partial(reader.values, number) if reader else None, group, keep=True)
         _assign({key: targets[key] for key in keys}, values, group=group)
+        del values  # before the next batch is read
         done += len(keys)
         if progress is not None:
             progress(done, report.num_tensors)
