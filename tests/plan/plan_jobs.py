@@ -73,11 +73,17 @@ def draft_of(plan: Plan) -> Draft:
     return Draft(job=plan.job, model=plan.model, gpu=plan.gpu, settings=plan.settings)
 
 
-def sections(fields: dict[str, st.SearchStrategy[Any]], *, at_most: int) -> st.SearchStrategy[dict[str, Any]]:
+def sections(
+    fields: dict[str, st.SearchStrategy[Any]], *, at_most: int, required: tuple[str, ...] = ()
+) -> st.SearchStrategy[dict[str, Any]]:
     """A section with some of its keys: few, so that a fair share of the jobs is sound."""
-    return st.lists(st.sampled_from(sorted(fields)), unique=True, max_size=at_most).flatmap(
-        lambda names: st.fixed_dictionaries({name: fields[name] for name in names})
-    )
+    names = st.lists(st.sampled_from(sorted(fields)), unique=True, max_size=at_most)
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> dict[str, Any]:
+        return {name: draw(fields[name]) for name in sorted({*draw(names), *required})}
+
+    return drawn()
 
 
 def literal(kind: Any) -> st.SearchStrategy[Any]:
@@ -136,18 +142,25 @@ DATA = {
 }
 
 
+_MODELS = st.sampled_from([TOY, TOY, "llama-3.2-1b", "gemma-2-2b", "gpt2"])
+_GPUS = st.sampled_from([H100, H100, "a100-sxm-80gb", V100, CPU])
+_RANKS, _NODES, _NVME = st.integers(1, 8), st.sampled_from([1, 1, 2]), st.sampled_from([None, "/local"])
+_TRAIN, _PARALLEL = sections(TRAIN, at_most=5), sections(PARALLEL, at_most=2)
+_DATA = st.none() | sections(DATA, at_most=2)
+
+
 @st.composite
 def jobs(draw: st.DrawFn, deepspeed: st.SearchStrategy[dict[str, Any]] | None = None) -> Job:
     """Any job that the schema admits; about half are sound."""
-    data = draw(st.none() | sections(DATA, at_most=2))
+    data = draw(_DATA)
     return job_of(
-        model=draw(st.sampled_from([TOY, TOY, "llama-3.2-1b", "gemma-2-2b", "gpt2"])),
-        gpu=draw(st.sampled_from([H100, H100, "a100-sxm-80gb", V100, CPU])),
-        ranks=draw(st.integers(1, 8)),
-        nodes=draw(st.sampled_from([1, 1, 2])),
-        nvme_path=draw(st.sampled_from([None, "/local"])),
-        train=draw(sections(TRAIN, at_most=5)),
+        model=draw(_MODELS),
+        gpu=draw(_GPUS),
+        ranks=draw(_RANKS),
+        nodes=draw(_NODES),
+        nvme_path=draw(_NVME),
+        train=draw(_TRAIN),
         data=None if data is None else {"train": ["a.jsonl"], **data},
-        parallel=draw(sections(PARALLEL, at_most=2)),
-        deepspeed=draw(deepspeed if deepspeed is not None else st.just({})),
+        parallel=draw(_PARALLEL),
+        deepspeed={} if deepspeed is None else draw(deepspeed),
     )

@@ -2,7 +2,6 @@
 
 import json
 import os
-from functools import cache
 from typing import Any
 
 import deepspeed
@@ -16,7 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from plan_jobs import job_of, jobs, plan_of, resolved
+from plan_jobs import job_of, jobs, plan_of, resolved, sections
 
 from toolkit.errors import PlanError
 from toolkit.plan.deepspeed_config import merge
@@ -81,7 +80,6 @@ def parse(config: dict[str, Any], ranks: int) -> tuple[DeepSpeedConfig, Recorder
     return DeepSpeedConfig(recorder, mpu=World(ranks)), recorder
 
 
-@cache
 def known_top_level_keys() -> set[str]:
     return parse({"train_batch_size": 1}, 1)[1].read - set(REMOVED)
 
@@ -112,27 +110,24 @@ def right_value(name: str, field: Any) -> st.SearchStrategy[Any]:
 
 def right_section(model: Any) -> st.SearchStrategy[dict[str, Any]]:
     fields = {name: right_value(name, field) for name, field in model.model_fields.items()}
-    required = {name for name, field in model.model_fields.items() if field.is_required()}
-    names = st.lists(st.sampled_from(sorted(fields)), unique=True, max_size=3)
-    return names.flatmap(
-        lambda chosen: st.fixed_dictionaries({name: fields[name] for name in sorted({*chosen, *required})})
-    )
+    required = tuple(name for name, field in model.model_fields.items() if field.is_required())
+    return sections(fields, at_most=3, required=required)
 
 
 ZERO_KEYS = sorted({field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()})
 TOP_KEYS = ["gradient_cliping", "zero_optimisation", "foo", *[key for key in REMOVED if "." not in key]]
-SOUND_SECTIONS = right_section(DeepSpeedKeys)
 
 
-@st.composite
-def wild_sections(draw):
+def wild_sections() -> st.SearchStrategy[dict[str, Any]]:
     """A section with keys that DeepSpeed knows, knew, or never knew, and any values."""
     keys = sorted({*known_top_level_keys(), *TOP_KEYS})
-    section = draw(st.dictionaries(st.sampled_from(keys), VALUES, max_size=2))
-    zero = draw(
-        st.dictionaries(st.sampled_from([*ZERO_KEYS, "reduce_bucket_sise", "mics_shard_size"]), VALUES, max_size=2)
-    )
-    return {**section, "zero_optimization": zero} if draw(st.booleans()) else section
+    outer = st.dictionaries(st.sampled_from(keys), VALUES, max_size=2)
+    zero = st.dictionaries(st.sampled_from([*ZERO_KEYS, "reduce_bucket_sise", "mics_shard_size"]), VALUES, max_size=2)
+    return outer | st.builds(lambda section, inner: {**section, "zero_optimization": inner}, outer, zero)
+
+
+SOUND_SECTIONS = right_section(DeepSpeedKeys)
+WILD_SECTIONS = wild_sections()
 
 
 def assert_used(config: dict[str, Any], ranks: int) -> DeepSpeedConfig:
@@ -187,7 +182,7 @@ def attempt(job):
         return None, error.codes
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=2000, deadline=None, suppress_health_check=SLOW)
 @given(job=jobs(deepspeed=st.just({}) | SOUND_SECTIONS))
 def test_what_we_accept_deepspeed_accepts_and_uses(job):
     plan, _ = attempt(job)
@@ -206,8 +201,8 @@ def test_what_we_accept_deepspeed_accepts_and_uses(job):
         assert "scheduler" not in config
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
-@given(job=jobs(deepspeed=wild_sections()), section=wild_sections())
+@settings(max_examples=1000, deadline=None, suppress_health_check=SLOW)
+@given(job=jobs(deepspeed=WILD_SECTIONS), section=WILD_SECTIONS)
 def test_what_we_refuse_deepspeed_refuses_or_it_is_a_trap_that_we_can_show(job, section):
     for candidate in (job, job_of(deepspeed=section)):
         plan, codes = attempt(candidate)
@@ -250,7 +245,7 @@ def test_a_parser_that_ignores_a_key_is_noticed():
         assert_used(config, 3)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(job=jobs())
 def test_accelerate_accepts_both_of_its_files(job, tmp_path_factory):
     plan, _ = attempt(job)
