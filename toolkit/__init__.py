@@ -6,7 +6,6 @@ The names below load on first use, so `import toolkit` costs no torch import.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,10 +22,7 @@ if TYPE_CHECKING:
     from toolkit.spec.job import Cluster, Data, Job, Lora, Model, Parallel, Train
     from toolkit.train.loop import train
 
-try:
-    __version__ = version("accelerator-toolkit")
-except PackageNotFoundError:  # pragma: no cover - a source tree that was never installed
-    __version__ = "0+unknown"
+    __version__: str
 
 _HOMES = {
     "Cluster": "toolkit.spec.job",
@@ -73,6 +69,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("toolkit.version").installed_version()
     if name not in _HOMES:
         raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

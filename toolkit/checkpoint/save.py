@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit import __version__
 from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, State, sync_folder, tag_of
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.checkpoint.probe import record_probe
@@ -21,6 +20,7 @@ from toolkit.engine.run import Run
 from toolkit.errors import RunError
 from toolkit.plan.plan import Plan
 from toolkit.units import format_bytes
+from toolkit.version import installed_version
 
 # Master copy and two moments in fp32 (arXiv 1910.02054, section 3.1).
 _OPTIMIZER_BYTES = {"adamw": 12, "adamw_torch": 12, "lion": 8, "sgd": 8}
@@ -109,7 +109,7 @@ def _write_plan(run: Run, partial: Path) -> None:
         zero_stage=settings.zero_stage,
         world_size=run.world.size,
         train_batch_size=settings.batch.train,
-        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")} | {"toolkit": __version__},
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")} | {"toolkit": installed_version()},
     ).save(partial)
     assert (partial / LATEST).exists(), "DeepSpeed names its tag in `latest`"
 

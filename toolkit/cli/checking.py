@@ -20,8 +20,6 @@ from toolkit.spec.tokenizer import TokenizerFacts, read_tokenizer_facts
 
 T = TypeVar("T")
 
-# The same fault as the plan's rules and the look at the data name it; the latter knows the files.
-_TWINS = {"DATA_VALIDATION": "EVAL_CONFLICT", "DATA_SPLIT": "DATA_HUB_KEY"}
 _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
 
 
@@ -60,8 +58,7 @@ def check(job: Job) -> Verdict:
     facts = None if tokenizer is None else _collect(problems, lambda: read_tokenizer_facts(tokenizer))
     if tokenizer is not None and data is not None:
         problems += _tokenizer_problems(tokenizer, facts, data)
-    twins = {_TWINS[problem.code] for problem in problems if problem.code in _TWINS}
-    kept = tuple(dict.fromkeys(problem for problem in problems if problem.code not in twins))
+    kept = tuple(dict.fromkeys(problems))
     return Verdict(
         plan=None if kept else plan, data=data, problems=kept, warnings=tuple(_warnings(job, model, plan, facts))
     )

@@ -24,7 +24,7 @@ _TAIL_BYTES = 16 * 1024
 _SILENT_DEATH_ALLOWANCE_SECONDS = 0.5
 _SIGNAL_FIXES = {
     signal.SIGKILL: "Most often this is the kernel's out-of-memory killer: look for it in `dmesg`, and compare the "
-    "host's RAM with what `toolkit estimate` gives",
+    "host's RAM with what parallel.offload keeps there (`toolkit validate JOB --explain`)",
     signal.SIGBUS: "Most often /dev/shm is full: look at `df -h /dev/shm`, and give a container more with --shm-size",
     signal.SIGSEGV: "A native library crashed: the Python stack that led to it is in the rank's output",
     signal.SIGABRT: "A native library gave up (a communication timeout does this): its reason is in the rank's output",

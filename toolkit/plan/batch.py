@@ -31,9 +31,8 @@ class Batch:
         return self.micro * self.accumulation * self.dp_size
 
     def __str__(self) -> str:
-        return (
-            f"{self.train} = {self.micro} micro × {self.accumulation} accumulation × {self.dp_size} data-parallel ranks"
-        )
+        ranks = "data-parallel rank" + ("" if self.dp_size == 1 else "s")
+        return f"{self.train} = {self.micro} micro × {self.accumulation} accumulation × {self.dp_size} {ranks}"
 
 
 def solve_batch(

@@ -96,7 +96,8 @@ class _Chooser:
         return default
 
     def derive(self, key: str, value: T, reason: str) -> T:
-        """Notes a value that follows from others."""
+        """Notes a value that follows from others, in place of what it was made from."""
+        self.choices = [choice for choice in self.choices if choice.key != key]
         self._add(key, value, "derived", reason)
         return value
 

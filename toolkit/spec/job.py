@@ -44,6 +44,7 @@ NonNegativeCount = Annotated[int, Field(ge=0), BeforeValidator(_not_a_bool)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 
 
@@ -101,7 +102,7 @@ class Lora(Section):
 
     r: Count = 16
     lora_alpha: PositiveNumber = 32
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lora_dropout: ShareBelowOne = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
     modules_to_save: tuple[str, ...] = ()
     use_rslora: StrictBool = False
@@ -131,10 +132,10 @@ class Train(Section):
     gradient_accumulation_dtype: Precision | None = None
     optimizer: Optimizer = "adamw"
     weight_decay: NonNegativeNumber = 0.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_beta1: ShareBelowOne = 0.9
+    adam_beta2: ShareBelowOne = 0.999
     adam_epsilon: PositiveNumber = 1e-8
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    momentum: ShareBelowOne = 0.0
     gradient_checkpointing: StrictBool | Fraction | None = None
     attention: Attention | None = None
     learning_rate: PositiveNumber | None = None

@@ -145,8 +145,25 @@ def evaluation(draft: Draft) -> Iterator[Problem]:
             )
 
 
+def lora_dropout_on_experts(draft: Draft) -> Iterator[Problem]:
+    """peft adapts stacked experts as parameters, through which no dropout passes."""
+    train = draft.job.train
+    if train.method != "lora" or train.lora is None or not draft.model.num_experts:
+        return
+    if train.lora.lora_dropout and train.lora.target_modules == "all-linear":
+        yield Problem(
+            code="LORA_DROPOUT_EXPERTS",
+            key="train.lora.lora_dropout",
+            message=f"lora_dropout={train.lora.lora_dropout:g} with target_modules=all-linear of a mixture of experts: "
+            "peft adapts its stacked experts as parameters, which cannot have dropout",
+            fix="Set train.lora.lora_dropout to 0, or name target_modules such as [q_proj, k_proj, v_proj, o_proj]",
+            source="peft tuners/lora/layer.py ParamWrapper",
+        )
+
+
 RULES = (
     lora_section,
+    lora_dropout_on_experts,
     optimizer_keys,
     run_length,
     warmup,
