@@ -58,9 +58,9 @@ def parsed(texts):
 
 
 def configs_of(plan, folder):
-    made = parsed(
-        {name: text for name, text in contents(plan, folder).texts.items() if not name.endswith((".sh", ".txt"))}
-    )
+    hosts = [f"node{number}" for number in range(plan.job.cluster.nodes)] if plan.job.cluster.nodes > 1 else None
+    texts = contents(plan, folder, hosts=hosts).texts
+    made = parsed({name: text for name, text in texts.items() if not name.endswith((".sh", ".txt", "hostfile"))})
     record = made.pop("provenance.json")
     made.pop("plan.json")
     return made, record["keys"]
@@ -94,6 +94,15 @@ def test_a_choice_named_by_an_origin_is_the_plans_own(tmp_path):
     assert entry["choices"] == [
         {"key": "train.max_grad_norm", "value": 0.5, "source": "job", "reason": "written in the job"}
     ]
+
+
+@pytest.mark.parametrize("hosts", [None, ["alpha", "beta"]])
+def test_the_accelerate_file_of_several_nodes_says_how_each_starts(hosts, tmp_path):
+    text = contents(resolve(make_job()), tmp_path, hosts=hosts).texts["accelerate.yaml"]
+    head = text.splitlines()[0]
+    assert "--machine_rank RANK_OF_THIS_NODE" in head
+    assert ("--main_process_ip" in head) is (hosts is None)
+    assert yaml.safe_load(text).get("main_process_ip") == (hosts[0] if hosts else None)
 
 
 def test_a_derived_value_keeps_its_reason(tmp_path):

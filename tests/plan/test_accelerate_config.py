@@ -4,10 +4,13 @@ import pytest
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 from plan_jobs import CPU, plan_of
+from torch.distributed import run as distributed_run
 
 from toolkit.errors import PlanError
+from toolkit.launch.ports import free_port
 
 
 def refused(code, key, **sections):
@@ -38,7 +41,9 @@ def test_one_node():
 def test_several_nodes_use_the_launcher_that_needs_no_hostfile():
     config = plan_of(nodes=3, master_port=12345).accelerate_config()
     assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
-    assert config["rdzv_backend"] == "c10d"
+    assert config["rdzv_backend"] == "static"
+    assert "main_process_ip" not in config
+    assert plan_of(nodes=3).accelerate_config(main_process_ip="node0")["main_process_ip"] == "node0"
     assert (config["num_machines"], config["num_processes"], config["main_process_port"]) == (3, 6, 12345)
 
 
@@ -46,6 +51,19 @@ def test_several_nodes_use_the_launcher_that_needs_no_hostfile():
 def test_the_init_flag_is_for_stage_3(stage):
     config = plan_of(parallel={"zero_stage": stage}).accelerate_config()
     assert config["deepspeed_config"]["zero3_init_flag"] is (stage == 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_several_nodes_follow_the_machine_rank(rank, tmp_path, monkeypatch):
+    path, port = tmp_path / "accelerate.yaml", str(free_port())
+    path.write_text(yaml.safe_dump(plan_of(nodes=2).accelerate_config(main_process_ip="10.0.0.1")))
+    started = []
+    monkeypatch.setattr(distributed_run, "run", started.append)
+    options = ["--config_file", str(path), "--machine_rank", str(rank), "--main_process_port", port]
+    launch_command(launch_command_parser().parse_args([*options, "script.py"]))
+    config, *_ = distributed_run.config_from_args(started[0])
+    assert (config.rdzv_backend, config.rdzv_configs["rank"], config.nproc_per_node) == ("static", rank, 2)
+    assert (config.min_nodes, config.max_nodes, config.rdzv_endpoint) == (2, 2, f"10.0.0.1:{port}")
 
 
 def test_no_key_has_a_second_home():

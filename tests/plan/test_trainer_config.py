@@ -1,4 +1,6 @@
 import os
+import warnings
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from plan_jobs import CPU, H100, V100, plan_of
@@ -6,6 +8,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from toolkit.errors import PlanError
+from toolkit.plan import trainer_config
 
 
 def refused(code, key, **sections):
@@ -158,3 +161,35 @@ def test_trainer_keeps_adam_settings_and_a_scaled_rate_under_offload():
     ).training_arguments()
     assert arguments["learning_rate"] == arguments["deepspeed"]["optimizer"]["params"]["lr"] == pytest.approx(2e-5)
     assert arguments["deepspeed"]["optimizer"]["params"]["betas"][0] == 0.5
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_no_argument_is_deprecated(on, tmp_path):
+    arguments = plan_of(train={"gradient_checkpointing": on, "output_dir": str(tmp_path)}).training_arguments()
+    given = {key: value for key, value in arguments.items() if key != "deepspeed"} | {"bf16": False, "use_cpu": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert TrainingArguments(**given).gradient_checkpointing is on
+
+
+@pytest.mark.parametrize(
+    ("installed", "name"),
+    [
+        ("5.17.0", "gradient_checkpointing"),
+        ("5.22.1", "gradient_checkpointing"),
+        ("5.23.0", "activation_checkpointing"),
+        ("5.30.0.dev0", "activation_checkpointing"),
+        (None, "gradient_checkpointing"),
+    ],
+)
+def test_checkpointing_has_the_name_that_the_installed_version_knows(installed, name, monkeypatch):
+    def version(package):
+        if installed is None:
+            raise PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr(trainer_config, "version", version)
+    arguments = plan_of(train={"gradient_checkpointing": True}).training_arguments()
+    assert arguments[name] is True
+    assert arguments[f"{name}_kwargs"] == {"use_reentrant": False}
+    assert len([key for key in arguments if "checkpointing" in key]) == 2

@@ -68,7 +68,7 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
         PlanError: EMIT_HOSTS.
     """
     check_hosts(plan, hosts)
-    configs, left_out = _configs(plan, folder)
+    configs, left_out = _configs(plan, folder, hosts)
     texts = {"plan.json": _json(plan.to_dict())}
     for name, config in configs.items():
         texts[name] = _yaml(config, folder) if name.endswith(".yaml") else _json(config)
@@ -100,7 +100,9 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _configs(plan: Plan, folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Problem, ...]]]:
+def _configs(
+    plan: Plan, folder: Path, hosts: Sequence[str] | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Problem, ...]]]:
     configs = {"deepspeed.json": plan.deepspeed_config()}
     left_out: dict[str, tuple[Problem, ...]] = {}
     for consumer, names in _OF_CONSUMER.items():
@@ -110,7 +112,7 @@ def _configs(plan: Plan, folder: Path) -> tuple[dict[str, dict[str, Any]], dict[
             launcher = (
                 plan.training_arguments() | {"deepspeed": path}
                 if consumer == "trainer"
-                else plan.accelerate_config(deepspeed_config_file=path)
+                else plan.accelerate_config(deepspeed_config_file=path, main_process_ip=hosts[0] if hosts else None)
             )
         except PlanError as error:
             left_out |= dict.fromkeys(names, error.problems)
@@ -141,7 +143,10 @@ def _json(value: Any) -> str:
 
 
 def _yaml(value: Any, folder: Path) -> str:
-    head = f"# accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))} SCRIPT.py\n"
+    more = " --machine_rank RANK_OF_THIS_NODE" if value["num_machines"] > 1 else ""
+    if more and "main_process_ip" not in value:
+        more += " --main_process_ip ADDRESS_OF_NODE_0"
+    head = f"# accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))}{more} SCRIPT.py\n"
     return head + yaml.safe_dump(value, allow_unicode=True)
 
 

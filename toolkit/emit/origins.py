@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from toolkit.plan.trainer_config import checkpointing_argument
+
 
 class Origin(NamedTuple):
     """Choices that a value follows from, and how it follows where that is not plain."""
@@ -81,6 +83,9 @@ DEEPSPEED: dict[str, Origin] = {
     "zero_allow_untested_optimizer": Origin(
         ("train.optimizer",), "DeepSpeed's list of ZeRO optimizers lacks torch's SGD and those that a script brings"
     ),
+    "zero_force_ds_cpu_optimizer": Origin(
+        ("train.optimizer", _OFFLOAD), "off, or DeepSpeed's CPU Adam would take the place of the script's optimizer"
+    ),
 }
 
 ACCELERATE: dict[str, Origin] = {
@@ -97,10 +102,11 @@ ACCELERATE: dict[str, Origin] = {
     ),
     "distributed_type": Origin(("parallel.strategy",)),
     "machine_rank": Origin((), "the first node; commands.sh gives the others theirs as --machine_rank"),
+    "main_process_ip": Origin((), "the first of the hosts that `toolkit emit` was given: the node of rank 0"),
     "main_process_port": Origin(("cluster.master_port",)),
     "num_machines": Origin(("cluster.nodes",)),
     "num_processes": Origin(("cluster.gpus_per_node", "cluster.nodes"), "one process a device, over all nodes"),
-    "rdzv_backend": Origin(("cluster.nodes",), "static on one node, c10d over several"),
+    "rdzv_backend": Origin((), "ranks follow --machine_rank; under c10d they follow the order of arrival"),
     "same_network": Origin((), "all nodes reach each other directly"),
     "use_cpu": Origin(("cluster.gpu",)),
 }
@@ -133,8 +139,8 @@ TRAINER: dict[str, Origin] = {
     ),
     "bf16": Origin(("train.precision",)),
     "fp16": Origin(("train.precision",)),
-    "gradient_checkpointing": Origin(("train.gradient_checkpointing",)),
-    "gradient_checkpointing_kwargs.use_reentrant": Origin((), "the variant that torch recommends"),
+    checkpointing_argument(): Origin(("train.gradient_checkpointing",)),
+    f"{checkpointing_argument()}_kwargs.use_reentrant": Origin((), "the variant that torch recommends"),
     "logging_steps": Origin(("train.logging_steps",)),
     "save_strategy": Origin(("train.save_steps",)),
     "save_steps": Origin(("train.save_steps",)),

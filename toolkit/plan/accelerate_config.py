@@ -13,11 +13,15 @@ from toolkit.plan.draft import Draft
 from toolkit.plan.rules.consumers import consumer_problems
 
 
-def accelerate_config(draft: Draft, *, deepspeed_config_file: str) -> dict[str, Any]:
+def accelerate_config(
+    draft: Draft, *, deepspeed_config_file: str, main_process_ip: str | None = None
+) -> dict[str, Any]:
     """Gives the mapping; precision, accumulation and clipping live in the DeepSpeed file alone.
 
     Args:
         deepspeed_config_file: Path of the JSON for Accelerate scripts, as `accelerate launch` will open it.
+        main_process_ip: Name or address of the node of rank 0. Without it, several nodes start only with
+            `accelerate launch --main_process_ip`; each node always needs its own `--machine_rank`.
 
     Raises:
         PlanError: The plan cannot be carried by an Accelerate script.
@@ -35,6 +39,8 @@ def accelerate_config(draft: Draft, *, deepspeed_config_file: str) -> dict[str, 
         "machine_rank": 0,
         "num_machines": cluster.nodes,
         "num_processes": cluster.num_ranks,
+        # Ranks follow --machine_rank only under static, the one backend that `accelerate launch` takes from a file:
+        # c10d hands them out by arrival (torch distributed/run.py config_from_args).
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": draft.on_cpu,
@@ -42,7 +48,8 @@ def accelerate_config(draft: Draft, *, deepspeed_config_file: str) -> dict[str, 
     if cluster.nodes > 1:
         # The default multi-node launcher is pdsh, which without a hostfile trains on one node (launcher/runner.py).
         config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
-        config["rdzv_backend"] = "c10d"
+        if main_process_ip is not None:
+            config["main_process_ip"] = main_process_ip
     if cluster.master_port is not None:
         config["main_process_port"] = cluster.master_port
     return config

@@ -57,9 +57,11 @@ class Plan(Draft):
         """
         return deepspeed_config(self, consumer)
 
-    def accelerate_config(self, *, deepspeed_config_file: str = "deepspeed-accelerate.json") -> dict[str, Any]:
-        """Gives the YAML of `accelerate launch --config_file`, as a mapping."""
-        return accelerate_config(self, deepspeed_config_file=deepspeed_config_file)
+    def accelerate_config(
+        self, *, deepspeed_config_file: str = "deepspeed-accelerate.json", main_process_ip: str | None = None
+    ) -> dict[str, Any]:
+        """Gives the YAML of `accelerate launch --config_file`, as a mapping; several nodes need `main_process_ip`."""
+        return accelerate_config(self, deepspeed_config_file=deepspeed_config_file, main_process_ip=main_process_ip)
 
     def training_arguments(self) -> dict[str, Any]:
         """Gives keyword arguments of `transformers.TrainingArguments`, DeepSpeed's configuration included."""

@@ -5,20 +5,25 @@ Source: transformers training_args.py; integrations/deepspeed.py trainer_config_
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from toolkit.plan.deepspeed_config import deepspeed_config
 from toolkit.plan.draft import Draft
 
+# The first version that knows activation_checkpointing; gradient_checkpointing, the only name before, warns since.
+RENAMED_CHECKPOINTING = (5, 23)
+
 
 def training_arguments(draft: Draft) -> dict[str, Any]:
-    """Gives the keyword arguments, with the DeepSpeed configuration under `deepspeed`.
+    """Gives the keyword arguments of the installed version, with the DeepSpeed configuration under `deepspeed`.
 
     Raises:
         PlanError: The plan cannot be carried by Trainer.
     """
     settings, train = draft.settings, draft.job.train
     config = deepspeed_config(draft, "trainer")
+    checkpointing = checkpointing_argument()
     arguments: dict[str, Any] = {
         "output_dir": str(train.output_dir),
         "per_device_train_batch_size": settings.batch.micro,
@@ -37,8 +42,8 @@ def training_arguments(draft: Draft) -> dict[str, Any]:
         "num_train_epochs": settings.num_train_epochs if settings.num_train_epochs is not None else 3.0,
         "bf16": settings.precision == "bf16",
         "fp16": settings.precision == "fp16",
-        "gradient_checkpointing": settings.gradient_checkpointing > 0,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        checkpointing: settings.gradient_checkpointing > 0,
+        f"{checkpointing}_kwargs": {"use_reentrant": False},
         "logging_steps": train.logging_steps,
         "save_strategy": "steps",
         "save_steps": settings.save_steps,
@@ -56,3 +61,16 @@ def training_arguments(draft: Draft) -> dict[str, Any]:
 
 def _schedule_arguments(min_learning_rate_ratio: float | None) -> dict[str, Any] | None:
     return None if min_learning_rate_ratio is None else {"min_lr_rate": min_learning_rate_ratio}
+
+
+def checkpointing_argument() -> str:
+    """Gives the name by which the installed transformers knows `train.gradient_checkpointing`.
+
+    Read from package metadata, which imports nothing. Where transformers is absent it is the older name, which every
+    version 5 takes.
+    """
+    try:
+        major, minor = version("transformers").split(".")[:2]
+    except PackageNotFoundError:
+        return "gradient_checkpointing"
+    return "activation_checkpointing" if (int(major), int(minor)) >= RENAMED_CHECKPOINTING else "gradient_checkpointing"
