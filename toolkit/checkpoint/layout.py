@@ -41,6 +41,7 @@ class State:
         zero_stage: Stage that wrote the shards.
         world_size: Ranks that wrote them.
         train_batch_size: Sequences an optimizer step.
+        saved_at: Seconds since the epoch.
         versions: Library versions that wrote the checkpoint.
     """
 
@@ -49,6 +50,7 @@ class State:
     zero_stage: int
     world_size: int
     train_batch_size: int
+    saved_at: float
     versions: dict[str, str]
 
     def save(self, folder: Path) -> None:

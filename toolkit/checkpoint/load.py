@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from toolkit.checkpoint.layout import PLAN, State, tag_of
+from toolkit.checkpoint.compatible import layout_problems
+from toolkit.checkpoint.layout import State, tag_of
 from toolkit.checkpoint.manifest import checksum_problems, read_manifest, share, size_problems
 from toolkit.checkpoint.random_state import load_random_state
 from toolkit.checkpoint.save import leaves_frozen_out
 from toolkit.engine.run import Run
-from toolkit.errors import CheckpointError, Problem, ToolkitError
-from toolkit.plan.plan import Plan
+from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
 
 
 def load(run: Run, path: str | Path) -> State:
@@ -29,14 +29,12 @@ def load(run: Run, path: str | Path) -> State:
         One gather of what each rank found; the engine's own.
 
     Raises:
-        CheckpointError: The checkpoint is absent, incomplete, damaged, or of another layout of ranks.
+        CheckpointError: The checkpoint is absent, incomplete, damaged, or not of this plan.
     """
     folder = Path(path)
     _verify_together(run, folder)
     state = State.load(folder)
-    problems = layout_problems(run.plan, folder, state)
-    if problems:
-        raise CheckpointError(*problems)
+    raise_all(CheckpointError, layout_problems(run.plan, folder, state))
     loaded, _ = run.engine.load_checkpoint(
         str(folder), tag=tag_of(state.step), load_module_strict=not leaves_frozen_out(run.plan)
     )
@@ -55,47 +53,6 @@ def load(run: Run, path: str | Path) -> State:
     return state
 
 
-def layout_problems(plan: Plan, folder: Path, state: State) -> list[Problem]:
-    """Gives what differs between a plan and a checkpoint that this version cannot convert."""
-    settings = plan.settings
-    saved = Plan.load(folder / PLAN)
-    problems = []
-    warm_start = f"or export it (`toolkit export {folder}`) and warm-start from the export"
-    for name, now, then in (
-        ("cluster ranks", plan.grid.world_size, state.world_size),
-        ("parallel.zero_stage", settings.zero_stage, state.zero_stage),
-        ("train.precision", settings.precision, saved.settings.precision),
-        ("train.method", plan.job.train.method, saved.job.train.method),
-        ("train.optimizer", plan.job.train.optimizer, saved.job.train.optimizer),
-        ("parallel.offload", plan.profile.name, saved.profile.name),
-    ):
-        if now != then:
-            problems.append(
-                Problem(
-                    code="CHECKPOINT_LAYOUT",
-                    key=name,
-                    message=f"{name}={now}, but {folder} was saved with {then}: its shards fit that layout only",
-                    fix=f"Set {name} to {then} to resume, {warm_start}",
-                    source="deepspeed runtime/engine.py load_checkpoint",
-                )
-            )
-    if plan.model.config != saved.model.config:
-        changed = sorted(
-            key
-            for key in {*plan.model.config, *saved.model.config}
-            if plan.model.config.get(key) != saved.model.config.get(key)
-        )
-        problems.append(
-            Problem(
-                code="CHECKPOINT_MODEL",
-                key="model",
-                message=f"{folder} holds another model: {', '.join(changed)} differ",
-                fix=f"Set model to {saved.model.name}, or train into another output_dir",
-            )
-        )
-    return problems
-
-
 def _verify_together(run: Run, folder: Path) -> None:
     """Checks sizes and checksums, a share of the files a rank, and raises the same on all ranks."""
     problems: list[Problem]
@@ -108,5 +65,4 @@ def _verify_together(run: Run, folder: Path) -> None:
     found: list[list[Problem] | None] = [None] * run.world.size
     dist.all_gather_object(found, problems)
     unique = {(problem.code, problem.message): problem for part in found if part for problem in part}
-    if unique:
-        raise CheckpointError(*unique.values())
+    raise_all(CheckpointError, unique.values())

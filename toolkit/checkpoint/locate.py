@@ -5,14 +5,19 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from toolkit.checkpoint.layout import MANIFEST, step_of
+from toolkit.checkpoint.layout import MANIFEST, State, step_of
+from toolkit.checkpoint.manifest import read_manifest, size_problems
 from toolkit.errors import CheckpointError
 
 
 def list_checkpoints(output_dir: Path) -> tuple[Path, ...]:
-    """Gives the complete checkpoints of a run, oldest first."""
-    found = [(step_of(path), path) for path in output_dir.glob("checkpoint-*") if (path / MANIFEST).is_file()]
-    return tuple(path for step, path in sorted((step, path) for step, path in found if step is not None))
+    """Gives the complete checkpoints of a run, in the order in which they were saved.
+
+    That is the order of their steps, unless a run went back to an earlier checkpoint and took another way from there:
+    what it saves since is what it wants kept and resumed.
+    """
+    found = [path for path in output_dir.glob("checkpoint-*") if (path / MANIFEST).is_file()]
+    return tuple(sorted((path for path in found if step_of(path) is not None), key=_saved))
 
 
 def latest_checkpoint(output_dir: Path) -> Path:
@@ -50,8 +55,32 @@ def rotate(output_dir: Path, *, keep: int) -> tuple[Path, ...]:
     return tuple(removed)
 
 
+def _saved(folder: Path) -> tuple[float, int]:
+    try:
+        saved_at = State.load(folder).saved_at
+    except CheckpointError:
+        saved_at = 0.0  # damaged: the first to go, the last to be resumed
+    return saved_at, step_of(folder) or 0
+
+
+def recover(output_dir: Path) -> None:
+    """Names the complete checkpoint that a run left under a partial one's name, ended between its last two renames."""
+    for path in output_dir.glob(".checkpoint-*.partial"):
+        target = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
+        if (path / MANIFEST).is_file() and not target.exists() and not _is_cut_short(path):
+            path.rename(target)
+
+
 def remove_leftovers(output_dir: Path) -> None:
-    """Deletes what runs that ended while saving or rotating left behind."""
+    """Deletes what runs that ended while saving or rotating left behind; what can be kept, is."""
+    recover(output_dir)
     for pattern in (".checkpoint-*.partial", ".checkpoint-*.removed"):
         for path in output_dir.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_cut_short(folder: Path) -> bool:
+    try:
+        return bool(size_problems(folder, read_manifest(folder)))
+    except CheckpointError:
+        return True

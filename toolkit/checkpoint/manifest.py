@@ -5,15 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from toolkit.checkpoint.layout import LATEST, MANIFEST, write_json
-from toolkit.errors import CheckpointError, Problem
+from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.units import format_bytes
 
+T = TypeVar("T")
+
 _CHUNK_BYTES = 8 * 2**20
+
+# hashlib lets other threads run while it hashes a chunk. One core hashes 0.5 to 2 GB/s, a local NVMe reads 3 to 7: four
+# saturate it, and all ranks of a node hash at once.
+_MAX_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +39,9 @@ def list_files(folder: Path) -> tuple[str, ...]:
 
 
 def hash_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dict[str, Entry]:
-    """Gives the entries of some files; `sync` also forces each to disk."""
-    return {name: _entry(folder / name, sync=sync) for name in names}
+    """Gives the entries of some files, read by a few threads; `sync` also forces each to disk."""
+    listed = tuple(names)
+    return dict(zip(listed, _in_threads(lambda name: _entry(folder / name, sync=sync), listed), strict=True))
 
 
 def share(names: Iterable[str], *, rank: int, world_size: int) -> tuple[str, ...]:
@@ -85,20 +94,25 @@ def size_problems(folder: Path, manifest: Mapping[str, Entry]) -> list[Problem]:
 
 def checksum_problems(folder: Path, manifest: Mapping[str, Entry], names: Iterable[str]) -> list[Problem]:
     """Compares the contents of some files."""
-    problems = []
-    for name in names:
+
+    def check(name: str) -> Problem | None:
         try:
             entry = _entry(folder / name)
         except OSError as error:
-            problems.append(_damaged(folder, name, f"cannot be read: {error}"))
-            continue
+            return _damaged(folder, name, f"cannot be read: {error}")
         if entry.sha256 != manifest[name].sha256:
-            problems.append(_damaged(folder, name, "has another SHA-256 than when it was written"))
-    return problems
+            return _damaged(folder, name, "has another SHA-256 than when it was written")
+        return None
+
+    return [problem for problem in _in_threads(check, tuple(names)) if problem is not None]
 
 
-def verify(folder: Path) -> dict[str, Entry]:
-    """Checks a whole checkpoint in one process.
+def verify(folder: Path, *, unread: Callable[[str], bool] | None = None) -> dict[str, Entry]:
+    """Checks a checkpoint in one process.
+
+    Args:
+        folder: The checkpoint.
+        unread: Says of a file's name that its contents will not be used: presence and size are all that is checked.
 
     Returns:
         The manifest.
@@ -107,10 +121,18 @@ def verify(folder: Path) -> dict[str, Entry]:
         CheckpointError: With every file that is missing, cut short or changed.
     """
     manifest = read_manifest(folder)
-    problems = size_problems(folder, manifest) or checksum_problems(folder, manifest, manifest)
-    if problems:
-        raise CheckpointError(*problems)
+    read = [name for name in manifest if unread is None or not unread(name)]
+    raise_all(CheckpointError, size_problems(folder, manifest) or checksum_problems(folder, manifest, read))
     return manifest
+
+
+def _in_threads(work: Callable[[str], T], names: tuple[str, ...]) -> list[T]:
+    """Calls `work` on each name, in order; the first error is raised."""
+    count = min(_MAX_THREADS, os.cpu_count() or 1, len(names))
+    if count < 2:
+        return [work(name) for name in names]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, names))
 
 
 def _entry(path: Path, *, sync: bool = False) -> Entry:

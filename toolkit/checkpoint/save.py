@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from toolkit.checkpoint.disk import disk_errors, disk_full
 from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, State, sync_folder, tag_of
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.checkpoint.probe import record_probe
@@ -48,7 +47,7 @@ def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = Fal
     target = Path(path)
     partial = target.parent / f".{target.name}.partial"
     _prepare(run, target, partial)
-    with _disk_errors(target):
+    with disk_errors(target):
         run.engine.save_checkpoint(
             str(partial), tag=tag_of(run.step_count), exclude_frozen_parameters=leaves_frozen_out(run.plan)
         )
@@ -59,7 +58,7 @@ def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = Fal
         if probe:
             record_probe(run, partial)
     run.world.barrier()
-    with _disk_errors(target):
+    with disk_errors(target):
         _publish(run, partial, target)
     run.world.barrier()
     return target
@@ -88,13 +87,16 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
     if run.world.is_main:
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            (partial / RANDOM).mkdir(parents=True)
+            with disk_errors(target):
+                (partial / RANDOM).mkdir(parents=True)
             free, needed = shutil.disk_usage(partial).free, checkpoint_bytes(run)
             if free < needed:
                 shutil.rmtree(partial, ignore_errors=True)
-                verdict[0] = _disk_full(target, f"needs about {format_bytes(needed)}, {format_bytes(free)} are free")
-        except OSError as error:
-            verdict[0] = _disk_full(target, str(error)) if error.errno == errno.ENOSPC else _unwritable(target, error)
+                verdict[0] = disk_full(
+                    target, f"it needs about {format_bytes(needed)}, and {format_bytes(free)} are free"
+                )
+        except RunError as error:
+            verdict[0] = error
     dist.broadcast_object_list(verdict)
     if verdict[0] is not None:
         raise verdict[0]
@@ -109,7 +111,9 @@ def _write_plan(run: Run, partial: Path) -> None:
         zero_stage=settings.zero_stage,
         world_size=run.world.size,
         train_batch_size=settings.batch.train,
-        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")} | {"toolkit": installed_version()},
+        saved_at=time.time(),
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")}
+        | {"toolkit": installed_version()},
     ).save(partial)
     assert (partial / LATEST).exists(), "DeepSpeed names its tag in `latest`"
 
@@ -143,37 +147,3 @@ def _publish(run: Run, partial: Path, target: Path) -> None:
     partial.rename(target)
     sync_folder(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-@contextmanager
-def _disk_errors(target: Path) -> Iterator[None]:
-    """Turns a failed write into an error that says what stays."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _disk_full(target, str(error)) from error
-        raise _unwritable(target, error) from error
-    except RuntimeError as error:
-        # torch.save's zip writer reports a short write so (caffe2/serialize/inline_container.cc).
-        if any(sign in str(error) for sign in ("PytorchStreamWriter", "unexpected pos", "file write failed")):
-            raise _disk_full(target, str(error).splitlines()[0]) from error
-        raise
-
-
-def _disk_full(target: Path, what: str) -> RunError:
-    return RunError.of(
-        code="DISK_FULL",
-        key=str(target),
-        message=f"{target} cannot be saved: {what}",
-        fix="Free space or lower train.save_total_limit, then resume; checkpoints saved before are untouched",
-    )
-
-
-def _unwritable(target: Path, error: OSError) -> RunError:
-    return RunError.of(
-        code="CHECKPOINT_UNWRITABLE",
-        key=str(target),
-        message=f"{target} cannot be written: {error}",
-        fix="Check the folder's rights, or set train.output_dir to another one",
-    )

@@ -46,11 +46,12 @@ def quickstart(
     _say(1, "writing a model, a tokenizer and a data set", as_json)
     job = write_quickstart_job(out, cpu=cpu, processes=processes, zero_stage=zero_stage)
     from toolkit.cli.train import checked_plan, report, run_workers
+    from toolkit.train.progress import describe_devices
 
     plan = checked_plan(job, None)
     _say(
         2,
-        f"planned {plan.grid.world_size} × {plan.gpu.name}, ZeRO-{zero_stage}: `toolkit validate {job} --explain`",
+        f"planned {describe_devices(plan)}, ZeRO-{zero_stage}; `toolkit validate {job} --explain` gives the reasons",
         as_json,
     )
     _say(3, f"training {FIRST_SESSION} of {STEPS} steps", as_json)
@@ -123,10 +124,10 @@ def _finish(plan: Any, job: Path, *, as_json: bool, began: float) -> None:
     import json
 
     from toolkit.checkpoint.locate import latest_checkpoint
-    from toolkit.export.checkpoint import export
+    from toolkit.cli.export import describe_scores, load_exporter
 
     last = latest_checkpoint(plan.output_dir)
-    done = export(last, plan.output_dir / "export", check_logits=True)
+    done = load_exporter()(last, plan.output_dir / "export", check_logits=True, verify_first=False)
     metrics = plan.output_dir / "metrics.jsonl"
     losses = [record["loss"] for record in map(json.loads, metrics.open(encoding="utf-8")) if "loss" in record]
     seconds = time.perf_counter() - began
@@ -152,11 +153,8 @@ def _finish(plan: Any, job: Path, *, as_json: bool, began: float) -> None:
             ("configs", str(plan.output_dir / "configs")),
             ("metrics", f"{metrics}: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"),
             ("checkpoint", str(last)),
-            ("export", f"{done.folder} ({format_bytes(done.report.num_bytes)})"),
-            (
-                "checked",
-                f"reloaded scores equal the trained model's within {done.logits_difference:.1e} of the largest",
-            ),
+            ("export", f"{plan.output_dir / 'export'} ({format_bytes(done.report.num_bytes)})"),
+            ("checked", describe_scores(done.logits_difference)),
             ("time", format_seconds(seconds)),
         ]
     )

@@ -6,13 +6,14 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_job
-from toolkit.cli.output import print_json
+from toolkit.cli.output import print_fields, print_json
 from toolkit.errors import PlanError, Problem, raise_all
 
 if TYPE_CHECKING:
@@ -40,11 +41,15 @@ def train(
         ),
     ] = None,
     stop_after: Annotated[
-        int | None, typer.Option("--stop-after", min=1, help="End this session, saved, after so many steps of the run.")
+        int | None,
+        typer.Option(
+            "--stop-after", metavar="STEP", min=1, help="Save and end at this step of the run, to go on later."
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and show what would run; start nothing.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the checkpoints and metrics that output_dir holds.")
+        bool,
+        typer.Option("--overwrite", help="Delete the checkpoints, metrics and export that output_dir holds."),
     ] = False,
     export: Annotated[bool, typer.Option(help="Export safetensors to output_dir/export at the end.")] = True,
     as_json: JsonOption = False,
@@ -56,21 +61,36 @@ def train(
 
     Example: `toolkit train job.yaml --set train.max_steps=100`
 
-    JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export.
+    JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, next_command (how to go on; null when
+    there is nothing left to do).
     """
+    from toolkit.checkpoint.locate import recover
+
     plan = checked_plan(job, overrides)
-    checkpoint = _checkpoint(plan, resume)
+    if resume is not None and not dry_run:
+        recover(plan.output_dir)
+    checkpoint = _checkpoint(plan, resume, stop_after)
     if dry_run:
-        _show(plan, job, checkpoint, as_json=as_json)
+        _show(plan, job, overrides, checkpoint, as_json=as_json)
         return
-    if _is_worker():
-        raise typer.Exit(_as_rank(plan, checkpoint, stop_after))
-    guard_output(plan, resuming=checkpoint is not None, overwrite=overwrite)
-    outcome = run_workers(plan, checkpoint=checkpoint, stop_after=stop_after)
+    resuming = checkpoint is not None
+    rank = _rank()
+    if rank is None:
+        check_start(plan)
+    if not rank:
+        guard_output(plan, resuming=resuming, overwrite=overwrite)
+    if rank is not None:
+        outcome = _run_as_rank(plan, checkpoint, stop_after)
+        if rank != 0:
+            _leave(outcome.exit_code)
+    else:
+        outcome = run_workers(plan, checkpoint=checkpoint, stop_after=stop_after)
     exported = None
-    if outcome.exit_code == 0 and export and stop_after is None:
+    if outcome.exit_code == 0 and export and is_finished(plan):
         exported = export_last(plan)
-    report(plan, outcome, job=job, exported=exported, as_json=as_json)
+    report(plan, outcome, job=job, overrides=overrides, exported=exported, as_json=as_json)
+    if rank is not None:
+        _leave(outcome.exit_code)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -134,9 +154,7 @@ def weight_problems(plan: Plan) -> list[Problem]:
 def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
     """Keeps a new run from mixing with, or deleting, what an earlier one left in output_dir."""
     folder = plan.output_dir
-    held = sorted(path.name for path in folder.glob("checkpoint-*"))
-    if (folder / "metrics.jsonl").exists():
-        held.append("metrics.jsonl")
+    held = held_output(folder)
     if resuming or not held:
         return
     if not overwrite:
@@ -146,52 +164,99 @@ def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
             message=f"output_dir={folder} holds an earlier run: {', '.join(held[:4])}{' ...' if len(held) > 4 else ''}",
             fix="Go on with --resume_from_checkpoint latest, choose another train.output_dir, or delete it with --overwrite",
         )
-    for name in held:
+    for name in (*held, "export", "tensorboard"):
         path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.rmtree(folder / "export", ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def held_output(folder: Path) -> list[str]:
+    """Names what an earlier run left in its output_dir that a new one would mix with."""
+    held = sorted(path.name for path in folder.glob("checkpoint-*"))
+    return [*held, "metrics.jsonl"] if (folder / "metrics.jsonl").exists() else held
+
+
+def check_start(plan: Plan) -> None:
+    """Says before anything is written or deleted what the launch would say after.
+
+    Raises:
+        RunError: LAUNCH_NODES, PORT_IN_USE.
+    """
+    from toolkit.launch.local import check_launchable
+
+    check_launchable(plan)
 
 
 def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) -> RunOutcome:
     """Starts one worker a rank and waits for their end."""
+    from toolkit.checkpoint.locate import remove_leftovers
     from toolkit.cli.local_run import log_folder, run_on_this_node
     from toolkit.emit.files import emit
 
     emit(plan, plan.output_dir / "configs")
     argv = [sys.executable, "-m", "toolkit.train.worker", "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan))]
-    argv += ["--resume", str(checkpoint)] if checkpoint else []
-    argv += ["--stop-after", str(stop_after)] if stop_after else []
-    return run_on_this_node(plan, argv)
+    outcome = run_on_this_node(plan, [*argv, *_session_options(checkpoint, stop_after)])
+    if outcome.exit_code != 0:
+        # No worker lives any more; half a checkpoint may be what fills the disk.
+        remove_leftovers(plan.output_dir)
+    return outcome
+
+
+def is_finished(plan: Plan) -> bool:
+    """Whether the last checkpoint of output_dir is that of the run's last step."""
+    from toolkit.checkpoint.layout import State
+
+    last = last_checkpoint(plan)
+    if last is None:
+        return False
+    state = State.load(last)
+    return state.num_steps is not None and state.step >= state.num_steps
 
 
 def export_last(plan: Plan) -> Path:
     """Exports the last checkpoint of a finished run to output_dir/export."""
     from toolkit.checkpoint.locate import latest_checkpoint
-    from toolkit.export.checkpoint import export
+    from toolkit.cli.export import load_exporter
 
-    return export(latest_checkpoint(plan.output_dir), plan.output_dir / "export", overwrite=True).folder
+    export = load_exporter()
+    # The run's own processes have hashed this checkpoint a moment ago.
+    return export(
+        latest_checkpoint(plan.output_dir), plan.output_dir / "export", overwrite=True, verify_first=False
+    ).folder
 
 
-def report(plan: Plan, outcome: RunOutcome, *, job: Path, exported: Path | None, as_json: bool) -> None:
+def report(
+    plan: Plan,
+    outcome: RunOutcome,
+    *,
+    job: Path,
+    overrides: Sequence[str] | None = None,
+    exported: Path | None,
+    as_json: bool,
+) -> None:
     """Says how the run ended and what lies where, or how to go on."""
     from toolkit.cli.local_run import outcome_as_dict, print_failure
 
     print_failure(outcome)
     last = last_checkpoint(plan)
+    finished = outcome.exit_code == 0 and is_finished(plan)
+    command = None if finished else _next_command(plan, job, overrides or (), last)
     if as_json:
         value: dict[str, Any] = outcome_as_dict(plan, outcome)
         value["checkpoint"] = None if last is None else str(last)
         value["export"] = None if exported is None else str(exported)
+        value["next_command"] = command
         print_json(value)
         return
-    if outcome.exit_code != 0:
-        sys.stderr.write(_how_to_go_on(job, last, interrupted=outcome.interrupted))
-        return
-    print(f"metrics     {plan.output_dir / 'metrics.jsonl'}")
-    print(f"checkpoint  {last}")
-    if exported is not None:
-        print(f"export      {exported}")
+    if outcome.exit_code == 0:
+        fields = [("metrics", str(plan.output_dir / "metrics.jsonl")), ("checkpoint", str(last))]
+        print_fields(fields if exported is None else [*fields, ("export", str(exported))])
+    if command is not None:
+        what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with:"
+        print(f"{what if last else 'Nothing was saved yet. Start again with:'}\n  {command}", file=sys.stderr)
 
 
 def last_checkpoint(plan: Plan) -> Path | None:
@@ -202,49 +267,74 @@ def last_checkpoint(plan: Plan) -> Path | None:
     return found[-1] if found else None
 
 
-def _how_to_go_on(job: Path, last: Path | None, *, interrupted: bool) -> str:
-    if last is None:
-        return "Nothing was saved yet; start again with the same command.\n"
-    what = "Interrupted" if interrupted else "The last complete checkpoint stays"
-    command = shlex.join(["toolkit", "train", str(job), "--resume_from_checkpoint", str(last)])
-    return f"{what}: {last}\nGo on with:  {command}\n"
+def _next_command(plan: Plan, job: Path, overrides: Sequence[str], last: Path | None) -> str:
+    words = ["toolkit", "train", str(job)]
+    for override in overrides:
+        words += ["--set", override]
+    if last is not None:
+        words += ["--resume_from_checkpoint", str(last)]
+    elif held_output(plan.output_dir):
+        words.append("--overwrite")
+    return shlex.join(words)
 
 
-def _checkpoint(plan: Plan, resume: str | None) -> Path | None:
+def _checkpoint(plan: Plan, resume: str | None, stop_after: int | None) -> Path | None:
+    """Gives the checkpoint to go on from, checked as far as that needs no torch."""
     if resume is None:
         return None
-    if resume != LATEST:
-        return Path(resume)
+    from toolkit.checkpoint.compatible import check_resumable
     from toolkit.checkpoint.locate import latest_checkpoint
 
-    return latest_checkpoint(plan.output_dir)
+    folder = latest_checkpoint(plan.output_dir) if resume == LATEST else Path(resume)
+    state = check_resumable(plan, folder)
+    if stop_after is not None and stop_after <= state.step:
+        raise PlanError.of(
+            code="STOP_AFTER",
+            key="--stop-after",
+            message=f"--stop-after {stop_after} is not past step {state.step} of {folder}, from which the run goes on",
+            fix=f"Steps count from the run's beginning: give at least {state.step + 1}",
+        )
+    return folder
 
 
-def _is_worker() -> bool:
+def _session_options(checkpoint: Path | None, stop_after: int | None) -> list[str]:
+    options = ["--resume", str(checkpoint)] if checkpoint else []
+    return options + (["--stop-after", str(stop_after)] if stop_after else [])
+
+
+def _rank() -> int | None:
+    """Gives the rank of this process where a launcher started it."""
     from toolkit.launch.environment import rank_from_environment
-
-    return rank_from_environment(os.environ) is not None
-
-
-def _as_rank(plan: Plan, checkpoint: Path | None, stop_after: int | None) -> int:
-    from toolkit.launch.environment import rank_from_environment
-    from toolkit.train.worker import main
 
     identity = rank_from_environment(os.environ)
-    assert identity is not None
+    return None if identity is None else identity.rank
+
+
+def _run_as_rank(plan: Plan, checkpoint: Path | None, stop_after: int | None) -> RunOutcome:
+    """Trains as one rank of torchrun, `deepspeed` or `accelerate launch`."""
+    from toolkit.launch.outcome import RunOutcome
+    from toolkit.train.worker import INTERRUPTED, main
+
     plan_file = plan.output_dir / "plan.json"
-    if identity.rank == 0:
-        guard_output(plan, resuming=checkpoint is not None, overwrite=False)
     # Each rank writes the same bytes by an atomic rename, so none reads a half or has to wait.
     plan.save(plan_file)
-    arguments = ["--plan", str(plan_file)]
-    arguments += ["--resume", str(checkpoint)] if checkpoint else []
-    arguments += ["--stop-after", str(stop_after)] if stop_after else []
-    return main(arguments)
+    code = main(["--plan", str(plan_file), *_session_options(checkpoint, stop_after)])
+    return RunOutcome(exit_code=code, interrupted=code == INTERRUPTED, failure=None)
 
 
-def _show(plan: Plan, job: Path, checkpoint: Path | None, *, as_json: bool) -> None:
-    command = shlex.join(["toolkit", "train", str(job)])
+def _leave(code: int) -> NoReturn:
+    """Ends a rank without waiting for threads of collectives in which other ranks may still be."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _show(plan: Plan, job: Path, overrides: Sequence[str] | None, checkpoint: Path | None, *, as_json: bool) -> None:
+    words = ["toolkit", "train", str(job)]
+    for override in overrides or ():
+        words += ["--set", override]
+    words += [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
+    command = shlex.join(words)
     if as_json:
         print_json({"plan": plan.to_dict(), "deepspeed": plan.deepspeed_config(), "command": command})
         return

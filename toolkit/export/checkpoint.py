@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit.checkpoint.layout import PLAN
+from toolkit.checkpoint.manifest import read_manifest
 from toolkit.checkpoint.manifest import verify as verify_checkpoint
 from toolkit.checkpoint.probe import PROBE
 from toolkit.checkpoint.save import leaves_frozen_out
 from toolkit.engine.initialize import locate_weights
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, ToolkitError
 from toolkit.export.export import ExportReport, export_checkpoint
 from toolkit.modeling.build import DTYPES
 from toolkit.plan.plan import Plan
@@ -53,12 +54,13 @@ def export(
     merge_adapter: bool = False,
     overwrite: bool = False,
     check_logits: bool | None = None,
+    verify_first: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
     """Writes a checkpoint of any ZeRO stage as Hugging Face safetensors with config and tokenizer beside them.
 
     Args:
-        checkpoint: Folder that `tk.save` or `toolkit train` wrote; every file is verified first.
+        checkpoint: Folder that `tk.save` or `toolkit train` wrote.
         output_dir: Created whole at the end, or not at all.
         dtype: Of the weights; the training precision when left out. fp32 reads the master weights.
         max_shard_size_bytes: Above it a new file begins.
@@ -67,13 +69,17 @@ def export(
         check_logits: Reload the export and compare its scores with those that the live model left in the checkpoint.
             By default where the checkpoint has them, the dtype is the training precision, and the model has at most
             two billion parameters.
+        verify_first: Compare the checksums of the files that the export reads, and the sizes of all, before. `toolkit
+            train` does without for the checkpoint that its own processes have hashed a moment ago: that would read
+            every byte once more to learn what is known. The export itself is read back and compared either way.
         progress: Called with tensors written and tensors in all.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or the export is not equal to it.
     """
     source = Path(checkpoint)
-    verify_checkpoint(source)
+    if verify_first:
+        _verify(source, dtype=dtype, merge_adapter=merge_adapter)
     plan = Plan.load(source / PLAN)
     probe = source / PROBE
     if check_logits is None:
@@ -103,6 +109,23 @@ def export(
         check_logits = False  # the base that it adapts was drawn at random and lies in no folder to reload
     difference = _compare(plan, report, probe) if check_logits else None
     return Export(folder=report.output_dir, report=report, logits_difference=difference)
+
+
+def _verify(source: Path, *, dtype: str | None, merge_adapter: bool) -> None:
+    read_manifest(source)  # says what the folder is, if it is no checkpoint
+    try:
+        settings = Plan.load(source / PLAN).settings
+    except ToolkitError:
+        verify_checkpoint(source)  # names the damage better
+        raise
+    # Below stage 3 the module's own copy has every weight in the training dtype; the optimizer's files, six times as
+    # large in bf16, hold the rest: fp32 masters, from which adapters are merged, and moments.
+    module_will_do = settings.zero_stage < 3 and dtype in (None, settings.precision) and not merge_adapter
+    verify_checkpoint(source, unread=_is_optimizer_file if module_will_do else None)
+
+
+def _is_optimizer_file(name: str) -> bool:
+    return name.endswith("_optim_states.pt")
 
 
 def logits_difference(model: Any, probe: Path) -> float:

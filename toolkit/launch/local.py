@@ -36,16 +36,8 @@ def launch_local(
     Raises:
         RunError: LAUNCH_NODES for a plan of several nodes; PORT_IN_USE.
     """
+    check_launchable(plan)
     cluster = plan.job.cluster
-    if cluster.nodes > 1:
-        raise RunError.of(
-            code="LAUNCH_NODES",
-            key="cluster.nodes",
-            message=f"nodes={cluster.nodes}: this command starts the processes of one machine",
-            fix="Run `toolkit emit JOB.yaml --out DIR` and start its torchrun command on each node",
-        )
-    if cluster.master_port is not None:
-        check_port(cluster.master_port)
     port = cluster.master_port or free_port()
     size = cluster.num_ranks
 
@@ -64,3 +56,21 @@ def launch_local(
         return made | dict(extra_environment or {})
 
     return supervise(argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir, on_interrupt=on_interrupt)
+
+
+def check_launchable(plan: Plan) -> None:
+    """Checks what can be known before anything is written: that the plan is of one node, and that its port is free.
+
+    Raises:
+        RunError: LAUNCH_NODES, PORT_IN_USE.
+    """
+    cluster = plan.job.cluster
+    if cluster.nodes > 1:
+        raise RunError.of(
+            code="LAUNCH_NODES",
+            key="cluster.nodes",
+            message=f"nodes={cluster.nodes}: this command starts the processes of one machine",
+            fix="Run `toolkit emit JOB.yaml --out DIR` and start its torchrun command on each node",
+        )
+    if cluster.master_port is not None:
+        check_port(cluster.master_port)

@@ -23,7 +23,7 @@ from toolkit.errors import PlanError, RunError
 from toolkit.groups.world import World, connect
 from toolkit.plan.plan import Plan
 from toolkit.train.metrics import Meter, MetricsWriter, peak_memory_bytes
-from toolkit.train.progress import Reporter, Silent, Terminal
+from toolkit.train.progress import Reporter, Silent, Terminal, describe_devices
 from toolkit.train.tokenizer import load_tokenizer
 from toolkit.units import format_bytes, format_count, format_seconds
 
@@ -55,14 +55,15 @@ def train(
     Args:
         plan: What to run; its job must have a data section.
         resume: Checkpoint to go on from.
-        stop_after: Optimizer step after which this session saves and ends, before the run's length.
+        stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
+            run's beginning, also when it resumes.
         reporter: Where progress goes; by default the terminal of rank 0.
 
     Returns:
         How it ended; the same on every rank.
 
     Raises:
-        PlanError: TRAIN_NO_DATA.
+        PlanError: TRAIN_NO_DATA, STOP_AFTER.
         DataError, CheckpointError, RunError: With what to do about it.
     """
     if plan.job.data is None:
@@ -85,6 +86,21 @@ def train(
                 load(run, resume)
                 reporter.say(f"resumed from {resume} at step {run.step_count}")
             return _Loop(run, data, tokenizer, reporter, stop_after=stop_after).go()
+
+
+def check_stop_after(stop_after: int, step: int) -> None:
+    """Refuses to end a session at or before the step at which it begins.
+
+    Raises:
+        PlanError: STOP_AFTER.
+    """
+    if stop_after <= step:
+        raise PlanError.of(
+            code="STOP_AFTER",
+            key="--stop-after",
+            message=f"stop_after={stop_after} is not past step {step}, from which the run goes on",
+            fix=f"Steps count from the run's beginning: give at least {step + 1}",
+        )
 
 
 def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
@@ -146,6 +162,8 @@ class _Loop:
     def go(self) -> TrainResult:
         run = self.run
         assert run.num_steps is not None
+        if self.stop_after is not None:
+            check_stop_after(self.stop_after, run.step_count)
         if run.world.is_main:
             remove_leftovers(self.plan.output_dir)
         self.reporter.start(done=run.step_count, total=run.num_steps)
@@ -161,6 +179,7 @@ class _Loop:
                         logged_at = step
                     self._evaluate_when_due(last=step == run.num_steps)
                     if step % self.plan.settings.save_steps == 0 or last:
+                        self._check(loss)
                         self._save(probe=step == run.num_steps)
                     if last:
                         break
@@ -190,13 +209,18 @@ class _Loop:
         if self.metrics is not None:
             self.metrics.write(record)
             self.reporter.update(record)
-        if self.last_loss != self.last_loss:
-            raise RunError.of(
-                code="LOSS_NAN",
-                key="train.learning_rate",
-                message=f"the loss is not a number at step {run.step_count}",
-                fix="Lower train.learning_rate, lengthen the warm-up, or train in bf16; resume from the last checkpoint",
-            )
+        self._check(loss)
+
+    def _check(self, loss: torch.Tensor) -> None:
+        """Ends the run before weights that are not numbers are saved over good ones."""
+        if not torch.isnan(loss):
+            return
+        raise RunError.of(
+            code="LOSS_NAN",
+            key="train.learning_rate",
+            message=f"the loss is not a number at step {self.run.step_count}",
+            fix="Lower train.learning_rate, lengthen the warm-up, or train in bf16; resume from the last checkpoint",
+        )
 
     def _evaluate_when_due(self, *, last: bool) -> None:
         every, held = self.plan.settings.eval_steps, self.data.eval
@@ -247,6 +271,6 @@ def _say_model(run: Run, reporter: Reporter, *, seconds: float) -> None:
     plan = run.plan
     reporter.say(
         f"model: {plan.model.name}, {format_count(total)} parameters{share}; ZeRO-{plan.settings.zero_stage}, "
-        f"{plan.settings.precision}, {plan.grid.world_size} × {plan.gpu.name}; "
+        f"{plan.settings.precision}, {describe_devices(plan)}; "
         f"built in {format_seconds(seconds)}, {format_bytes(peak_memory_bytes(run.world.device))}"
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import resource
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.disk import disk_errors
 from toolkit.plan.plan import Plan
 
 METRICS = "metrics.jsonl"
@@ -37,19 +40,28 @@ class MetricsWriter:
             self._board = SummaryWriter(str(plan.output_dir / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one record, which has a `step`, and hands its numbers to TensorBoard."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Writes one record, which has a `step`, and hands its numbers to TensorBoard.
+
+        What is no finite number (the norm of a step that fp16 skips) is null: JSON has no other word for it.
+
+        Raises:
+            RunError: DISK_FULL, CHECKPOINT_UNWRITABLE.
+        """
+        finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
+        with disk_errors(self.path):
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
         if self._board is not None:
             for name, value in record.items():
                 if name != "step" and isinstance(value, int | float):
                     self._board.add_scalar(f"train/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Forces everything to disk."""
+        """Forces everything to disk, if the disk takes it: what ended the run matters more."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with contextlib.suppress(OSError):
+                os.fsync(self._file.fileno())
+                self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -129,6 +141,10 @@ def active_parameters(plan: Plan) -> int | None:
     dense = config.get("first_k_dense_replace", 0)
     idle = int((model.num_experts - visited) * 3 * model.hidden_size * width * (model.num_hidden_layers - dense))
     return count - idle
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from toolkit.plan.plan import Plan
 from toolkit.units import format_bytes, format_seconds
 
 # Without a terminal a line this often is enough to see that a run lives, and does not fill a log.
@@ -33,6 +34,14 @@ class Reporter(Protocol):
 
     def update(self, record: dict[str, Any]) -> None:
         """Shows the metrics of a step."""
+
+
+def describe_devices(plan: Plan) -> str:
+    """Says in words on what a plan runs."""
+    count = plan.grid.world_size
+    if plan.on_cpu:
+        return f"{count} CPU process{'' if count == 1 else 'es'}"
+    return f"{count} × {plan.gpu.name}"
 
 
 class Silent:
@@ -60,10 +69,10 @@ class TimeLeftColumn(ProgressColumn):
     """Time left by the mean speed of this session's steps, which a resume does not distort."""
 
     def render(self, task: Task) -> Text:
-        """Renders h:mm:ss left."""
+        """Renders the time left, or nothing before the first step is done and after the last."""
         done = task.completed - task.fields["first"]
-        if not task.total or done <= 0 or task.elapsed is None:
-            return Text("-:--:-- left", style="cyan")
+        if not task.total or done <= 0 or task.elapsed is None or task.completed >= task.total:
+            return Text()
         return Text(f"{format_seconds((task.total - task.completed) * task.elapsed / done)} left", style="cyan")
 
 
@@ -83,6 +92,7 @@ class Terminal:
             TextColumn("{task.fields[numbers]}"),
             TimeLeftColumn(),
             console=self._console,
+            transient=True,
             disable=not self._console.is_terminal,
         )
         self._task: Any = None
@@ -101,7 +111,8 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Prints one line above the bar."""
-        self._console.print(text, soft_wrap=True)
+        # No markup: a path may hold brackets.
+        self._console.print(text, soft_wrap=True, markup=False)
 
     def start(self, *, done: int, total: int) -> None:
         """Begins counting optimizer steps."""
@@ -111,18 +122,24 @@ class Terminal:
         self._task = self._bar.add_task("train", total=total, completed=done, first=done, numbers="")
 
     def update(self, record: dict[str, Any]) -> None:
-        """Shows the metrics of a step: on the bar, or as a line now and then."""
+        """Shows the metrics of a step: on the bar, or as a line now and then; the last step is a line on both."""
+        step = record["step"]
         numbers = (
             f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
             f"{format_bytes(record['peak_allocated_bytes'])}"
         )
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=record["step"], numbers=numbers)
-            return
-        now, step = time.monotonic(), record["step"]
-        if now - self._last_line < LINE_SECONDS and step != self._total:
+        if self._task is not None:
+            self._bar.update(self._task, completed=step, numbers=numbers)
+        now = time.monotonic()
+        is_due = not self._console.is_terminal and now - self._last_line >= LINE_SECONDS
+        if not is_due and step != self._total:
             return
         self._last_line = now
+        width = len(str(self._total))
+        self.say(f"step {step:>{width}}/{self._total}  {numbers}{self._time_left(step, now)}")
+
+    def _time_left(self, step: int, now: float) -> str:
         done = step - self._first
-        left = (self._total - step) * (now - self._began) / done if done else 0.0
-        self.say(f"step {step}/{self._total}  {numbers}  {format_seconds(left)} left")
+        if done <= 0 or step >= self._total:
+            return ""
+        return f"  {format_seconds((self._total - step) * (now - self._began) / done)} left"

@@ -1,0 +1,101 @@
+"""Whether a plan can go on from a checkpoint; decided without torch, so before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.layout import PLAN, State
+from toolkit.checkpoint.manifest import read_manifest, size_problems
+from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.plan.plan import Plan
+
+
+def check_resumable(plan: Plan, folder: Path) -> State:
+    """Checks all of a checkpoint but its checksums, which the ranks compare while they load.
+
+    Returns:
+        Where the saved run stood.
+
+    Raises:
+        CheckpointError: The checkpoint is absent, incomplete, cut short, or not of this plan.
+    """
+    raise_all(CheckpointError, size_problems(folder, read_manifest(folder)))
+    state = State.load(folder)
+    raise_all(CheckpointError, layout_problems(plan, folder, state))
+    return state
+
+
+def layout_problems(plan: Plan, folder: Path, state: State) -> list[Problem]:
+    """Gives what differs between a plan and a checkpoint that this version cannot convert."""
+    saved = Plan.load(folder / PLAN)
+    problems = []
+    warm_start = f"or export it (`toolkit export {folder}`) and warm-start from the export"
+    for name, now, then in _shard_values(plan, saved, state):
+        if now != then:
+            problems.append(
+                Problem(
+                    code="CHECKPOINT_LAYOUT",
+                    key=name,
+                    message=f"{name}={now}, but {folder} was saved with {then}: its shards fit that layout only",
+                    fix=f"Set {name} to {then} to resume, {warm_start}",
+                    source="deepspeed runtime/engine.py load_checkpoint",
+                )
+            )
+    for name, now, then in _order_values(plan, saved):
+        if now != then:
+            problems.append(
+                Problem(
+                    code="CHECKPOINT_DATA",
+                    key=name,
+                    message=f"{name}={now}, but {folder} was saved with {then}: its position would mean other documents",
+                    fix=f"Set {name} to {then} to resume, {warm_start}",
+                )
+            )
+    if plan.model.config != saved.model.config:
+        changed = sorted(
+            key
+            for key in {*plan.model.config, *saved.model.config}
+            if plan.model.config.get(key) != saved.model.config.get(key)
+        )
+        problems.append(
+            Problem(
+                code="CHECKPOINT_MODEL",
+                key="model",
+                message=f"{folder} holds another model: {', '.join(changed)} differ",
+                fix=f"Set model to {saved.model.name}, or train into another output_dir",
+            )
+        )
+    return problems
+
+
+def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, Any, Any]]:
+    """What the engine's files depend on: name, value of the plan, value of the checkpoint."""
+    now, then = plan.job.train, saved.job.train
+    yield "cluster.gpus_per_node × cluster.nodes", plan.grid.world_size, state.world_size
+    yield "parallel.zero_stage", plan.settings.zero_stage, state.zero_stage
+    yield "train.precision", plan.settings.precision, saved.settings.precision
+    yield "train.method", now.method, then.method
+    if now.method == then.method == "lora":
+        yield "train.lora", _shown(now.lora), _shown(then.lora)
+    yield "train.optimizer", now.optimizer, then.optimizer
+    if bool(now.weight_decay) != bool(then.weight_decay):  # it divides the parameters into two groups
+        yield "train.weight_decay", now.weight_decay, then.weight_decay
+    yield "parallel.offload", plan.profile.name, saved.profile.name
+
+
+def _order_values(plan: Plan, saved: Plan) -> Iterator[tuple[str, Any, Any]]:
+    """What the order of the rows depends on: a step then is a position in the data."""
+    yield "train.train_batch_size", plan.settings.batch.train, saved.settings.batch.train
+    yield "train.sequence_length", plan.settings.sequence_length, saved.settings.sequence_length
+    yield "train.seed", plan.job.train.seed, saved.job.train.seed
+    now, then = plan.job.data, saved.job.data
+    if now is None or then is None:
+        return
+    for name in ("name", "split", "validation_fraction", "format", "packing", "loss_on", "max_samples"):
+        yield f"data.{name}", getattr(now, name), getattr(then, name)
+
+
+def _shown(section: Any) -> Any:
+    return None if section is None else section.model_dump(mode="json")
