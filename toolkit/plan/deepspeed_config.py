@@ -39,6 +39,10 @@ def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": settings.gradient_accumulation_dtype},
         "zero_optimization": _zero_section(draft, consumer),
     }
+    if consumer != "toolkit" and draft.on_cpu and settings.zero_stage == 3:
+        # On CPU both join gloo without DeepSpeed, whose zero.Init then counts one rank and finds the product wrong
+        # (runtime/config.py _batch_assertion); the engine, which counts all, multiplies it out itself.
+        del config["train_batch_size"]
     if consumer != "accelerate":
         config["optimizer"] = _optimizer_section(draft)
     if draft.job.train.optimizer == "sgd" or consumer == "accelerate":

@@ -1,0 +1,220 @@
+"""Every command that an example's docstring shows is run, and does what the docstring says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from toolkit.launch.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+LAUNCHERS = ("python", "toolkit", "torchrun", "deepspeed", "accelerate")
+STEP = re.compile(r"^step (\d+) loss ([\d.]+)", re.MULTILINE)
+
+
+def commands(script: str, launcher: str) -> list[list[str]]:
+    """The commands of a docstring that begin with a launcher."""
+    (path,) = (path for path in SCRIPTS if path.name.startswith(script))
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
+    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("    ")]
+    return [words for words in lines if words[0] == launcher]
+
+
+class Workspace:
+    """A folder in which the repository's `examples` lie, as in its root."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "examples").symlink_to(ROOT / "examples")
+
+    def run(self, script: str, launcher: str, number: int = 0) -> str:
+        """Runs a docstring's command and gives what it printed."""
+        words = commands(script, launcher)[number]
+        port = {"deepspeed": ["--master_port"], "accelerate": ["launch", "--main_process_port"]}.get(launcher)
+        if port:  # the default one may be taken by somebody else's run
+            words = [words[0], *port, str(free_port()), *words[len(port) :]]
+        environment = {
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "DS_ACCELERATOR": "cpu",
+            "HF_HUB_OFFLINE": "1",
+        }
+        done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    workspace = Workspace(tmp_path_factory.mktemp("workspace"))
+    workspace.run("00", "python")
+    workspace.run("01", "python")
+    return workspace
+
+
+def losses(printed: str) -> list[float]:
+    found = STEP.findall(printed)
+    assert [int(step) for step, _ in found] == list(range(1, len(found) + 1))
+    return [float(loss) for _, loss in found]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of a folder that `from_pretrained` loads, after a forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert torch.isfinite(model(**tokenizer("The assignment statement", return_tensors="pt")).logits).all()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_docstring_shows_how_to_run_its_script(path):
+    shown = [words for launcher in LAUNCHERS for words in commands(path.stem, launcher)]
+    assert shown
+    assert all(f"examples/{path.name}" in words for words in shown)
+    assert [path.name[:3] for path in SCRIPTS] == [f"{number:02}_" for number in range(len(SCRIPTS))]
+
+
+def test_planning_writes_every_file(workspace):
+    files = {path.name for path in (workspace.folder / "plans" / "sample").iterdir()}
+    assert {"plan.json", "deepspeed.json", "training_arguments.json", "accelerate.yaml", "commands.sh"} <= files
+    printed = workspace.run("01", "python", 1)
+    assert "4 × h100-sxm-80gb" in printed
+    assert "train.precision" in printed
+    config = json.loads((workspace.folder / "plans" / "llama" / "deepspeed.json").read_text())
+    assert config["zero_optimization"]["stage"] == 3
+
+
+@pytest.mark.parametrize("script", ["01", "06", "07"])
+def test_planning_needs_no_torch(workspace, script):
+    words = commands(script, "python")[-1][1:]
+    program = (
+        f"import runpy, sys; sys.argv = {words!r}; runpy.run_path(sys.argv[0], run_name='__main__'); "
+        "sys.exit(', '.join({'torch', 'transformers', 'deepspeed', 'accelerate'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=workspace.folder, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def own_losses(workspace):
+    printed = workspace.run("02", "toolkit")
+    return losses(printed), weights(workspace.folder / "plans/sample/run/export")
+
+
+@pytest.mark.gloo
+def test_your_own_loop_learns(own_losses):
+    found, _ = own_losses
+    assert len(found) == 10
+    assert found[-1] < found[0] - 0.5
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_your_own_loop_is_the_same_under_every_launcher(workspace, own_losses, launcher):
+    expected, state = own_losses
+    assert losses(workspace.run("02", launcher)) == expected
+    again = weights(workspace.folder / "plans/sample/run/export")
+    assert all(torch.equal(again[name], weight) for name, weight in state.items())
+
+
+@pytest.mark.gloo
+def test_trainer_learns_saves_and_resumes(workspace):
+    run = workspace.folder / "plans/sample/run"
+    workspace.run("03", "torchrun")
+    logs = json.loads((run / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
+    assert logs[9]["loss"] < logs[0]["loss"] - 0.5
+    first = weights(run / "final-trainer")
+    shutil.rmtree(run / "final-trainer")
+    shutil.rmtree(run / "checkpoint-10")  # as if the run had ended after its fifth step
+    workspace.run("03", "accelerate")
+    second = weights(run / "final-trainer")
+    assert all(torch.allclose(second[name], weight, atol=1e-6) for name, weight in first.items())
+    resumed = json.loads((run / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["loss"] for entry in resumed if "loss" in entry] == pytest.approx(
+        [entry["loss"] for entry in logs if "loss" in entry], abs=1e-5
+    )
+
+
+@pytest.mark.gloo
+@pytest.mark.full
+def test_trainer_under_deepspeeds_launcher(workspace):
+    workspace.run("03", "deepspeed")
+    assert weights(workspace.folder / "plans/sample/run/final-trainer")
+
+
+@pytest.mark.gloo
+def test_an_accelerate_script_learns_and_saves(workspace):
+    found = losses(workspace.run("04", "accelerate"))
+    assert len(found) == 10
+    assert found[-1] < found[0] - 0.5
+    folder = workspace.folder / "plans/sample/run/final-accelerate"
+    assert load_file(folder / "model.safetensors")
+    assert weights(folder)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_lora_is_exported_alone_and_merged(workspace, launcher):
+    shutil.rmtree(workspace.folder / "runs" / "lora", ignore_errors=True)
+    printed = workspace.run("05", launcher)
+    assert "adapter:" in printed
+    lora = workspace.folder / "runs" / "lora"
+    history = [json.loads(line)["loss"] for line in (lora / "metrics.jsonl").read_text().splitlines()]
+    assert history[-1] < history[0] - 0.1
+    base = AutoModelForCausalLM.from_pretrained(workspace.folder / "sample" / "model")
+    tokens = torch.arange(1, 33).view(1, -1)
+    before = base(tokens).logits
+    adapted = PeftModel.from_pretrained(base, lora / "adapter").eval()(tokens).logits
+    merged = AutoModelForCausalLM.from_pretrained(lora / "merged")(tokens).logits
+    assert (adapted - before).abs().max() > 0.1
+    assert torch.allclose(adapted, merged, atol=1e-4)
+
+
+def test_offload_profiles_are_explained(workspace):
+    printed = workspace.run("06", "python", 0)
+    assert '"offload_param": {"device": "cpu", "pin_memory": true}' in printed
+    assert "[OFFLOAD_NVME_PATH]" in printed
+    printed = workspace.run("06", "python", 1)
+    assert '"nvme_path": "/local"' in printed
+    assert "not for this job" not in printed
+
+
+def test_batches_and_rates(workspace):
+    printed = workspace.run("07", "python")
+    assert "32 = 2 micro × 4 accumulation × 4 data-parallel ranks; learning rate 1.00e-05" in printed
+    assert "[BATCH_EQUATION]" in printed  # 3 does not divide 32
+    assert "512 = 4 micro × 8 accumulation × 16 data-parallel ranks; learning rate 1.60e-04" in printed  # linear
+    assert "512 = 4 micro × 8 accumulation × 16 data-parallel ranks; learning rate 4.00e-05" in printed  # square root
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_loss_on_completions(workspace, launcher):
+    shutil.rmtree(workspace.folder / "runs" / "questions", ignore_errors=True)
+    printed = workspace.run("08", launcher)
+    row, learned = (re.search(rf"^{name}: +'(.*)'$", printed, re.MULTILINE).group(1) for name in ("row", "learned"))
+    first = json.loads((ROOT / "examples/data/questions.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert row.startswith(first["prompt"].strip())
+    assert learned == first["completion"] + "<|end|>"
+    metrics = (workspace.folder / "runs/questions/metrics.jsonl").read_text().splitlines()
+    history = [json.loads(line)["loss"] for line in metrics]
+    assert history[-1] < history[0] - 1

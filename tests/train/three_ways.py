@@ -1,0 +1,161 @@
+"""One rank of a plan under each of the three ways, on the same micro-batches: `three_ways.py WAY PLAN STEPS OUT`.
+
+Writes what the engine was configured with, and what the run did, to OUT/report.json; the final weights lie beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import toolkit as tk
+from toolkit.data.collate import Collator
+from toolkit.data.loader import global_batch_indices
+from toolkit.data.packing import PackedDataset
+from toolkit.data.prepare import prepare
+from toolkit.modeling.build import DTYPES
+from toolkit.train.tokenizer import load_tokenizer
+
+
+def engine_report(engine: Any) -> dict[str, Any]:
+    """What DeepSpeed resolved, in words that do not depend on who wrote the configuration."""
+    optimizer = engine.basic_optimizer
+    return {
+        "train_batch_size": engine.train_batch_size(),
+        "micro": engine.train_micro_batch_size_per_gpu(),
+        "accumulation": engine.gradient_accumulation_steps(),
+        "gradient_clipping": engine.gradient_clipping(),
+        "zero_stage": engine.zero_optimization_stage(),
+        "bf16": engine.bfloat16_enabled(),
+        "fp16": engine.fp16_enabled(),
+        "dtype": str(next(engine.module.parameters()).dtype),
+        "world_size": engine.dp_world_size,
+        "optimizer": type(optimizer).__name__,
+        "groups": [
+            {key: group[key] for key in ("betas", "eps", "weight_decay", "initial_lr")}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def rows_in_order(plan: tk.Plan, dataset: PackedDataset) -> list[dict[str, Any]]:
+    """Rows so that a sampler which deals micro-batches to the ranks in turn gives each rank those of `run.loader`."""
+    batch, rows = plan.settings.batch, []
+    for step in range(plan.settings.max_steps or 0):
+        taken = global_batch_indices(len(dataset), batch.train, plan.job.train.seed, step)
+        share = batch.accumulation * batch.micro
+        for number in range(batch.accumulation):
+            for rank in range(batch.dp_size):
+                start = rank * share + number * batch.micro
+                rows += [dataset[index] for index in taken[start : start + batch.micro]]
+    return rows
+
+
+def data_of(plan: tk.Plan, cache: Path) -> PackedDataset:
+    return prepare(
+        plan.job.data,
+        tokenizer=load_tokenizer(plan),
+        sequence_length=plan.settings.sequence_length,
+        seed=plan.job.train.seed,
+        cache_dir=cache,
+    ).train
+
+
+def model_of(plan: tk.Plan) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype = DTYPES[plan.settings.precision]
+    return AutoModelForCausalLM.from_pretrained(plan.job.model.name, dtype=dtype, attn_implementation="sdpa")
+
+
+def toolkit(plan: tk.Plan, cache: Path, out: Path) -> dict[str, Any] | None:
+    with tk.initialize(plan) as run:
+        config, report = run.engine.config, engine_report(run.engine)
+        losses, norms = [], []
+        for batch in run.loader(data_of(plan, cache)):
+            losses.append(float(run.step(batch)))
+            norms.append(run.gradient_norm)
+        checkpoint = tk.save(run, out / "checkpoint")
+        is_main = run.world.is_main
+    if not is_main:
+        return None
+    tk.export(checkpoint, out / "final")
+    return {"losses": losses, "norms": norms, "engine": report, "config": config}
+
+
+def trainer(plan: tk.Plan, cache: Path, out: Path) -> dict[str, Any] | None:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = plan.training_arguments() | {"train_sampling_strategy": "sequential", "output_dir": str(out / "run")}
+    arguments = TrainingArguments(**arguments, disable_tqdm=True)
+    dataset = data_of(plan, cache)
+    trainer = Trainer(
+        model_of(plan), arguments, train_dataset=rows_in_order(plan, dataset), data_collator=Collator.of(dataset)
+    )
+    trainer.train()
+    trainer.save_model(str(out / "final"))
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [entry["grad_norm"] for entry in logs],
+        "engine": engine_report(trainer.model_wrapped),
+        "config": trainer.accelerator.state.deepspeed_plugin.deepspeed_config,
+    }
+
+
+def accelerate(plan: tk.Plan, cache: Path, out: Path) -> dict[str, Any] | None:
+    import torch
+    from accelerate import Accelerator, PartialState
+    from torch.utils.data import DataLoader
+    from transformers import get_scheduler
+
+    PartialState(cpu=True)
+    accelerator = Accelerator()
+    train, settings, dataset = plan.job.train, plan.settings, data_of(plan, cache)
+    loader = DataLoader(
+        rows_in_order(plan, dataset), batch_size=settings.batch.micro, collate_fn=Collator.of(dataset)
+    )  # fmt: skip
+    model = model_of(plan)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), settings.learning_rate, betas=(train.adam_beta1, train.adam_beta2), weight_decay=0.0
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    schedule = get_scheduler(train.lr_scheduler_type, optimizer, settings.warmup_steps, settings.max_steps)
+    report, losses, norms, total = engine_report(model), [], [], 0.0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            total += accelerator.reduce(loss.detach(), "mean") / settings.batch.accumulation
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), train.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            schedule.step()
+            losses.append(float(total))
+            norms.append(float(norm))
+            total = 0.0
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        out / "final", is_main_process=accelerator.is_main_process, state_dict=state
+    )
+    accelerator.wait_for_everyone()
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    return {"losses": losses, "norms": norms, "engine": report, "config": config}
+
+
+def main() -> None:
+    way, plan_file, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    import os
+
+    rank = int(os.environ["RANK"])
+    run = {"toolkit": toolkit, "trainer": trainer, "accelerate": accelerate}[way]
+    report = run(tk.Plan.load(plan_file), out / f"cache-{rank}", out)
+    if rank == 0:
+        (out / "report.json").write_text(json.dumps(report, default=str))
+
+
+if __name__ == "__main__":
+    main()
