@@ -10,6 +10,7 @@ import typer
 
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.errors import CheckpointError
 from toolkit.units import format_bytes
 
 _GROUP = typer.Typer(no_args_is_help=True, help="List and verify checkpoints.")
@@ -24,7 +25,7 @@ def register(app: typer.Typer) -> None:
 def list_command(
     output_dir: Annotated[Path, typer.Argument(help="The job's train.output_dir.")], as_json: JsonOption = False
 ) -> None:
-    """List the complete checkpoints of a run, oldest first.
+    """List the complete checkpoints of a run, in the order in which they were saved.
 
     Example: `toolkit checkpoint list runs/my-job`
 
@@ -34,6 +35,13 @@ def list_command(
     from toolkit.checkpoint.locate import list_checkpoints
     from toolkit.checkpoint.manifest import read_manifest
 
+    if not output_dir.is_dir():
+        raise CheckpointError.of(
+            code="CHECKPOINT_NOT_FOUND",
+            key=str(output_dir),
+            message=f"{output_dir} is not a folder",
+            fix="Name the train.output_dir of a job",
+        )
     rows: list[dict[str, Any]] = []
     for folder in list_checkpoints(output_dir):
         state, manifest = State.load(folder), read_manifest(folder)
@@ -44,9 +52,7 @@ def list_command(
                 "zero_stage": state.zero_stage,
                 "world_size": state.world_size,
                 "bytes": sum(entry.num_bytes for entry in manifest.values()),
-                "saved": datetime.fromtimestamp((folder / "manifest.json").stat().st_mtime).isoformat(
-                    timespec="seconds"
-                ),
+                "saved": datetime.fromtimestamp(state.saved_at).isoformat(timespec="seconds"),
             }
         )
     if as_json:

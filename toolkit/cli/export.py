@@ -95,6 +95,9 @@ def load_exporter() -> Callable[..., Export]:
     """Gives `tk.export`, loaded for work on the CPU."""
     # Else DeepSpeed, which the checkpoint's pickles need, looks for cards and says what it found. Export uses none.
     os.environ["DS_ACCELERATOR"] = "cpu"
+    from toolkit.train.worker import quiet_warnings
+
+    quiet_warnings()
     from toolkit.export.checkpoint import export as export_checkpoint
 
     return export_checkpoint
@@ -111,7 +114,7 @@ def parse_size(text: str) -> int:
         if cleaned.endswith(unit):
             try:
                 size = int(float(cleaned.removesuffix(unit)) * _UNITS[unit])
-            except ValueError:
+            except (ValueError, OverflowError):
                 break
             if size > 0:
                 return size

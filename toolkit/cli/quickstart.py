@@ -154,7 +154,7 @@ def _finish(plan: Any, job: Path, *, as_json: bool, began: float) -> None:
             ("metrics", f"{metrics}: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"),
             ("checkpoint", str(last)),
             ("export", f"{plan.output_dir / 'export'} ({format_bytes(done.report.num_bytes)})"),
-            ("checked", describe_scores(done.logits_difference)),
+            ("checked", describe_scores(done.logits_difference or 0.0)),
             ("time", format_seconds(seconds)),
         ]
     )

@@ -14,7 +14,7 @@ import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_job
 from toolkit.cli.output import print_fields, print_json
-from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.errors import PlanError, Problem, SpecError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.launch.outcome import RunOutcome
@@ -34,11 +34,13 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            "--resume_from_checkpoint",
-            "--resume-from-checkpoint",
+            "--resume",
             metavar="DIR|latest",
-            help="Go on from a checkpoint, or from the latest of output_dir.",
+            help="Go on from a checkpoint, or from output_dir's latest; --resume_from_checkpoint is the same.",
         ),
+    ] = None,
+    resume_from_checkpoint: Annotated[
+        str | None, typer.Option("--resume_from_checkpoint", "--resume-from-checkpoint", hidden=True)
     ] = None,
     stop_after: Annotated[
         int | None,
@@ -51,7 +53,9 @@ def train(
         bool,
         typer.Option("--overwrite", help="Delete the checkpoints, metrics and export that output_dir holds."),
     ] = False,
-    export: Annotated[bool, typer.Option(help="Export safetensors to output_dir/export at the end.")] = True,
+    no_export: Annotated[
+        bool, typer.Option("--no-export", help="Write no safetensors to output_dir/export at the end.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune a model as the job file says: on this machine's cards, or on CPU with `cluster: {gpu: cpu}`.
@@ -67,6 +71,7 @@ def train(
     from toolkit.checkpoint.locate import recover
 
     plan = checked_plan(job, overrides)
+    resume = resume or resume_from_checkpoint  # transformers' name for it
     if resume is not None and not dry_run:
         recover(plan.output_dir)
     checkpoint = _checkpoint(plan, resume, stop_after)
@@ -86,7 +91,7 @@ def train(
     else:
         outcome = run_workers(plan, checkpoint=checkpoint, stop_after=stop_after)
     exported = None
-    if outcome.exit_code == 0 and export and is_finished(plan):
+    if outcome.exit_code == 0 and not no_export and is_finished(plan):
         exported = export_last(plan)
     report(plan, outcome, job=job, overrides=overrides, exported=exported, as_json=as_json)
     if rank is not None:
@@ -116,7 +121,7 @@ def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
         )
     raise_all(PlanError, problems)
     assert verdict.plan is not None
-    raise_all(PlanError, weight_problems(verdict.plan))
+    raise_all(PlanError, [*weight_problems(verdict.plan), *tokenizer_problems(verdict.plan)])
     return verdict.plan
 
 
@@ -149,6 +154,17 @@ def weight_problems(plan: Plan) -> list[Problem]:
             fix=f"Name {hub} or a folder with safetensors, or set model.init to random to train from scratch",
         )
     ]
+
+
+def tokenizer_problems(plan: Plan) -> tuple[Problem, ...]:
+    """Says early that the job names no tokenizer."""
+    from toolkit.train.tokenizer import tokenizer_source
+
+    try:
+        tokenizer_source(plan)
+    except SpecError as error:
+        return error.problems
+    return ()
 
 
 def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
@@ -338,9 +354,11 @@ def _show(plan: Plan, job: Path, overrides: Sequence[str] | None, checkpoint: Pa
     if as_json:
         print_json({"plan": plan.to_dict(), "deepspeed": plan.deepspeed_config(), "command": command})
         return
+    from toolkit.train.progress import describe_devices
+
     print(plan.explain())
     print()
-    print(f"would start {plan.grid.world_size} processes on {plan.gpu.name} and write to {plan.output_dir}")
+    print(f"would start {describe_devices(plan)} and write to {plan.output_dir}")
     if checkpoint is not None:
         print(f"would resume from {checkpoint}")
     print(f"start with:  {command}")

@@ -58,7 +58,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             code="EXPORT_ADAPTER_CONFIG",
             key=str(path),
             message=f"{path} cannot be read, but the checkpoint holds LoRA weights: {error}",
-            fix="Pass peft_dir: the folder that holds the adapter_config.json of this job",
+            fix=f"Put the adapter_config.json of this job into {folder}, or export another checkpoint",
         ) from error
     variants = {
         "peft_type": config.get("peft_type", "LORA") != "LORA",
@@ -189,7 +189,7 @@ class MergedWeights:
                 code="EXPORT_ADAPTER_BASE",
                 key=lacking[0],
                 message=f"the checkpoint lacks {lacking[0]}, one of {len(lacking)} frozen weights to merge into",
-                fix="Pass base_dir: the folder of the model that the run started from, or merge_adapter=False",
+                fix="Bring back the weights that the run started from, or export the adapter alone, without merging",
             )
         known = {target.module for target in self.targets.values()}
         if self._factors.keys() != known:
@@ -198,7 +198,7 @@ class MergedWeights:
                 key=ADAPTER_CONFIG,
                 message=f"{ADAPTER_CONFIG} does not describe the checkpoint's adapter: they differ at "
                 f"{some(sorted(self._factors.keys() ^ known))}",
-                fix="Pass peft_dir: the folder that holds the adapter_config.json of this job",
+                fix="Put the adapter_config.json of this job into the checkpoint's folder model",
             )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:

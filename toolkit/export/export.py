@@ -39,6 +39,7 @@ Kind = Literal["model", "adapter", "merged"]
 _SAMPLES = 16  # tensors whose bytes are read back
 _GENERATION = frozenset({"config.json", "generation_config.json"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
+_OF_THIS_JOB = "Put the config.json of this very job into the checkpoint's folder model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,8 @@ def export_checkpoint(
     source = Path(checkpoint_dir)
     model_dir = model_dir or source / "model"
     target = Path(output_dir).absolute()
+    if source.resolve().is_relative_to(target.resolve()):
+        raise CheckpointError(_would_be_lost(source, target))
     weights: Weights = ZeroCheckpoint(tag_dir or _latest(source))
     adapted = is_adapted(weights)
     if merge_adapter and not adapted:
@@ -286,7 +289,7 @@ def _meta_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
             code="EXPORT_CONFIG",
             key=str(model_dir),
             message=f"{model_dir} holds no configuration of a causal language model: {str(error).splitlines()[0]}",
-            fix="Pass model_dir: the folder with this model's config.json and tokenizer",
+            fix=f"Put this model's config.json and tokenizer into {model_dir}, or export another checkpoint",
         ) from error
     tie_weights(model)
     return model
@@ -303,7 +306,7 @@ def _disagreements(weights: Weights, wanted: Mapping[str, Tensor]) -> Iterable[P
                 code="EXPORT_KEYS",
                 key=keys[0],
                 message=f"{message} {len(keys)} tensor{'s' * (len(keys) > 1)}: {some(keys)}",
-                fix="Pass model_dir: the folder with the config.json of this very job",
+                fix=_OF_THIS_JOB,
             )
     for key in wanted.keys() & stored.keys():
         if tuple(wanted[key].shape) != stored[key].shape:
@@ -311,7 +314,7 @@ def _disagreements(weights: Weights, wanted: Mapping[str, Tensor]) -> Iterable[P
                 code="EXPORT_SHAPE",
                 key=key,
                 message=f"{key} has shape {stored[key].shape} in the checkpoint and {tuple(wanted[key].shape)} by the config",
-                fix="Pass model_dir: the folder with the config.json of this very job",
+                fix=_OF_THIS_JOB,
             )
 
 
@@ -327,6 +330,15 @@ def _latest(checkpoint_dir: Path) -> Path:
             fix="Name a checkpoint-STEP folder of output_dir that holds a file named latest",
             source="deepspeed, runtime/engine.py, DeepSpeedEngine.save_checkpoint",
         ) from error
+
+
+def _would_be_lost(source: Path, target: Path) -> Problem:
+    return Problem(
+        code="EXPORT_EXISTS",
+        key=str(target),
+        message=f"{target} holds {source}, the checkpoint itself, which the export would take the place of",
+        fix="Name another folder",
+    )
 
 
 def _not_adapted(source: Path) -> Problem:

@@ -189,8 +189,13 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
             staged.rename(target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-        if replaced.exists() and target.exists():
-            shutil.rmtree(replaced, ignore_errors=True) if replaced.is_dir() else replaced.unlink()
+        if replaced.exists():
+            if not target.exists():
+                replaced.rename(target)
+            elif replaced.is_dir():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.unlink()
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -242,7 +242,7 @@ def _on_nvme(folder: Path) -> Problem:
         code="EXPORT_NVME",
         key=str(folder),
         message=f"{folder} keeps its master weights as swap files in offloaded_tensors: the engine alone can read those",
-        fix="Resume the job with parallel.offload: none or full-cpu, save a checkpoint, and export that",
+        fix="Train the job from its start with parallel.offload: full-cpu; a checkpoint resumes under its own profile only",
         source="deepspeed, runtime/zero/stage3.py, checkpoint_event_epilogue",
     )
 

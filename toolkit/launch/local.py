@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import RunError
@@ -22,7 +22,6 @@ def launch_local(
     *,
     log_dir: Path,
     extra_environment: Mapping[str, str] | None = None,
-    on_interrupt: Callable[[str], None] | None = None,
 ) -> RunOutcome:
     """Runs one process a rank of a one-node plan, with the environment that the plan needs, until all have ended.
 
@@ -31,7 +30,6 @@ def launch_local(
         argv: Command of a worker.
         log_dir: Folder of logs and error files.
         extra_environment: Variables beyond the worker's own.
-        on_interrupt: Is told, in one line, what happens after Ctrl-C.
 
     Raises:
         RunError: LAUNCH_NODES for a plan of several nodes; PORT_IN_USE.
@@ -55,7 +53,7 @@ def launch_local(
         )
         return made | dict(extra_environment or {})
 
-    return supervise(argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir, on_interrupt=on_interrupt)
+    return supervise(argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir)
 
 
 def check_launchable(plan: Plan) -> None:

@@ -15,6 +15,7 @@ import torch
 from toolkit.checkpoint.layout import checkpoint_name
 from toolkit.checkpoint.load import load
 from toolkit.checkpoint.locate import remove_leftovers, rotate
+from toolkit.checkpoint.random_state import seed_random_state
 from toolkit.checkpoint.save import save
 from toolkit.data.prepare import PreparedData, prepare
 from toolkit.engine.initialize import initialize
@@ -82,6 +83,8 @@ def train(
         began = time.perf_counter()
         with initialize(plan, world=world) as run:
             _say_model(run, reporter, seconds=time.perf_counter() - began)
+            # After the model is built: whether its weights are drawn or read must not change what dropout draws.
+            seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp)
             if resume is not None:
                 load(run, resume)
                 reporter.say(f"resumed from {resume} at step {run.step_count}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from toolkit.errors import SpecError
@@ -18,19 +17,31 @@ def load_tokenizer(plan: Plan) -> Any:
     from transformers import AutoTokenizer
 
     model = plan.job.model
-    source = model.tokenizer or (str(plan.model.path) if plan.model.path else plan.model.hub_id)
-    if source is None or (plan.model.origin in ("catalogue", "file") and model.tokenizer is None):
-        raise _not_found(f"model={model.name} gives dimensions only", None)
-    if Path(source).is_file():
-        source = str(Path(source).parent)
+    source = tokenizer_source(plan)
     revision = model.revision if model.tokenizer is None else None
     try:
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise _not_found(f"no tokenizer can be loaded from {source}: {str(error).splitlines()[0]}", error) from None
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise _not_found(f"no tokenizer can be loaded from {source}: {first_line.rstrip('.')}") from None
 
 
-def _not_found(what: str, _: Exception | None) -> SpecError:
+def tokenizer_source(plan: Plan) -> str:
+    """Gives the hub id or folder that the tokenizer is read from; needs no transformers.
+
+    Raises:
+        SpecError: TOKENIZER_NOT_FOUND when the job names dimensions only.
+    """
+    model = plan.job.model
+    if model.tokenizer is not None:
+        return model.tokenizer
+    source = str(plan.model.path) if plan.model.path else plan.model.hub_id
+    if source is None or plan.model.origin in ("catalogue", "file"):
+        raise _not_found(f"model={model.name} gives dimensions only, and no tokenizer")
+    return source
+
+
+def _not_found(what: str) -> SpecError:
     return SpecError.of(
         code="TOKENIZER_NOT_FOUND",
         key="model.tokenizer",

@@ -24,10 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stop-after", type=int, help="optimizer step after which this session saves and ends")
     parser.add_argument("--log-dir", type=Path, help="where to leave a machine-readable error for the launcher")
     options = parser.parse_args(arguments)
-    # Deprecations inside torch and DeepSpeed are not the user's to mend, and bury the progress bar.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
+    quiet_warnings()
     try:
         return _train(options)
     except KeyboardInterrupt:
@@ -40,6 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stderr.write(f"{error}\n")
             return error.exit_code
         raise
+
+
+def quiet_warnings() -> None:
+    """Hides warnings inside the libraries: they are not the user's to mend, and bury the progress bar."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -1,0 +1,183 @@
+"""Complete or absent: killed at any moment, and on a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_plans import step_batches, tiny_plan
+
+from toolkit.checkpoint.disk import disk_errors
+from toolkit.checkpoint.locate import list_checkpoints, recover, remove_leftovers
+from toolkit.checkpoint.manifest import verify
+from toolkit.errors import RunError
+
+SAVED = "saved.txt"
+KILLS = 10
+
+
+def _code(error: Exception) -> str:
+    with pytest.raises(RunError) as caught, disk_errors(Path("runs/checkpoint-4")):
+        raise error
+    assert caught.value.__cause__ is error
+    assert "runs/checkpoint-4" in str(caught.value)
+    return caught.value.codes[0]
+
+
+def test_what_a_failed_write_means() -> None:
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        assert _code(OSError(number, os.strerror(number))) == "DISK_FULL"
+    assert _code(PermissionError(errno.EACCES, "Permission denied")) == "CHECKPOINT_UNWRITABLE"
+    assert _code(RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")) == "DISK_FULL"
+    with pytest.raises(RuntimeError, match=r"^a bug$"), disk_errors(Path("x")):
+        raise RuntimeError("a bug")
+
+
+def _save_past_the_limit(folder: str, answer: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        with disk_errors(Path(folder) / "big.pt"):
+            torch.save(torch.zeros(10**6), Path(folder) / "big.pt")
+    except BaseException as error:
+        answer.put((type(error).__name__, getattr(error, "codes", str(error))))
+    else:
+        answer.put(("nothing", ()))
+
+
+def test_torch_reports_a_short_write_in_a_way_that_is_known(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    answer = context.Queue()
+    process = context.Process(target=_save_past_the_limit, args=(str(tmp_path), answer))
+    process.start()
+    assert answer.get(timeout=60) == ("RunError", ("DISK_FULL",))
+    process.join(timeout=60)
+
+
+def _quiet(work: Any, *args: Any) -> None:
+    """Runs in a forked process, which leaves without pytest's clean-up."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        work(*args)
+    finally:
+        os._exit(0)
+
+
+def _save_for_ever(folder: Path) -> None:
+    """Saves steps 1 to 3 over and over, as fast as it can; notes each that `save` said was saved."""
+    import toolkit as tk
+
+    with tk.initialize(tiny_plan(ranks=1, train={"gradient_accumulation_steps": 1})) as run:
+        for step in itertools.cycle((1, 2, 3)):
+            run.step(step_batches(step, ranks=1)[0][:1])
+            run.step_count = step
+            tk.save(run, folder / f"checkpoint-{step}")
+            with (folder / SAVED).open("a") as file:
+                file.write(f"{step}\n")
+
+
+def _kill_often(root: Path) -> None:
+    import toolkit as tk
+
+    assert tk.initialize, "imported once, here, and not in each process that is killed"
+    assert tk.save
+    context = multiprocessing.get_context("fork")
+    for number in range(KILLS):
+        folder = root / str(number)
+        folder.mkdir()
+        process = context.Process(target=_quiet, args=(_save_for_ever, folder))
+        process.start()
+        # Until it has replaced some: then a kill may also fall between the renames.
+        rounds = 1 + number % 5
+        deadline = time.monotonic() + 60
+        while _noted(folder) < rounds and time.monotonic() < deadline:
+            time.sleep(0.001)
+        while not list(folder.glob(".checkpoint-*.partial")) and time.monotonic() < deadline:
+            pass
+        time.sleep(0.007 * number)  # a save takes about 0.07 s
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def _noted(folder: Path) -> int:
+    return len((folder / SAVED).read_text().splitlines()) if (folder / SAVED).exists() else 0
+
+
+@pytest.mark.gloo
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_quiet, args=(_kill_often, tmp_path))
+    process.start()
+    process.join(timeout=200)
+    assert process.exitcode == 0
+    interrupted = 0
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        interrupted += bool(list(folder.glob(".checkpoint-*")))
+        for checkpoint in list_checkpoints(folder):
+            verify(checkpoint)
+        recover(folder)
+        remove_leftovers(folder)
+        promised = {f"checkpoint-{step}" for step in (folder / SAVED).read_text().split()}
+        kept = {path.name for path in list_checkpoints(folder)}
+        assert promised <= kept, f"kill {number} lost a checkpoint"
+        for checkpoint in list_checkpoints(folder):
+            verify(checkpoint)
+        assert {path.name for path in folder.iterdir()} == {*kept, SAVED}, "absent or complete"
+    assert interrupted >= KILLS // 3, "the kills must fall into saves"
+
+
+def _save_twice(folder: Path, answer: Any) -> None:
+    import toolkit as tk
+
+    results: list[Any] = []
+    with tk.initialize(tiny_plan(ranks=1, train={"gradient_accumulation_steps": 1}, config=WIDE)) as run:
+        run.step(step_batches(1, ranks=1)[0][:1])
+        tk.save(run, folder / "checkpoint-1")
+        free = shutil.disk_usage(folder).free
+        for keep_free in (100_000, free // 2):
+            filler = folder / "filler"
+            filler.write_bytes(b"x" * (shutil.disk_usage(folder).free - keep_free))
+            try:
+                tk.save(run, folder / "checkpoint-2")
+                results.append("saved")
+            except RunError as error:
+                results.append((error.codes, str(error)))
+            filler.unlink()
+    answer.put(results)
+
+
+WIDE = {"vocab_size": 4096, "hidden_size": 64}  # some 10 MB a checkpoint
+
+
+@pytest.mark.gloo
+def test_a_disk_without_room_is_known_before(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root can make a small file system")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("no file system may be mounted here")
+    try:
+        context = multiprocessing.get_context("spawn")
+        answer = context.Queue()
+        process = context.Process(target=_save_twice, args=(tmp_path, answer))
+        process.start()
+        first, second = answer.get(timeout=120)
+        process.join(timeout=60)
+        assert first[0] == ("DISK_FULL",)
+        assert "it needs about" in first[1]
+        assert "KiB are free" in first[1]
+        assert second == "saved" or second[0] == ("DISK_FULL",)
+        verify(tmp_path / "checkpoint-1")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -1,0 +1,128 @@
+"""Which checkpoints there are, which goes first, and what a crash leaves."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from toolkit.checkpoint.layout import State
+from toolkit.checkpoint.locate import latest_checkpoint, list_checkpoints, recover, remove_leftovers, rotate
+from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
+from toolkit.errors import CheckpointError
+
+STATE = State(step=0, num_steps=9, zero_stage=2, world_size=1, train_batch_size=4, saved_at=0.0, versions={})
+
+
+def _make(run: Path, step: int, *, saved_at: float | None = None, name: str | None = None) -> Path:
+    folder = run / (name or f"checkpoint-{step}")
+    folder.mkdir(parents=True)
+    replace(STATE, step=step, saved_at=float(step) if saved_at is None else saved_at).save(folder)
+    (folder / "shard.pt").write_bytes(b"x" * 1000)
+    write_manifest(folder, hash_files(folder, list_files(folder)))
+    return folder
+
+
+def _names(run: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(run)]
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    for step in (100, 20, 9):
+        _make(tmp_path, step)
+    (tmp_path / "checkpoint-200").mkdir()  # no manifest
+    _make(tmp_path, 300, name="checkpoint-best")
+    _make(tmp_path, 400, name=".checkpoint-400.partial")
+    assert _names(tmp_path) == ["checkpoint-9", "checkpoint-20", "checkpoint-100"]
+    assert latest_checkpoint(tmp_path).name == "checkpoint-100"
+
+
+def test_none(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError) as caught:
+            latest_checkpoint(folder)
+        assert caught.value.codes == ("CHECKPOINT_NONE",)
+
+
+def test_newest_is_saved_last(tmp_path: Path) -> None:
+    for step, saved_at in ((20, 1.0), (40, 2.0), (60, 3.0), (30, 4.0)):
+        _make(tmp_path, step, saved_at=saved_at)
+    assert latest_checkpoint(tmp_path).name == "checkpoint-30"
+    assert [path.name for path in rotate(tmp_path, keep=2)] == ["checkpoint-20", "checkpoint-40"]
+    assert _names(tmp_path) == ["checkpoint-60", "checkpoint-30"]
+
+
+def test_a_damaged_state_is_neither_resumed_nor_in_the_way(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _make(tmp_path, step)
+    (tmp_path / "checkpoint-3" / "state.json").write_text("{")
+    assert latest_checkpoint(tmp_path).name == "checkpoint-2"
+    rotate(tmp_path, keep=2)
+    assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 9])
+def test_rotation_keeps_the_newest(tmp_path: Path, keep: int) -> None:
+    for step in (1, 2, 3):
+        _make(tmp_path, step)
+    rotate(tmp_path, keep=keep)
+    assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"][-keep:]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_crash_while_rotating_leaves_no_half_under_a_good_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        _make(tmp_path, step)
+    delete = shutil.rmtree
+
+    def crash(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            (path / "shard.pt").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", crash)
+    with pytest.raises(KeyboardInterrupt):
+        rotate(tmp_path, keep=1)
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    assert _names(tmp_path) == ["checkpoint-2"]
+    verify(tmp_path / "checkpoint-2")
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2"]
+
+
+def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
+    _make(tmp_path, 1)
+    (tmp_path / ".checkpoint-2.partial" / "global_step2").mkdir(parents=True)
+    _make(tmp_path, 0, name=".checkpoint-0.removed")
+    (tmp_path / ".mine").mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine", "checkpoint-1"]
+
+
+def test_a_crash_between_the_last_two_renames_loses_nothing(tmp_path: Path) -> None:
+    """Saving step 2 anew: the old one has been moved away, the new one is complete but has not got its name."""
+    _make(tmp_path, 2, name=".checkpoint-2.removed")
+    new = _make(tmp_path, 2, saved_at=9.0, name=".checkpoint-2.partial")
+    (new / "shard.pt").write_bytes(b"y" * 1000)
+    write_manifest(new, hash_files(new, list_files(new)))
+    recover(tmp_path)
+    assert _names(tmp_path) == ["checkpoint-2"]
+    assert (tmp_path / "checkpoint-2" / "shard.pt").read_bytes() == b"y" * 1000
+
+
+def test_what_is_cut_short_is_not_recovered(tmp_path: Path) -> None:
+    partial = _make(tmp_path, 2, name=".checkpoint-2.partial")
+    (partial / "shard.pt").write_bytes(b"")
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_has_its_name_is_not_replaced(tmp_path: Path) -> None:
+    _make(tmp_path, 2)
+    _make(tmp_path, 2, name=".checkpoint-2.partial", saved_at=99.0)
+    remove_leftovers(tmp_path)
+    assert State.load(tmp_path / "checkpoint-2").saved_at == 2.0

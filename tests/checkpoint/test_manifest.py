@@ -1,0 +1,147 @@
+"""What a manifest catches, and what is said of folders that have none."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+
+import pytest
+
+from toolkit.checkpoint import manifest as module
+from toolkit.checkpoint.manifest import hash_files, list_files, read_manifest, share, verify, write_manifest
+from toolkit.errors import CheckpointError
+
+SHARD = "global_step4/zero_optim_states.pt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint-4"
+    (folder / "global_step4").mkdir(parents=True)
+    (folder / "random").mkdir()
+    (folder / "state.json").write_text("{}")
+    (folder / SHARD).write_bytes(bytes(range(256)) * 64)
+    (folder / "random" / "rank-00000.pt").write_bytes(b"")
+    write_manifest(folder, hash_files(folder, list_files(folder), sync=True))
+    return folder
+
+
+def _codes(folder: Path) -> tuple[tuple[str, ...], str]:
+    with pytest.raises(CheckpointError) as caught:
+        verify(folder)
+    return caught.value.codes, str(caught.value)
+
+
+def test_a_whole_checkpoint_verifies(folder: Path) -> None:
+    assert sorted(verify(folder)) == [SHARD, "random/rank-00000.pt", "state.json"]
+    assert verify(folder)[SHARD].num_bytes == 256 * 64
+
+
+def test_a_missing_file(folder: Path) -> None:
+    (folder / "random" / "rank-00000.pt").unlink()
+    codes, text = _codes(folder)
+    assert codes == ("CHECKPOINT_DAMAGED",)
+    assert "rank-00000.pt is missing" in text
+
+
+def test_a_file_cut_short(folder: Path) -> None:
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-1])
+    assert "has 16383 bytes, the manifest says 16384" in _codes(folder)[1]
+
+
+@pytest.mark.parametrize("position", [0, 8191, 16383])
+def test_a_flipped_bit(folder: Path, position: int) -> None:
+    content = bytearray((folder / SHARD).read_bytes())
+    content[position] ^= 1
+    (folder / SHARD).write_bytes(content)
+    codes, text = _codes(folder)
+    assert codes == ("CHECKPOINT_DAMAGED",)
+    assert f"{folder / SHARD} has another SHA-256" in text
+    verify(folder, unread=lambda name: name == SHARD)
+
+
+def test_every_damage_is_named(folder: Path) -> None:
+    (folder / "random" / "rank-00000.pt").unlink()
+    (folder / "state.json").write_text("{} ")
+    assert _codes(folder)[0] == ("CHECKPOINT_DAMAGED",) * 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"files": {"a": 3}}', '{"files": {"a": {"bytes": "many", "sha256": ""}}}'])
+def test_a_manifest_that_is_none(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    assert _codes(folder)[0] == ("CHECKPOINT_DAMAGED",)
+
+
+def test_ranks_share_all_files() -> None:
+    names = [f"file-{number}" for number in range(7)]
+    parts = [share(names, rank=rank, world_size=3) for rank in range(3)]
+    assert sorted(name for part in parts for name in part) == names
+
+
+def test_files_are_hashed_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files meet at a barrier that one thread alone would never pass."""
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
+    barrier, read = threading.Barrier(2, timeout=20), module._entry
+
+    def meet(path: Path, *, sync: bool = False) -> module.Entry:
+        barrier.wait()
+        return read(path, sync=sync)
+
+    monkeypatch.setattr(module, "_entry", meet)
+    hashed = hash_files(folder, (SHARD, "state.json"))
+    assert hashed == {name: entry for name, entry in read_manifest(folder).items() if name in hashed}
+    assert list(hashed) == [SHARD, "state.json"]
+
+
+def test_large_files_are_read_in_pieces(tmp_path: Path) -> None:
+    content = b"0123456789abcdef" * 2**20  # twice the piece
+    (tmp_path / "large").write_bytes(content)
+    entry = hash_files(tmp_path, ["large"])["large"]
+    assert (entry.num_bytes, entry.sha256) == (2**24, hashlib.sha256(content).hexdigest())
+
+
+def test_folders_without_a_manifest(tmp_path: Path) -> None:
+    """Each is told what it is and what can be done with it."""
+    run = tmp_path / "run"
+    absent = run / "checkpoint-9"
+    assert _codes(absent)[0] == ("CHECKPOINT_NOT_FOUND",)
+    assert "Check the path" in _codes(absent)[1]
+    complete = run / "checkpoint-4"
+    complete.mkdir(parents=True)
+    write_manifest(complete, {})
+    assert "There is checkpoint-4 beside it" in _codes(absent)[1]
+    codes, text = _codes(run)
+    assert codes == ("CHECKPOINT_NOT_FOUND",)
+    assert f"Name one of {complete}" in text
+
+    partial = run / ".checkpoint-8.partial"
+    (partial / "global_step8").mkdir(parents=True)
+    (partial / "latest").write_text("global_step8")
+    (partial / "global_step8" / "shard.pt").write_bytes(b"x" * 2048)
+    codes, text = _codes(partial)
+    assert codes == ("CHECKPOINT_INCOMPLETE",)
+    assert "2.0" in text
+
+    (run / "checkpoint-5").mkdir()
+    assert _codes(run / "checkpoint-5")[0] == ("CHECKPOINT_INCOMPLETE",)
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    """From a public report: a folder of safetensors was given to resume from."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    codes, text = _codes(tmp_path)
+    assert codes == ("CHECKPOINT_WEIGHTS_ONLY",)
+    assert f"set model: {tmp_path} in the job" in text
+
+
+def test_latest_missing(tmp_path: Path) -> None:
+    """From a public report: without `latest` DeepSpeed loads nothing and trains from scratch."""
+    for tag in ("global_step2", "global_step4"):
+        (tmp_path / tag).mkdir()
+    codes, text = _codes(tmp_path)
+    assert codes == ("CHECKPOINT_NO_LATEST",)
+    assert "Its tags are global_step2, global_step4" in text
+    (tmp_path / "latest").write_text("global_step4")
+    assert _codes(tmp_path)[0] == ("CHECKPOINT_FOREIGN",)

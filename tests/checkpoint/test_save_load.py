@@ -1,0 +1,192 @@
+"""Save and load on two real ranks: exact, verified together, refused alike on every rank."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_distributed
+from tiny_plans import step_batches, tiny_plan
+
+import toolkit as tk
+from toolkit.checkpoint.compatible import check_resumable, layout_problems
+from toolkit.checkpoint.layout import State
+from toolkit.checkpoint.manifest import verify
+from toolkit.errors import CheckpointError, ToolkitError
+
+pytestmark = pytest.mark.gloo
+CASES: dict[str, dict[str, Any]] = {
+    "zero-0": {"parallel": {"zero_stage": 0}},
+    "zero-1": {"parallel": {"zero_stage": 1}},
+    "zero-2": {"train": {"weight_decay": 0.1}},
+    "zero-3-bf16": {"parallel": {"zero_stage": 3}, "train": {"precision": "bf16"}},
+    "offload": {"parallel": {"zero_stage": 3, "offload": "full-cpu"}, "train": {"optimizer": "adamw_torch"}},
+    "lora": {"train": {"method": "lora", "lora": {"r": 4}}},
+}
+
+
+def _step(run: Any, rank: int, step: int) -> tuple[float, float | None]:
+    return float(run.step(step_batches(step)[rank])), run.gradient_norm
+
+
+def _codes(rank: int, plan: Any, folder: Path) -> tuple[tuple[str, ...], str]:
+    with tk.initialize(plan) as run:
+        try:
+            tk.load(run, folder)
+        except ToolkitError as error:
+            return error.codes, str(error)
+    return (), ""
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def _all(rank: int, root_name: str) -> dict[str, Any]:
+    root, results = Path(root_name), {}
+    for name, options in CASES.items():
+        plan = tiny_plan("gpt2", **options)
+        with tk.initialize(plan) as run:
+            for step in (1, 2):
+                _step(run, rank, step)
+            tk.save(run, root / name, probe=name == "zero-2")
+            expected = [_step(run, rank, step) for step in (3, 4)]
+            rate = run.last_learning_rate
+        torch.rand(5)
+        with tk.initialize(plan) as run:
+            state = tk.load(run, root / name)
+            found = [_step(run, rank, step) for step in (3, 4)]
+            results[name] = (state.step, run.step_count, expected, found, rate == run.last_learning_rate)
+            if name == "zero-2":
+                tk.save(run, root / name)  # in place of what is there
+                results["replaced"] = State.load(root / name).step
+    plan = tiny_plan("gpt2", **CASES["zero-2"])
+    if rank == 1:  # the damage is in a file that rank 0 alone, or rank 1 alone, will hash
+        for name in ("damaged-a", "damaged-b"):
+            shutil.copytree(root / "zero-2", root / name)
+        _flip(next((root / "damaged-a").rglob("*rank_0*optim_states.pt")))
+        _flip(next((root / "damaged-b").rglob("*rank_1*optim_states.pt")))
+    torch.distributed.barrier()
+    for name in ("damaged-a", "damaged-b", "absent"):
+        results[name] = _codes(rank, plan, root / name)
+    results["other-stage"] = _codes(rank, tiny_plan("gpt2", parallel={"zero_stage": 3}), root / "zero-2")
+    results["unwritable"] = _unwritable(rank, plan, root)
+    return results
+
+
+def _unwritable(rank: int, plan: Any, root: Path) -> tuple[str, ...]:
+    with tk.initialize(plan) as run:
+        try:
+            tk.save(run, root / "zero-2" / "plan.json" / "inside-a-file")
+        except ToolkitError as error:
+            return error.codes
+    return ()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("save")
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> list[dict[str, Any]]:
+    return run_distributed(_all, 2, str(root))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_next_steps_are_equal(results: list[dict[str, Any]], root: Path, name: str) -> None:
+    for result in results:
+        saved_step, count, expected, found, same_rate = result[name]
+        assert (saved_step, count) == (2, 4)
+        assert found == expected
+        assert same_rate
+        assert expected[0] != expected[1]
+    verify(root / name)
+
+
+def test_a_checkpoint_may_be_replaced(results: list[dict[str, Any]], root: Path) -> None:
+    assert [result["replaced"] for result in results] == [4, 4]
+    assert (root / "zero-2" / "latest").read_text() == "global_step4"
+    assert not (root / "zero-2" / "global_step2").exists()
+    assert not list(root.glob(".*")), "nothing is left aside"
+
+
+def test_the_folder_holds_what_it_should(results: list[dict[str, Any]], root: Path) -> None:
+    held = set(verify(root / "zero-2"))
+    assert {"plan.json", "state.json", "latest", "model/config.json"} <= held
+    assert {"random/rank-00000.pt", "random/rank-00001.pt"} <= held
+    assert [path.name for path in (root / "lora" / "model").glob("adapter*")] == ["adapter_config.json"]
+
+
+def test_damage_is_found_on_all_ranks_by_whoever_reads_it(results: list[dict[str, Any]]) -> None:
+    for name, shard in (("damaged-a", "rank_0"), ("damaged-b", "rank_1")):
+        first, second = (result[name] for result in results)
+        assert first == second
+        assert first[0] == ("CHECKPOINT_DAMAGED",)
+        assert shard in first[1]
+        assert "SHA-256" in first[1]
+
+
+def test_refusals_are_the_same_on_all_ranks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["absent"][0] == ("CHECKPOINT_NOT_FOUND",)
+        # tests/checkpoint: the plan without weight decay has one group of parameters, the checkpoint two
+        assert result["other-stage"][0] == ("CHECKPOINT_LAYOUT", "CHECKPOINT_LAYOUT")
+        assert "zero_stage=3, but" in result["other-stage"][1]
+        assert result["unwritable"] == ("CHECKPOINT_UNWRITABLE",)
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "world size": ({"ranks": 1, "train": {"gradient_accumulation_steps": 4}}, ("CHECKPOINT_LAYOUT",)),
+    "stage": ({"parallel": {"zero_stage": 3}}, ("CHECKPOINT_LAYOUT",)),
+    "precision": ({"train": {"precision": "bf16"}}, ("CHECKPOINT_LAYOUT",)),
+    "optimizer": ({"train": {"optimizer": "sgd"}}, ("CHECKPOINT_LAYOUT",)),
+    "method": ({"train": {"method": "lora"}}, ("CHECKPOINT_LAYOUT",)),
+    "weight decay": ({"train": {"weight_decay": 0.0}}, ("CHECKPOINT_LAYOUT",)),
+    "offload": ({"parallel": {"offload": "optimizer-cpu"}}, ("CHECKPOINT_LAYOUT",)),
+    "batch": ({"train": {"gradient_accumulation_steps": 1}}, ("CHECKPOINT_DATA",)),
+    "seed": ({"train": {"seed": 3}}, ("CHECKPOINT_DATA",)),
+    "length": ({"train": {"sequence_length": 8}}, ("CHECKPOINT_DATA",)),
+    "model": ({"config": {"n_layer": 3, "num_hidden_layers": 3}}, ("CHECKPOINT_MODEL",)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_plan_must_share(results: list[dict[str, Any]], root: Path, name: str) -> None:
+    """From public reports: another number of ranks, another stage. Never a silent start from scratch."""
+    options, codes = LAYOUTS[name]
+    train = {"weight_decay": 0.1, **options.get("train", {})}
+    plan = tiny_plan("gpt2", **{**options, "train": train})
+    problems = layout_problems(plan, root / "zero-2", State.load(root / "zero-2"))
+    assert tuple(problem.code for problem in problems) == codes
+    if codes != ("CHECKPOINT_MODEL",):
+        assert "warm-start from the export" in problems[0].fix
+        assert f"toolkit export {root / 'zero-2'}" in problems[0].fix
+
+
+def test_what_may_change(results: list[dict[str, Any]], root: Path) -> None:
+    train = {"weight_decay": 0.2, "learning_rate": 1e-4, "max_steps": 50, "save_steps": 3, "logging_steps": 2}
+    plan = tiny_plan(
+        "gpt2",
+        train={**train, "output_dir": "elsewhere", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+    )
+    assert check_resumable(plan, root / "zero-2").step == 4
+
+
+def test_lora_settings_must_agree(results: list[dict[str, Any]], root: Path) -> None:
+    plan = tiny_plan("gpt2", train={"method": "lora", "lora": {"r": 8}})
+    (problem,) = layout_problems(plan, root / "lora", State.load(root / "lora"))
+    assert (problem.code, problem.key) == ("CHECKPOINT_LAYOUT", "train.lora")
+
+
+def test_a_state_that_cannot_be_read(tmp_path: Path) -> None:
+    for text in ("", "{}", '{"step": 3}'):
+        (tmp_path / "state.json").write_text(text)
+        with pytest.raises(CheckpointError) as caught:
+            State.load(tmp_path)
+        assert caught.value.codes == ("CHECKPOINT_DAMAGED",)

@@ -1,0 +1,68 @@
+"""`toolkit checkpoint list` and `verify`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from toolkit.checkpoint.layout import State
+from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
+from toolkit.cli.app import main
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (10, 9):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        state = {"num_steps": 20, "zero_stage": 3, "world_size": 4, "train_batch_size": 8, "versions": {}}
+        State(step=step, saved_at=1e9 + step, **state).save(folder)
+        (folder / "shard.pt").write_bytes(b"x" * 2**20)
+        write_manifest(folder, hash_files(folder, list_files(folder)))
+    (tmp_path / "checkpoint-11").mkdir()
+    return tmp_path
+
+
+def test_list(run, capsys):
+    assert main(["checkpoint", "list", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["step"] for row in found] == [9, 10]
+    assert set(found[0]) == {"path", "step", "zero_stage", "world_size", "bytes", "saved"}
+    assert found[0]["path"] == str(run / "checkpoint-9")
+    assert found[0]["bytes"] > 2**20
+    assert found[0]["saved"].startswith("2001-09-0")
+    assert main(["checkpoint", "list", str(run)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0].split() == ["step", "ZeRO", "ranks", "size", "saved", "path"]
+    assert lines[-1].split()[:3] == ["10", "3", "4"]
+    assert lines[-1].rstrip().endswith(str(run / "checkpoint-10"))
+
+
+def test_list_of_nothing(tmp_path, capsys):
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} holds no complete checkpoint\n"
+    assert main(["checkpoint", "list", str(tmp_path / "absent")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "CHECKPOINT_NOT_FOUND" in captured.err
+
+
+def test_verify(run, capsys):
+    assert main(["checkpoint", "verify", str(run / "checkpoint-9")]) == 0
+    assert "is complete: 2 files, 1.00 MiB, every checksum right" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(run / "checkpoint-9"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == 2
+
+
+def test_verify_names_the_damage(run, capsys):
+    (run / "checkpoint-9" / "shard.pt").write_bytes(b"y" * 2**20)
+    assert main(["checkpoint", "verify", str(run / "checkpoint-9")]) == 2
+    assert "shard.pt has another SHA-256" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(run / "checkpoint-11"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "CHECKPOINT_INCOMPLETE"
+
+
+def test_verify_of_an_output_dir_names_what_is_inside(run, capsys):
+    assert main(["checkpoint", "verify", str(run)]) == 2
+    assert f"Name one of {run / 'checkpoint-10'}" in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""`toolkit export` of runs that started from pretrained weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from train_jobs import VOCAB_SIZE, job_values, write_inputs
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from toolkit.checkpoint.manifest import hash_files, list_files, read_manifest, write_manifest
+from toolkit.cli.app import main
+from toolkit.cli.export import parse_size
+from toolkit.errors import SpecError
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job
+
+pytestmark = pytest.mark.gloo
+LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 64}}
+RUNS = {
+    "lora": {"train": LORA},
+    "lora-bf16": {"train": {**LORA, "precision": "bf16"}, "parallel": {"zero_stage": 3}},
+    "tied-bf16": {"train": {"precision": "bf16"}},
+}
+
+
+def _train_all(rank: int, root: str) -> None:
+    from toolkit.train.loop import train
+    from toolkit.train.progress import Silent
+
+    for name, sections in RUNS.items():
+        steps = {"max_steps": 4, "save_steps": 4, **sections["train"]}
+        job = job_values(Path(root), name, **{**sections, "train": steps, "model": {"init": "pretrained"}})
+        train(resolve(Job.model_validate(job)), reporter=Silent())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = write_inputs(tmp_path_factory.mktemp("export"), architecture="llama-tied", num_documents=10)
+    config = json.loads((root / "model" / "config.json").read_text())
+    sizes = {key: config[key] for key in ("vocab_size", "max_position_embeddings")}
+    tiny_model("llama-tied", bos_token_id=None, eos_token_id=0, pad_token_id=1, **sizes).save_pretrained(root / "model")
+    run_distributed(_train_all, 2, str(root))
+    return root
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.arange(3, 3 + 24).remainder(VOCAB_SIZE).view(1, -1)
+
+
+def export(root, capsys, name, *options, code=0):
+    assert main(["export", str(root / name), "--json", *map(str, options)]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@torch.no_grad()
+def scores(model, ids):
+    return model.eval()(input_ids=ids).logits
+
+
+def test_an_adapter_and_its_merged_model_say_the_same(root, capsys, ids, tmp_path):
+    adapter = export(root, capsys, "lora", "--out", tmp_path / "adapter")
+    assert (adapter["kind"], adapter["dtype"], adapter["verified"]) == ("adapter", "float32", True)
+    assert adapter["logits_difference"] < 1e-5, "compared with the live model's by default"
+    merged = export(root, capsys, "lora", "--out", tmp_path / "merged", "--merge-adapter")
+    assert merged["kind"] == "merged"
+    assert merged["logits_difference"] < 1e-4
+    base = AutoModelForCausalLM.from_pretrained(root / "model")
+    before = scores(base, ids)
+    adapted = scores(PeftModel.from_pretrained(base, tmp_path / "adapter"), ids)
+    assert (adapted - before).abs().max() > 0.05, "training changed something"
+    whole, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values()), info
+    torch.testing.assert_close(scores(whole, ids), adapted, atol=1e-4, rtol=1e-4)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == VOCAB_SIZE
+
+
+def test_bf16_lora_under_zero_3(root, capsys, ids, tmp_path):
+    done = export(root, capsys, "lora-bf16", "--out", tmp_path / "merged", "--merge-adapter")
+    assert done["dtype"] == "bfloat16"
+    assert done["logits_difference"] < 0.05
+    export(root, capsys, "lora-bf16", "--out", tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    adapted = scores(PeftModel.from_pretrained(base, tmp_path / "adapter"), ids)
+    merged = scores(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32), ids)
+    torch.testing.assert_close(merged, adapted, atol=0.05, rtol=0.05)
+
+
+def test_tied_weights_are_written_once(root, capsys, ids, tmp_path):
+    """From a public report: written twice, or not tied again when loaded."""
+    done = export(root, capsys, "tied-bf16", "--out", tmp_path / "out")
+    assert done["untied"] == []
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.embed_tokens.weight" in written
+    assert "lm_head.weight" not in written
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+
+
+def test_fp32_reads_the_masters(root, capsys, tmp_path):
+    done = export(root, capsys, "tied-bf16", "--out", tmp_path / "masters", "--dtype", "fp32")
+    assert done["dtype"] == "float32"
+    export(root, capsys, "tied-bf16", "--out", tmp_path / "trained")
+    masters, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("masters", "trained"))
+    assert all(torch.equal(value.bfloat16(), trained[key]) for key, value in masters.items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
+
+
+def test_small_files_and_an_output_dir_as_source(root, capsys, tmp_path):
+    done = export(root, capsys, "tied-bf16/checkpoint-4", "--out", tmp_path / "out", "--max-shard-size", "8KB")
+    assert len(done["files"]) > 1
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert main(["export", str(root / "tied-bf16")]) == 0
+    shown = capsys.readouterr().out
+    assert str(root / "tied-bf16" / "export") in shown
+    assert "its scores equal the trained model's" in shown
+    assert export(root, capsys, "tied-bf16", code=2)["problems"][0]["code"] == "EXPORT_EXISTS"
+    export(root, capsys, "tied-bf16", "--overwrite")
+
+
+def damaged(root: Path, copy: Path, pattern: str) -> Path:
+    shutil.copytree(root / "tied-bf16" / "checkpoint-4", copy)
+    path = next(copy.rglob(pattern))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return copy
+
+
+def test_what_is_read_is_verified_first(root, capsys, tmp_path):
+    """bf16 comes from the module's copy alone, so the optimizer's files, most of the bytes, are not read for it."""
+    model = damaged(root, tmp_path / "checkpoint-1", "*model_states.pt")
+    optimizer = damaged(root, tmp_path / "checkpoint-2", "*optim_states.pt")
+    options = ("--out", tmp_path / "out", "--overwrite")
+    assert export(root, capsys, model, *options, code=2)["problems"][0]["code"] == "CHECKPOINT_DAMAGED"
+    assert export(root, capsys, optimizer, *options, "--dtype", "fp32", code=2)["problems"][0]["code"] == (
+        "CHECKPOINT_DAMAGED"
+    )
+    assert not (tmp_path / "out").exists()
+    export(root, capsys, optimizer, *options)
+    (optimizer / "plan.json").unlink()
+    assert export(root, capsys, optimizer, *options, code=2)["problems"][0]["code"] == "CHECKPOINT_DAMAGED"
+
+
+def test_verification_may_be_left_out_where_it_has_just_been_done(root, tmp_path):
+    from toolkit.errors import CheckpointError
+    from toolkit.export.checkpoint import export as export_checkpoint
+
+    folder = damaged(root, tmp_path / "checkpoint-1", "state.json")  # which the export does not need
+    assert export_checkpoint(folder, tmp_path / "out", verify_first=False, check_logits=False).report.verified
+    with pytest.raises(CheckpointError):
+        export_checkpoint(folder, tmp_path / "again")
+
+
+def test_scores_that_differ_are_an_error(root, capsys, tmp_path):
+    """A checkpoint whose probe is not of these weights, as a wrong export would look."""
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(root / "tied-bf16" / "checkpoint-4", folder)
+    from safetensors.torch import save_file
+
+    probe = load_file(folder / "probe.safetensors")
+    save_file(probe | {"logits": probe["logits"].flip(-1).contiguous()}, folder / "probe.safetensors")
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, hash_files(folder, list_files(folder)))
+    done = export(root, capsys, folder, "--out", tmp_path / "out", code=2)
+    assert done["problems"][0]["code"] == "EXPORT_LOGITS"
+    export(root, capsys, folder, "--out", tmp_path / "unchecked", "--no-check-logits")
+    (folder / "probe.safetensors").unlink()
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, hash_files(folder, list_files(folder)))
+    assert "probe.safetensors" not in read_manifest(folder)
+    done = export(root, capsys, folder, "--out", tmp_path / "none", "--check-logits", code=2)
+    assert done["problems"][0]["code"] == "EXPORT_NO_PROBE"
+    assert export(root, capsys, folder, "--out", tmp_path / "none")["logits_difference"] is None
+
+
+def test_refusals(root, capsys, tmp_path):
+    for source, options, code in (
+        (tmp_path / "absent", (), "CHECKPOINT_NOT_FOUND"),
+        (root / "model", (), "CHECKPOINT_WEIGHTS_ONLY"),
+        (tmp_path, (), "CHECKPOINT_INCOMPLETE"),
+        (root / "tied-bf16", ("--merge-adapter",), "EXPORT_NOT_ADAPTED"),
+        (root / "tied-bf16", ("--max-shard-size", "huge"), "SIZE_SYNTAX"),
+    ):
+        found = export(root, capsys, source, "--out", tmp_path / "out", *options, code=2)
+        assert found["problems"][0]["code"] == code
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("500mb", 500 * 10**6), (" 1.5 GiB ", 3 * 2**29), ("1KB", 1000)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "0MB", "5 TB", "1e400GB"])
+def test_no_sizes(text):
+    with pytest.raises(SpecError):
+        parse_size(text)

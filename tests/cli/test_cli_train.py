@@ -1,0 +1,326 @@
+"""`toolkit train` in real processes: whole, killed, interrupted, resumed, out of disk, under torchrun, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from train_jobs import curve, files, records, run_toolkit, start_toolkit, write_inputs, write_job
+
+from toolkit.checkpoint.locate import list_checkpoints
+from toolkit.checkpoint.manifest import verify
+from toolkit.cli.app import main
+
+# Enough that a signal still finds the run in the middle.
+STEPS, SAVE = 80, 20
+LONG = {"max_steps": STEPS, "save_steps": SAVE, "save_total_limit": 2}
+# What libraries print at start-up and a person cannot mend.
+NOISE = ("Warning", "warning", "deprecat", "real_accelerator", "Setting accelerator", "Loading", "it/s]", "[INFO]")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture(scope="module")
+def whole(root):
+    """A run without interruption."""
+    job = write_job(root, "whole", train=LONG, data={"validation_fraction": 0.2})
+    return run_toolkit(root, "train", job, "--json")
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if any(record["step"] >= step for record in records(folder)):
+                return
+        except (OSError, ValueError):
+            pass  # not there yet, or half a line
+        time.sleep(0.002)
+    raise AssertionError(f"step {step} was not seen: {process.communicate(timeout=60)}")
+
+
+def rank_process(parent: int, rank: int) -> psutil.Process:
+    found = [child for child in psutil.Process(parent).children() if child.environ().get("RANK") == str(rank)]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_from_job_file_to_export(root, whole):
+    assert whole.returncode == 0, whole.stderr
+    done = json.loads(whole.stdout)
+    assert done["exit_code"] == 0
+    assert done["next_command"] is None
+    assert done["checkpoint"] == str(root / "whole" / f"checkpoint-{STEPS}")
+    assert [path.name for path in list_checkpoints(root / "whole")] == ["checkpoint-60", "checkpoint-80"]
+    verify(Path(done["checkpoint"]))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files(Path(done["export"]))
+    steps = [record for record in records(root / "whole") if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    for record in steps:
+        assert set(record) == {
+            *("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens_per_second"),
+            *("step_seconds", "mfu", "peak_allocated_bytes"),
+        }
+        assert record["tokens_per_second"] > 0
+        assert record["peak_allocated_bytes"] > 2**20
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    held = [record for record in records(root / "whole") if "eval_loss" in record]
+    assert [record["step"] for record in held][-1] == STEPS
+    assert held[-1]["eval_loss"] < 6
+
+
+def test_a_terminal_without_noise(whole):
+    lines = whole.stderr.splitlines()
+    assert [line for line in lines if any(word in line for word in NOISE)] == []
+    kinds = ("data: ", "model: ", "step ", "saved ")
+    assert [line for line in lines if not line.startswith(kinds)] == []
+    assert lines[0].startswith("data: 32 documents")
+    assert "ZeRO-2, fp32, 2 CPU processes" in lines[1]
+    assert any(" tokens/s  " in line and f"/{STEPS}  loss " in line for line in lines)
+
+
+def test_interrupted_killed_and_resumed_is_the_same_run(root, whole):
+    """Ctrl-C, then SIGKILL of one rank, then the end: as if nothing had happened, bit for bit."""
+    job, out = write_job(root, "broken", train=LONG, data={"validation_fraction": 0.2}), root / "broken"
+    process = start_toolkit(root, "train", job, "--set", "train.logging_steps=1")
+    wait_for_step(out, 3, process)
+    os.kill(process.pid, signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130, shown
+    (saved,) = list_checkpoints(out)
+    stopped_at = int(saved.name.removeprefix("checkpoint-"))
+    assert 3 <= stopped_at < STEPS
+    assert len(curve(out)) == stopped_at
+    command = shlex.split(shown.splitlines()[-1])
+    expected = ["train", str(job), "--set", "train.logging_steps=1", "--resume_from_checkpoint", str(saved)]
+    assert command == ["toolkit", *expected]
+    assert not (out / "export").exists()
+
+    process = start_toolkit(root, *command[1:])
+    wait_for_step(out, 45, process)
+    rank_process(process.pid, 1).kill()
+    killed = time.monotonic()
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 3, shown
+    assert time.monotonic() - killed < 15
+    assert "rank 1 failed first, killed by SIGKILL" in shown
+    last = list_checkpoints(out)[-1]
+    assert last.name in ("checkpoint-40", "checkpoint-60")
+    verify(last)
+    assert f"The last complete checkpoint is {last}" in shown
+    assert shlex.split(shown.splitlines()[-1])[-2:] == ["--resume_from_checkpoint", str(last)]
+    assert not list(out.glob(".checkpoint-*"))
+
+    done = run_toolkit(root, "train", job, "--resume", "latest")
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from {last} at step" in done.stderr
+    assert curve(out) == curve(root / "whole")
+    assert [path.name for path in list_checkpoints(out)] == ["checkpoint-60", "checkpoint-80"]
+    shown = done.stdout.split()
+    assert shown == [
+        "metrics",
+        str(out / "metrics.jsonl"),
+        "checkpoint",
+        str(out / "checkpoint-80"),
+        "export",
+        str(out / "export"),
+    ]
+    exports = [(root / name / "export" / "model.safetensors").read_bytes() for name in ("broken", "whole")]
+    assert exports[0] == exports[1]
+
+
+def limit_file_size() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+
+def test_a_full_disk_ends_the_run_and_spares_what_was_saved(root, whole):
+    out = root / "full"
+    shutil.copytree(root / "whole", out)
+    shutil.rmtree(out / "checkpoint-80")
+    job = write_job(root, "full", train=LONG, data={"validation_fraction": 0.2})
+    (out / "metrics.jsonl").write_text("")
+    done = run_toolkit(root, "train", job, "--resume_from_checkpoint", "latest", preexec_fn=limit_file_size)
+    assert done.returncode == 3, done.stderr
+    problem = next(line for line in done.stderr.splitlines() if "[DISK_FULL]" in line)
+    assert f"{out / 'checkpoint-80'} cannot be saved" in problem
+    assert "Free space or lower train.save_total_limit" in problem
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in list_checkpoints(out)] == ["checkpoint-60"]
+    verify(out / "checkpoint-60")
+    assert not list(out.glob(".checkpoint-*"))
+    assert not list(out.glob("checkpoint-80"))
+
+
+def test_ranks_of_torchrun(root, tmp_path):
+    job = write_job(root, "torchrun", train={"max_steps": 3, "save_steps": 2})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["-m", "toolkit", "train", str(job), "--stop-after", "2", "--json"]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["checkpoint"] == str(root / "torchrun" / "checkpoint-2")
+    assert shown["export"] is None
+    assert shown["next_command"].endswith("--resume_from_checkpoint " + shown["checkpoint"])
+    assert sorted(curve(root / "torchrun")) == [1, 2]
+
+
+def test_interrupted_before_the_first_step(root):
+    job = write_job(root, "early")
+    process = start_toolkit(root, "train", job)
+    deadline = time.monotonic() + 60
+    while not (root / "early" / "cache").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130, shown
+    assert shown.splitlines()[-2:] == ["Nothing was saved yet. Start again with:", f"  toolkit train {job}"]
+    assert "Traceback" not in shown
+
+
+# What is refused before any process starts, and writes nothing.
+
+
+def refused(root: Path, capsys, *arguments: object) -> tuple[int, list[str]]:
+    """Exit code and problem lines of a command that must write nothing."""
+    before = files(root)
+    code = main(["train", *map(str, arguments)])
+    assert files(root) == before
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return code, captured.err.splitlines()
+
+
+def codes(lines: list[str]) -> list[str]:
+    return [line.rpartition("[")[2].rstrip("]") for line in lines if line.startswith("error: ")]
+
+
+def test_dry_run(root, capsys):
+    job = write_job(root, "dry")
+    before = files(root)
+    assert main(["train", str(job), "--dry-run", "--set", "train.max_steps=5"]) == 0
+    shown = capsys.readouterr().out
+    assert f"would start 2 CPU processes and write to {root / 'dry'}" in shown
+    assert shown.splitlines()[-1].split(maxsplit=2)[2] == f"toolkit train {job} --set train.max_steps=5"
+    assert main(["train", str(job), "--dry-run", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"plan", "deepspeed", "command"}
+    assert files(root) == before
+
+
+def test_an_earlier_run_is_kept(root, whole, capsys):
+    code, lines = refused(root, capsys, root / "whole.yaml")
+    assert (code, codes(lines)) == (2, ["OUTPUT_EXISTS"])
+    for way_out in ("--resume_from_checkpoint latest", "train.output_dir", "--overwrite"):
+        assert way_out in lines[0]
+
+
+def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
+    from toolkit.cli.train import checked_plan, guard_output
+
+    plan = checked_plan(write_job(root, "old"), [f"train.output_dir={tmp_path}"])
+    for name in ("checkpoint-3", "export", "tensorboard", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    guard_output(plan, resuming=False, overwrite=True)
+    assert files(tmp_path) == {"notes"}
+
+
+def test_a_port_in_use(root, capsys):
+    job = write_job(root, "port")
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        code, lines = refused(root, capsys, job, "--set", f"cluster.master_port={holder.getsockname()[1]}")
+    assert (code, codes(lines)) == (3, ["PORT_IN_USE"])
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"init": None}}, "MODEL_NO_WEIGHTS"),
+        ({"model": {"name": "quickstart-llama"}}, "TOKENIZER_NOT_FOUND"),
+        ({"model": {"tokenizer": "EMPTY"}}, "DATA_NO_TOKENIZER"),
+        ({"data": {"train": "absent.jsonl"}}, "DATA_NOT_FOUND"),
+        ({"data": {"train": "EMPTY/empty.jsonl"}}, "DATA_EMPTY"),
+        ({"data": {"train": "EMPTY/wrong.jsonl"}}, "DATA_COLUMNS"),
+        ({"data": {"train": "EMPTY/chat.jsonl"}}, "DATA_NO_CHAT_TEMPLATE"),
+        ({"cluster": {"nodes": 2}}, "LAUNCH_NODES"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_clear_error_each(root, tmp_path, capsys, sections, expected):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    placed = {
+        section: {key: str(value).replace("EMPTY", str(tmp_path)) if value else value for key, value in values.items()}
+        for section, values in sections.items()
+    }
+    job = write_job(root, "refused", **placed)
+    code, lines = refused(root, capsys, job)
+    assert codes(lines) == [expected]
+    assert code == (3 if expected == "LAUNCH_NODES" else 2)
+
+
+def test_without_a_data_section(root, tmp_path, capsys):
+    job = tmp_path / "job.yaml"
+    job.write_text(f"model: {{name: {root / 'model'}, init: random}}\ncluster: {{gpu: cpu}}\n")
+    code, lines = refused(root, capsys, job)
+    assert (code, codes(lines)) == (2, ["TRAIN_NO_DATA"])
+
+
+def test_resumes_that_cannot_be(root, whole, capsys, tmp_path):
+    """Before a process starts: what is there, and that it is of this job."""
+    job, last = root / "whole.yaml", root / "whole" / f"checkpoint-{STEPS}"
+
+    def resume(folder: object, *sets: str) -> tuple[list[str], str]:
+        options = [word for item in sets for word in ("--set", item)]
+        code, lines = refused(root, capsys, job, "--resume_from_checkpoint", folder, *options)
+        assert code == 2
+        return codes(lines), "\n".join(lines)
+
+    assert resume(tmp_path / "absent")[0] == ["CHECKPOINT_NOT_FOUND"]
+    assert resume("latest", f"train.output_dir={tmp_path}")[0] == ["CHECKPOINT_NONE"]
+    found, text = resume(root / "whole" / "export")
+    assert found == ["CHECKPOINT_WEIGHTS_ONLY"]
+    assert f"set model: {root / 'whole' / 'export'}" in text
+    found, text = resume(
+        last, "cluster.gpus_per_node=1", "train.gradient_accumulation_steps=4", "parallel.zero_stage=3"
+    )
+    assert found == ["CHECKPOINT_LAYOUT"] * 2
+    assert "warm-start" in text
+    assert f"toolkit export {last}" in text
+    assert resume(last, "train.seed=1")[0] == ["CHECKPOINT_DATA"]
+    code, lines = refused(root, capsys, job, "--resume_from_checkpoint", last, "--stop-after", STEPS)
+    assert (code, codes(lines)) == (2, ["STOP_AFTER"])
+    assert f"give at least {STEPS + 1}" in lines[0]
+
+
+def test_help_names_what_a_person_needs(capsys):
+    assert main(["train", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for word in (
+        "--resume ",
+        "--resume_from_checkpoint",
+        "--stop-after",
+        "--dry-run",
+        "--overwrite",
+        "--no-export",
+        "Ctrl-C",
+    ):
+        assert word in shown

@@ -1,0 +1,149 @@
+"""The loop on two real ranks: resumed as if never stopped, evaluated, rotated, logged."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_distributed
+from train_jobs import curve, job_values, records, write_inputs
+
+from toolkit.checkpoint.locate import list_checkpoints
+from toolkit.errors import ToolkitError
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job
+from toolkit.train.loop import TrainResult, train
+from toolkit.train.progress import Silent
+
+pytestmark = pytest.mark.gloo
+
+
+def _run(root: Path, name: str, resume: str | None = None, stop_after: int | None = None, **sections: Any) -> Any:
+    """Trains a job; gives its result, or its codes."""
+    plan = resolve(Job.model_validate(job_values(root, name, **sections)))
+    try:
+        folder = None if resume is None else root / name / resume
+        return train(plan, resume=folder, stop_after=stop_after, reporter=Silent())
+    except ToolkitError as error:
+        return error.codes
+
+
+def _poison(root: Path) -> tuple[str, ...]:
+    """A learning rate at which the weights overflow, logged too rarely to be seen before the save."""
+    values = {"learning_rate": 1e37, "max_grad_norm": 0.0, "warmup_steps": 0, "save_steps": 3, "logging_steps": 8}
+    return _run(root, "nan", train=values)
+
+
+def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
+    root = Path(root_name)
+    results: dict[str, Any] = {}
+    for stage in (2, 3):
+        sections = {"parallel": {"zero_stage": stage}, "train": {"weight_decay": 0.1}}
+        results[f"whole-{stage}"] = _run(root, f"whole-{stage}", **sections)
+        results[f"first-{stage}"] = _run(root, f"parts-{stage}", stop_after=3, **sections)
+        # Other draws in between, as another process would have made: what is restored must not depend on them.
+        torch.rand(17 + rank)
+        results[f"second-{stage}"] = _run(root, f"parts-{stage}", resume="checkpoint-3", **sections)
+    results["again"] = _run(root, "parts-2", resume="checkpoint-8", train={"weight_decay": 0.1})
+    results["too-early"] = _run(root, "parts-2", resume="checkpoint-8", stop_after=8, train={"weight_decay": 0.1})
+    lora = {"method": "lora", "lora": {"r": 4, "lora_dropout": 0.1}}
+    results["lora"] = _run(root, "lora", train=lora)
+    results["lora-first"] = _run(root, "lora-parts", stop_after=4, train=lora)
+    results["lora-second"] = _run(root, "lora-parts", resume="checkpoint-4", train=lora)
+    epochs = {"max_steps": None, "num_train_epochs": 1.5, "logging_steps": 5, "eval_steps": 6, "save_steps": 4}
+    epochs |= {"save_total_limit": 2, "report_to": ["tensorboard"], "train_batch_size": None}
+    results["epochs"] = _run(root, "epochs", train=epochs, data={"validation_fraction": 0.25, "max_samples": 24})
+    rotate = {"save_total_limit": 2, "save_steps": 2}
+    results["branch"] = _run(root, "branch", train=rotate)
+    results["back"] = _run(root, "branch", resume="checkpoint-6", stop_after=7, train=rotate)
+    results["nan"] = _poison(root)
+    return results
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("loop"))
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict[str, Any]:
+    first, second = run_distributed(_all_runs, 2, str(root))
+    assert first == second, "every rank is told the same"
+    return first
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(root: Path, results: dict[str, Any], stage: int) -> None:
+    """Bitwise, under dropout: loss, gradient norm and learning rate of each step."""
+    whole, parts = (curve(root / f"{name}-{stage}") for name in ("whole", "parts"))
+    assert sorted(whole) == list(range(1, 9))
+    assert parts == whole
+    assert len({loss for loss, _, _ in whole.values()}) == 8
+    first, second = results[f"first-{stage}"], results[f"second-{stage}"]
+    assert (first.step, first.num_steps, first.interrupted) == (3, 8, False)
+    assert (second.step, second.loss) == (8, whole[8][0])
+    assert second.checkpoint == root / f"parts-{stage}" / "checkpoint-8"
+
+
+def test_lora_resumes_too(root: Path, results: dict[str, Any]) -> None:
+    assert isinstance(results["lora"], TrainResult), results["lora"]
+    assert curve(root / "lora-parts") == curve(root / "lora")
+
+
+def test_the_stages_agree(root: Path, results: dict[str, Any]) -> None:
+    """Dropout draws the same under any stage, so only rounding differs."""
+    for (second, _, _), (third, _, _) in zip(
+        curve(root / "whole-2").values(), curve(root / "whole-3").values(), strict=True
+    ):
+        assert math.isclose(second, third, rel_tol=1e-4)
+
+
+def test_nothing_left_to_do(root: Path, results: dict[str, Any]) -> None:
+    done = results["again"]
+    assert (done.step, done.loss, done.interrupted) == (8, None, False)
+    assert done.checkpoint.is_dir()
+    assert results["too-early"] == ("STOP_AFTER",)
+
+
+def test_epochs_evaluation_logging_and_tensorboard(root: Path, results: dict[str, Any]) -> None:
+    done, folder = results["epochs"], root / "epochs"
+    assert isinstance(done, TrainResult), done
+    assert done.step == done.num_steps
+    logged = [record for record in records(folder) if "loss" in record]
+    assert [record["step"] for record in logged] == [*range(5, done.step, 5), done.step]
+    assert math.isclose(logged[-1]["epoch"], 1.5, abs_tol=0.2)
+    evaluated = [record for record in records(folder) if "eval_loss" in record]
+    assert [record["step"] for record in evaluated] == sorted({*range(6, done.step + 1, 6), done.step})
+    assert all(0 < record["eval_loss"] < 7 for record in evaluated)
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    kept = [path.name for path in list_checkpoints(folder)]
+    assert len(kept) == 2
+    assert kept[-1] == f"checkpoint-{done.step}"
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves(root: Path, results: dict[str, Any]) -> None:
+    """The newest checkpoint is the one saved last, not the one of the highest step, which is of the other branch."""
+    assert results["branch"].step == 8
+    assert results["back"].step == 7
+    kept = [path.name for path in list_checkpoints(root / "branch")]
+    assert kept == ["checkpoint-8", "checkpoint-7"]
+    assert sorted(curve(root / "branch")) == list(range(1, 8))
+
+
+def test_weights_that_are_not_numbers_are_not_saved(root: Path, results: dict[str, Any]) -> None:
+    assert results["nan"] == ("LOSS_NAN",)
+    assert list_checkpoints(root / "nan") == ()
+
+
+def test_a_checkpoint_says_what_it_is(root: Path, results: dict[str, Any]) -> None:
+    folder = root / "whole-3" / "checkpoint-8"
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["step"], state["num_steps"], state["zero_stage"], state["world_size"]) == (8, 8, 3, 2)
+    assert state["train_batch_size"] == 8
+    assert {"torch", "deepspeed", "transformers", "toolkit"} == set(state["versions"])
+    assert (folder / "probe.safetensors").exists()
+    assert not (root / "whole-3" / "checkpoint-4" / "probe.safetensors").exists()

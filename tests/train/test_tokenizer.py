@@ -1,0 +1,54 @@
+"""Which tokenizer a plan has, and what is said where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model
+from train_jobs import job_values, write_inputs
+
+from toolkit.errors import SpecError
+from toolkit.plan.plan import Plan
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job
+from toolkit.train.tokenizer import load_tokenizer, tokenizer_source
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("tokenizer"), num_documents=3)
+
+
+def _plan(root: Path, **model: Any) -> Plan:
+    return resolve(Job.model_validate(job_values(root, "run", model=model)))
+
+
+def _refused(plan: Plan, call: Any = load_tokenizer) -> str:
+    with pytest.raises(SpecError) as caught:
+        call(plan)
+    assert caught.value.codes == ("TOKENIZER_NOT_FOUND",)
+    return str(caught.value)
+
+
+def test_the_models_own(root: Path) -> None:
+    plan = _plan(root)
+    assert tokenizer_source(plan) == str(root / "model")
+    assert load_tokenizer(plan).decode(load_tokenizer(plan)("a few words")["input_ids"]) == "a few words"
+
+
+def test_another_one(root: Path) -> None:
+    assert len(load_tokenizer(_plan(root, name="quickstart-llama", tokenizer=str(root / "model")))) == 320
+
+
+def test_dimensions_bring_none(root: Path) -> None:
+    for name in ("quickstart-llama", str(root / "model" / "config.json")):
+        assert "gives dimensions only" in _refused(_plan(root, name=name), tokenizer_source)
+
+
+def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    text = _refused(_plan(tmp_path))
+    assert f"no tokenizer can be loaded from {tmp_path / 'model'}" in text
+    assert "Set model.tokenizer to a hub id or a folder with tokenizer.json" in text
