@@ -1,6 +1,6 @@
 """The `toolkit` command: its subcommands, its errors and its exit codes.
 
-Exit codes: 0 fine; 1 the job does not fit or a check failed; 2 bad input; 3 the run itself failed; 130 interrupted.
+Exit codes: 0 fine; 1 a check failed; 2 bad input; 3 the run itself failed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from toolkit.cli import checkpoint, emit, export, gpus, launch, models, quicksta
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH, Interaction
 from toolkit.cli.output import print_problems
 from toolkit.errors import RunError, ToolkitError
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+from toolkit.launch.outcome import INTERRUPTED_EXIT_CODE
 
 # In the order in which `toolkit --help` lists them: that of a job's journey.
 COMMANDS = (quickstart, validate, emit, train, launch, checkpoint, export, topology, gpus, models)
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_problems(error.problems, as_json=interaction.as_json)
         return error.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
         # The reader of our output has left; without this the interpreter would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

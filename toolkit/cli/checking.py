@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,14 +76,18 @@ def _collect(problems: list[Problem], read: Callable[[], T]) -> T | None:
 def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
     """Gives the local folder that the tokenizer will be read from; None for the hub, or where there is none."""
     if job.model.tokenizer is not None:
-        folder = Path(job.model.tokenizer).expanduser()
+        folder = _expanded(job.model.tokenizer)
         return folder if folder.is_dir() else None
     return model.path if model is not None and model.origin == "folder" else None
 
 
+def _expanded(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises for an unknown user
+
+
 def _missing_tokenizer(job: Job) -> Iterator[Problem]:
     name = job.model.tokenizer
-    if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+    if name is not None and name.startswith((".", "/", "~")) and not _expanded(name).is_dir():
         yield Problem(
             code="TOKENIZER_NOT_FOUND",
             key="model.tokenizer",
@@ -118,8 +123,16 @@ def _tokenizer_problems(folder: Path, facts: TokenizerFacts | None, data: Datase
 
 def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: TokenizerFacts | None) -> Iterator[str]:
     if model is not None and not model.has_weights and job.model.init != "random":
-        remedy = f"set model to {model.hub_id}" if model.hub_id and model.origin == "catalogue" else "name a hub id"
-        yield f"model={model.name} gives dimensions only: to train, {remedy}, or set model.init to random"
+        remedy = {
+            "catalogue": f"set model to {model.hub_id or 'a hub id'}",
+            "folder": "download or save the folder again",
+            "hub": "go online",
+        }.get(model.origin, "name a hub id")
+        lack = {
+            "folder": "has no whole safetensors in its folder",
+            "hub": "has no whole safetensors in the hub's cache, and the hub is off or out of reach",
+        }.get(model.origin, "gives dimensions only")
+        yield f"model={model.name} {lack}: to train, {remedy}, or set model.init to random"
     bare = model is not None and model.origin in ("catalogue", "file") and job.model.init == "random"
     if bare and job.data is not None and job.model.tokenizer is None:
         yield f"model={job.model.name} brings no tokenizer: to train, set model.tokenizer"

@@ -26,8 +26,8 @@ def gpus(
 
     Example: `toolkit gpus`, `toolkit gpus h100-sxm-80gb`.
 
-    JSON keys: gpus: a list of objects with name, vendor, architecture, precisions, memory_bytes, rates, link, host,
-    sources.
+    JSON keys: gpus: a list of objects with name, vendor, architecture, compute_capability, note, precisions, host,
+    sources, and the figures that `sources` names, each with its unit in its name.
     """
     from toolkit.spec.catalogue import find_in, load_catalogue
 

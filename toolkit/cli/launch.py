@@ -27,7 +27,7 @@ def launch(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run your script on every GPU of this node, with the environment, logs and clean end that `toolkit train` has.
+    """Run your script as every rank of a job on this node, with the environment, logs and clean end of `toolkit train`.
 
     The script finds the plan by `tk.Plan.load(Path(os.environ["TOOLKIT_PLAN"]))`. Rank 0 has the terminal; the others
     write to output_dir/logs. Options of `launch` stand before SCRIPT.

@@ -28,7 +28,8 @@ def models(
 
     Example: `toolkit models`, `toolkit models llama-3.1-8b`.
 
-    JSON keys: models: a list of objects with name, hub_id, model_type, num_parameters, sizes, config.
+    JSON keys: models: a list of objects with name, hub_id, model_type, architecture, num_parameters, config, and the
+    sizes by their names in config.json (hidden_size, num_hidden_layers, …).
     """
     from toolkit.spec.job import Model
     from toolkit.spec.model import model_names, read_catalogue_model, resolve_model

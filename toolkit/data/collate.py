@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from toolkit.data.packing import IGNORED, PackedDataset
+from toolkit.data.packing import IGNORED, ROUND_TO, PackedDataset
 from toolkit.spec.job import Packing
 
 MicroBatch = dict[str, torch.Tensor]
-_ROUND_TO = 8  # tokens: bf16 tensor cores want matrix sizes in multiples of 8 (NVIDIA, Matrix Multiplication Guide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Collator:
         width = self.sequence_length
         if not self.fixed_length:
             longest = max(len(row["input_ids"]) for row in rows)
-            width = min(width, -(-longest // _ROUND_TO) * _ROUND_TO)
+            width = min(width, -(-longest // ROUND_TO) * ROUND_TO)
         shape = (len(rows), width)
         input_ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
         attention_mask = np.zeros(shape, np.int64)

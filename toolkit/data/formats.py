@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import DataError, Problem
 from toolkit.spec.dataset_formats import Format, loss_on_problem, record_fault
-
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+from toolkit.spec.tokenizer import GENERATION_MARK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +60,10 @@ class Tokeniser:
             if not record["completion"]:
                 documents.append(([], []))
                 continue
-            if (
-                whole[: len(prompt)] != prompt
-            ):  # a token spans the boundary: the model will never see it so at inference
-                whole = (
-                    prompt + self.tokenizer(record["completion"], add_special_tokens=False, verbose=False)["input_ids"]
-                )
+            if whole[: len(prompt)] != prompt:
+                # A token spans the boundary, which the model will never see at inference.
+                completion = self.tokenizer(record["completion"], add_special_tokens=False, verbose=False)
+                whole = prompt + completion["input_ids"]
             ids = self._end(whole)
             on_prompt = int(self.loss_on == "all")
             documents.append((ids, [on_prompt] * len(prompt) + [1] * (len(ids) - len(prompt))))
@@ -76,7 +72,7 @@ class Tokeniser:
     def _chats(self, records: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
         tokenise = self._whole_chat
         if self.loss_on == "assistant":
-            tagged = _GENERATION_TAG.search(chat_template(self.tokenizer) or "") is not None
+            tagged = GENERATION_MARK.search(chat_template(self.tokenizer) or "") is not None
             tokenise = self._tagged_chat if tagged else self._located_chat
         return [tokenise(record["messages"]) for record in records]
 
@@ -148,7 +144,7 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
         message = f"the tokenizer {name} has no chat template, which data of the format messages needs"
         fix = "Name the tokenizer of an instruct model in model.tokenizer, or give prompt and completion columns"
         problems.append(Problem(code="DATA_NO_CHAT_TEMPLATE", key="model.tokenizer", message=message, fix=fix))
-    untagged = template is not None and not _GENERATION_TAG.search(template)
+    untagged = template is not None and not GENERATION_MARK.search(template)
     if loss_on == "assistant" and untagged and not getattr(tokenizer, "is_fast", False):
         message = (
             f"data.loss_on=assistant: the tokenizer {name} gives no character offsets to find the assistant's tokens by"

@@ -1,7 +1,7 @@
 """Loading: which rows each optimizer step takes, by arithmetic alone, and the loaders that fetch them.
 
-The order depends on the seed and the number of rows, never on how many ranks share the work: a run may stop on 8
-GPUs and go on with 4, and sees the rows that it would have seen.
+The order depends on the seed and the number of rows, never on how many ranks share the work: 8 GPUs and 4 see the same
+rows in a step.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import numpy as np
 from toolkit.data.store import TokenStore
 from toolkit.spec.job import Packing
 
+ROUND_TO = 8  # tokens: bf16 tensor cores want matrix sizes in multiples of 8 (NVIDIA, Matrix Multiplication Guide)
 IGNORED = -100  # label that torch.nn.functional.cross_entropy leaves out (its ignore_index)
 
 
@@ -107,7 +108,7 @@ class PackedDataset:
         tokens = int(lengths.sum())
         padded = len(self) * size
         if self.packing == "none":
-            padded = int(np.minimum(-(-lengths // 8) * 8, size).sum())
+            padded = int(np.minimum(-(-lengths // ROUND_TO) * ROUND_TO, size).sum())
         if self.packing == "wrapped":
             truncated = int((offsets[:-1] // size != (offsets[1:] - 1) // size).sum())
         else:

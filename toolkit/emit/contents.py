@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from toolkit.emit.provenance import provenance
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.deepspeed_config import Consumer
 from toolkit.plan.plan import Plan
+from toolkit.version import installed_version
 
 WRITTEN_BY = "toolkit emit"
 PROVENANCE = "provenance.json"
@@ -130,7 +130,7 @@ def _provenance(
     return _json(
         {
             "written_by": WRITTEN_BY,
-            "version": version("accelerator-toolkit"),
+            "version": installed_version(),
             "files": {name: {"sha256": digest(text)} for name, text in texts.items()},
             "keys": {name: provenance(plan, name, config) for name, config in configs.items()},
             "left_out": {name: [problem.as_dict() for problem in problems] for name, problems in left_out.items()},

@@ -6,7 +6,7 @@ from toolkit.spec.catalogue import Gpu, load_catalogue
 
 
 def local_gpus() -> list[str]:
-    """Gives the catalogue name of each NVIDIA card that the driver reports; empty without one."""
+    """Gives the catalogue name of each NVIDIA card that the driver reports and the catalogue holds."""
     import pynvml
 
     try:
@@ -16,9 +16,12 @@ def local_gpus() -> list[str]:
     try:
         found = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            name = pynvml.nvmlDeviceGetName(handle)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                name = pynvml.nvmlDeviceGetName(handle)
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+            except pynvml.NVMLError:  # a card that is lost, or that tells nothing of its memory
+                continue
             match = match_gpu(name if isinstance(name, str) else name.decode(), int(memory))
             found += [match] if match else []
         return found

@@ -37,7 +37,6 @@ def supervise(
     env_for_rank: Callable[[int], Mapping[str, str]],
     log_dir: Path,
     grace_seconds: float = 10.0,
-    on_interrupt: Callable[[str], None] | None = None,
 ) -> RunOutcome:
     """Runs one process a rank until all have ended.
 
@@ -52,7 +51,6 @@ def supervise(
         env_for_rank: Complete environment of a rank (`worker_environment`).
         log_dir: Folder of logs and error files; made if absent, files of these ranks replaced.
         grace_seconds: Time between SIGTERM and SIGKILL, seconds.
-        on_interrupt: Is told what happens after a signal, one line; stderr when left out.
     Raises:
         RunError: WORKER_START, if the command cannot be started; LOG_DIR, if the folder cannot be written.
     """
@@ -60,7 +58,7 @@ def supervise(
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(_caught_signals())
         watchdog = stack.enter_context(Watchdog())
-        run = _Run(watchdog=watchdog, grace_seconds=grace_seconds, tell=on_interrupt or _print_to_stderr)
+        run = _Run(watchdog=watchdog, grace_seconds=grace_seconds)
         stack.callback(run.kill_all)  # whatever happens here, no worker outlives this call
         for rank in ranks:
             run.start(
@@ -85,7 +83,7 @@ def _clear(log_dir: Path, ranks: Sequence[int]) -> None:
         ) from error
 
 
-def _print_to_stderr(line: str) -> None:
+def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be what went away
         print(line, file=sys.stderr, flush=True)
 
@@ -134,12 +132,11 @@ class _Worker:
 class _Run:
     """The workers of one call of `supervise`."""
 
-    def __init__(self, *, watchdog: Watchdog, grace_seconds: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, *, watchdog: Watchdog, grace_seconds: float) -> None:
         self.ended: list[EndedWorker] = []
         self.interrupted = False
         self._watchdog = watchdog
         self._grace_seconds = grace_seconds
-        self._tell = tell
         self._running: list[_Worker] = []
         self._last_signal: tuple[int, float] = (0, -1.0)
         self._stopping = False
@@ -215,11 +212,11 @@ class _Run:
         if number == last and time.monotonic() - at < _SAME_PRESS_SECONDS:
             return
         if self.interrupted or self._stopping:
-            self._tell(f"{number.name}: the workers are killed")
+            _tell(f"{number.name}: the workers are killed")
             self.kill_all()
             return
         self.interrupted = True
-        self._tell(f"{number.name}: each rank ends its step and saves; once more to kill them")
+        _tell(f"{number.name}: each rank ends its step and saves; once more to kill them")
         for worker in self._running:
             # The worker alone: its data loader processes must live for the step to end. Not Popen.send_signal, which
             # would reap it; a process that has not been reaped can always be signalled.

@@ -54,8 +54,8 @@ def initialize_buffers(model: PreTrainedModel) -> None:
     """Fills the buffers that checkpoints leave out (rotary frequencies, embedding scales), and no weight.
 
     They are computed when a model is constructed, so `to_empty` loses them, and `zero.Init` rounds them to the dtype
-    of the weights: the dtype that the constructor gives is restored. An architecture whose `_init_weights` does not know its buffer (code from the hub, mostly) is constructed once
-    more, without its weights.
+    of the weights: the dtype that the constructor gives is restored. An architecture whose `_init_weights` does not
+    know its buffer (code from the hub, mostly) is constructed once more, without its weights.
 
     Source:
         transformers, modeling_utils.py, PreTrainedModel._init_weights.

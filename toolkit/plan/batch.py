@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt
 
 from toolkit.errors import PlanError
+from toolkit.topology.grid import divisors
 
 # Tokens of one forward pass that keep a card's matrix units busy; the default micro batch aims at it.
 TARGET_MICRO_BATCH_TOKENS = 4096
@@ -60,7 +60,7 @@ def solve_batch(
     if remainder or not share:
         raise _unsolvable(micro, accumulation, train, dp_size)
     if micro is None and accumulation is None:
-        micro = max(size for size in _divisors(share) if size <= default_micro(sequence_length))
+        micro = max(size for size in divisors(share) if size <= default_micro(sequence_length))
     if micro is None:
         assert accumulation is not None
         micro, remainder = divmod(share, accumulation)
@@ -87,12 +87,7 @@ def valid_triples(train: int, dp_size: int) -> tuple[Batch, ...]:
     share, remainder = divmod(train, dp_size)
     if remainder or not share:
         return ()
-    return tuple(Batch(micro=micro, accumulation=share // micro, dp_size=dp_size) for micro in _divisors(share))
-
-
-def _divisors(number: int) -> list[int]:
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return small + [number // size for size in reversed(small) if size * size != number]
+    return tuple(Batch(micro=micro, accumulation=share // micro, dp_size=dp_size) for micro in divisors(share))
 
 
 def _unsolvable(micro: int | None, accumulation: int | None, train: int, dp_size: int) -> PlanError:

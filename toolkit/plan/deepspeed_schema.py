@@ -165,7 +165,7 @@ HOMES: dict[str, str] = {
 
 # runtime/config.py _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS: refused even when disabled.
 REMOVED: dict[str, str] = {
-    "elasticity": "Use torchrun --nnodes min:max and the batch solver of `toolkit validate`",
+    "elasticity": "Remove it: a run keeps the number of ranks that it started with",
     "amp": "Set train.precision",
     "nebula": "Checkpoints are written by the toolkit",
     "compression_training": "Remove it",

@@ -144,5 +144,5 @@ def _unreadable(what: str) -> PlanError:
         code="PLAN_UNREADABLE",
         key="plan.json",
         message=f"the plan cannot be read: {what}",
-        fix="Write it anew with `toolkit emit JOB.yaml`",
+        fix="Write it anew with `toolkit emit JOB.yaml --out DIR`",
     )

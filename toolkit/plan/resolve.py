@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from toolkit.errors import PlanError, Problem, raise_all
-from toolkit.plan.batch import Batch, default_micro, solve_batch
+from toolkit.plan.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
 from toolkit.plan.draft import Draft
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.plan import Plan
@@ -13,12 +13,15 @@ from toolkit.plan.rules import RULES
 from toolkit.plan.rules.training import unread
 from toolkit.plan.settings import Choice, Settings, Source
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Job, Precision
+from toolkit.spec.job import Job, Lora, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
 from toolkit.spec.parameters import count_lora_parameters
 from toolkit.units import format_bytes, format_count
 
 T = TypeVar("T")
+
+# Tokens: half of what one micro batch aims at, so that two sequences fill it.
+DEFAULT_SEQUENCE_LENGTH = TARGET_MICRO_BATCH_TOKENS // 2
 
 # Share of a card's memory that model and optimizer state may take before ZeRO-3 becomes the default;
 # the rest is left to activations, buckets and the allocator.
@@ -109,8 +112,8 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
     sequence_length = chooser.choose(
         "train.sequence_length",
         train.sequence_length,
-        min(2048, model.max_position_embeddings or 2048),
-        "2048, or what the model's positions allow",
+        min(DEFAULT_SEQUENCE_LENGTH, model.max_position_embeddings or DEFAULT_SEQUENCE_LENGTH),
+        f"{DEFAULT_SEQUENCE_LENGTH}, or what the model's positions allow",
     )
     batch = _decide_batch(job, sequence_length, chooser)
     accumulation_dtype = chooser.choose(
@@ -175,7 +178,8 @@ def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
     )
     if train.per_device_train_batch_size is None:
         reason = (
-            f"about 4096 tokens a forward pass, within the batch equation; {default_micro(sequence_length)} at most"
+            f"about {TARGET_MICRO_BATCH_TOKENS} tokens a forward pass, within the batch equation; "
+            f"{default_micro(sequence_length)} at most"
         )
         chooser.derive("train.per_device_train_batch_size", batch.micro, reason)
     if train.gradient_accumulation_steps is None:
@@ -220,6 +224,7 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
     assert model.num_parameters is not None
     width = 4 if precision == "fp32" else 2
     trainable = _trainable(job, model) or model.num_parameters
+    # An fp32 master copy and Adam's two moments: the most that an optimizer here keeps.
     optimizer = 0 if PROFILES[job.parallel.offload].optimizer else 12
     return width * model.num_parameters + trainable * (width + optimizer) / job.cluster.num_ranks
 
@@ -227,9 +232,8 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
 def _trainable(job: Job, model: ModelSpec) -> int | None:
     if job.train.method == "full":
         return model.num_parameters
-    lora = job.train.lora
-    targets = lora.target_modules if lora else "all-linear"
-    return count_lora_parameters(model.config, r=lora.r if lora else 16, target_modules=targets)
+    lora = job.train.lora or Lora()
+    return count_lora_parameters(model.config, r=lora.r, target_modules=lora.target_modules)
 
 
 def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[P
     if len(formats) > 1:
         problems.append(_mixed(everything))
     found = next(iter(formats)) if len(formats) == 1 else None
-    problems += _combination_problems(data, found, everything)
+    problems += _combination_problems(data, found, sources)
     return DatasetFacts(train=tuple(sources["train"]), eval=tuple(sources["eval"]), format=found), tuple(problems)
 
 
@@ -104,16 +105,14 @@ def _entries(key: str, names: str | tuple[str, ...] | None) -> list[tuple[str, s
 
 
 def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problems: list[Problem]) -> SourceFacts | None:
-    path = (root / Path(name).expanduser()).resolve()
+    path = (root / os.path.expanduser(name)).resolve()  # noqa: PTH111 - Path.expanduser raises for an unknown user
     wanted = None if data.format == "auto" else as_format(data.format)
     if not path.exists():
         if is_hub_id(name):
             return SourceFacts(name=name, kind="hub", path=None, columns=(), format=wanted, num_bytes=None)
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
         fix = (
-            f"Did you mean {path.with_name(near[0])}?"
-            if near
-            else "Name an existing file, or a hub id such as org/name"
+            f"Did you mean {path.with_name(near[0])}" if near else "Name an existing file, or a hub id such as org/name"
         )
         where = "" if path.parent.is_dir() else f": the folder {path.parent} does not exist either"
         message = f"{key}={name} is not found at {path}{where}"
@@ -179,7 +178,7 @@ def _mixed(sources: list[SourceFacts]) -> Problem:
     return Problem(code="DATA_MIXED", key="data", message=message, fix="Give all files of a job the same columns")
 
 
-def _combination_problems(data: Data, format_: Format | None, sources: list[SourceFacts]) -> list[Problem]:
+def _combination_problems(data: Data, format_: Format | None, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
     """Checks keys against each other: none may be accepted and then not used."""
     problems: list[Problem] = []
     if format_ is not None and (problem := loss_on_problem(data.loss_on, format_)):
@@ -194,13 +193,19 @@ def _combination_problems(data: Data, format_: Format | None, sources: list[Sour
         message = f"data.eval_split={data.eval_split} is read by nothing: data.eval is not given"
         fix = "Set data.eval to the data set whose split it is, or remove data.eval_split"
         problems.append(Problem(code="DATA_SPLIT", key="data.eval_split", message=message, fix=fix))
-    kinds = {source.kind for source in sources}
-    if data.name is not None and kinds and "hub" not in kinds:
+    kinds = {part: {source.kind for source in found} for part, found in sources.items()}
+    everything = kinds["train"] | kinds["eval"]
+    if data.name is not None and everything and "hub" not in everything:
         message = (
             f"data.name={data.name} is read by nothing: it is a configuration of a hub data set, and all data is local"
         )
         problems.append(Problem(code="DATA_SPLIT", key="data.name", message=message, fix="Remove data.name"))
-    if data.split != "train" and kinds and not kinds & {"hub", "saved"}:
-        message = f"data.split={data.split} is read by nothing: local files have no splits"
-        problems.append(Problem(code="DATA_SPLIT", key="data.split", message=message, fix="Remove data.split"))
+    unsplit = {part for part, found in kinds.items() if found and not found & {"hub", "saved"}}
+    for part, key, split, default in (
+        ("train", "data.split", data.split, "train"),
+        ("eval", "data.eval_split", data.eval_split, None),
+    ):
+        if part in unsplit and split != default:
+            message = f"{key}={split} is read by nothing: local files have no splits"
+            problems.append(Problem(code="DATA_SPLIT", key=key, message=message, fix=f"Remove {key}"))
     return problems

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.errors import Problem
+from toolkit.spec.dataset_formats import kind_of
 
 Kind = Literal["jsonl", "json", "txt", "csv", "parquet", "saved", "hub"]
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".json": "json", ".txt": "txt", ".csv": "csv", ".parquet": "parquet"}
@@ -96,19 +97,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | str:
         return f"is not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}"
     except json.JSONDecodeError as error:
         return f"is not JSON: {error.msg} at column {error.colno}"
-    return value if isinstance(value, dict) else f"holds {_article(value)}, not an object"
-
-
-def _article(value: Any) -> str:
-    names = {
-        list: "a list",
-        str: "a string",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        dict: "an object",
-    }
-    return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")
+    return value if isinstance(value, dict) else f"holds {kind_of(value, null='null')}, not an object"
 
 
 def _columns(records: list[tuple[int, dict[str, Any]]]) -> tuple[str, ...]:
@@ -145,7 +134,7 @@ def _read_json(path: Path, key: str) -> Head:
     try:
         for number, value in enumerate(_array_items(text), 1):
             if not isinstance(value, dict):
-                found = f"element {number} holds {_article(value)}, not an object"
+                found = f"element {number} holds {kind_of(value, null='null')}, not an object"
                 return Head(records=tuple(records), problems=(_json_problem(path, key, found),))
             records.append((number, value))
             if len(records) == PEEK_RECORDS:

@@ -71,7 +71,7 @@ def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
         return _messages_fault(record.get("messages"))
     for column in FORMAT_COLUMNS[format_]:
         if not isinstance(value := record.get(column), str):
-            return f"{column} is {_kind_of(value)}, not a string"
+            return f"{column} is {kind_of(value)}, not a string"
     return None
 
 
@@ -87,23 +87,24 @@ def loss_on_problem(loss_on: str, format_: Format) -> Problem | None:
 
 def _messages_fault(messages: Any) -> str | None:
     if not isinstance(messages, list):
-        return f"messages is {_kind_of(messages)}, not a list of {{role, content}}"
+        return f"messages is {kind_of(messages)}, not a list of {{role, content}}"
     if not messages:
         return "messages is an empty list"
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            return f"messages[{index}] is {_kind_of(message)}, not an object with role and content"
+            return f"messages[{index}] is {kind_of(message)}, not an object with role and content"
         if not isinstance(message.get("role"), str):
-            return f"messages[{index}].role is {_kind_of(message.get('role'))}, not a string"
+            return f"messages[{index}].role is {kind_of(message.get('role'))}, not a string"
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            return f"messages[{index}].content is {_kind_of(content)}, not a string"
+            return f"messages[{index}].content is {kind_of(content)}, not a string"
     return None
 
 
-def _kind_of(value: Any) -> str:
+def kind_of(value: Any, *, null: str = "absent or null") -> str:
+    """Says in words what a JSON value is; `null` stands for None."""
     if value is None:
-        return "absent or null"
+        return null
     names = {
         bool: "true or false",
         int: "a number",

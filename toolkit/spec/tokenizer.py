@@ -13,7 +13,7 @@ from toolkit.errors import Problem, SpecError
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
 # Jinja's block marks, with the whitespace control that templates in use carry.
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def read_tokenizer_facts(folder: Path) -> TokenizerFacts | None:
     return TokenizerFacts(
         vocab_size=_vocab_size(folder, config),
         has_chat_template=template is not None or other_templates,
-        chat_template_marks_assistant=template is not None and _GENERATION.search(template) is not None,
+        chat_template_marks_assistant=template is not None and GENERATION_MARK.search(template) is not None,
         eos_token=_token(special.get("eos_token")),
         pad_token=_token(special.get("pad_token")),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal, get_args
 
 from toolkit.errors import PlanError, Problem, raise_all
@@ -214,7 +215,7 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
 
 

@@ -9,7 +9,7 @@ from toolkit.plan.draft import Draft
 
 
 def packing_attention(draft: Draft) -> Iterator[Problem]:
-    """Separated documents need a kernel that takes their boundaries from the positions."""
+    """A compiled layer is traced for one mask; that of separated documents differs at each step."""
     data = draft.job.data
     if data is not None and data.packing == "separated" and draft.job.train.torch_compile:
         yield Problem(

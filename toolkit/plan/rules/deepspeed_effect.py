@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed_schema import HOMES, ZeroKeys
 from toolkit.plan.draft import Draft
+from toolkit.topology.grid import divisors, join
 
 # ZeRO stages whose optimizer takes the key (engine.py _configure_zero_optimizer); stage 3 alone takes the rest.
 _STAGES: dict[str, tuple[int, ...]] = {
@@ -158,12 +159,11 @@ def secondary_partition(draft: Draft) -> Iterator[Problem]:
     size = _mapping(draft.job.deepspeed, "zero_optimization").get("zero_hpz_partition_size")
     ranks = draft.job.cluster.num_ranks
     if isinstance(size, int) and size > 0 and ranks % size:
-        divisors = ", ".join(str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0)
         yield Problem(
             code="DEEPSPEED_HPZ",
             key="deepspeed.zero_optimization.zero_hpz_partition_size",
             message=f"zero_hpz_partition_size={size} does not divide the world of {ranks} ranks",
-            fix=f"Set it to one of {divisors}; the cards of a node are what it is meant for",
+            fix=f"Set it to one of {join(divisors(ranks))}; the cards of a node are what it is meant for",
             source="deepspeed utils/groups.py _create_zero_param_parallel_group",
         )
 

@@ -107,8 +107,8 @@ def lion_needs_kernels(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def _version(capability: object) -> tuple[int, ...]:
-    return tuple(int(part) for part in str(capability).split(".") if part.isdigit())
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split(".") if part.isdigit())
 
 
 RULES = (parallel_sizes, precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels)

@@ -25,7 +25,7 @@ def offload_stage(draft: Draft) -> Iterator[Problem]:
 
 
 def offload_path(draft: Draft) -> Iterator[Problem]:
-    """NVMe profiles need a folder; the others must not name one that nobody reads."""
+    """NVMe profiles need a folder. The others may name one: it describes the machine, whatever the profile."""
     path = draft.job.cluster.nvme_path
     if draft.profile.needs_nvme and path is None:
         yield Problem(
