@@ -28,7 +28,7 @@ def tiny_plan(
     deepspeed: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Plan:
-    """Resolves a job on a tiny model with random weights: three layers, fp32, ten steps at a constant rate."""
+    """Resolves a job on a tiny model with random weights: two layers, fp32, ten steps at a constant rate."""
     values: dict[str, Any] = {
         "precision": "fp32",
         "sequence_length": LENGTH,
@@ -39,7 +39,7 @@ def tiny_plan(
         **(train or {}),
     }
     with tempfile.TemporaryDirectory() as folder:
-        made = tiny_config(architecture, **{"num_hidden_layers": 3, **(config or {})})
+        made = tiny_config(architecture, **(config or {}))
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(made.to_dict()), encoding="utf-8")
         job = {
@@ -63,7 +63,7 @@ def step_batches(step: int, *, ranks: int = RANKS, kind: str = "wrapped") -> lis
 
 def _micro_batch(draw: torch.Generator, *, share: float, kind: str) -> dict[str, torch.Tensor]:
     length = LENGTH if kind != "none" else int(torch.randint(9, LENGTH + 1, (1,), generator=draw))
-    ids_BS = torch.randint(3, 64, (MICRO, length), generator=draw)
+    ids_BS = torch.randint(3, 12, (MICRO, length), generator=draw)  # few of the 64 tokens: there is something to learn
     counts_BS = torch.rand((MICRO, length), generator=draw) < share
     batch = {"input_ids": ids_BS, "labels": torch.where(counts_BS, ids_BS, -100)}
     if kind == "separated":

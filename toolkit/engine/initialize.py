@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.engine.run import Run
 from toolkit.engine.schedule import LearningRate
 from toolkit.errors import PlanError
-from toolkit.groups.world import World, connect
+from toolkit.groups.world import World, connect, disconnect
 from toolkit.modeling.build import build_model
 from toolkit.plan.plan import Plan
 
@@ -44,11 +44,18 @@ def initialize(
     """
     quiet_libraries()
     world = world or connect(plan.grid, backend=plan.gpu.backend)
-    if weights is None and plan.settings.init == "pretrained":
-        weights = locate_weights(plan)
-    model = build_model(plan, device=world.device, weights=weights, dp_group=world.dp_group, on_progress=on_progress)
-    schedule = LearningRate(plan)
-    return Run(plan=plan, world=world, engine=start_engine(plan, model, schedule), schedule=schedule)
+    try:
+        if weights is None and plan.settings.init == "pretrained":
+            weights = locate_weights(plan)
+        model = build_model(
+            plan, device=world.device, weights=weights, dp_group=world.dp_group, on_progress=on_progress
+        )
+        schedule = LearningRate(plan)
+        return Run(plan=plan, world=world, engine=start_engine(plan, model, schedule), schedule=schedule)
+    except BaseException:
+        if world.size == 1:  # a notebook goes on; one of several ranks ends, and must not wait for the others
+            disconnect(world)
+        raise
 
 
 def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate) -> Any:

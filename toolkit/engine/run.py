@@ -15,6 +15,7 @@ from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.engine.loss import auxiliary_loss, count_targets, summed_cross_entropy
 from toolkit.engine.schedule import LearningRate
+from toolkit.engine.stop import StopFlag
 from toolkit.errors import RunError
 from toolkit.groups.world import World, disconnect
 from toolkit.plan.plan import Plan
@@ -23,7 +24,8 @@ MicroBatch = Mapping[str, torch.Tensor]
 
 
 class Run:
-    """The engine of a plan on this rank. Use it as a context manager: leaving it ends the process groups.
+    """The engine of a plan on this rank. Use it as a context manager: leaving it ends the process groups
+    that `tk.initialize` joined.
 
     Attributes:
         plan: What runs.
@@ -32,7 +34,8 @@ class Run:
         step_count: Optimizer steps done, restored by a resume.
         num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` fixes it.
         last_learning_rate: The rate that the last step used.
-        stop_requested: Set to True on any rank to make `should_stop` true on all of them after the next step.
+        stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
+            next one on CPU, the one after that on GPU.
     """
 
     def __init__(self, *, plan: Plan, world: World, engine: Any, schedule: LearningRate) -> None:
@@ -44,7 +47,7 @@ class Run:
         self.stop_requested = False
         self.should_stop = False
         self._schedule = schedule
-        self._stop_flag: torch.Tensor | None = None
+        self._stop_flag = StopFlag(late=world.device.type != "cpu")
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
         self._plain_norm: torch.Tensor | None = None
         self.last_learning_rate = self.learning_rate
@@ -55,14 +58,16 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After an error the others may wait in a collective, and NCCL's destruction would wait with them.
+        self.close(leave_groups=error is None or self.world.size == 1)
 
-    def close(self) -> None:
-        """Frees the engine and leaves the process groups."""
+    def close(self, *, leave_groups: bool = True) -> None:
+        """Frees the engine and leaves the process groups that `tk.initialize` joined."""
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
-            disconnect()
+            if leave_groups:
+                disconnect(self.world)
 
     @property
     def model(self) -> nn.Module:
@@ -142,7 +147,7 @@ class Run:
         flags = torch.tensor([int(self.stop_requested), _num_tokens(moved)], device=device)
         counts = torch.cat([targets.view(1), flags]).to(torch.float64)
         dist.all_reduce(counts, group=self.world.dp_group)
-        self._read_stop(counts[1])
+        self.should_stop = self._stop_flag.read(counts[1]) or self.should_stop
         self._num_tokens += counts[2]
         num_targets = counts[0].clamp(min=1).to(torch.float32)
         total = torch.zeros((), device=device)
@@ -209,14 +214,6 @@ class Run:
             return None
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
-
-    def _read_stop(self, flag: torch.Tensor) -> None:
-        """Reads the previous step's flag, which has long arrived, so that the host never waits for the device."""
-        if self._stop_flag is not None and float(self._stop_flag) > 0:
-            self.should_stop = True
-        self._stop_flag = flag
-        if flag.device.type == "cpu" and float(flag) > 0:
-            self.should_stop = True
 
     def _collator(self, dataset: PackedDataset) -> Collator:
         # transformers' FlashAttention path tells packed documents apart only in a batch of one row

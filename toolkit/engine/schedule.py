@@ -26,23 +26,27 @@ class LearningRate:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._multiplier: Callable[[int], float] | None = None
+        self._scheduler: LambdaLR | None = None
         if plan.settings.max_steps is not None:
             self.set_num_steps(plan.settings.max_steps)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Fixes the length of the run, in optimizer steps."""
+        """Fixes the length of the run, in optimizer steps, and with it the rate of the next step."""
         train, settings = self._plan.job.train, self._plan.settings
         arguments = {}
         if settings.min_learning_rate_ratio is not None:
             arguments["min_lr_rate"] = settings.min_learning_rate_ratio
         scheduler = get_scheduler(
             train.lr_scheduler_type,
-            torch.optim.SGD([torch.zeros(1)], lr=1.0),
+            # The polynomial ends at a rate, 1e-7, so its multipliers depend on the peak.
+            torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate),
             num_warmup_steps=warmup_steps(self._plan, num_steps),
             num_training_steps=num_steps,
             scheduler_specific_kwargs=arguments,
         )
         self._multiplier = scheduler.lr_lambdas[0]
+        if self._scheduler is not None:
+            self._apply(self._scheduler)
 
     def multiplier(self, step: int) -> float:
         """Gives the share of the peak rate at an optimizer step; the peak until the length is known."""
@@ -56,7 +60,15 @@ class LearningRate:
     def build(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """Makes the scheduler of an optimizer, for `deepspeed.initialize(lr_scheduler=...)`."""
         # A lambda is left out of LambdaLR.state_dict(), so a checkpoint holds the step alone.
-        return LambdaLR(optimizer, lambda step: self.multiplier(step))
+        self._scheduler = LambdaLR(optimizer, lambda step: self.multiplier(step))
+        return self._scheduler
+
+    def _apply(self, scheduler: LambdaLR) -> None:
+        """Sets the rate of the next step anew: the scheduler computed it when the length was another or unknown."""
+        rates = [rate * self.multiplier(scheduler.last_epoch) for rate in scheduler.base_lrs]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
 
 
 def warmup_steps(plan: Plan, num_steps: int) -> int:

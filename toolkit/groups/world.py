@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import io
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.launch.environment import WorkerIdentity, rank_from_environment
@@ -34,6 +37,7 @@ class World:
         grid: The grid of all ranks.
         coordinate: This rank's place in the grid.
         dp_group: Ranks that share parameters and see different data.
+        owns_groups: Whether `connect` joined the process groups, so that `disconnect` leaves them.
     """
 
     rank: int
@@ -42,6 +46,7 @@ class World:
     grid: Grid
     coordinate: Coordinate
     dp_group: dist.ProcessGroup
+    owns_groups: bool
 
     @property
     def is_main(self) -> bool:
@@ -112,8 +117,11 @@ def connect(
         )
     _prepare_process(backend, identity)
     device = _device(backend, local_rank)
-    if not dist.is_initialized():
+    owns_groups = not dist.is_initialized()
+    if owns_groups:
+        _forget_groups()
         _initialize(backend, environment, rank=rank, size=size, timeout=timeout, device=device)
+    _tell_deepspeed(backend)
     coordinate = grid.coordinate(rank)
     return World(
         rank=rank,
@@ -122,13 +130,28 @@ def connect(
         grid=grid,
         coordinate=coordinate,
         dp_group=_own_group(grid, rank, "dp"),
+        owns_groups=owns_groups,
     )
 
 
-def disconnect() -> None:
-    """Leaves the process groups, if any."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def disconnect(world: World) -> None:
+    """Leaves the process groups that `connect` joined; those that the caller's script joined stay."""
+    if not world.owns_groups or not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+
+
+def _forget_groups() -> None:
+    """Empties DeepSpeed's caches of groups, which are of an earlier run of this process, if of any.
+
+    Source:
+        deepspeed utils/groups.py (_WORLD_GROUP and its like are module globals that nothing resets), comm/comm.py (cdb).
+    """
+    import deepspeed.comm.comm as deepspeed_comm
+    from deepspeed.utils import groups as deepspeed_groups
+
+    deepspeed_comm.cdb = None
+    importlib.reload(deepspeed_groups)
 
 
 def _device(backend: str, local_rank: int) -> torch.device:
@@ -166,23 +189,49 @@ def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
 def _initialize(
     backend: str, environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta, device: torch.device
 ) -> None:
-    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
-        init_method = "env://"
-    else:
-        init_method = f"tcp://127.0.0.1:{_free_port()}"
-    import deepspeed
-
     dist.init_process_group(
         backend,
-        init_method=init_method,
+        store=_own_store(environment, rank=rank, size=size, timeout=timeout),
         rank=rank,
         world_size=size,
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
+
+
+def _tell_deepspeed(backend: str) -> None:
+    """Makes DeepSpeed see the groups; until then its configuration takes the world for one rank."""
+    import deepspeed
+
     # DeepSpeed prints the name of its CPU collectives' extension; a worker's output is for its own messages.
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def _own_store(environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta) -> Store:
+    """Gives a key-value store that all ranks share and that no earlier run of these processes has written to."""
+    if size == 1:
+        return HashStore()
+    address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    store = _launcher_store(address, rank=rank, size=size, timeout=timeout)
+    # What the groups of an earlier run left there are addresses of sockets that are gone. Each rank counts for
+    # itself: all of them join equally often.
+    return PrefixStore(f"run-{store.add(f'joined-by-{rank}', 1)}", store)
+
+
+@functools.cache
+def _launcher_store(address: str, *, rank: int, size: int, timeout: timedelta) -> Store:
+    """Meets the other ranks at the launcher's address, once a process.
+
+    Were the store to end with a run, a rank that is quick to begin the next would still meet the server of the last.
+
+    Source:
+        torch distributed/rendezvous.py _env_rendezvous_handler.
+    """
+    store: Store
+    store, _, _ = next(rendezvous(f"env://?rank={rank}&world_size={size}", timeout=timeout))
+    store.set_timeout(timeout)
+    return store
 
 
 def _own_group(grid: Grid, rank: int, kind: str) -> dist.ProcessGroup:
@@ -194,9 +243,3 @@ def _own_group(grid: Grid, rank: int, kind: str) -> dist.ProcessGroup:
         return world
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
     return made[tuple(grid.group_of(rank, kind))]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.spec.job import Lora
 
 
@@ -22,12 +24,15 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         A `peft.PeftModel`.
 
     Raises:
-        PlanError: LORA_TARGETS when no module matches `lora.target_modules`.
+        PlanError: LORA_TARGETS when `lora.target_modules` matches nothing that can be adapted; LORA_SAVE when
+            `lora.modules_to_save` matches nothing; LORA_DROPOUT_EXPERTS for dropout on stacked experts.
 
     Source:
         arXiv 2106.09685; peft tuners/lora.
     """
     targets = lora.target_modules
+    linear = _linear_names(model)
+    raise_all(PlanError, _unmatched(model, lora))
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -42,18 +47,52 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         try:
             # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
             return get_peft_model(model, config, autocast_adapter_dtype=False)
-        except ValueError as error:
-            linear = sorted(
-                {
-                    name.rpartition(".")[2]
-                    for name, module in model.named_modules()
-                    if isinstance(module, torch.nn.Linear)
-                }
-            )
+        except (ValueError, re.error) as error:
+            if "lora_dropout" in str(error):
+                raise _dropout_on_experts(model, lora, linear) from None
+            reason = (str(error).splitlines() or [""])[0].rstrip(".")
             raise PlanError.of(
                 code="LORA_TARGETS",
                 key="train.lora.target_modules",
-                message=f"target_modules={targets!r} cannot be adapted in {type(model).__name__}: {error}",
+                message=f"target_modules={targets!r} cannot be adapted in {type(model).__name__}: {reason}",
                 fix=f"Name some of {', '.join(linear)}, or all-linear",
                 source="peft tuners/tuners_utils.py",
             ) from None
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    """Gives the last part of each linear layer's name, once."""
+    named = model.named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, torch.nn.Linear)})
+
+
+def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:
+    """`modules_to_save` that peft would silently pass over."""
+    names = [name for name, _ in model.named_modules() if name]
+    for wanted in lora.modules_to_save:
+        if not any(name.endswith(wanted) for name in names):
+            yield Problem(
+                code="LORA_SAVE",
+                key="train.lora.modules_to_save",
+                message=f"modules_to_save={wanted} is no module of {type(model).__name__}, so nothing would be trained in full",
+                fix=f"Name modules of the model, such as {_name_of(model, model.get_output_embeddings())}, or leave it out",
+                source="peft utils/other.py _set_trainable",
+            )
+
+
+def _name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:
+    return next(str(name) for name, module in model.named_modules() if module is wanted)
+
+
+def _dropout_on_experts(model: PreTrainedModel, lora: Lora, linear: list[str]) -> PlanError:
+    return PlanError.of(
+        code="LORA_DROPOUT_EXPERTS",
+        key="train.lora.lora_dropout",
+        message=(
+            f"lora_dropout={lora.lora_dropout:g} with target_modules={lora.target_modules!r}: the experts of "
+            f"{type(model).__name__} are stacked in one parameter, whose adapter has no dropout"
+        ),
+        fix="Set train.lora.lora_dropout to 0, or train.lora.target_modules to linear layers outside the experts, "
+        f"such as {', '.join(name for name in linear if name.endswith('_proj'))}",
+        source="peft tuners/lora/layer.py ParamWrapper",
+    )

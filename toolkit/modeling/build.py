@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 
 from toolkit.errors import PlanError, SpecError
@@ -47,10 +54,12 @@ def build_model(
 
     Raises:
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
+        PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS.
         CheckpointError: The weights do not fit the model.
     """
     dtype = DTYPES[plan.settings.precision]
     config = model_config(plan)
+    import_architecture(config, trust_remote_code=plan.job.model.trust_remote_code)
     with _partitioned(plan, dp_group), no_init_weights(), torch.device(device):
         model = construct(config, dtype=dtype, trust_remote_code=plan.job.model.trust_remote_code)
     if weights is None:
@@ -96,6 +105,28 @@ def model_config(plan: Plan) -> PreTrainedConfig:
     return config
 
 
+def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """Imports the modeling code of a configuration, before anything patches `nn.Module`.
+
+    `zero.Init` wraps the constructor of each class that is defined while it is active and puts the bare one back at
+    its end, without the decorators that came on top: a second Mixtral in the process would have experts without a
+    config.
+
+    Raises:
+        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
+
+    Source:
+        deepspeed runtime/zero/partition_parameters.py InsertPostInitMethodToModuleSubClasses.
+    """
+    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if reference is not None and trust_remote_code:
+        get_class_from_dynamic_module(reference, config.name_or_path)
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _no_class(config.model_type)
+    else:
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # looked up is imported
+
+
 def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Makes the causal LM of a configuration, in `dtype`, under whatever contexts the caller has entered."""
     try:
@@ -110,8 +141,6 @@ def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code
             fix="Install the package that it names, or set train.attention to sdpa",
         ) from None
     except ValueError as error:
-        if "Unrecognized configuration class" in str(error):
-            raise _no_class(config.model_type) from None
         raise PlanError.of(
             code="MODEL_BUILD",
             key="model",

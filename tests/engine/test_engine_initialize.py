@@ -1,0 +1,129 @@
+"""Runs start, end and start again: in a lone process without a launcher, and in ranks that a launcher started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_config, tiny_model
+
+import toolkit as tk
+from toolkit.engine.initialize import locate_weights, parameter_groups
+from toolkit.errors import PlanError
+from toolkit.spec.job import Job
+
+# What a notebook does: one run after another, one of them failing, another that leaves by an error.
+NOTEBOOK = """
+import json, os, sys
+import torch
+import toolkit as tk
+from tiny_plans import step_batches, tiny_plan
+
+def course(plan):
+    with tk.initialize(plan) as run:
+        losses = [float(run.step(step_batches(step, ranks=1)[0])) for step in range(2)]
+    return losses
+
+found = {"llama": [], "mixtral": []}
+for stage in (0, 3, 2, 3):
+    found["llama"].append(course(tiny_plan(ranks=1, parallel={"zero_stage": stage})))
+# The modeling file of Mixtral is first imported by a run under ZeRO-3.
+assert not any("mixtral" in name and "modeling" in name for name in sys.modules)
+for stage in (3, 3, 0):
+    found["mixtral"].append(course(tiny_plan("mixtral", ranks=1, parallel={"zero_stage": stage})))
+wrong = tiny_plan(ranks=1, train={"method": "lora", "lora": {"target_modules": ["nothing"]}})
+try:
+    tk.initialize(wrong)
+except tk.ToolkitError as error:
+    found["codes"] = error.codes
+found["left after an error"] = not torch.distributed.is_initialized()
+try:
+    with tk.initialize(tiny_plan(ranks=1)):
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    found["left after an interrupt"] = not torch.distributed.is_initialized()
+try:
+    tk.initialize(tiny_plan(ranks=2))
+except tk.ToolkitError as error:
+    found["two ranks"] = error.codes
+found["again"] = course(tiny_plan(ranks=1))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook() -> dict[str, Any]:
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    tests = Path(__file__).parents[1]
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NOTEBOOK], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.gloo
+def test_a_process_without_a_launcher_runs_one_plan_after_another(notebook: dict[str, Any]) -> None:
+    first, *others = notebook["llama"]
+    for losses in (*others, notebook["again"]):
+        assert losses == pytest.approx(first, abs=1e-6)
+
+
+@pytest.mark.gloo
+def test_mixtral_first_met_under_zero_3_can_be_built_again(notebook: dict[str, Any]) -> None:
+    first, second, dense = notebook["mixtral"]
+    assert first == second == pytest.approx(dense, abs=1e-6)
+
+
+@pytest.mark.gloo
+def test_a_lone_process_leaves_its_groups_after_any_error(notebook: dict[str, Any]) -> None:
+    assert notebook["codes"] == ["LORA_TARGETS"]
+    assert notebook["left after an error"]
+    assert notebook["left after an interrupt"]
+    assert notebook["two ranks"] == ["WORLD_SIZE"]
+
+
+def _error_of(call: Any) -> tuple[str, ...]:
+    with pytest.raises(PlanError) as caught:
+        call()
+    return caught.value.codes
+
+
+def test_weights_of_a_folder_are_found_and_a_catalogue_toy_has_none(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    cluster = {"gpu": "cpu"}
+    plan = tk.resolve(Job.model_validate({"model": str(tmp_path), "cluster": cluster}))
+    assert locate_weights(plan) == tmp_path
+    toy = Job.model_validate({"model": {"name": "quickstart-llama", "init": "random"}, "cluster": cluster})
+    assert _error_of(lambda: locate_weights(tk.resolve(toy))) == ("MODEL_NO_WEIGHTS",)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "gemma2", "qwen3_moe"])
+def test_weight_decay_spares_what_transformers_spares(architecture: str) -> None:
+    from transformers import Trainer
+
+    model = tiny_model(architecture)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    # It also names weights that are tied to another.
+    decayed = {*Trainer.get_decay_parameter_names(None, model)} & {*names.values()}  # type: ignore[arg-type]
+    heavy, light = parameter_groups(model, weight_decay=0.1)
+    assert (heavy["weight_decay"], light["weight_decay"]) == (0.1, 0.0)
+    assert {names[id(weight)] for weight in heavy["params"]} == decayed
+    assert {names[id(weight)] for weight in light["params"]} == {*names.values()} - decayed
+    assert len(heavy["params"]) + len(light["params"]) == len(names)
+
+
+def test_without_weight_decay_or_exempt_parameters_there_is_one_group() -> None:
+    model = tiny_model("llama")
+    assert len(parameter_groups(model, weight_decay=0.0)) == len(list(model.parameters()))
+    for name, weight in model.named_parameters():
+        weight.requires_grad = "q_proj" in name
+    (group,) = parameter_groups(model, weight_decay=0.1)
+    assert len(group["params"]) == tiny_config("llama").num_hidden_layers

@@ -1,0 +1,246 @@
+"""What a run gives to its caller on every rank: loss, stop, rates, tokens, evaluation, errors."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_distributed
+from tiny_plans import ACCUMULATION, LENGTH, MICRO, RANKS, step_batches, tiny_plan
+from torch.nn import functional
+
+import toolkit as tk
+from toolkit.data.packing import PackedDataset
+from toolkit.data.store import TokenStore
+from toolkit.engine.loss import count_targets, summed_cross_entropy
+from toolkit.engine.stop import StopFlag
+from toolkit.errors import ToolkitError
+from toolkit.modeling.build import build_model
+from toolkit.plan.plan import Plan
+
+ROWS, EVAL_ROWS, ASKED_AT = 21, 5, 3
+LEARNING = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 2, "optimizer": "adamw_torch"}
+
+
+def documents(count: int, *, packing: str) -> PackedDataset:
+    """Documents of 2 to 16 tokens, of which a share counts that differs from row to row."""
+    draw = np.random.default_rng(7)
+    lengths = draw.integers(2, LENGTH + 1, count)
+    tokens = draw.integers(3, 12, lengths.sum()).astype(np.int32)
+    targets = (draw.random(len(tokens)) < np.repeat(draw.random(count), lengths)).astype(np.uint8)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    targets[offsets[1:] - 1] = 1
+    store = TokenStore(tokens=tokens, targets=targets, offsets=offsets, max_token=11, num_empty=0)
+    return PackedDataset(store, packing=packing, sequence_length=LENGTH, pad_token_id=0)
+
+
+def steps(rank: int, plan: Plan) -> dict[str, Any]:
+    """Ten steps; the second rank asks to stop before step ASKED_AT."""
+    found: dict[str, Any] = {"losses": [], "rates": [], "stops": [], "stops late": [], "norms": []}
+    late = StopFlag(late=True)
+    with tk.initialize(plan) as run:
+        for step in range(plan.settings.max_steps or 0):
+            if rank == 1 and step == ASKED_AT:
+                run.stop_requested = True
+            asked = torch.tensor(float(run.stop_requested))
+            torch.distributed.all_reduce(asked)
+            found["stops late"].append(late.read(asked))
+            found["losses"].append(float(run.step(step_batches(step)[rank])))
+            found["rates"].append(run.last_learning_rate)
+            found["norms"].append(run.gradient_norm)
+            found["stops"].append(run.should_stop)
+            if step == 1:
+                found["tokens of 2 steps"] = run.take_num_tokens()
+        found["tokens"], found["tokens again"] = run.take_num_tokens(), run.take_num_tokens()
+        found["count"] = run.step_count
+    found["alive"] = torch.distributed.is_initialized()
+    return found
+
+
+def evaluate(rank: int, plan: Plan, packing: str) -> dict[str, Any]:
+    """Evaluation of the untrained model, then an epoch whose length the loader finds, then evaluation again."""
+    training, held = documents(ROWS, packing=packing), documents(EVAL_ROWS, packing=packing)
+    with tk.initialize(plan) as run:
+        before = [run.evaluate(run.eval_loader(held)) for _ in range(2)]
+        if plan.settings.max_steps is None:
+            with pytest.raises(ToolkitError) as caught:
+                run.step(step_batches(0)[rank])
+            assert caught.value.codes == ("STEP_LENGTH",)
+        loader = run.loader(training)
+        rates, losses, grads = [], [], []
+        for batches in loader:
+            losses.append(float(run.step(batches)))
+            rates.append(run.last_learning_rate)
+            grads.append(run.model.training)
+        return {
+            "rows": len(training),
+            "before": before,
+            "batches": len(run.eval_loader(held)),
+            "num_steps": run.num_steps,
+            "rates": rates,
+            "losses": losses,
+            "training": all(grads),
+            "after": run.evaluate(run.eval_loader(held)),
+        }
+
+
+def refuses(rank: int, plan: Plan) -> list[str]:
+    codes = []
+    with tk.initialize(plan) as run:
+        for count in (0, ACCUMULATION - 1, ACCUMULATION + 1):
+            with pytest.raises(ToolkitError) as caught:
+                run.step((step_batches(0)[rank] * 2)[:count])
+            codes += [f"{count}: {code}" for code in caught.value.codes]
+        codes.append(str(run.step_count))
+    return codes
+
+
+def reconnect(rank: int, plan: Plan, port: int) -> dict[str, Any]:
+    """Two runs that join the launcher's groups themselves, and one that ends in an error."""
+    dist = torch.distributed
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    found: dict[str, Any] = {"losses": []}
+    for _ in range(2):
+        with tk.initialize(plan) as run:
+            found["losses"].append(float(run.step(step_batches(0)[rank])))
+        found["left"] = not dist.is_initialized()
+        run.close()
+    with pytest.raises(ZeroDivisionError), tk.initialize(plan) as run:
+        raise ZeroDivisionError
+    found["stayed after an error"] = dist.is_initialized()
+    return found
+
+
+def scenes(rank: int, plans: dict[str, Plan], port: int) -> dict[str, Any]:
+    return {
+        "steps": {stage: steps(rank, plans[f"steps {stage}"]) for stage in (0, 3)},
+        "padded": evaluate(rank, plans["padded"], "none"),
+        "separated": evaluate(rank, plans["separated"], "separated"),
+        "refuses": refuses(rank, plans["padded"]),
+        "reconnect": reconnect(rank, plans["steps 3"], port),
+    }
+
+
+EPOCH = {**LEARNING, "max_steps": None, "num_train_epochs": 1.0}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    plans = {
+        f"steps {stage}": tiny_plan(train={**LEARNING, "max_steps": 6}, parallel={"zero_stage": stage})
+        for stage in (0, 3)
+    }
+    plans["padded"] = tiny_plan(train=EPOCH, parallel={"zero_stage": 2})
+    plans["separated"] = tiny_plan(train=EPOCH, parallel={"zero_stage": 3})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return run_distributed(scenes, RANKS, plans, port)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_rank_gets_the_same_loss_norm_rate_and_count(found: list[dict[str, Any]], stage: int) -> None:
+    ours, theirs = (result["steps"][stage] for result in found)
+    assert ours["losses"] == theirs["losses"]
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
+    assert all(norm > 0 for norm in ours["norms"])
+    assert ours["rates"] == theirs["rates"] == pytest.approx([0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
+    assert ours["count"] == theirs["count"] == 6
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_stop_asked_of_one_rank_reaches_all_after_the_same_step(found: list[dict[str, Any]], stage: int) -> None:
+    for result in found:
+        assert result["steps"][stage]["stops"] == [step >= ASKED_AT for step in range(6)]
+        assert result["steps"][stage]["stops late"] == [step >= ASKED_AT + 1 for step in range(6)]
+
+
+@pytest.mark.gloo
+def test_tokens_are_counted_over_all_ranks_since_the_last_call(found: list[dict[str, Any]]) -> None:
+    a_step = RANKS * ACCUMULATION * MICRO * LENGTH
+    for result in found:
+        facts = result["steps"][0]
+        assert (facts["tokens of 2 steps"], facts["tokens"], facts["tokens again"]) == (2 * a_step, 4 * a_step, 0)
+
+
+@pytest.mark.gloo
+def test_groups_that_the_caller_joined_outlive_the_run(found: list[dict[str, Any]]) -> None:
+    assert all(result["steps"][stage]["alive"] for result in found for stage in (0, 3))
+
+
+@pytest.mark.gloo
+def test_ranks_leave_the_launcher_s_groups_and_join_them_again(found: list[dict[str, Any]]) -> None:
+    ours, theirs = (result["reconnect"] for result in found)
+    assert ours["losses"][0] == ours["losses"][1] == theirs["losses"][0]
+    assert ours["left"]
+    assert ours["stayed after an error"], "a failing rank must not wait for those that it leaves in a collective"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("packing", ["padded", "separated"])
+def test_evaluation_is_the_mean_over_the_tokens_of_each_row_once(found: list[dict[str, Any]], packing: str) -> None:
+    held = documents(EVAL_ROWS, packing="none" if packing == "padded" else packing)
+    model = build_model(tiny_plan(train=EPOCH, parallel={"zero_stage": 0}), device=torch.device("cpu")).eval()
+    summed, count = 0.0, 0
+    for row in (held[index] for index in range(len(held))):
+        batch = {name: torch.from_numpy(value)[None] for name, value in row.items()}
+        labels = batch.pop("labels")[0, 1:]
+        with torch.no_grad():
+            logits = model(**batch).logits[0, :-1]
+        summed += float(functional.cross_entropy(logits, labels, reduction="sum"))
+        count += int((labels != -100).sum())
+    ours, theirs = (result[packing] for result in found)
+    filled = ours["batches"] * RANKS * MICRO
+    assert filled > len(held), "some rows must be filler"
+    assert ours["before"] == theirs["before"]
+    assert ours["before"] == pytest.approx([summed / count] * 2, abs=1e-6)
+    assert ours["after"] == theirs["after"] < ours["before"][0]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("packing", ["padded", "separated"])
+def test_the_loader_fixes_the_length_and_with_it_the_warm_up(found: list[dict[str, Any]], packing: str) -> None:
+    for result in found:
+        facts = result[packing]
+        total = -(-facts["rows"] // (RANKS * MICRO * ACCUMULATION))
+        assert facts["num_steps"] == total == len(facts["losses"])
+        expected = [1e-2 * min(step / 2, (total - step) / max(1, total - 2)) for step in range(total)]
+        assert facts["rates"] == pytest.approx(expected)
+        assert facts["training"]
+    assert found[0][packing]["losses"] == found[1][packing]["losses"]
+
+
+@pytest.mark.gloo
+def test_a_wrong_number_of_micro_batches_is_refused(found: list[dict[str, Any]]) -> None:
+    for result in found:
+        assert result["refuses"] == [*(f"{count}: STEP_MICRO_BATCHES" for count in (0, 1, 3)), "0"]
+
+
+def test_a_late_flag_gives_what_the_call_before_was_given() -> None:
+    flag, asked = StopFlag(late=True), torch.zeros(())
+    seen = []
+    for count in (0.0, 2.0, 0.0, 0.0):
+        asked.fill_(count)  # the buffer of the caller may be used again
+        seen.append(flag.read(asked))
+    assert seen == [False, False, True, False]
+    assert [StopFlag(late=False).read(torch.tensor(count)) for count in (0.0, 1.0)] == [False, True]
+
+
+def test_the_loss_is_that_of_transformers_times_the_tokens_that_count() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 7, 11, dtype=torch.bfloat16), torch.randint(0, 11, (3, 7))
+    labels[0, 1:5], labels[2] = -100, -100
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    count = count_targets(labels)
+    assert int(count) == int((labels[:, 1:] != -100).sum()) == 8
+    mean = ForCausalLMLoss(logits, labels, vocab_size=11)
+    assert float(summed_cross_entropy(logits, labels) / count) == pytest.approx(float(mean), rel=1e-6)
+    assert float(summed_cross_entropy(logits[2:], labels[2:])) == 0

@@ -1,0 +1,169 @@
+"""One model whatever the ZeRO stage: the same weights, the plan's dtype; and what cannot be built says so."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_distributed
+from tiny_models import tiny_config, whole_model
+from tiny_plans import RANKS, step_batches, tiny_plan
+from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
+
+from toolkit.errors import PlanError, SpecError, ToolkitError
+from toolkit.groups.world import connect
+from toolkit.modeling.build import build_model, construct, import_architecture, model_config
+from toolkit.plan.plan import Plan
+from toolkit.topology.grid import Grid
+
+CPU = torch.device("cpu")
+# Mixtral comes first: its modeling file must not have been imported before.
+ARCHITECTURES = ("mixtral", "llama", "llama-tied", "qwen2", "gpt2", "gemma2")
+
+
+def plan_of(architecture: str, stage: int, precision: str) -> Plan:
+    return tiny_plan(architecture, train={"precision": precision, "seed": 3}, parallel={"zero_stage": stage})
+
+
+def facts(rank: int, plans: dict[tuple[str, str], tuple[Plan, Plan]]) -> dict[tuple[str, str], Any]:
+    found = {}
+    world = connect(Grid(pp=1, dp=RANKS, tp=1), backend="gloo")
+    assert not any(name.endswith("modeling_mixtral") for name in sys.modules)
+    for (architecture, precision), (dense_plan, sharded_plan) in plans.items():
+        sharded = build_model(sharded_plan, device=CPU, dp_group=world.dp_group)
+        partitioned = all(hasattr(weight, "ds_id") for weight in sharded.parameters())
+        dtypes = {weight.ds_tensor.dtype for weight in sharded.parameters()}
+        whole, dense = whole_model(sharded), build_model(dense_plan, device=CPU)
+        pairs = zip(whole.named_parameters(), dense.named_parameters(), strict=True)
+        batch = {"input_ids": step_batches(0)[0][0]["input_ids"]}
+        with torch.no_grad():
+            same_logits = torch.equal(whole.eval()(**batch).logits, dense.eval()(**batch).logits)
+        found[architecture, precision] = {
+            "partitioned": partitioned,
+            "dtypes": dtypes,
+            "parts": {weight.ds_tensor.numel() < weight.ds_numel for weight in sharded.parameters()},
+            "unequal": [
+                name for (name, ours), (other, theirs) in pairs if name != other or not torch.equal(ours, theirs)
+            ],
+            "buffers": {(name, value.dtype) for name, value in sharded.named_buffers()}
+            ^ {(name, value.dtype) for name, value in dense.named_buffers()},
+            "dense dtypes": {weight.dtype for weight in dense.parameters()},
+            "same logits": same_logits,
+            "training": sharded.training,
+            "cache": sharded.config.use_cache,
+            "attention": sharded.config._attn_implementation,
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[tuple[str, str], Any]:
+    cases = [(name, "fp32") for name in ARCHITECTURES] + [("llama", "bf16"), ("mixtral", "bf16")]
+    plans = {case: (plan_of(case[0], 0, case[1]), plan_of(case[0], 3, case[1])) for case in cases}
+    ours, theirs = run_distributed(facts, RANKS, plans)
+    assert ours == theirs
+    return ours
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_stage_3_holds_the_bits_of_stage_0(built: dict[tuple[str, str], Any], architecture: str) -> None:
+    found = built[architecture, "fp32"]
+    assert found["partitioned"]
+    assert found["parts"] == {True}, "each rank holds a part of every weight"
+    assert found["unequal"] == []
+    assert found["buffers"] == set()
+    assert found["same logits"]
+    assert found["training"]
+    assert not found["cache"]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("architecture", "precision"), [("llama", "fp32"), ("llama", "bf16"), ("mixtral", "bf16")])
+def test_weights_have_the_dtype_of_the_plan(
+    built: dict[tuple[str, str], Any], architecture: str, precision: str
+) -> None:
+    found = built[architecture, precision]
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert found["dtypes"] == found["dense dtypes"] == {expected}
+    assert found["unequal"] == []
+    assert found["attention"] == "sdpa"
+
+
+def test_another_seed_gives_other_weights() -> None:
+    first, again, other = (
+        build_model(tiny_plan(ranks=1, train={"seed": seed}, parallel={"zero_stage": 0}), device=CPU)
+        for seed in (3, 3, 4)
+    )
+    key = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(first.get_parameter(key), again.get_parameter(key))
+    assert not torch.equal(first.get_parameter(key), other.get_parameter(key))
+
+
+def test_the_plan_s_attention_is_the_model_s() -> None:
+    plan = tiny_plan(ranks=1, train={"attention": "eager"}, parallel={"zero_stage": 0})
+    assert model_config(plan)._attn_implementation == "eager"
+    model = build_model(plan, device=CPU)
+    assert model.model.layers[0].self_attn.config._attn_implementation == "eager"
+
+
+def test_a_configuration_without_a_causal_model_is_refused() -> None:
+    from transformers import ViTConfig
+
+    with pytest.raises(SpecError) as caught:
+        import_architecture(ViTConfig())
+    assert caught.value.codes == ("MODEL_CLASS",)
+    assert "vit" in str(caught.value)
+
+
+def test_a_missing_attention_package_is_named() -> None:
+    pytest.importorskip("transformers")
+    if torch.cuda.is_available():
+        pytest.skip("the package may be there")
+    plan = tiny_plan(ranks=1, train={"precision": "bf16"}, parallel={"zero_stage": 0})
+    config = model_config(plan)
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(PlanError) as caught:
+        construct(config, dtype=torch.bfloat16)
+    assert caught.value.codes == ("ATTENTION_PACKAGE",)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_transformers_cannot_build_is_one_line() -> None:
+    config = tiny_config("opt")
+    config._attn_implementation = "no_such_kernel"
+    with pytest.raises(ToolkitError) as caught:
+        construct(config, dtype=torch.float32)
+    assert caught.value.codes == ("MODEL_BUILD",)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.full  # the C++ compiler takes half a minute
+def test_compiled_layers_that_recompute_give_the_same_losses() -> None:
+    def course(**train: Any) -> list[float]:
+        model = build_model(tiny_plan(ranks=1, train=train, parallel={"zero_stage": 0}), device=CPU)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        batch = step_batches(0)[0][0]["input_ids"]
+        losses = []
+        for _ in range(3):
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = course()
+    graphs = counters["stats"]["unique_graphs"]
+    try:
+        found = course(torch_compile=True, gradient_checkpointing=True)
+    except InductorError as error:
+        if "compiler" not in str(error).lower():
+            raise
+        pytest.skip("no C++ compiler")
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert expected[0] > expected[-1]
+    assert counters["stats"]["unique_graphs"] - graphs == 1, "the layers share one compilation"
