@@ -31,6 +31,7 @@ BROKEN = [
     ("OFFLOAD_NVME_PATH", "cluster.nvme_path", "None", {"parallel": {"offload": "optimizer-nvme"}}),
     ("OFFLOAD_RATIO", "parallel.offload_ratio", "0.5", {"parallel": {"offload_ratio": 0.5}}),
     ("OFFLOAD_PARTIAL_OPTIMIZER", "train.optimizer", "lion", {"train": {"optimizer": "lion"}, "parallel": {"offload": "optimizer-cpu-partial"}}),
+    ("OFFLOAD_HOST_MEMORY", "parallel.offload", "64 GiB", {"model": "llama-3.1-8b", "host_memory_gib": 64, "train": {"sequence_length": 64}, "parallel": {"offload": "full-cpu"}}),
     ("OFFLOAD_ACTIVATIONS", "parallel.offload", "false", {"train": {"gradient_checkpointing": False}, "parallel": {"offload": "activations-cpu"}}),
     ("ACCUMULATION_DTYPE", "train.gradient_accumulation_dtype", "fp16", {"train": {"gradient_accumulation_dtype": "fp16"}}),
     ("ACCUMULATION_STAGE", "train.gradient_accumulation_dtype", "zero_stage=0", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 0}}),

@@ -10,7 +10,7 @@ import typer
 
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_json, print_table
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckError, CheckpointError
 from toolkit.units import format_bytes
 
 _GROUP = typer.Typer(no_args_is_help=True, help="List and verify checkpoints.")
@@ -80,7 +80,10 @@ def verify_command(
     """
     from toolkit.checkpoint.manifest import verify
 
-    manifest = verify(checkpoint)
+    try:
+        manifest = verify(checkpoint)
+    except CheckpointError as error:
+        raise CheckError(*error.problems) from None
     size = sum(entry.num_bytes for entry in manifest.values())
     if as_json:
         print_json({"checkpoint": str(checkpoint), "files": len(manifest), "bytes": size})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
@@ -15,8 +15,15 @@ from toolkit.cli.output import print_fields, print_json
 from toolkit.errors import PlanError
 from toolkit.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from toolkit.plan.plan import Plan
+
 STEPS = 60
 FIRST_SESSION = 40
+
+# By the marker a folder is known to be ours; --overwrite deletes what this command writes and nothing else.
+MARKER = ".toolkit-quickstart"
+WRITTEN = ("job.yaml", "python-topics.jsonl", "model", "run")
 
 
 def register(app: typer.Typer) -> None:
@@ -97,18 +104,18 @@ def write_quickstart_job(out: Path, *, cpu: bool, processes: int, zero_stage: in
 
 
 def _hardware(cpu: bool, processes: int) -> tuple[str, int]:
-    """Gives the catalogue name and number of the cards here, at most two, or CPU processes."""
+    """Gives the catalogue name and number of the cards here, at most `processes`, or CPU processes."""
     from toolkit.launch.devices import local_gpus
 
     found = [] if cpu else local_gpus()
     if not found:
         return "cpu", processes
-    return found[0], min(2, found.count(found[0]))
+    return found[0], min(processes, found.count(found[0]))
 
 
 def _claim(out: Path, *, overwrite: bool) -> None:
     if out.exists() and any(out.iterdir()):
-        ours = (out / "job.yaml").exists()
+        ours = (out / MARKER).exists()
         if not (overwrite and ours):
             raise PlanError.of(
                 code="OUTPUT_EXISTS",
@@ -116,11 +123,17 @@ def _claim(out: Path, *, overwrite: bool) -> None:
                 message=f"{out} is not empty",
                 fix="Choose another --out" + (", or replace it with --overwrite" if ours else ""),
             )
-        shutil.rmtree(out)
+        for name in WRITTEN:
+            path = out / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).touch()
 
 
-def _finish(plan: Any, job: Path, *, as_json: bool, began: float) -> None:
+def _finish(plan: Plan, job: Path, *, as_json: bool, began: float) -> None:
     import json
 
     from toolkit.checkpoint.locate import latest_checkpoint
@@ -129,8 +142,10 @@ def _finish(plan: Any, job: Path, *, as_json: bool, began: float) -> None:
     last = latest_checkpoint(plan.output_dir)
     done = load_exporter()(last, plan.output_dir / "export", check_logits=True, verify_first=False)
     metrics = plan.output_dir / "metrics.jsonl"
-    losses = [record["loss"] for record in map(json.loads, metrics.open(encoding="utf-8")) if "loss" in record]
+    records = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    losses = [record["loss"] for record in records if "loss" in record]
     seconds = time.perf_counter() - began
+    assert done.logits_difference is not None, "check_logits=True compares, or raises"
     if as_json:
         print_json(
             {
@@ -154,7 +169,7 @@ def _finish(plan: Any, job: Path, *, as_json: bool, began: float) -> None:
             ("metrics", f"{metrics}: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"),
             ("checkpoint", str(last)),
             ("export", f"{plan.output_dir / 'export'} ({format_bytes(done.report.num_bytes)})"),
-            ("checked", describe_scores(done.logits_difference or 0.0)),
+            ("checked", describe_scores(done.logits_difference)),
             ("time", format_seconds(seconds)),
         ]
     )

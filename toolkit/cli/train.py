@@ -14,7 +14,7 @@ import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_job
 from toolkit.cli.output import print_fields, print_json
-from toolkit.errors import PlanError, Problem, SpecError, raise_all
+from toolkit.errors import PlanError, Problem, SpecError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.launch.outcome import RunOutcome
@@ -72,6 +72,10 @@ def train(
 
     plan = checked_plan(job, overrides)
     resume = resume or resume_from_checkpoint  # transformers' name for it
+    if resume is not None and overwrite:
+        raise typer.BadParameter(
+            "a run that goes on deletes nothing; leave out one of the two", param_hint="--overwrite"
+        )
     if resume is not None and not dry_run:
         recover(plan.output_dir)
     checkpoint = _checkpoint(plan, resume, stop_after)
@@ -92,7 +96,7 @@ def train(
         outcome = run_workers(plan, checkpoint=checkpoint, stop_after=stop_after)
     exported = None
     if outcome.exit_code == 0 and not no_export and is_finished(plan):
-        exported = export_last(plan)
+        exported = _export_or_explain(plan)
     report(plan, outcome, job=job, overrides=overrides, exported=exported, as_json=as_json)
     if rank is not None:
         _leave(outcome.exit_code)
@@ -145,6 +149,16 @@ def weight_problems(plan: Plan) -> list[Problem]:
             ]
         if found.loadable:
             return []
+        if found.missing or found.damaged:
+            broken = ", ".join([*(f"{name} is missing" for name in found.missing), *map(str, found.damaged)])
+            return [
+                Problem(
+                    code="MODEL_NO_WEIGHTS",
+                    key="model",
+                    message=f"the weights in {model.path} are not whole: {broken}",
+                    fix="Download or copy the folder anew",
+                )
+            ]
     hub = f"the hub id {model.hub_id}" if model.hub_id else "a hub id"
     return [
         Problem(
@@ -230,6 +244,20 @@ def is_finished(plan: Plan) -> bool:
         return False
     state = State.load(last)
     return state.num_steps is not None and state.step >= state.num_steps
+
+
+def _export_or_explain(plan: Plan) -> Path | None:
+    """Exports a finished run, or says why not: the run itself is safe either way."""
+    from toolkit.cli.output import print_problems, warn
+
+    if plan.profile.needs_nvme:
+        warn([f"offload={plan.profile.name} keeps the weights in swap files, which this version cannot export"])
+        return None
+    try:
+        return export_last(plan)
+    except ToolkitError as error:
+        print_problems(error.problems, as_json=False)
+        return None
 
 
 def export_last(plan: Plan) -> Path:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 from toolkit.spec.catalogue import Gpu, load_catalogue
 
 
-def local_gpus() -> list[str]:
-    """Gives the catalogue name of each NVIDIA card that the driver reports and the catalogue holds."""
+def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Gives the catalogue name of each NVIDIA card that processes may use here and the catalogue holds.
+
+    Args:
+        environment: Whose CUDA_VISIBLE_DEVICES limits the number of cards; this process's own when left out.
+    """
     import pynvml
+
+    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    limit = (
+        None if visible is None else len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    )
 
     try:
         pynvml.nvmlInit()
@@ -24,7 +36,7 @@ def local_gpus() -> list[str]:
                 continue
             match = match_gpu(name if isinstance(name, str) else name.decode(), int(memory))
             found += [match] if match else []
-        return found
+        return found[:limit]
     finally:
         pynvml.nvmlShutdown()
 

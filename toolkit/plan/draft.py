@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from toolkit.plan.offload import PROFILES, OffloadProfile
 from toolkit.plan.settings import Settings
 from toolkit.spec.catalogue import Gpu
-from toolkit.spec.job import Job
+from toolkit.spec.job import Job, Lora
 from toolkit.spec.model import ModelSpec
+from toolkit.spec.parameters import count_lora_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +54,11 @@ class Draft:
             and settings.gradient_accumulation_dtype == "fp32"
             and self.profile.optimizer is None
         )
+
+
+def trainable_parameters(job: Job, model: ModelSpec) -> int | None:
+    """Counts what the job trains: all of the model, or its adapters; None where the architecture is unknown."""
+    if job.train.method == "full":
+        return model.num_parameters
+    lora = job.train.lora or Lora()
+    return count_lora_parameters(model.config, r=lora.r, target_modules=lora.target_modules)

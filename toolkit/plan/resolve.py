@@ -6,16 +6,15 @@ from typing import Any, TypeVar
 
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
-from toolkit.plan.draft import Draft
+from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.plan import Plan
 from toolkit.plan.rules import RULES
 from toolkit.plan.rules.training import unread
 from toolkit.plan.settings import Choice, Settings, Source
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Job, Lora, Precision
+from toolkit.spec.job import Job, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
-from toolkit.spec.parameters import count_lora_parameters
 from toolkit.units import format_bytes, format_count
 
 T = TypeVar("T")
@@ -223,17 +222,10 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
     """Bytes a rank of parameters, gradients and optimizer state under ZeRO-2 (deepspeed zero/stage_1_and_2.py)."""
     assert model.num_parameters is not None
     width = 4 if precision == "fp32" else 2
-    trainable = _trainable(job, model) or model.num_parameters
+    trainable = trainable_parameters(job, model) or model.num_parameters
     # An fp32 master copy and Adam's two moments: the most that an optimizer here keeps.
     optimizer = 0 if PROFILES[job.parallel.offload].optimizer else 12
     return width * model.num_parameters + trainable * (width + optimizer) / job.cluster.num_ranks
-
-
-def _trainable(job: Job, model: ModelSpec) -> int | None:
-    if job.train.method == "full":
-        return model.num_parameters
-    lora = job.train.lora or Lora()
-    return count_lora_parameters(model.config, r=lora.r, target_modules=lora.target_modules)
 
 
 def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:
@@ -277,7 +269,7 @@ def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: _Choose
     written = _written(job, "sub_group_size")
     if written is not None:
         return written
-    trainable = _trainable(job, model)
+    trainable = trainable_parameters(job, model)
     if not PROFILES[job.parallel.offload].partial or trainable is None:
         return SUB_GROUP_SIZE
     size = max(1, trainable // batch.dp_size // PARTIAL_SUB_GROUPS)
@@ -292,7 +284,7 @@ def _decide_bucket(job: Job, model: ModelSpec, zero_stage: int, chooser: _Choose
     written = _written(job, "reduce_bucket_size")
     if written is not None:
         return written
-    trainable = _trainable(job, model)
+    trainable = trainable_parameters(job, model)
     size = min(MAX_REDUCE_BUCKET, trainable or MAX_REDUCE_BUCKET)
     if zero_stage == 0:
         return size

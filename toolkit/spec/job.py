@@ -39,6 +39,18 @@ def _not_a_bool(value: Any) -> Any:
     return value
 
 
+def _at_home(value: Any) -> Any:
+    """Writes a leading ~ out, as a shell does before a program sees it."""
+    if not isinstance(value, str | Path) or not str(value).startswith("~"):
+        return value
+    try:
+        return type(value)(Path(value).expanduser())
+    except RuntimeError as error:
+        raise ValueError(f"{value} names no home folder ({error})") from None
+
+
+Folder = Annotated[Path, BeforeValidator(_at_home)]
+Name = Annotated[str, Field(min_length=1), BeforeValidator(_at_home)]
 Count = Annotated[PositiveInt, BeforeValidator(_not_a_bool)]
 NonNegativeCount = Annotated[int, Field(ge=0), BeforeValidator(_not_a_bool)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
@@ -65,9 +77,9 @@ class Model(Section):
         init: `pretrained` loads weights; `random` draws them from `train.seed`.
     """
 
-    name: str = Field(min_length=1)
+    name: Name
     revision: str | None = None
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     trust_remote_code: StrictBool = False
     init: Literal["pretrained", "random"] | None = None
 
@@ -88,7 +100,7 @@ class Cluster(Section):
     gpus_per_node: Count = 1
     nodes: Count = 1
     host_memory_gib: PositiveNumber | None = None
-    nvme_path: Path | None = None
+    nvme_path: Folder | None = None
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
 
     @property
@@ -155,7 +167,7 @@ class Train(Section):
     report_to: tuple[Literal["tensorboard"], ...] = ()
     torch_compile: StrictBool = False
     seed: NonNegativeCount = 0
-    output_dir: Path = Path("runs/job")
+    output_dir: Folder = Path("runs/job")
 
 
 class Data(Section):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.plan.draft import Draft
+from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.offload import PROFILES
+from toolkit.units import GIB, format_bytes
 
 
 def offload_stage(draft: Draft) -> Iterator[Problem]:
@@ -96,6 +97,36 @@ def accumulation_dtype(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def offload_host_memory(draft: Draft) -> Iterator[Problem]:
+    """The nodes' RAM holds what the profile moves there."""
+    host = draft.job.cluster.host_memory_gib or (draft.gpu.host.host_memory_gib if draft.gpu.host else None)
+    trainable = trainable_parameters(draft.job, draft.model)
+    if draft.profile.optimizer != "cpu" or host is None or trainable is None:
+        return
+    needed = offloaded_bytes(draft, trainable)
+    if needed <= host * GIB:
+        return
+    where = "host_memory_gib" if draft.job.cluster.host_memory_gib else "the catalogue's typical host"
+    yield Problem(
+        code="OFFLOAD_HOST_MEMORY",
+        key="parallel.offload",
+        message=f"offload={draft.profile.name} puts about {format_bytes(needed)} on each node, {where} has {host:g} GiB",
+        fix="Rent more nodes or RAM and set cluster.host_memory_gib, lower parallel.offload_ratio with "
+        "optimizer-cpu-partial, or train by LoRA",
+        source="deepspeed runtime/zero/stage_1_and_2.py and stage3.py",
+    )
+
+
+def offloaded_bytes(draft: Draft, trainable: int) -> float:
+    """Gives what a CPU profile puts into one node's RAM, bytes, before rounding and without the processes' own.
+
+    Master copy 4, moments 8, fp32 gradient 4, staging 2 a parameter, and 2 more with accumulation or offloaded
+    parameters, shared by the ranks (deepspeed runtime/zero/stage_1_and_2.py, stage3.py).
+    """
+    a_parameter = 18 + 2 * (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
+    return a_parameter * trainable * draft.settings.offload_ratio / draft.job.cluster.nodes
+
+
 def compile_under_zero3(draft: Draft) -> Iterator[Problem]:
     """ZeRO-3 fetches parameters in module hooks, at each of which a compiled graph breaks."""
     if draft.job.train.torch_compile and draft.settings.zero_stage == 3:
@@ -113,6 +144,7 @@ RULES = (
     offload_path,
     offload_ratio,
     offload_activations,
+    offload_host_memory,
     accumulation_dtype,
     compile_under_zero3,
 )
