@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -200,12 +198,18 @@ def _initialize(
 
 
 def _tell_deepspeed(backend: str) -> None:
-    """Makes DeepSpeed see the groups; until then its configuration takes the world for one rank."""
+    """Makes DeepSpeed see the groups; until then its configuration takes the world for one rank.
+
+    Source:
+        deepspeed comm/torch.py build_shm_op: on CPU it compiles an extension that only tensor-parallel inference calls
+        (inference_all_reduce). That needs a compiler and half a minute, and a run that is killed meanwhile leaves a lock
+        for which all later ones wait without a word.
+    """
     import deepspeed
 
-    # DeepSpeed prints the name of its CPU collectives' extension; a worker's output is for its own messages.
-    with contextlib.redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    if backend == "gloo":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def _own_store(environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta) -> Store:
