@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from toolkit.errors import PlanError, RunError, ToolkitError
+from toolkit.groups.build_locks import check_build_locks
 from toolkit.launch.environment import WorkerIdentity, rank_from_environment
 from toolkit.topology.grid import Coordinate, Grid
 
@@ -100,6 +101,7 @@ def connect(
     Raises:
         PlanError: WORLD_SIZE when the launcher started another number of processes than the plan has ranks;
             WORLD_NO_GPU when the plan wants CUDA and this process sees none.
+        RunError: BUILD_LOCK when a killed compilation would keep DeepSpeed waiting for ever.
     """
     environment = os.environ if environment is None else environment
     identity = rank_from_environment(environment)
@@ -113,6 +115,7 @@ def connect(
             fix=f"Start {grid.world_size} processes (`toolkit train`, torchrun, deepspeed or accelerate launch), or change "
             "cluster.gpus_per_node and cluster.nodes",
         )
+    check_build_locks(environment)
     _prepare_process(backend, identity)
     device = _device(backend, local_rank)
     owns_groups = not dist.is_initialized()
