@@ -83,7 +83,9 @@ def verify_command(
     try:
         manifest = verify(checkpoint)
     except CheckpointError as error:
-        raise CheckError(*error.problems) from None
+        if set(error.codes) <= {"CHECKPOINT_DAMAGED", "CHECKPOINT_INCOMPLETE"}:
+            raise CheckError(*error.problems) from None
+        raise
     size = sum(entry.num_bytes for entry in manifest.values())
     if as_json:
         print_json({"checkpoint": str(checkpoint), "files": len(manifest), "bytes": size})
