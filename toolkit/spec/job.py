@@ -40,13 +40,13 @@ def _not_a_bool(value: Any) -> Any:
 
 
 def _at_home(value: Any) -> Any:
-    """Writes a leading ~ out, as a shell does before a program sees it."""
+    """Writes a leading ~ out, as a shell does before a program sees it; a home that nobody has stays as it is written."""
     if not isinstance(value, str | Path) or not str(value).startswith("~"):
         return value
     try:
         return type(value)(Path(value).expanduser())
-    except RuntimeError as error:
-        raise ValueError(f"{value} names no home folder ({error})") from None
+    except RuntimeError:
+        return value
 
 
 Folder = Annotated[Path, BeforeValidator(_at_home)]
