@@ -18,7 +18,7 @@ def plan():
             "method": "lora",
             "lora": {"r": 4, "target_modules": ["q_proj"]},
             "report_to": ["tensorboard"],
-            "seed": 2**60,
+            "seed": 2**32 - 1,
         },
         data={"train": ["a.jsonl"], "validation_fraction": 0.1},
         parallel={"offload": "full-nvme"},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +251,88 @@ def test_peek_imports_no_training_library(tmp_path: Path) -> None:
         "print({'torch', 'datasets', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", '{"text": ' + DEEP + "}", "line 1 cannot be read: lists or objects are nested too deep"),
+        ("a.jsonl", '{"text": "a"}\n{"text": ' + "9" * 5000 + "}", "line 2 cannot be read"),
+        ("a.jsonl", '{"text": "\\ud800"}', "line 1 is not Unicode"),
+        ("a.jsonl", '{"\\ud800": "a"}', "line 1 is not Unicode"),
+        ("a.json", '[{"text": "\\ud800"}]', "element 1 is not Unicode"),
+        ("a.json", '[{"text": "a"}] more', "Extra data after the array"),
+        ("a.json", '[{"text": "a"},]', "Expecting value"),
+    ],
+)
+def test_json_that_only_a_loader_would_refuse(tmp_path: Path, name: str, content: str, says: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert says in only(peek(Data(train=name), base=tmp_path)[1], "DATA_JSON").message
+
+
+def test_an_array_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(DEEP)
+    assert "nested too deep" in only(peek(Data(train="a.json"), base=tmp_path)[1], "DATA_READ").message
+
+
+def test_a_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n')
+    assert peek(Data(train="a.jsonl"), base=tmp_path)[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('text\n"abc\nfoo\n', "still open where the file ends"),
+        ("text,text\na,b\n", "names 'text' more than once"),
+    ],
+)
+def test_csv_that_pandas_refuses_or_renames(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    assert says in only(peek(Data(train="a.csv"), base=tmp_path)[1], "DATA_READ").message
+
+
+def test_a_long_cell_is_no_fault(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text("text\n" + "a" * (before + 1) + "\n")
+    assert peek(Data(train="a.csv"), base=tmp_path)[1] == ()
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"dataset_dict.json": "[]"},
+        {"dataset_dict.json": '{"splits": 5}'},
+        {"dataset_dict.json": '{"splits": ["train"]}'},
+        {"state.json": "[]"},
+        {"state.json": '{"_data_files": []}', "dataset_info.json": '{"features": null}'},
+        {"state.json": '{"_data_files": 3}', "dataset_info.json": '{"features": {"text": {}}}'},
+        {"state.json": "{}", "dataset_info.json": "{}"},
+        {"state.json": DEEP},
+    ],
+    ids=str,
+)
+def test_a_damaged_saved_folder(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    problem = only(peek(Data(train=str(tmp_path)))[1], "DATA_READ")
+    assert "save_to_disk" in problem.fix
+
+
+def test_links_in_a_circle_and_pipes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to("b.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_NOT_FOUND")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "a pipe" in only(peek(Data(train="pipe.jsonl"), base=tmp_path)[1], "DATA_SUFFIX").message
+
+
+def test_text_that_is_blank_throughout(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", {"text": ""}, {"text": " \n"})
+    assert "blank" in only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_EMPTY").message
+    write_jsonl(tmp_path / "a.jsonl", {"text": ""}, {"text": "a"})
+    assert peek(Data(train="a.jsonl"), base=tmp_path)[1] == ()

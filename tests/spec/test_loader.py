@@ -1,4 +1,5 @@
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
@@ -47,7 +48,91 @@ def test_every_way_to_write_a_number(text, value):
 
 
 def test_a_large_whole_number_keeps_every_digit():
-    assert job_of(SMALL + f'train: {{seed: "{2**60 + 1}"}}').train.seed == 2**60 + 1
+    assert job_of(SMALL + f'train: {{seed: "{2**32 - 1}"}}').train.seed == 2**32 - 1
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("0x10", 16), ("1_000", 1000), ("1e3", 1000), ("8", 8)])
+def test_numbers_are_read_as_people_do(text, value):
+    assert job_of(SMALL + f"train: {{max_steps: {text}}}").train.max_steps == value
+
+
+def test_space_that_only_python_knows_around_a_number():
+    assert job_of(SMALL, "train.max_steps=8\x1f").train.max_steps == 8
+
+
+def test_minutes_are_no_number():
+    """YAML 1.1 reads 1:30 as 90."""
+    assert only(SMALL + "train: {max_steps: 1:30}").code == "KEY_VALUE"
+
+
+def test_a_deepspeed_size_may_have_an_exponent():
+    assert job_of(SMALL + "deepspeed: {zero_optimization: {reduce_bucket_size: 5e8}}").deepspeed == {
+        "zero_optimization": {"reduce_bucket_size": 5e8}
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ("train: {seed: 4294967296}", "train.seed"),
+        ("train: {train_batch_size: 1e18}", "train.train_batch_size"),
+        ("train: {max_steps: 1e30}", "train.max_steps"),
+        ("train: {learning_rate: 1e300}", "train.learning_rate"),
+        ("train: {adam_epsilon: 1e-300}", "train.adam_epsilon"),
+        ("train: {output_dir: ''}", "train.output_dir"),
+        ('train: {output_dir: "a\\0b"}', "train.output_dir"),
+        ("data: {train: []}", "data.train"),
+        ("data: {train: ['']}", "data.train"),
+        ('data: {train: "a\\nb.jsonl"}', "data.train"),
+        (f"data: {{train: {'a' * 300}.jsonl}}", "data.train"),
+        ("data: {train: a.jsonl, split: ''}", "data.split"),
+        ("train: {method: lora, lora: {target_modules: []}}", "train.lora.target_modules"),
+    ],
+)
+def test_values_that_nothing_below_could_take(written, key):
+    problem = only(SMALL + written)
+    assert (problem.code, problem.key) == ("KEY_VALUE", key)
+    assert "tuple" not in problem.fix
+    clauses = problem.fix.lower().split(", or ")
+    assert len(clauses) == len(set(clauses))
+
+
+def test_a_cluster_beyond_any_machine():
+    found = problems_of("model: x\ncluster: {gpu: cpu, gpus_per_node: 1e30, nodes: 1e9}")
+    assert {(problem.code, problem.key) for problem in found} == {
+        ("KEY_VALUE", "cluster.gpus_per_node"),
+        ("KEY_VALUE", "cluster.nodes"),
+    }
+
+
+def test_aliases_that_stand_for_billions_are_refused():
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(9)]
+    assert only("\n".join(lines)).code == "YAML_RECURSIVE"
+
+
+def test_a_second_document_is_said_to_be_one():
+    problem = only(SMALL + "---\n" + SMALL)
+    assert problem.code == "YAML_SYNTAX"
+    assert "a second document" in problem.message
+
+
+def test_an_endless_file_is_not_read_to_its_end():
+    with pytest.raises(SpecError) as caught:
+        load_yaml(Path("/dev/zero"))
+    assert caught.value.codes == ("FILE_UNREADABLE",)
+
+
+@pytest.mark.parametrize("override", ["=x", ".=1", "train.=5", "train..seed=1", " =1"])
+def test_a_key_with_an_empty_word(override):
+    with pytest.raises(SpecError) as caught:
+        apply_override({}, override)
+    assert caught.value.codes == ("SET_SYNTAX",)
+
+
+def test_capitals_do_not_hide_the_nearest_key():
+    (problem,) = problems_of("model: x\ncluster: {gpu: cpu, GPUS_PER_NODE: 2}")
+    assert "cluster.gpus_per_node" in problem.fix
 
 
 @pytest.mark.parametrize("text", ["+", "e5", ".", "-", "_1", "1.5_e", '"9e999"', '"' + "9" * 5000 + '"', "٣"])
@@ -146,9 +231,9 @@ def test_missing_keys_are_named():
     ("written", "key", "parts"),
     [
         ("train: {gradient_checkpointing: 2}", "train.gradient_checkpointing", ("boolean", "less than or equal to 1")),
-        ("data: {train: 3}", "data.train", ("string", "tuple")),
+        ("data: {train: 3}", "data.train", ("string", "list")),
         ("data: {train: [1, 2, 3]}", "data.train", ("string",)),
-        ("train: {method: lora, lora: {target_modules: 3}}", "train.lora.target_modules", ("string", "tuple")),
+        ("train: {method: lora, lora: {target_modules: 3}}", "train.lora.target_modules", ("string", "list")),
         ("train: {report_to: [wandb, mlflow]}", "train.report_to", ("tensorboard",)),
     ],
 )

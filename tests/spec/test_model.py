@@ -256,3 +256,26 @@ def test_a_hub_that_does_not_resolve_is_offline_at_once(tmp_path: Path) -> None:
 
 def test_a_name_that_no_hub_can_have() -> None:
     assert "closest: qwen3-8b" in refused("a/b/Qwen3-8B", "MODEL_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("num_hidden_layers", 10**9, "from 1 to 10000"),
+        ("hidden_size", 10**30, "from 1 to 2147483647"),
+        ("num_key_value_heads", 3, "divisor"),
+    ],
+)
+def test_sizes_that_no_model_has(tmp_path: Path, key: str, value: int, says: str) -> None:
+    write(tmp_path, {**UNKNOWN, "num_attention_heads": 4, key: value})
+    message = refused(str(tmp_path), "MODEL_CONFIG_INVALID")
+    assert message.startswith(f"{key}={value} is not usable in {tmp_path / 'config.json'}")
+    assert says in message
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"], ids=["bare", "inside"]
+)
+def test_a_config_nested_too_deep(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert "nested too deep" in refused(str(tmp_path), "MODEL_CONFIG_INVALID")

@@ -105,3 +105,17 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(SpecError, match=r"tokenizer\.json.*TOKENIZER_INVALID"):
         read_tokenizer_facts(tmp_path)
+
+
+@pytest.mark.parametrize("declared", [5, [5], ["a"], [{"name": "default"}]])
+def test_a_chat_template_of_no_known_form_is_named(tmp_path: Path, declared: object) -> None:
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": declared}))
+    with pytest.raises(SpecError, match=r"chat_template.*TOKENIZER_INVALID"):
+        read_tokenizer_facts(tmp_path)
+
+
+def test_a_tokenizer_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(SpecError, match=r"nested too deep.*TOKENIZER_INVALID"):
+        read_tokenizer_facts(tmp_path)

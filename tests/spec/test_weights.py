@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,21 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     assert read_header(path) is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": "../x.safetensors"}}',
+        '{"weight_map": {"a": "x\\u0000"}}',
+        "[" * 100_000,
+    ],
+    ids=range(9),
+)
 def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / INDEX).write_text(content)
     assert find_weights(tmp_path).damaged == (INDEX,)
@@ -89,3 +104,23 @@ def test_bin_weights_are_seen_but_not_loadable(tmp_path: Path) -> None:
     assert not weights.loadable
     saved(tmp_path)
     assert find_weights(tmp_path).loadable
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b'{"a": 5}',
+        b'{"a": {"data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": 3, "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=range(8),
+)
+def test_a_header_that_is_no_header(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    assert read_header(tmp_path / SINGLE) is None
+    assert find_weights(tmp_path).damaged == (SINGLE,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,8 @@ def _entries(key: str, names: str | tuple[str, ...] | None) -> list[tuple[str, s
 
 
 def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problems: list[Problem]) -> SourceFacts | None:
-    path = (root / os.path.expanduser(name)).resolve()  # noqa: PTH111 - Path.expanduser raises for an unknown user
+    # Path.expanduser raises for an unknown user, and Path.resolve for links in a circle before Python 3.13.
+    path = Path(os.path.realpath(root / os.path.expanduser(name)))  # noqa: PTH111
     wanted = None if data.format == "auto" else as_format(data.format)
     if not path.exists():
         if is_hub_id(name):
@@ -120,9 +121,7 @@ def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problem
         return None
     kind = _local_kind(path)
     if kind is None:
-        what = (
-            "a folder without state.json or dataset_dict.json" if path.is_dir() else f"suffix={path.suffix or 'none'}"
-        )
+        what = _odd_kind(path)
         message = f"{key}={name} is of no kind that is read: {what}"
         fix = f"Name a file ending in {', '.join(SUFFIXES)}, or a folder written by Dataset.save_to_disk"
         problems.append(Problem(code="DATA_SUFFIX", key=key, message=message, fix=fix))
@@ -138,6 +137,7 @@ def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problem
         else:
             format_ = resolved
             problems += _type_problems(head.records, resolved, key=key, name=name)
+            problems += _blank_problems(head.records, resolved, key=key, name=name)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     num_bytes = sum(file.stat().st_size for file in files)
     return SourceFacts(name=name, kind=kind, path=path, columns=head.columns, format=format_, num_bytes=num_bytes)
@@ -153,7 +153,13 @@ def _local_kind(path: Path) -> Kind | None:
     if path.is_dir():
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         return "saved" if saved else None
-    return SUFFIXES.get(path.suffix.lower())
+    return SUFFIXES.get(path.suffix.lower()) if path.is_file() else None  # a pipe would be waited for
+
+
+def _odd_kind(path: Path) -> str:
+    if path.is_dir():
+        return "a folder without state.json or dataset_dict.json"
+    return f"suffix={path.suffix or 'none'}" if path.is_file() else "a pipe or a device"
 
 
 def _type_problems(
@@ -170,6 +176,16 @@ def _type_problems(
     }
     message = f"{name}, record at line {faults[0][0]}: {faults[0][1]}{more}"
     return [Problem(code="DATA_TYPE", key=key, message=message, fix=shapes[format_])]
+
+
+def _blank_problems(
+    records: Sequence[tuple[int, dict[str, Any]]], format_: Format, *, key: str, name: str
+) -> list[Problem]:
+    texts = [record.get("text") for _, record in records]
+    if format_ != "text" or not texts or any(not isinstance(text, str) or text.strip() for text in texts):
+        return []
+    message = f"{name}: text is blank in all of the first {len(texts)} records"
+    return [Problem(code="DATA_EMPTY", key=key, message=message, fix="Name files that hold documents")]
 
 
 def _mixed(sources: list[SourceFacts]) -> Problem:

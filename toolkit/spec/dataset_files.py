@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from toolkit.errors import Problem
 from toolkit.spec.dataset_formats import kind_of
+from toolkit.spec.json_text import parse_json, parse_json_at, read_json_object
 
 Kind = Literal["jsonl", "json", "txt", "csv", "parquet", "saved", "hub"]
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".json": "json", ".txt": "txt", ".csv": "csv", ".parquet": "parquet"}
@@ -59,7 +61,8 @@ def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head
         message = f"{path} is not UTF-8: {error.reason}, byte {error.object[error.start]:#04x} at offset {error.start}"
         fix = f"Convert it: iconv -f LATIN1 -t UTF-8 {path.name}"
         return Head(problems=(Problem(code="DATA_ENCODING", key=key, message=message, fix=fix),))
-    except (OSError, ValueError, LookupError, csv.Error) as error:  # pyarrow.ArrowInvalid is a ValueError
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+        # pyarrow.ArrowInvalid is a ValueError; the JSON of a saved folder may hold anything anywhere.
         return Head(problems=(_unreadable(path, kind, key, error),))
     if head.records or head.problems:
         return head
@@ -78,7 +81,10 @@ def first_bad_json_line(path: Path) -> str | None:
 
 
 def _unreadable(path: Path, kind: Kind, key: str, error: Exception) -> Problem:
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
+    if kind == "saved":
+        message = f"{path} is no whole folder of `datasets`: {reason}"
+        return Problem(code="DATA_READ", key=key, message=message, fix="Write it again with Dataset.save_to_disk")
     message = f"{path} cannot be read as {kind}: {reason}"
     fix = "Name a .jsonl, .json, .txt, .csv or .parquet file whose content matches its suffix"
     return Problem(code="DATA_READ", key=key, message=message, fix=fix)
@@ -92,12 +98,29 @@ def _json_problem(path: Path, key: str, found: str) -> Problem:
 def _parse_line(line: bytes) -> dict[str, Any] | str:
     """Gives the object of one line, or what is wrong with it."""
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except UnicodeDecodeError as error:
         return f"is not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}"
     except json.JSONDecodeError as error:
         return f"is not JSON: {error.msg} at column {error.colno}"
-    return value if isinstance(value, dict) else f"holds {kind_of(value, null='null')}, not an object"
+    except ValueError as error:
+        return f"cannot be read: {error}"
+    return value if isinstance(value, dict) and _is_unicode(value) else _not_a_record(value)
+
+
+def _not_a_record(value: Any) -> str:
+    if isinstance(value, dict):
+        return r"is not Unicode: it holds half of a surrogate pair (\ud800 to \udfff)"
+    return f"holds {kind_of(value, null='null')}, not an object"
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether every string in a JSON value is text: escapes can spell halves of surrogate pairs, which are none."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _columns(records: list[tuple[int, dict[str, Any]]]) -> tuple[str, ...]:
@@ -133,8 +156,8 @@ def _read_json(path: Path, key: str) -> Head:
     records: list[tuple[int, dict[str, Any]]] = []
     try:
         for number, value in enumerate(_array_items(text), 1):
-            if not isinstance(value, dict):
-                found = f"element {number} holds {kind_of(value, null='null')}, not an object"
+            if not isinstance(value, dict) or not _is_unicode(value):
+                found = f"element {number} {_not_a_record(value)}"
                 return Head(records=tuple(records), problems=(_json_problem(path, key, found),))
             records.append((number, value))
             if len(records) == PEEK_RECORDS:
@@ -148,7 +171,6 @@ def _read_json(path: Path, key: str) -> Head:
 
 def _array_items(text: str) -> Iterator[Any]:
     """Decodes the elements of a JSON array one by one, so that a long file need not be read to its end."""
-    decoder = json.JSONDecoder()
 
     def skip(at: int) -> int:
         while at < len(text) and text[at] in " \t\r\n":
@@ -156,17 +178,18 @@ def _array_items(text: str) -> Iterator[Any]:
         return at
 
     at = skip(text.index("[") + 1)
-    if text[at : at + 1] == "]":
-        return
-    while True:
-        value, at = decoder.raw_decode(text, at)
+    while text[at : at + 1] != "]":
+        value, at = parse_json_at(text, at)
         yield value
         at = skip(at)
-        if text[at : at + 1] == "]":
-            return
-        if text[at : at + 1] != ",":
+        if text[at : at + 1] == ",":
+            at = skip(at + 1)
+            if text[at : at + 1] == "]":
+                raise json.JSONDecodeError("Expecting value", text, at)
+        elif text[at : at + 1] != "]":
             raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-        at = skip(at + 1)
+    if skip(at + 1) < len(text):
+        raise json.JSONDecodeError("Extra data after the array", text, skip(at + 1))
 
 
 def _read_txt(path: Path, key: str) -> Head:
@@ -179,15 +202,37 @@ def _read_csv(path: Path, key: str) -> Head:
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = file.readlines(PEEK_BYTES)
     blank = next((index for index, line in enumerate(lines) if line.strip()), len(lines))
-    rows = csv.DictReader(lines[blank:])
-    columns = tuple(rows.fieldnames or ())
-    records = tuple((blank + rows.line_num, dict(row)) for row in itertools.islice(rows, PEEK_RECORDS))
+    limit = csv.field_size_limit(PEEK_BYTES)  # the module's own, of the whole process: put back below
+    try:
+        rows = csv.DictReader(lines[blank:])
+        columns = tuple(rows.fieldnames or ())
+        records = tuple((blank + rows.line_num, dict(row)) for row in itertools.islice(rows, PEEK_RECORDS))
+        ends_open = path.stat().st_size <= PEEK_BYTES and len(records) < PEEK_RECORDS and _ends_in_quotes(lines[blank:])
+    finally:
+        csv.field_size_limit(limit)
     ragged = next((number for number, record in records if None in record), None)
+    repeated = [column for column, times in Counter(columns).items() if times > 1]
     if ragged is not None:
         message = f"{path}: line {ragged} has more cells than the header's {len(columns)}"
         fix = 'Quote cells that hold a comma: "a, b"'
-        return Head(columns=columns, problems=(Problem(code="DATA_READ", key=key, message=message, fix=fix),))
-    return Head(columns=columns, records=records)
+    elif repeated:
+        message, fix = f"{path}: the header names {repeated[0]!r} more than once", "Give each column a name of its own"
+    elif ends_open:
+        message = f"{path}: a quoted cell is still open where the file ends"
+        fix = 'Close each quoted cell, and double the marks inside it: "she said ""no"""'
+    else:
+        return Head(columns=columns, records=records)
+    return Head(columns=columns, problems=(Problem(code="DATA_READ", key=key, message=message, fix=fix),))
+
+
+def _ends_in_quotes(lines: list[str]) -> bool:
+    """Whether the text ends inside a quoted cell, which pandas refuses and the csv module closes silently."""
+    try:
+        for _ in csv.reader(lines, strict=True):
+            pass
+    except csv.Error as error:
+        return "unexpected end of data" in str(error)
+    return False
 
 
 def _read_parquet(path: Path, key: str) -> Head:
@@ -207,7 +252,7 @@ def _read_saved(path: Path, key: str, split: str) -> Head:
 
     splits_file = path / "dataset_dict.json"
     if splits_file.is_file():
-        splits = json.loads(splits_file.read_text(encoding="utf-8"))["splits"]
+        splits = [str(name) for name in read_json_object(splits_file)["splits"]]
         if split not in splits:
             message = f"{path} has no split {split!r}: it holds {', '.join(splits)}"
             split_key = "data.eval_split" if key.startswith("data.eval") else "data.split"
@@ -216,8 +261,7 @@ def _read_saved(path: Path, key: str, split: str) -> Head:
             )
             return Head(problems=(problem,))
         path = path / split
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    info = json.loads((path / "dataset_info.json").read_text(encoding="utf-8"))
+    state, info = read_json_object(path / "state.json"), read_json_object(path / "dataset_info.json")
     rows: list[dict[str, Any]] = []
     for entry in state["_data_files"]:
         with pyarrow.memory_map(str(path / entry["filename"])) as source:

@@ -13,6 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from toolkit.errors import Problem, SpecError
+from toolkit.spec.values import MAX_COUNT
+
+# Ten times the deepest published decoder: a damaged count would keep the arithmetic of layers busy for hours.
+MAX_LAYERS = 10_000
 
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -233,11 +237,12 @@ class Fields:
         )
 
     def size(self, key: str, *, zero: bool = False) -> int:
-        """Gives a size, 1 or more (0 too where `zero` allows it), else raises MODEL_CONFIG_INVALID."""
+        """Gives a size, 1 to 2**31 - 1 (0 too where `zero` allows it), else raises MODEL_CONFIG_INVALID."""
         value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < (0 if zero else 1):
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+        if isinstance(value, bool) or not isinstance(value, int) or not (0 if zero else 1) <= value <= most:
             why = f"model_type {self.text_type} takes its shape from it"
-            raise self.invalid(key, value, why, "an integer of 0 or more" if zero else "a positive integer")
+            raise self.invalid(key, value, why, f"an integer from {0 if zero else 1} to {most}")
         return value
 
     def size_or(self, key: str, default: int) -> int:
@@ -265,7 +270,11 @@ class Fields:
             return 1 if self.flag("multi_query") else self.heads
         if self.text_type in _FIXED_HEAD_DIM and self.text_type != "falcon":
             return self.heads
-        return self.size_or("num_key_value_heads", self.heads)
+        shared = self.size_or("num_key_value_heads", self.heads)
+        if self.heads % shared:
+            why = f"each key and value head serves the same number of the num_attention_heads={self.heads} query heads"
+            raise self.invalid("num_key_value_heads", shared, why, f"a divisor of {self.heads}")
+        return shared
 
     @property
     def head_dim(self) -> int:

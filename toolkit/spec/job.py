@@ -10,7 +10,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+
+from toolkit.spec.values import (
+    Count,
+    Folder,
+    Fraction,
+    Name,
+    NonNegativeCount,
+    NonNegativeNumber,
+    NumGpus,
+    NumNodes,
+    OpenFraction,
+    PositiveNumber,
+    Seed,
+    ShareBelowOne,
+    Word,
+    ZeroStage,
+)
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Method = Literal["full", "lora"]
@@ -33,33 +50,6 @@ Offload = Literal[
 ]
 
 
-def _not_a_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is expected, not true or false")
-    return value
-
-
-def _at_home(value: Any) -> Any:
-    """Writes a leading ~ out, as a shell does before a program sees it; a home that nobody has stays as it is written."""
-    if not isinstance(value, str | Path) or not str(value).startswith("~"):
-        return value
-    try:
-        return type(value)(Path(value).expanduser())
-    except RuntimeError:
-        return value
-
-
-Folder = Annotated[Path, BeforeValidator(_at_home)]
-Name = Annotated[str, Field(min_length=1), BeforeValidator(_at_home)]
-Count = Annotated[PositiveInt, BeforeValidator(_not_a_bool)]
-NonNegativeCount = Annotated[int, Field(ge=0), BeforeValidator(_not_a_bool)]
-PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
-NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
-ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
-OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
-
-
 class Section(BaseModel):
     """Base of every part of a job: frozen, unknown keys refused, defaults validated."""
 
@@ -78,7 +68,7 @@ class Model(Section):
     """
 
     name: Name
-    revision: str | None = None
+    revision: Word | None = None
     tokenizer: Name | None = None
     trust_remote_code: StrictBool = False
     init: Literal["pretrained", "random"] | None = None
@@ -96,9 +86,9 @@ class Cluster(Section):
         master_port: TCP port of the rendezvous; a free one when left out.
     """
 
-    gpu: str = Field(min_length=1)
-    gpus_per_node: Count = 1
-    nodes: Count = 1
+    gpu: Word
+    gpus_per_node: NumGpus = 1
+    nodes: NumNodes = 1
     host_memory_gib: PositiveNumber | None = None
     nvme_path: Folder | None = None
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
@@ -115,8 +105,8 @@ class Lora(Section):
     r: Count = 16
     lora_alpha: PositiveNumber = 32
     lora_dropout: ShareBelowOne = 0.0
-    target_modules: str | tuple[str, ...] = "all-linear"
-    modules_to_save: tuple[str, ...] = ()
+    target_modules: Word | Annotated[tuple[Word, ...], Field(min_length=1)] = "all-linear"
+    modules_to_save: tuple[Word, ...] = ()
     use_rslora: StrictBool = False
 
 
@@ -166,7 +156,7 @@ class Train(Section):
     logging_steps: Count = 1
     report_to: tuple[Literal["tensorboard"], ...] = ()
     torch_compile: StrictBool = False
-    seed: NonNegativeCount = 0
+    seed: Seed = 0
     output_dir: Folder = Path("runs/job")
 
 
@@ -187,11 +177,11 @@ class Data(Section):
         max_samples: Keep only so many documents of `train`.
     """
 
-    train: str | tuple[str, ...]
-    eval: str | tuple[str, ...] | None = None
-    name: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
+    train: Name | Annotated[tuple[Name, ...], Field(min_length=1)]
+    eval: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
+    name: Word | None = None
+    split: Word = "train"
+    eval_split: Word | None = None
     validation_fraction: OpenFraction | None = None
     format: DataFormat = "auto"
     packing: Packing = "wrapped"
@@ -211,7 +201,7 @@ class Parallel(Section):
     """
 
     strategy: Literal["zero"] = "zero"
-    zero_stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(_not_a_bool)] | None = None
+    zero_stage: ZeroStage | None = None
     tensor: Count = 1
     pipeline: Count = 1
     offload: Offload = "none"

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from toolkit.errors import Problem, SpecError
 from toolkit.spec.job import Job
+from toolkit.units import format_bytes
 
 # Spellings of transformers.TrainingArguments and trl.SFTConfig, and where we keep the same thing.
 FOREIGN_KEYS: dict[str, str] = {
@@ -53,15 +54,33 @@ FOREIGN_KEYS: dict[str, str] = {
     "gradient_checkpointing_enable": "train.gradient_checkpointing",
 }
 
-# YAML 1.1 reads 1e-4 (no dot) as a string; what a person means is a number.
+# "8" in quotes where a number is asked for; what a person means is a number.
 _NUMBER = re.compile(r"^[+-]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][+-]?\d+)?$", re.ASCII)
 
 # Longest excerpt of a wrong value that an error repeats, characters.
 _SHOWN_CHARACTERS = 80
 
+# Bytes of a job file that are read: a thousand times what jobs take, and /dev/zero ends.
+_MAX_FILE_BYTES = 16 * 2**20
+# Values of a document once its aliases are written out: a few lines of nested aliases can stand for billions.
+_MAX_VALUES = 100_000
+
+# YAML 1.1 without its numbers of base 8 (010 is 8) and base 60 (1:30 is 90), which nobody means, and with the 5e8 and
+# 1e-4 of YAML 1.2.
+_NUMBER_FORMS = {
+    "tag:yaml.org,2002:int": r"[-+]?(?:0b[0-1_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$",
+    "tag:yaml.org,2002:float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$"
+    r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$",
+}
+
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a mapping with the same key twice."""
+    """SafeLoader that refuses a mapping with the same key twice, and reads numbers as people do."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own name and form
+        first: [(tag, re.compile(_NUMBER_FORMS[tag]) if tag in _NUMBER_FORMS else form) for tag, form in forms]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked here and not on construction: by then `<<` may have copied the keys of another mapping into this one.
@@ -97,14 +116,21 @@ def load_yaml(path: Path) -> dict[str, Any]:
             YAML_NOT_MAPPING.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES:
+            raise ValueError(f"it holds more than {format_bytes(_MAX_FILE_BYTES)}, and is no job")
+        text = raw.decode("utf-8")
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, _siblings(path), n=1)
         fix = f"Did you mean {path.parent / near[0]}" if near else "Check the path"
         raise SpecError.of(code="FILE_NOT_FOUND", key=str(path), message=f"{path} does not exist", fix=fix) from None
     except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a path with a zero byte
         raise SpecError.of(
-            code="FILE_UNREADABLE", key=str(path), message=f"{path} cannot be read: {error}", fix="Check the file"
+            code="FILE_UNREADABLE",
+            key=str(path),
+            message=f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            fix="Name a job file: YAML text in UTF-8",
         ) from None
     return parse_yaml(text, name=str(path))
 
@@ -116,7 +142,9 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}, line {mark.line + 1}" if mark else name
-        problem = getattr(error, "problem", None) or str(error)
+        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
+        if problem == "but found another document":
+            problem = "a second document begins, and a job is one"
         raise SpecError.of(
             code="YAML_SYNTAX", key=name, message=f"{where}: {problem}", fix="Mend the YAML there"
         ) from None
@@ -137,20 +165,36 @@ def _load_value(text: str, *, name: str) -> Any:
         loader = _StrictLoader(text)
         loader.name = name
         try:
-            value = loader.get_single_data()
+            node = loader.get_single_node()
+            if node is not None and _count_values(node, {}, name=name) > _MAX_VALUES:
+                raise _recursive(
+                    name, f"its aliases stand for more than {_MAX_VALUES:,} values", "Write out what the job needs"
+                )
+            value = None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
-        json.dumps(value, default=str)
+        json.dumps(value, default=str)  # as deep as this is what emit can write
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        if "Circular" in str(error):
-            raise _recursive(
-                name, "an anchor stands inside itself", "Write the value out in place of the alias"
-            ) from None
         # SafeLoader lets the errors of int(), datetime() and its table of booleans through.
         raise yaml.YAMLError(f"a value is not what its tag or its form says: {error}") from None
     except RecursionError:
         raise _recursive(name, "sections are nested too deep", "Remove levels: a job has four at most") from None
     return value
+
+
+def _count_values(node: yaml.Node, counted: dict[int, int], *, name: str) -> int:
+    """Counts the values below a node as often as aliases repeat them; `counted` keeps each node's own count."""
+    key = id(node)
+    if (known := counted.get(key)) is not None:
+        if not known:
+            raise _recursive(name, "an anchor stands inside itself", "Write the value out in place of the alias")
+        return known
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    counted[key] = 0  # being counted: to meet it again is to be inside it
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    counted[key] = 1 + sum(_count_values(part, counted, name=name) for part in parts)
+    return counted[key]
 
 
 def _recursive(name: str, what: str, fix: str) -> SpecError:
@@ -172,14 +216,15 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         SpecError: SET_SYNTAX when it is not key=value, or the key leads through a value that is not a section.
     """
     key, separator, text = override.partition("=")
-    if not separator or not key:
+    key = key.strip()
+    if not separator or not all(key.split(".")):
         raise SpecError.of(
             code="SET_SYNTAX",
             key=override,
-            message=f"--set {override} is not key=value",
+            message=f"--set {override!r} is not key=value, or a word of its key is empty",
             fix="Write --set train.sequence_length=8192",
         )
-    *parents, leaf = key.strip().split(".")
+    *parents, leaf = key.split(".")
     node = document
     for depth, parent in enumerate(parents):
         if node.get(parent) is None:
@@ -226,12 +271,9 @@ def _numbers_from_strings(value: Any, annotation: Any) -> Any:
             key: _numbers_from_strings(item, fields[key].annotation if key in fields else None)
             for key, item in value.items()
         }
-    if isinstance(value, str) and _wants_number(annotation) and value.strip() and _NUMBER.match(value.strip()):
-        number = float(value)
-        if not number.is_integer():
-            return number
-        # A float holds no whole number above 2**53, so digits are read as they are.
-        return int(value) if value.strip().lstrip("+-").isdigit() else int(number)
+    if isinstance(value, str) and _wants_number(annotation) and _NUMBER.match(text := value.strip()):
+        number = float(text)  # exact for every whole number that a key allows
+        return int(number) if number.is_integer() else number
     return value
 
 
@@ -257,14 +299,20 @@ def _wants_number(annotation: Any) -> bool:
 
 def _problems(error: ValidationError) -> list[Problem]:
     """Gives one problem a key: the members of a union complain one by one, and a list item by item."""
-    problems: dict[str, Problem] = {}
+    details: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
-        problem = _problem(detail)
-        first = problems.setdefault(problem.key, problem)
-        if problem.fix.lower() not in first.fix.lower().split(", or "):
-            fix = f"{first.fix}, or {problem.fix[0].lower()}{problem.fix[1:]}"
-            problems[problem.key] = replace(first, fix=fix)
-    return list(problems.values())
+        if detail["type"] == "too_short" and detail["input"]:
+            continue  # a list whose items are wrong counts as empty, too
+        details.setdefault(_key(detail["loc"]), []).append(detail)
+    problems: list[Problem] = []
+    for found in details.values():
+        # The member whose type fits knows what is wrong with the value; that others take another type is beside it.
+        exact = [detail for detail in found if detail["type"] in ("value_error", "too_short")]
+        first, *others = map(_problem, exact or found)
+        fixes = dict.fromkeys([first.fix, *(f"{other.fix[0].lower()}{other.fix[1:]}" for other in others)])
+        distinct = [fix for fix in fixes if fix is first.fix or fix.lower() != first.fix.lower()]
+        problems.append(replace(first, fix=", or ".join(distinct)))
+    return problems
 
 
 def _problem(detail: Any) -> Problem:
@@ -273,8 +321,10 @@ def _problem(detail: Any) -> Problem:
         return _unknown_key(key, detail["input"])
     if detail["type"] == "missing":
         return Problem(code="KEY_MISSING", key=key, message=f"{key} is missing", fix=f"Add {key}")
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "model_type":
+    message = _FORMS.get(detail["type"], detail["msg"].removeprefix("Value error, "))
+    if key == "model":
+        message = "write the model's name, or a section with model.name"
+    elif detail["type"] in ("model_type", "dict_type"):
         message = f"write {key} as a section, its keys indented below it"
     given = detail["input"]
     return Problem(
@@ -283,6 +333,14 @@ def _problem(detail: Any) -> Problem:
         message=f"{key}={_shown(given)} ({type(given).__name__}) is not valid",
         fix=message[0].upper() + message[1:],
     )
+
+
+# What pydantic says of a form, as people who write YAML know it.
+_FORMS = {
+    "tuple_type": "input should be a list, such as [a, b]",
+    "too_short": "give at least one",
+    "path_type": "input should be a path",
+}
 
 
 def _key(location: tuple[int | str, ...]) -> str:
@@ -319,8 +377,8 @@ def _unknown_key(key: str, value: Any) -> Problem:
     exact = [path for path in known if path.rpartition(".")[2] == leaf]
     near = (
         exact
-        or difflib.get_close_matches(key, known, n=2)
-        or [leaves[m] for m in difflib.get_close_matches(leaf, leaves, n=2)]
+        or difflib.get_close_matches(key.lower(), known, n=2)
+        or [leaves[m] for m in difflib.get_close_matches(leaf.lower(), leaves, n=2)]
     )
     fix = f"Did you mean {' or '.join(near)}" if near else "Remove it; `toolkit validate --keys` lists what there is"
     return Problem(code="KEY_UNKNOWN", key=key, message=f"{key} is not a key of a job", fix=fix)

@@ -17,6 +17,7 @@ from toolkit.errors import Problem, SpecError
 from toolkit.spec.configs import configs_root
 from toolkit.spec.dimensions import read_dimensions
 from toolkit.spec.job import Model
+from toolkit.spec.json_text import read_json_object
 from toolkit.spec.parameters import count_parameters
 from toolkit.spec.weights import Weights, count_stored_parameters, find_weights
 
@@ -279,18 +280,14 @@ def _build(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        found = "" if isinstance(config, dict) else f"it holds a {type(config).__name__}, not an object"
+        return read_json_object(path)
     except (OSError, ValueError) as error:
-        config, found = {}, str(error)
-    if found:
         raise SpecError.of(
             code="MODEL_CONFIG_INVALID",
             key=str(path),
-            message=f"{path} is not a model's config.json: {found}",
+            message=f"{path} is not a model's config.json: {error}",
             fix="Download config.json again, or name another model",
-        )
-    return cast(dict[str, Any], config)
+        ) from None
 
 
 def _refuse_revision(model: Model, what: str) -> None:

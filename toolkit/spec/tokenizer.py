@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import Problem, SpecError
+from toolkit.spec.json_text import read_json_object
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
 # Jinja's block marks, with the whitespace control that templates in use carry.
@@ -66,13 +66,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        found = "" if isinstance(value, dict) else f"it holds a {type(value).__name__}, not an object"
+        return read_json_object(path)
     except (OSError, ValueError) as error:
-        value, found = {}, str(error)
-    if found:
-        raise _invalid(path, found)
-    return dict(value)
+        raise _invalid(path, str(error)) from None
 
 
 def _invalid(path: Path, found: str) -> SpecError:
@@ -130,5 +126,12 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, boo
     declared = config.get("chat_template")
     if isinstance(declared, str):
         return declared or None, others
-    named = {item["name"]: item["template"] for item in declared or () if {"name", "template"} <= set(item)}
+    try:
+        pairs = (
+            declared.items() if isinstance(declared, Mapping) else ((i["name"], i["template"]) for i in declared or ())
+        )
+        named = dict(pairs)
+    except (TypeError, KeyError) as error:
+        found = "chat_template is neither a text nor a list of objects with name and template"
+        raise _invalid(folder / "tokenizer_config.json", found) from error
     return named.get("default"), others or bool(named)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from toolkit.spec.json_text import parse_json, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,8 +69,9 @@ def find_weights(folder: Path) -> Weights:
 
 def _shards(index: Path) -> list[str] | None:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted(set(weight_map.values())) or None
+        names = set(read_json_object(index)["weight_map"].values())
+        # Names of files beside the index: with a path in them they would be read from anywhere.
+        return sorted(names) if names and all(Path(name).name == name and "\0" not in name for name in names) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -87,12 +89,21 @@ def read_header(path: Path) -> dict[str, Any] | None:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _MAX_HEADER_BYTES:
                 return None
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         header.pop("__metadata__", None)
-        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        end = max(map(_end, header.values()), default=0)
         return header if path.stat().st_size == 8 + length + end else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
         return None
+
+
+def _end(tensor: dict[str, Any]) -> int:
+    """Gives the offset past a tensor's bytes; ValueError unless the entry has all that readers use."""
+    begin, end = tensor["data_offsets"]
+    sizes = [begin, end, *tensor["shape"]]
+    if not isinstance(tensor["dtype"], str) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError("an entry of the header is malformed")
+    return int(end)
 
 
 def count_stored_parameters(weights: Weights, config: Mapping[str, Any], *, tied: bool) -> int | None:
