@@ -117,3 +117,27 @@ def test_files_that_are_neither(folder):
     assert caught.value.codes == ("PLAN_UNREADABLE",)
     with pytest.raises(SpecError):
         read_plan(Path("absent.json"))
+
+
+def test_a_plan_whose_values_break_a_rule_is_not_emitted(folder, capsys):
+    emit()
+    plan = json.loads(Path("out/plan.json").read_text())
+    plan["settings"]["sequence_length"] = 10**9
+    for choice in plan["choices"]:
+        if choice["key"] == "train.sequence_length":
+            choice["value"] = 10**9
+    Path("edited.json").write_text(json.dumps(plan))
+    capsys.readouterr()
+    assert main(["emit", "edited.json", "--out", "other"]) == 2
+    assert "[SEQUENCE_LENGTH]" in capsys.readouterr().err
+    assert not Path("other").exists()
+
+
+def test_a_plan_that_was_cut_short_is_still_taken_for_a_plan(folder, capsys):
+    emit()
+    text = Path("out/plan.json").read_text()
+    for name, content in (("plan.json", ""), ("cut.json", text[: len(text) // 2])):
+        Path(name).write_text(content)
+        capsys.readouterr()
+        assert main(["validate", name]) == 2
+        assert "[PLAN_UNREADABLE]" in capsys.readouterr().err

@@ -151,3 +151,51 @@ def test_which_optimizer_classes_run(sections, torch_adam, bf16_optimizer):
 def test_equality_looks_at_every_value(plan):
     other = replace(plan, settings=replace(plan.settings, learning_rate=plan.settings.learning_rate * 2))
     assert other != plan
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("settings.sequence_length", -5, "Settings.sequence_length=-5"),
+        ("settings.sequence_length", "128", "Settings.sequence_length='128'"),
+        ("settings.zero_stage", 7, "Settings.zero_stage=7"),
+        ("settings.precision", "int4", "Settings.precision='int4'"),
+        ("settings.batch.micro", 0, "micro=0"),
+        ("settings.batch.dp_size", 7, "4 data-parallel ranks, the settings 7"),
+        ("settings.batch.micro", 77, "train.per_device_train_batch_size="),
+        ("settings.sequence_length", 11, "train.sequence_length="),
+        ("job.cluster.gpus_per_node", 8, "16 data-parallel ranks, the settings 4"),
+        ("job.train.max_steps", 9, "train.max_steps=9 in the job"),
+        ("model.hidden_size", "abc", "ModelSpec.hidden_size='abc'"),
+        ("model.hidden_size", -1, "ModelSpec.hidden_size=-1"),
+        ("model.origin", "moon", "ModelSpec.origin='moon'"),
+        ("model.config", {}, "model_type is missing"),
+        ("model.config", None, "None is not valid"),
+        ("choices", {}, "is not valid"),
+        ("choices", [{"key": 5, "value": 1, "source": "job", "reason": ""}], "key=5"),
+        ("schema_version", True, "schema_version=True"),
+        ("schema_version", 1.0, "schema_version=1.0"),
+    ],
+)
+def test_an_edited_plan_is_refused(plan, path, value, says):
+    edited = json.loads(json.dumps(plan.to_dict()))
+    *parents, last = path.split(".")
+    part = edited
+    for parent in parents:
+        part = part[parent]
+    part[last] = value
+    assert says in unreadable(edited)
+
+
+def test_a_plan_nested_too_deep(tmp_path):
+    (tmp_path / "plan.json").write_text('{"job": ' + "[" * 100_000)
+    with pytest.raises(PlanError) as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "nested too deep" in caught.value.problems[0].message
+
+
+def test_a_failed_write_leaves_nothing(plan, tmp_path):
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(OSError, match=r"plan\.json"):
+        plan.save(tmp_path / "plan.json")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,9 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
         SpecError: The file, the model or the card cannot be read.
         PlanError: With every problem at once.
     """
+    from toolkit.errors import PlanError, raise_all
     from toolkit.plan.resolve import resolve, resolve_with
+    from toolkit.plan.rules import RULES
 
     if not is_plan_file(job):
         return resolve(read_job(job, overrides))
@@ -81,6 +82,7 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
 
     plan = Plan.load(job)
     if not overrides:
+        raise_all(PlanError, (problem for rule in RULES for problem in rule(plan)))  # an edited value may break one
         return plan
     changed = _change(plan.job, overrides)
     if changed.model == plan.job.model and changed.cluster.gpu == plan.job.cluster.gpu:
@@ -89,14 +91,10 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
 
 
 def is_plan_file(path: Path) -> bool:
-    """Whether a file is a plan.json rather than a job: a JSON object with a schema version."""
-    if path.suffix != ".json":
+    """Whether a file is a plan.json, whole or damaged, rather than a job: it is called so or has a schema version."""
+    if path.suffix != ".json" or not path.is_file():
         return False
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(value, dict) and "schema_version" in value
+    return path.name == "plan.json" or b'"schema_version"' in path.read_bytes()
 
 
 def _change(job: Job, overrides: Sequence[str]) -> Job:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import PositiveInt
+
 from toolkit.errors import PlanError
 from toolkit.topology.grid import divisors
 
@@ -21,9 +23,9 @@ class Batch:
         dp_size: Data-parallel ranks.
     """
 
-    micro: int
-    accumulation: int
-    dp_size: int
+    micro: PositiveInt
+    accumulation: PositiveInt
+    dp_size: PositiveInt
 
     @property
     def train(self) -> int:

@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from toolkit.errors import PlanError, ToolkitError
 from toolkit.plan.accelerate_config import accelerate_config
 from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
 from toolkit.plan.draft import Draft
-from toolkit.plan.settings import Choice, Settings
+from toolkit.plan.settings import Choice, Settings, disagreements, read_choices
 from toolkit.plan.trainer_config import training_arguments
 from toolkit.spec.catalogue import Gpu
 from toolkit.spec.job import Job
+from toolkit.spec.json_text import parse_json
 from toolkit.spec.model import ModelSpec
 from toolkit.topology.grid import Grid
 
@@ -101,7 +104,7 @@ class Plan(Draft):
             PlanError: PLAN_UNREADABLE when a key is missing, foreign or of another schema version.
         """
         version = value.get("schema_version")
-        if version != SCHEMA_VERSION:
+        if type(version) is not int or version != SCHEMA_VERSION:
             raise _unreadable(f"schema_version={version!r}, this version reads {SCHEMA_VERSION}")
         keys = {"schema_version", "job", "model", "gpu", "settings", "allocator", "choices"}
         if wrong := sorted(keys ^ value.keys()):
@@ -112,10 +115,14 @@ class Plan(Draft):
                 model=ModelSpec.from_dict(value["model"]),
                 gpu=Gpu.model_validate(value["gpu"]),
                 settings=Settings.from_dict(value["settings"]),
-                choices=tuple(Choice(**choice) for choice in value["choices"]),
+                choices=read_choices(value["choices"]),
             )
+        except ValidationError as error:
+            raise _unreadable("; ".join(_found(detail, error.title) for detail in error.errors())) from error
         except (KeyError, TypeError, ValueError, AttributeError, ToolkitError) as error:
             raise _unreadable(str(error)) from error
+        if edited := disagreements(plan.job, plan.settings, plan.choices):
+            raise _unreadable("; ".join(edited))
         if value["allocator"] != plan.allocator:
             raise _unreadable(f"allocator={value['allocator']!r} is not that of gpu={plan.gpu.name}")
         return plan
@@ -124,14 +131,18 @@ class Plan(Draft):
         """Writes `plan.json` atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: Path) -> Plan:
         """Reads `plan.json`."""
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise _unreadable(f"{path}: {error}") from None
         if not isinstance(value, dict):
@@ -139,10 +150,16 @@ class Plan(Draft):
         return cls.from_dict(value)
 
 
+def _found(detail: Any, part: str) -> str:
+    """Says what is wrong with one value of a stored plan."""
+    key = ".".join(map(str, (part, *detail["loc"])))
+    return f"{key}={detail['input']!r:.80} is not valid ({detail['msg']})"
+
+
 def _unreadable(what: str) -> PlanError:
     return PlanError.of(
         code="PLAN_UNREADABLE",
         key="plan.json",
         message=f"the plan cannot be read: {what}",
-        fix="Write it anew with `toolkit emit JOB.yaml --out DIR`",
+        fix="Write it anew with `toolkit emit JOB.yaml --out DIR`; to change a value, change the job or use --set",
     )

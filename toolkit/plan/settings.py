@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from pydantic import PositiveFloat, PositiveInt, TypeAdapter
+
 from toolkit.plan.batch import Batch
-from toolkit.spec.job import Attention, Precision
+from toolkit.spec.job import Attention, Job, Precision
+from toolkit.spec.values import Count, Fraction, NonNegativeCount, ZeroStage
 
 Source = Literal["job", "default", "derived", "deepspeed"]
 
@@ -29,6 +34,13 @@ class Choice:
     reason: str
 
 
+def read_choices(value: Any) -> tuple[Choice, ...]:
+    """Reads the choices of a plan; raises as `Settings.from_dict` does."""
+    made = tuple(Choice(**choice) for choice in value)
+    TypeAdapter(list[Choice]).validate_json(json.dumps(value), strict=True)
+    return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Every open value of a job, decided.
@@ -45,26 +57,26 @@ class Settings:
     """
 
     batch: Batch
-    per_device_eval_batch_size: int
-    sequence_length: int
+    per_device_eval_batch_size: Count
+    sequence_length: Count
     init: Literal["pretrained", "random"]
     precision: Precision
     gradient_accumulation_dtype: Precision
-    zero_stage: int
-    gradient_checkpointing: float
+    zero_stage: ZeroStage
+    gradient_checkpointing: Fraction
     attention: Attention
-    learning_rate: float
-    min_learning_rate_ratio: float | None
-    warmup_steps: int | None
-    warmup_ratio: float | None
-    max_steps: int | None
-    num_train_epochs: float | None
-    save_steps: int
-    save_total_limit: int
-    eval_steps: int | None
-    offload_ratio: float
-    sub_group_size: int
-    reduce_bucket_size: int
+    learning_rate: PositiveFloat
+    min_learning_rate_ratio: Fraction | None
+    warmup_steps: NonNegativeCount | None
+    warmup_ratio: Fraction | None
+    max_steps: Count | None
+    num_train_epochs: PositiveFloat | None
+    save_steps: Count
+    save_total_limit: Count
+    eval_steps: Count | None
+    offload_ratio: Fraction
+    sub_group_size: PositiveInt
+    reduce_bucket_size: PositiveInt
 
     def to_dict(self) -> dict[str, Any]:
         """Gives a JSON object; `from_dict` reads it back."""
@@ -72,5 +84,62 @@ class Settings:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Settings:
-        """Reads what `to_dict` wrote."""
-        return cls(**{**value, "batch": Batch(**value["batch"])})
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            TypeError: A key is missing or foreign.
+            ValueError: A value has the wrong type or lies outside its range.
+        """
+        made = cls(**{**value, "batch": Batch(**value["batch"])})
+        TypeAdapter(cls).validate_json(json.dumps(value), strict=True)
+        return made
+
+
+# Keys of train that a plan takes over as they are written.
+_TAKEN = (
+    "sequence_length",
+    "per_device_eval_batch_size",
+    "precision",
+    "gradient_accumulation_dtype",
+    "gradient_checkpointing",
+    "attention",
+    "min_learning_rate_ratio",
+    "warmup_steps",
+    "warmup_ratio",
+    "max_steps",
+    "num_train_epochs",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+)
+
+
+def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> list[str]:
+    """Says where settings are not what the job or the recorded choice says: a part of the plan was edited.
+
+    Nothing could tell which of them holds, and commands would read different ones.
+    """
+    train, batch = job.train, settings.batch
+    scaled = train.learning_rate_scaling != "none"
+    values: dict[str, tuple[Any, Any]] = {
+        **{f"train.{name}": (getattr(train, name), getattr(settings, name)) for name in _TAKEN},
+        "train.per_device_train_batch_size": (train.per_device_train_batch_size, batch.micro),
+        "train.gradient_accumulation_steps": (train.gradient_accumulation_steps, batch.accumulation),
+        "train.train_batch_size": (train.train_batch_size, batch.train),
+        "train.learning_rate": (None if scaled else train.learning_rate, settings.learning_rate),
+        "parallel.zero_stage": (job.parallel.zero_stage, settings.zero_stage),
+        "model.init": (job.model.init, settings.init),
+        "deepspeed.zero_optimization.sub_group_size": (None, settings.sub_group_size),
+        "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),
+    }
+    recorded = {choice.key: choice.value for choice in choices}
+    found = [
+        f"{key}={said} in the {part}, {settled} in the settings"
+        for key, (given, settled) in values.items()
+        for part, said in (("job", given), ("choices", recorded.get(key)))
+        if said is not None and said != settled
+    ]
+    ranks = job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline)
+    if batch.dp_size != ranks:
+        found.append(f"the job's cluster has {ranks} data-parallel ranks, the settings {batch.dp_size}")
+    return found

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from toolkit.errors import Problem, SpecError
 from toolkit.spec.configs import configs_root
@@ -54,17 +54,17 @@ class ModelSpec:
     has_weights: bool
     model_type: str
     architecture: str | None
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int | None
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate_size: PositiveInt
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt | None
     tie_word_embeddings: bool
-    num_experts: int
-    num_parameters: int | None
+    num_experts: NonNegativeInt
+    num_parameters: NonNegativeInt | None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -81,10 +81,12 @@ class ModelSpec:
         """Reads what `to_dict` gave.
 
         Raises:
-            SpecError: MODEL_SPEC_INVALID, if keys are missing or unknown.
+            SpecError: MODEL_SPEC_INVALID, if keys are missing or unknown; MODEL_CONFIG_INVALID.
+            ValueError: A value has the wrong type or lies outside its range.
         """
         values = dict(data)
-        values["config_json"] = json.dumps(values.pop("config", None))
+        config = values.pop("config", None)
+        values["config_json"] = json.dumps(config)
         names = {field.name for field in fields(cls)}
         if wrong := sorted(names ^ values.keys()):
             raise SpecError.of(
@@ -93,6 +95,8 @@ class ModelSpec:
                 message=f"the stored model has missing or unknown keys: {', '.join(wrong)}",
                 fix="Make the plan again with this version",
             )
+        TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+        read_dimensions(TypeAdapter(dict[str, Any]).validate_python(config), source="the plan's model.config")
         values["path"] = None if values["path"] is None else Path(values["path"])
         return cls(**values)
 
