@@ -141,3 +141,24 @@ def test_a_plan_that_was_cut_short_is_still_taken_for_a_plan(folder, capsys):
         capsys.readouterr()
         assert main(["validate", name]) == 2
         assert "[PLAN_UNREADABLE]" in capsys.readouterr().err
+
+
+def test_out_has_the_form_of_a_path(folder, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    assert main(["emit", "job.yaml", "--out=~/here"]) == 0
+    assert (folder / "home" / "here" / "plan.json").is_file()
+    before = sorted(folder.iterdir())
+    for out in ("", "a\0b", "a\nb", "\udcff", "a" * 300, "~nobody-here/x"):
+        capsys.readouterr()
+        assert main(["emit", "job.yaml", f"--out={out}", "--json"]) == 2
+        (problem,) = json.loads(capsys.readouterr().out)["problems"]
+        assert (problem["code"], problem["key"]) == ("USAGE", "--out")
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_link_of_a_persons_own_is_not_replaced(folder):
+    Path("out").mkdir()
+    Path("out/plan.json").symlink_to("nowhere")
+    assert main(["emit", "job.yaml", "--out", "out"]) != 0
+    assert [entry.name for entry in Path("out").iterdir()] == ["plan.json"]
+    assert Path("out/plan.json").is_symlink()

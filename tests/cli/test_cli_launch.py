@@ -125,3 +125,11 @@ def test_what_cannot_start(folder, arguments, code, part):
     assert done.returncode == code, done.stderr
     assert part in done.stderr
     assert not (folder / "runs").exists()
+
+
+def test_a_file_where_the_output_should_go(folder):
+    (folder / "file").write_text("kept")
+    done = launch(folder, "job.yaml", "--set", "train.output_dir=file/runs", "script.py")
+    assert done.returncode == 2
+    assert "[OUTPUT_PATH]" in done.stderr
+    assert (folder / "file").read_text() == "kept"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -97,6 +98,102 @@ def test_python_dash_m(job):
 def test_bad_usage_is_2(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "says"),
+    [
+        (("nonsense",), "toolkit", "No such command 'nonsense'"),
+        (("validate",), "JOB", "name a job file"),
+        (("validate", "--nonsense", "job.yaml"), "toolkit validate", "No such option: --nonsense"),
+        (("emit", "job.yaml"), "--out", "Missing option"),
+        (("topology", "--tp", "0"), "--tp", "--tp=0: "),
+        (("topology", "--tp=x"), "--tp", "--tp=x: "),
+        (("topology", "--nodes", "3", "--tp", "2"), "--nodes", "3 nodes do not divide"),
+        (("launch", "job.yaml", "absent.py"), "SCRIPT", "absent.py is no file"),
+        (("checkpoint", "list"), "output_dir", "Missing argument"),
+    ],
+)
+def test_bad_usage_is_a_problem_with_a_code(job, arguments, key, says, capsys):
+    assert main([*arguments, "--json"] if arguments[0] != "launch" else ["launch", "--json", *arguments[1:]]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (problem["code"], problem["key"]) == ("USAGE", key)
+    assert says in problem["message"]
+    assert "--help` shows what it takes" in problem["fix"]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("[USAGE]\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("checkpoint",)])
+def test_no_command_shows_the_help(arguments, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert "Usage: toolkit" in captured.out
+    assert captured.err == ""
+
+
+def test_a_grid_too_large_to_list(capsys):
+    for sizes in (("--tp", "9" * 20), ("--nodes", "125000", "--gpus-per-node", "8"), ("--dp", "16385")):
+        assert main(["topology", *sizes, "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "GRID_SIZE"
+    assert main(["topology", "--tp", "8", "--dp", "128", "--nodes", "128", "--gpus-per-node", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 1024
+
+
+def shell(line, **environment):
+    command = f"{sys.executable} -m toolkit {line}"
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env={**os.environ, **environment}, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("gpus >&-", 0),
+        ("gpus --json >&-", 0),
+        ("validate absent.yaml 2>&-", 2),
+        ("validate absent.yaml >&- 2>&-", 2),
+        ("gpus >/dev/full", 3),
+        ("gpus --json >/dev/full", 3),
+        ("gpus nonsense --json >/dev/full", 2),
+        ("validate absent.yaml 2>/dev/full", 2),
+        ("validate absent.yaml --json >/dev/full 2>/dev/full", 2),
+    ],
+)
+def test_streams_that_take_nothing(job, line, code):
+    done = shell(line)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    if "2>" not in line and code:
+        assert done.stderr.endswith("]\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_of_another_encoding(job, encoding):
+    done = shell("gpus", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = shell("validate job.yaml --set model=ünï --json", PYTHONIOENCODING=encoding)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["problems"][0]["message"].startswith("model=ünï ")
+
+
+def test_names_that_are_not_utf8(job):
+    done = shell("validate $'\\xff.yaml' --json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["problems"][0]["code"] == "FILE_NOT_FOUND"
+
+
+def test_a_working_directory_that_has_gone(job):
+    line = "--version >/dev/null; mkdir gone; cd gone; rmdir ../gone; "
+    line += f"{sys.executable} -m toolkit validate ../{job} --set data.train=a.jsonl"
+    done = shell(
+        line.replace("../job.yaml", str(Path(job).resolve())), PYTHONPATH=str(Path(toolkit.__file__).parents[1])
+    )
+    assert done.returncode == 3
+    assert "no longer exists" in done.stderr
 
 
 def test_problems_go_to_stderr_one_a_line(job, capsys):

@@ -190,3 +190,26 @@ def test_keys(capsys):
 @pytest.mark.parametrize("arguments", [(), ("job.yaml", "--keys"), ("--keys", "--explain")])
 def test_bad_usage(arguments, capsys):
     assert main(["validate", *arguments]) == 2
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", "dangling"])
+def test_a_file_where_the_output_should_go(folder, capsys, path):
+    (folder / "file").write_text("kept")
+    (folder / "dangling").symlink_to("nowhere")
+    assert validate(f"train.output_dir={path}") == 2
+    assert codes(capsys) == ["OUTPUT_PATH"]
+    assert (folder / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000], ids=["cut", "deep"])
+def test_a_damaged_tokenizer_is_not_called_absent_too(folder, capsys, content):
+    target = write_model(folder)
+    (target / "tokenizer.json").write_text(content)
+    assert validate("model=./model", "model.init=random") == 2
+    assert codes(capsys) == ["TOKENIZER_INVALID"]
+
+
+def test_a_tokenizer_that_a_job_names_is_looked_at_without_data(folder, capsys):
+    (folder / "bare").mkdir()
+    assert validate("data=", "model.tokenizer=./bare") == 2
+    assert codes(capsys) == ["DATA_NO_TOKENIZER"]

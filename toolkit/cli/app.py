@@ -5,21 +5,27 @@ Exit codes: 0 fine; 1 a check failed; 2 bad input; 3 the run itself failed; 130 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from toolkit.cli import checkpoint, emit, export, gpus, launch, models, quickstart, topology, train, validate
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH, Interaction
-from toolkit.cli.output import print_problems
-from toolkit.errors import RunError, ToolkitError
+from toolkit.cli.output import discard_stdout, prepare_streams, print_problems
+from toolkit.errors import RunError, SpecError, ToolkitError
 from toolkit.launch.outcome import INTERRUPTED_EXIT_CODE
 
 # In the order in which `toolkit --help` lists them: that of a job's journey.
 COMMANDS = (quickstart, validate, emit, train, launch, checkpoint, export, topology, gpus, models)
+
+
+# Base of what typer raises for a command line; it exports no name for it, and which click it builds on differs.
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
 
 def build_app() -> typer.Typer:
@@ -60,41 +66,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before it builds its first model, pydantic reads the metadata of every installed package in search of plugins: a
     # fifth of the start. None has business with our models. `local_run` keeps it from the processes of a run.
     os.environ.setdefault(PYDANTIC_SWITCH, PYDANTIC_OFF)
+    prepare_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        try:
-            typer.main.get_command(build_app()).main(arguments, prog_name="toolkit", obj=interaction)
-        except SystemExit as stop:
-            code = _exit_code(stop)
-        else:
-            code = 0
+        code = _run(arguments, interaction)
         sys.stdout.flush()
     except ToolkitError as error:
-        print_problems(error.problems, as_json=interaction.as_json)
+        _report(error, as_json=interaction.as_json)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        # The reader of our output has left; without this the interpreter would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         return 1
     except OSError as error:
-        return _report_system(error, as_json=interaction.as_json)
+        failure = _system_error(error)
+        _report(failure, as_json=interaction.as_json)
+        return failure.exit_code
     return code
 
 
-def _exit_code(stop: SystemExit) -> int:
-    if stop.code is None:
-        return 0
-    return stop.code if isinstance(stop.code, int) else 2
+def _run(arguments: list[str], interaction: Interaction) -> int:
+    try:
+        # Not standalone: its errors are then ours to print, as JSON where that was asked for.
+        result = typer.main.get_command(build_app()).main(
+            arguments, prog_name="toolkit", obj=interaction, standalone_mode=False
+        )
+    except _UsageError as error:
+        if not error.format_message():  # a group without a command has printed its help
+            return ToolkitError.exit_code
+        # What failed may be the parsing itself, before it came to --json.
+        interaction.as_json |= "--json" in arguments
+        raise _usage_error(error, arguments) from None
+    except typer.Abort:
+        return INTERRUPTED_EXIT_CODE
+    except SystemExit as stop:  # typer's own answer to a pipe that nobody reads
+        return stop.code if isinstance(stop.code, int) else ToolkitError.exit_code
+    return result if isinstance(result, int) else 0  # the code of typer.Exit
 
 
-def _report_system(error: OSError, *, as_json: bool) -> int:
-    failure = RunError.of(
+def _usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
+    """Puts what typer found wrong with the command line as a problem, with the value that it leaves out."""
+    parameter = getattr(error, "param", None)
+    names = [] if parameter is None else parameter.opts
+    values = [given.partition("=")[2] for given in arguments if given.partition("=")[0] in names and "=" in given]
+    values += [after for name, after in itertools.pairwise(arguments) if name in names]
+    command = "toolkit" if error.ctx is None else error.ctx.command_path
+    hint = getattr(error, "param_hint", None)
+    key = names[0] if names else hint if isinstance(hint, str) else command
+    message = error.message if error.message and (values or key == hint) else error.format_message()
+    shown = f"{key}={values[-1]:.80}: " if values else "" if key in message else f"{key}: "
+    return SpecError.of(
+        code="USAGE",
+        key=key,
+        message=shown + " ".join(message.removeprefix("Value error, ").split()).rstrip(".?"),
+        fix=f"`{command} --help` shows what it takes",
+    )
+
+
+def _report(error: ToolkitError, *, as_json: bool) -> None:
+    """Prints problems; where stdout takes nothing they go to stderr, and where that takes nothing either, nowhere."""
+    try:
+        print_problems(error.problems, as_json=as_json)
+        sys.stdout.flush()
+    except OSError:
+        discard_stdout()
+        with contextlib.suppress(OSError):
+            print_problems(error.problems, as_json=False)
+
+
+def _system_error(error: OSError) -> RunError:
+    if error.filename is None and isinstance(error, FileNotFoundError):  # all that os.getcwd says
+        return RunError.of(
+            code="SYSTEM",
+            key="working directory",
+            message="the folder that this command was started in no longer exists",
+            fix="Change to a folder that exists, and start again",
+        )
+    return RunError.of(
         code="SYSTEM",
         key=str(error.filename or ""),
         message=f"the system refused: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""),
         fix="Check that the path exists, that you may use it and that the disk has room",
     )
-    print_problems(failure.problems, as_json=as_json)
-    return failure.exit_code

@@ -15,6 +15,7 @@ from toolkit.plan.resolve import resolve_with
 from toolkit.plan.rules.consumers import consumer_problems
 from toolkit.spec.catalogue import find_gpu
 from toolkit.spec.dataset import DatasetFacts, peek
+from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Job
 from toolkit.spec.model import ModelSpec, resolve_model
 from toolkit.spec.tokenizer import TokenizerFacts, read_tokenizer_facts
@@ -54,11 +55,14 @@ def check(job: Job) -> Verdict:
     if job.data is not None:
         data, found = peek(job.data)
         problems += found
+    problems += output_problems(job.train.output_dir)
     problems += _missing_tokenizer(job)
     tokenizer = _tokenizer_folder(job, model)
-    facts = None if tokenizer is None else _collect(problems, lambda: read_tokenizer_facts(tokenizer))
-    if tokenizer is not None and data is not None:
-        problems += _tokenizer_problems(tokenizer, facts, data)
+    facts, unread = None, len(problems)
+    if tokenizer is not None:
+        facts = _collect(problems, lambda: read_tokenizer_facts(tokenizer))
+        if len(problems) == unread and (data is not None or job.model.tokenizer is not None):
+            problems += _tokenizer_problems(tokenizer, facts, None if data is None else data.format)
     kept = tuple(dict.fromkeys(problems))
     return Verdict(
         plan=None if kept else plan, data=data, problems=kept, warnings=tuple(_warnings(job, model, plan, facts))
@@ -71,6 +75,18 @@ def _collect(problems: list[Problem], read: Callable[[], T]) -> T | None:
     except ToolkitError as error:
         problems.extend(error.problems)
         return None
+
+
+def output_problems(folder: Path) -> Iterator[Problem]:
+    """Says whether a file stands where output_dir, or a folder above it, must be one."""
+    nearest = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
+    if nearest is not None and not nearest.is_dir():
+        yield Problem(
+            code="OUTPUT_PATH",
+            key="train.output_dir",
+            message=f"output_dir={folder}: {nearest} exists and is no folder, so nothing could be written there",
+            fix="Set train.output_dir to another folder, or move that file",
+        )
 
 
 def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
@@ -96,7 +112,7 @@ def _missing_tokenizer(job: Job) -> Iterator[Problem]:
         )
 
 
-def _tokenizer_problems(folder: Path, facts: TokenizerFacts | None, data: DatasetFacts) -> Iterator[Problem]:
+def _tokenizer_problems(folder: Path, facts: TokenizerFacts | None, format_: Format | None) -> Iterator[Problem]:
     if facts is None:
         yield Problem(
             code="DATA_NO_TOKENIZER",
@@ -105,14 +121,14 @@ def _tokenizer_problems(folder: Path, facts: TokenizerFacts | None, data: Datase
             fix="Set model.tokenizer to a folder with tokenizer.json, or to a hub id",
         )
         return
-    if data.format == "messages" and not facts.has_chat_template:
+    if format_ == "messages" and not facts.has_chat_template:
         yield Problem(
             code="DATA_NO_CHAT_TEMPLATE",
             key="model.tokenizer",
             message=f"the tokenizer in {folder} has no chat template, which data of the format messages needs",
             fix="Name the tokenizer of an instruct model in model.tokenizer, or give prompt and completion columns",
         )
-    if data.format in ("text", "prompt_completion") and facts.eos_token is None:
+    if format_ in ("text", "prompt_completion") and facts.eos_token is None:
         yield Problem(
             code="DATA_NO_EOS",
             key="model.tokenizer",

@@ -19,9 +19,21 @@ def register(app: typer.Typer) -> None:
     app.command()(emit)
 
 
+def _folder(written: str) -> Path:
+    """Reads --out by the rules for a job's paths: a shell leaves the ~ of --out=~/x as it is."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from toolkit.spec.values import Folder
+
+    try:
+        return TypeAdapter(Folder).validate_python(written)
+    except ValidationError as error:
+        raise typer.BadParameter(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
 def emit(
     job: JobArgument,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; made if absent.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", parser=_folder, help="Folder to write; made if absent.")],
     hosts: Annotated[
         str | None,
         typer.Option(

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.cli.checking import output_problems
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH
+from toolkit.errors import PlanError, raise_all
 from toolkit.launch.local import LOGS, launch_local
 from toolkit.launch.outcome import RunOutcome
 from toolkit.plan.plan import Plan
@@ -30,10 +32,12 @@ def run_on_this_node(plan: Plan, argv: Sequence[str]) -> RunOutcome:
         argv: Command of a rank, the same for each.
 
     Raises:
+        PlanError: OUTPUT_PATH.
         RunError: LAUNCH_NODES, PORT_IN_USE, LOG_DIR, WORKER_START.
     """
     if os.environ.get(PYDANTIC_SWITCH) == PYDANTIC_OFF:
         del os.environ[PYDANTIC_SWITCH]  # `main` set it for this process, not for a user's script
+    raise_all(PlanError, output_problems(plan.output_dir))
     plan_file = (plan.output_dir / "plan.json").absolute()
     if plan.job.cluster.nodes == 1:  # else the launch is refused, and leaves no file behind
         plan.save(plan_file)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,9 +17,29 @@ if TYPE_CHECKING:
     from toolkit.errors import Problem
 
 
+def prepare_streams() -> None:
+    """Makes stdout and stderr take any text: closed ones swallow it, and what their encoding lacks is spelled out."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open until the end
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_stdout() -> None:
+    """Lets what is left for stdout vanish, once its reader has gone or its disk is full.
+
+    Without this the interpreter would complain when it flushes at exit.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_json(value: Any) -> None:
-    """Prints one JSON document on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    """Prints one JSON document on stdout; in ASCII where stdout does not take all of Unicode."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "")
+    print(json.dumps(value, indent=2, ensure_ascii=encoding != "utf8", allow_nan=False))
 
 
 def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:

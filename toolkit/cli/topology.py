@@ -8,10 +8,15 @@ import typer
 
 from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption, read_job
 from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.errors import PlanError
 
 if TYPE_CHECKING:
     from toolkit.spec.job import Job
     from toolkit.topology.placement import Placement
+
+
+# Ranks of the largest published runs (arXiv 2407.21783, section 3.3); as a table, they take half a minute.
+_MOST_RANKS = 16_384
 
 
 def register(app: typer.Typer) -> None:
@@ -46,17 +51,30 @@ def topology(
         raise typer.BadParameter("it changes a job, and none is given", param_hint="--set")
     if job is None and not given:
         raise typer.BadParameter("give a job, or sizes such as --tp 2 --gpus-per-node 8", param_hint="JOB")
+    if job is None:
+        _check_size(max((pp or 1) * (dp or 1) * (tp or 1), (nodes or 1) * (gpus_per_node or 1)))
     placement = (
         place_job(read_job(job, overrides))
         if job is not None
         else _place_sizes(pp=pp or 1, dp=dp, tp=tp or 1, nodes=nodes or 1, gpus_per_node=gpus_per_node)
     )
+    _check_size(placement.grid.world_size)
     if as_json:
         from toolkit.topology.table import to_dict
 
         print_json(to_dict(placement))
     else:
         _print(placement)
+
+
+def _check_size(num_ranks: int) -> None:
+    if num_ranks > _MOST_RANKS:
+        raise PlanError.of(
+            code="GRID_SIZE",
+            key="topology",
+            message=f"{num_ranks} ranks are more than this command lists: every rank is a row, and in seven groups",
+            fix=f"Give sizes whose product is at most {_MOST_RANKS}; larger grids repeat the pattern of smaller ones",
+        )
 
 
 def place_job(job: Job) -> Placement:

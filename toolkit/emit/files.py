@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Literal
 from toolkit.emit.contents import EXECUTABLE, FILES, PROVENANCE, WRITTEN_BY, contents, digest
 from toolkit.errors import PlanError, Problem, RunError, raise_all
 from toolkit.plan.plan import Plan
+from toolkit.spec.json_text import parse_json
 
 State = Literal["new", "unchanged", "rewritten", "edited", "removed"]
 
@@ -86,14 +86,14 @@ def _present(folder: Path) -> dict[str, str]:
     return {
         name: (folder / name).read_text(encoding="utf-8", errors="replace")
         for name in FILES
-        if (folder / name).exists()
+        if (folder / name).exists() or (folder / name).is_symlink()  # a link that leads nowhere is a person's, too
     }
 
 
 def _known_digests(present: Mapping[str, str]) -> dict[str, str]:
     """Reads which files an earlier emit wrote, and what they held."""
     try:
-        record = json.loads(present.get(PROVENANCE, ""))
+        record = parse_json(present.get(PROVENANCE, ""))
         if record["written_by"] != WRITTEN_BY:
             return {}
         return {name: str(entry["sha256"]) for name, entry in record["files"].items()}
