@@ -1,6 +1,6 @@
 """Prints every offload profile for a model and a card: what it moves, what it costs, and the DeepSpeed section it becomes.
 
-    python examples/06_offload_profiles.py llama-3.1-8b rtx-4090-24gb
+    python examples/06_offload_profiles.py llama-3.1-8b rtx-4090-24gb --host-memory-gib 256
     python examples/06_offload_profiles.py llama-3.3-70b h100-sxm-80gb --gpus-per-node 8 --nvme-path /local
 
 Imports no torch. A profile that the job cannot have says why, and what would let it.
@@ -20,10 +20,18 @@ def main() -> None:
     parser.add_argument("model", help="hub id, folder, config.json or a name that `toolkit models` lists")
     parser.add_argument("gpu", help="a name that `toolkit gpus` lists")
     parser.add_argument("--gpus-per-node", type=int, default=1)
+    parser.add_argument(
+        "--host-memory-gib", type=float, help="RAM of a node; the catalogue's typical host when left out"
+    )
     parser.add_argument("--nvme-path", help="local folder of each node for the NVMe profiles")
     options = parser.parse_args()
 
-    cluster = tk.Cluster(gpu=options.gpu, gpus_per_node=options.gpus_per_node, nvme_path=options.nvme_path)
+    cluster = tk.Cluster(
+        gpu=options.gpu,
+        gpus_per_node=options.gpus_per_node,
+        host_memory_gib=options.host_memory_gib,
+        nvme_path=options.nvme_path,
+    )
     for name, profile in PROFILES.items():
         print(f"\n{name}: {profile.explanation}")
         parallel = tk.Parallel(offload=name, zero_stage=max(2, profile.min_zero_stage))
