@@ -96,7 +96,8 @@ def test_a_terminal_without_noise(whole):
 def test_interrupted_killed_and_resumed_is_the_same_run(root, whole):
     """Ctrl-C, then SIGKILL of one rank, then the end: as if nothing had happened, bit for bit."""
     job, out = write_job(root, "broken", train=LONG, data={"validation_fraction": 0.2}), root / "broken"
-    process = start_toolkit(root, "train", job, "--set", "train.logging_steps=1")
+    options = ["--stop-after", "70", "--no-export"]  # must come back in the command that goes on
+    process = start_toolkit(root, "train", job, "--set", "train.logging_steps=1", *options)
     wait_for_step(out, 3, process)
     os.kill(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=60)
@@ -106,8 +107,8 @@ def test_interrupted_killed_and_resumed_is_the_same_run(root, whole):
     assert 3 <= stopped_at < STEPS
     assert len(curve(out)) == stopped_at
     command = shlex.split(shown.splitlines()[-1])
-    expected = ["train", str(job), "--set", "train.logging_steps=1", "--resume_from_checkpoint", str(saved)]
-    assert command == ["toolkit", *expected]
+    given = ["toolkit", "train", str(job), "--set", "train.logging_steps=1", "--resume_from_checkpoint"]
+    assert command == [*given, str(saved), *options]
     assert not (out / "export").exists()
 
     process = start_toolkit(root, *command[1:])
@@ -122,7 +123,7 @@ def test_interrupted_killed_and_resumed_is_the_same_run(root, whole):
     assert last.name in ("checkpoint-40", "checkpoint-60")
     verify(last)
     assert f"The last complete checkpoint is {last}" in shown
-    assert shlex.split(shown.splitlines()[-1])[-2:] == ["--resume_from_checkpoint", str(last)]
+    assert shlex.split(shown.splitlines()[-1]) == [*given, str(last), *options]
     assert not list(out.glob(".checkpoint-*"))
 
     done = run_toolkit(root, "train", job, "--resume", "latest")
@@ -217,6 +218,9 @@ def test_dry_run(root, capsys):
     shown = capsys.readouterr().out
     assert f"would start 2 CPU processes and write to {root / 'dry'}" in shown
     assert shown.splitlines()[-1].split(maxsplit=2)[2] == f"toolkit train {job} --set train.max_steps=5"
+    options = ["--overwrite", "--stop-after", "3", "--no-export"]
+    assert main(["train", str(job), "--dry-run", *options]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"train {job} {' '.join(options)}")
     assert main(["train", str(job), "--dry-run", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"plan", "deepspeed", "command"}
     assert files(root) == before
@@ -238,6 +242,16 @@ def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     guard_output(plan, resuming=False, overwrite=True)
     assert files(tmp_path) == {"notes"}
+
+
+def test_options_that_exclude_each_other(root, capsys):
+    job = write_job(root, "both")
+    twice = ("--resume", "latest", "--resume_from_checkpoint", str(root))
+    for options, named in ((twice, "--resume"), ((*twice[:2], "--overwrite"), "goes on deletes nothing")):
+        code, lines = refused(root, capsys, job, *options)
+        assert (code, codes(lines)) == (2, ["USAGE"])
+        assert named in lines[0]
+        assert "leave out one of the two" in lines[0]
 
 
 def test_a_port_in_use(root, capsys):

@@ -52,7 +52,7 @@ def quickstart(
     _claim(out, overwrite=overwrite)
     _say(1, "writing a model, a tokenizer and a data set", as_json)
     job = write_quickstart_job(out, cpu=cpu, processes=processes, zero_stage=zero_stage)
-    from toolkit.cli.train import checked_plan, report, run_workers
+    from toolkit.cli.train import Call, checked_plan, report, run_workers
     from toolkit.train.progress import describe_devices
 
     plan = checked_plan(job, None)
@@ -68,7 +68,7 @@ def quickstart(
         _say(4, f"resuming from {checkpoint}", as_json)
         outcome = run_workers(plan, checkpoint=checkpoint, stop_after=None)
     if outcome.exit_code != 0:
-        report(plan, outcome, job=job, exported=None, as_json=as_json)
+        report(plan, outcome, call=Call(job=job), exported=None, as_json=as_json)
         raise typer.Exit(outcome.exit_code)
     _say(5, "exporting safetensors, reloading them, comparing scores", as_json)
     _finish(plan, job, as_json=as_json, began=began)

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -70,17 +70,14 @@ def train(
     """
     from toolkit.checkpoint.locate import recover
 
+    resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
+    call = Call(job=job, overrides=tuple(overrides or ()), stop_after=stop_after, no_export=no_export)
     plan = checked_plan(job, overrides)
-    resume = resume or resume_from_checkpoint  # transformers' name for it
-    if resume is not None and overwrite:
-        raise typer.BadParameter(
-            "a run that goes on deletes nothing; leave out one of the two", param_hint="--overwrite"
-        )
     if resume is not None and not dry_run:
         recover(plan.output_dir)
     checkpoint = _checkpoint(plan, resume, stop_after)
     if dry_run:
-        _show(plan, job, overrides, checkpoint, as_json=as_json)
+        _show(plan, call.command(checkpoint, overwrite=overwrite), checkpoint, as_json=as_json)
         return
     resuming = checkpoint is not None
     rank = _rank()
@@ -97,10 +94,51 @@ def train(
     exported = None
     if outcome.exit_code == 0 and not no_export and is_finished(plan):
         exported = _export_or_explain(plan)
-    report(plan, outcome, job=job, overrides=overrides, exported=exported, as_json=as_json)
+    report(plan, outcome, call=call, exported=exported, as_json=as_json)
     if rank is not None:
         _leave(outcome.exit_code)
     raise typer.Exit(outcome.exit_code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a person gave that the command to go on must repeat."""
+
+    job: Path
+    overrides: tuple[str, ...] = ()
+    stop_after: int | None = None
+    no_export: bool = False
+
+    def command(self, checkpoint: Path | None = None, *, overwrite: bool = False, step: int = 0) -> str:
+        """Gives the command as shell text.
+
+        Args:
+            checkpoint: Where it goes on.
+            overwrite: Whether it replaces an earlier run.
+            step: Optimizer steps that are done: a --stop-after that is reached is left out.
+        """
+        words = ["toolkit", "train", str(self.job)]
+        for override in self.overrides:
+            words += ["--set", override]
+        words += ["--resume_from_checkpoint", str(checkpoint)] if checkpoint else []
+        words += ["--overwrite"] if overwrite else []
+        words += ["--stop-after", str(self.stop_after)] if (self.stop_after or 0) > step else []
+        words += ["--no-export"] if self.no_export else []
+        return shlex.join(words)
+
+
+def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overwrite: bool) -> str | None:
+    """Gives the checkpoint that was named by either option: ours, or transformers' name for it."""
+    if resume is not None and resume_from_checkpoint is not None:
+        raise typer.BadParameter(
+            "it is the same option as --resume; leave out one of the two", param_hint="--resume_from_checkpoint"
+        )
+    named = resume_from_checkpoint if resume is None else resume
+    if named is not None and overwrite:
+        raise typer.BadParameter(
+            "a run that goes on deletes nothing; leave out one of the two", param_hint="--overwrite"
+        )
+    return named
 
 
 def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
@@ -110,64 +148,17 @@ def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
         SpecError, PlanError: With all problems at once.
     """
     from toolkit.cli.checking import check
+    from toolkit.spec.pretrained import weight_problems
+    from toolkit.train.checks import data_section_problems
 
     written = read_job(job, overrides)
     verdict = check(written)
-    problems = [*verdict.problems]
-    if written.data is None:
-        problems.append(
-            Problem(
-                code="TRAIN_NO_DATA",
-                key="data",
-                message="the job has no data section: there is nothing to train on",
-                fix="Add `data: {train: FILE}` with a .jsonl, .txt, .csv or .parquet file, or a hub id",
-            )
-        )
-    raise_all(PlanError, problems)
-    assert verdict.plan is not None
-    raise_all(PlanError, [*weight_problems(verdict.plan), *tokenizer_problems(verdict.plan)])
-    return verdict.plan
-
-
-def weight_problems(plan: Plan) -> list[Problem]:
-    """Says early what loading would say late: that there are no weights, or none that can be read."""
-    from toolkit.spec.weights import find_weights
-
-    model = plan.model
-    if plan.settings.init == "random" or model.origin == "hub":
-        return []
-    if model.path is not None and Path(model.path).is_dir():
-        found = find_weights(Path(model.path))
-        if found.format == "bin":
-            return [
-                Problem(
-                    code="WEIGHTS_BIN",
-                    key="model",
-                    message=f"{model.path} holds pytorch_model.bin, a pickle, and no safetensors",
-                    fix="Convert it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)",
-                )
-            ]
-        if found.loadable:
-            return []
-        if found.missing or found.damaged:
-            broken = ", ".join([*(f"{name} is missing" for name in found.missing), *map(str, found.damaged)])
-            return [
-                Problem(
-                    code="MODEL_NO_WEIGHTS",
-                    key="model",
-                    message=f"the weights in {model.path} are not whole: {broken}",
-                    fix="Download or copy the folder anew",
-                )
-            ]
-    hub = f"the hub id {model.hub_id}" if model.hub_id else "a hub id"
-    return [
-        Problem(
-            code="MODEL_NO_WEIGHTS",
-            key="model",
-            message=f"model={model.name} gives dimensions only: there are no weights to fine-tune",
-            fix=f"Name {hub} or a folder with safetensors, or set model.init to random to train from scratch",
-        )
-    ]
+    raise_all(PlanError, [*verdict.problems, *data_section_problems(written)])
+    plan = verdict.plan
+    assert plan is not None
+    weights = () if plan.settings.init == "random" else weight_problems(plan.model)
+    raise_all(PlanError, [*weights, *tokenizer_problems(plan)])
+    return plan
 
 
 def tokenizer_problems(plan: Plan) -> tuple[Problem, ...]:
@@ -272,22 +263,14 @@ def export_last(plan: Plan) -> Path:
     ).folder
 
 
-def report(
-    plan: Plan,
-    outcome: RunOutcome,
-    *,
-    job: Path,
-    overrides: Sequence[str] | None = None,
-    exported: Path | None,
-    as_json: bool,
-) -> None:
+def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Path | None, as_json: bool) -> None:
     """Says how the run ended and what lies where, or how to go on."""
     from toolkit.cli.local_run import outcome_as_dict, print_failure
 
     print_failure(outcome)
     last = last_checkpoint(plan)
     finished = outcome.exit_code == 0 and is_finished(plan)
-    command = None if finished else _next_command(plan, job, overrides or (), last)
+    command = None if finished else _next_command(plan, call, last)
     if as_json:
         value: dict[str, Any] = outcome_as_dict(plan, outcome)
         value["checkpoint"] = None if last is None else str(last)
@@ -311,15 +294,12 @@ def last_checkpoint(plan: Plan) -> Path | None:
     return found[-1] if found else None
 
 
-def _next_command(plan: Plan, job: Path, overrides: Sequence[str], last: Path | None) -> str:
-    words = ["toolkit", "train", str(job)]
-    for override in overrides:
-        words += ["--set", override]
-    if last is not None:
-        words += ["--resume_from_checkpoint", str(last)]
-    elif held_output(plan.output_dir):
-        words.append("--overwrite")
-    return shlex.join(words)
+def _next_command(plan: Plan, call: Call, last: Path | None) -> str:
+    from toolkit.checkpoint.layout import State
+
+    if last is None:
+        return call.command(overwrite=bool(held_output(plan.output_dir)))
+    return call.command(last, step=State.load(last).step)
 
 
 def _checkpoint(plan: Plan, resume: str | None, stop_after: int | None) -> Path | None:
@@ -328,16 +308,10 @@ def _checkpoint(plan: Plan, resume: str | None, stop_after: int | None) -> Path 
         return None
     from toolkit.checkpoint.compatible import check_resumable
     from toolkit.checkpoint.locate import latest_checkpoint
+    from toolkit.train.checks import check_stop_after
 
     folder = latest_checkpoint(plan.output_dir) if resume == LATEST else Path(resume)
-    state = check_resumable(plan, folder)
-    if stop_after is not None and stop_after <= state.step:
-        raise PlanError.of(
-            code="STOP_AFTER",
-            key="--stop-after",
-            message=f"--stop-after {stop_after} is not past step {state.step} of {folder}, from which the run goes on",
-            fix=f"Steps count from the run's beginning: give at least {state.step + 1}",
-        )
+    check_stop_after(stop_after, check_resumable(plan, folder).step)
     return folder
 
 
@@ -373,12 +347,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _show(plan: Plan, job: Path, overrides: Sequence[str] | None, checkpoint: Path | None, *, as_json: bool) -> None:
-    words = ["toolkit", "train", str(job)]
-    for override in overrides or ():
-        words += ["--set", override]
-    words += [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
-    command = shlex.join(words)
+def _show(plan: Plan, command: str, checkpoint: Path | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"plan": plan.to_dict(), "deepspeed": plan.deepspeed_config(), "command": command})
         return

@@ -13,10 +13,11 @@ from torch import nn
 
 from toolkit.engine.run import Run
 from toolkit.engine.schedule import LearningRate
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, raise_all
 from toolkit.groups.world import World, connect, disconnect
 from toolkit.modeling.build import build_model
 from toolkit.plan.plan import Plan
+from toolkit.spec.pretrained import weight_problems
 
 
 def initialize(
@@ -106,19 +107,14 @@ def locate_weights(plan: Plan) -> Path:
     Rank 0 of each node downloads; `huggingface_hub` locks its cache, so the others wait and find it.
 
     Raises:
-        PlanError: MODEL_NO_WEIGHTS, MODEL_DOWNLOAD.
+        PlanError: MODEL_NO_WEIGHTS, WEIGHTS_BIN, MODEL_DOWNLOAD.
     """
     model = plan.model
-    if model.path is not None and Path(model.path).is_dir() and model.has_weights:
-        return Path(model.path)
-    if model.origin == "hub" and model.hub_id is not None:
-        return _download(model.hub_id, model.revision)
-    raise PlanError.of(
-        code="MODEL_NO_WEIGHTS",
-        key="model",
-        message=f"model={model.name} gives dimensions only: there are no weights to fine-tune",
-        fix="Name a hub id or a folder with safetensors, or set model.init to random to train from scratch",
-    )
+    raise_all(PlanError, weight_problems(model))
+    if model.path is not None:
+        return model.path
+    assert model.hub_id is not None, "weights without a folder are the hub's"
+    return _download(model.hub_id, model.revision)
 
 
 def _download(hub_id: str, revision: str | None) -> Path:

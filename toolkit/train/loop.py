@@ -20,9 +20,10 @@ from toolkit.checkpoint.save import save
 from toolkit.data.prepare import PreparedData, prepare
 from toolkit.engine.initialize import initialize
 from toolkit.engine.run import Run
-from toolkit.errors import PlanError, RunError
+from toolkit.errors import PlanError, RunError, raise_all
 from toolkit.groups.world import World, connect
 from toolkit.plan.plan import Plan
+from toolkit.train.checks import check_stop_after, data_section_problems
 from toolkit.train.metrics import Meter, MetricsWriter, peak_memory_bytes
 from toolkit.train.progress import Reporter, Silent, Terminal, describe_devices
 from toolkit.train.tokenizer import load_tokenizer
@@ -67,13 +68,7 @@ def train(
         PlanError: TRAIN_NO_DATA, STOP_AFTER.
         DataError, CheckpointError, RunError: With what to do about it.
     """
-    if plan.job.data is None:
-        raise PlanError.of(
-            code="TRAIN_NO_DATA",
-            key="data",
-            message="the job has no data section: there is nothing to train on",
-            fix="Add `data: {train: FILE}` with a .jsonl, .txt, .csv or .parquet file, or a hub id",
-        )
+    raise_all(PlanError, data_section_problems(plan.job))
     world = connect(plan.grid, backend=plan.gpu.backend)
     reporter = reporter or (Terminal() if world.is_main else Silent())
     with reporter:
@@ -89,21 +84,6 @@ def train(
                 load(run, resume)
                 reporter.say(f"resumed from {resume} at step {run.step_count}")
             return _Loop(run, data, tokenizer, reporter, stop_after=stop_after).go()
-
-
-def check_stop_after(stop_after: int, step: int) -> None:
-    """Refuses to end a session at or before the step at which it begins.
-
-    Raises:
-        PlanError: STOP_AFTER.
-    """
-    if stop_after <= step:
-        raise PlanError.of(
-            code="STOP_AFTER",
-            key="--stop-after",
-            message=f"stop_after={stop_after} is not past step {step}, from which the run goes on",
-            fix=f"Steps count from the run's beginning: give at least {step + 1}",
-        )
 
 
 def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
@@ -165,8 +145,7 @@ class _Loop:
     def go(self) -> TrainResult:
         run = self.run
         assert run.num_steps is not None
-        if self.stop_after is not None:
-            check_stop_after(self.stop_after, run.step_count)
+        check_stop_after(self.stop_after, run.step_count)
         if run.world.is_main:
             remove_leftovers(self.plan.output_dir)
         self.reporter.start(done=run.step_count, total=run.num_steps)
