@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
+import random
 import socket
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any
+
+# Imported once a session, by a server that starts no thread of its own and joins no group; each rank is forked from it.
+# A rank that imported them itself would take 10 s of a core. What cannot be imported there, a rank imports as usual.
+PRELOADED = [
+    "torch",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "peft",
+    "accelerate",
+    "pytest",
+    "hypothesis",
+    "toolkit.train.loop",
+    "toolkit.export.export",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # counts only if it is there before torch is imported
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # torch renames collectives that DeepSpeed still calls by their old names
+}
 
 
 class RankError(AssertionError):
@@ -23,7 +49,7 @@ def run_distributed(
 ) -> list[Any]:
     """Calls `function(rank, *args)` in `world_size` new processes that share a gloo group.
 
-    A launch takes several seconds (each process imports torch), so put many cases into one function.
+    A launch takes about a second (the first of a session ten, for the imports), so put many cases into one function.
 
     Args:
         function: A module-level function of the test module (it is found by name in the new process).
@@ -36,34 +62,30 @@ def run_distributed(
     Raises:
         RankError: With the traceback of the rank that failed first, or the name of those that hang or died.
     """
-    context = multiprocessing.get_context("spawn")
+    from torch.distributed import TCPStore
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _environment(ENVIRONMENT):
+        multiprocessing.forkserver.ensure_running()
     results: Queue[tuple[int, bool, Any]] = context.Queue()
+    # Held here, so that nobody can take its port before the ranks meet there.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
+        **os.environ,
+        **ENVIRONMENT,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),  # for what a rank starts after it has left the group
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "ignore::FutureWarning",  # torch renames collectives that DeepSpeed still calls by their old names
     }
     processes = [
-        context.Process(target=_run_rank, args=(function, rank, environment, args, results), daemon=True)
+        context.Process(target=_run_rank, args=(function, rank, environment, store.port, args, results), daemon=True)
         for rank in range(world_size)
     ]
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)  # OMP_NUM_THREADS counts only if it is there before the child imports torch
     try:
         for process in processes:
             process.start()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    try:
         return _collect(processes, results, deadline=time.monotonic() + timeout_seconds)
     finally:
         for process in processes:
@@ -73,7 +95,7 @@ def run_distributed(
                 process.join()
 
 
-def _collect(processes: list[SpawnProcess], results: Queue[tuple[int, bool, Any]], *, deadline: float) -> list[Any]:
+def _collect(processes: list[BaseProcess], results: Queue[tuple[int, bool, Any]], *, deadline: float) -> list[Any]:
     """Waits for each rank's result; the first failure ends the wait."""
     returned: dict[int, Any] = {}
     while len(returned) < len(processes):
@@ -100,18 +122,22 @@ def _collect(processes: list[SpawnProcess], results: Queue[tuple[int, bool, Any]
 def _run_rank(
     function: Callable[..., Any],
     rank: int,
-    environment: dict[str, str],
+    environment: Mapping[str, str],
+    port: int,
     args: tuple[Any, ...],
     results: Queue[tuple[int, bool, Any]],
 ) -> None:
     """Body of a process: joins the group, calls the function, reports."""
-    os.environ.update(environment)
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    os.environ.clear()  # the server's, which may be that of another test
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     import torch
 
     torch.set_num_threads(1)
     try:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=int(environment["WORLD_SIZE"]))
+        _without_compilation()
+        world_size = int(environment["WORLD_SIZE"])
+        store = torch.distributed.TCPStore("127.0.0.1", port, world_size=world_size, is_master=False)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         results.put((rank, True, function(rank, *args)))
         torch.distributed.barrier()
     except BaseException:
@@ -123,7 +149,38 @@ def _run_rank(
         os._exit(0)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _without_compilation() -> None:
+    """Keeps DeepSpeed from compiling collectives that only tensor-parallel inference calls (toolkit/groups/world.py)."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def free_port() -> int:
+    """Gives a port that nobody listens on, and that the system gives to nobody who asks for any (those begin at 32768).
+
+    So two tests that run at once do not take it from each other between this call and its use.
+    """
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(10_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
