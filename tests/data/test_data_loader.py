@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.collate import Collator, MicroBatch
-from toolkit.data.loader import EvalLoader, StepLoader, global_batch_indices, num_steps, prefetch
+from toolkit.data.loader import EpochOrder, EvalLoader, StepLoader, num_steps, prefetch
 from toolkit.data.packing import PackedDataset
 from toolkit.data.store import TokenStore
 from toolkit.errors import DataError
@@ -32,6 +32,10 @@ def dataset(num_rows: int, packing: Any = "wrapped") -> PackedDataset:
     return PackedDataset(store, packing=packing, sequence_length=4, pad_token_id=0)
 
 
+def global_batch(num_rows: int, batch_size: int, seed: int, step: int) -> list[int]:
+    return EpochOrder(num_rows, seed=seed).slice(step * batch_size, (step + 1) * batch_size)
+
+
 def rows_of(batch: MicroBatch) -> list[int]:
     return [(int(first) - 1) // 4 for first in batch["input_ids"][:, 0]]
 
@@ -46,16 +50,16 @@ def loader(data: PackedDataset, **options: Any) -> StepLoader:
 @given(st.integers(1, 50), st.integers(1, 20), st.integers(0, 2**32), st.integers(1, 4))
 def test_every_row_once_an_epoch(num_rows: int, batch_size: int, seed: int, epochs: int) -> None:
     steps = num_steps(num_rows, batch_size, epochs)
-    stream = [row for step in range(steps) for row in global_batch_indices(num_rows, batch_size, seed, step)]
+    stream = [row for step in range(steps) for row in global_batch(num_rows, batch_size, seed, step)]
     assert len(stream) == steps * batch_size >= epochs * num_rows
     for epoch in range(epochs):
         assert sorted(stream[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
 
 
 def test_epochs_and_seeds_differ_and_the_order_is_fixed_for_good() -> None:
-    first, second = (global_batch_indices(8, 8, 0, step) for step in (0, 1))
+    first, second = (global_batch(8, 8, 0, step) for step in (0, 1))
     assert first != second
-    assert global_batch_indices(8, 8, 1, 0) != first
+    assert global_batch(8, 8, 1, 0) != first
     assert first == [3, 2, 1, 6, 0, 7, 4, 5]  # a change here breaks the resumption of every run there is
 
 
@@ -70,7 +74,7 @@ def test_any_number_of_ranks_shares_the_same_global_batch(dp_size: int, micro: i
         for rank in range(dp_size)
     ]
     for step in range(2):
-        expected = global_batch_indices(num_rows, batch_size, 0, start + step)
+        expected = global_batch(num_rows, batch_size, 0, start + step)
         assert [row for rank in ranks for batch in rank[step] for row in rows_of(batch)] == expected
     assert all(len(step) == options["gradient_accumulation_steps"] for rank in ranks for step in rank)
 

@@ -49,15 +49,6 @@ def test_rank_and_coordinate_are_inverse_and_tp_runs_fastest(grid: Grid):
     assert places == sorted(places)  # row by row through (pp, dp, tp)
 
 
-@given(grids)
-def test_pipeline_neighbours(grid: Grid):
-    for rank in range(grid.world_size):
-        column = grid.group_of(rank, "pp")
-        stage = grid.coordinate(rank).pp
-        assert grid.next_stage(rank) == (column[stage + 1] if stage + 1 < grid.pp else None)
-        assert grid.previous_stage(rank) == (column[stage - 1] if stage else None)
-
-
 @settings(max_examples=40, deadline=None)
 @given(grids)
 def test_equals_deepspeed(grid: Grid):
@@ -104,9 +95,8 @@ def test_faults():
         Grid(pp=0, tp=-1)
     assert caught.value.codes == ("GRID_SIZE", "GRID_SIZE")
     grid = Grid(dp=2)
-    for call in (grid.coordinate, grid.next_stage, grid.previous_stage):
-        with pytest.raises(ValueError, match="rank 2"):
-            call(2)
+    with pytest.raises(ValueError, match="rank 2"):
+        grid.coordinate(2)
     with pytest.raises(ValueError, match="outside"):
         grid.rank(Coordinate(pp=0, dp=2, tp=0))
     with pytest.raises(ValueError, match="'cp' is no kind"):

@@ -3,7 +3,7 @@ import json
 
 import toolkit.topology.table
 from toolkit.topology import KINDS, Grid, place
-from toolkit.topology.table import HEADER, format_table, rows, to_dict
+from toolkit.topology.table import HEADER, rows, to_dict
 
 PLACEMENT = place(Grid(pp=2, dp=3, tp=4), num_nodes=3, gpus_per_node=8)
 
@@ -28,12 +28,6 @@ def test_rows_agree_with_the_grid():
 def test_ranks_of_a_group_share_one_tuple():
     table = rows(PLACEMENT)
     assert table[0].dp_group is table[4].dp_group
-
-
-def test_lines_are_aligned():
-    lines = format_table(PLACEMENT).splitlines()
-    assert len(lines) == 25
-    assert len({len(line) for line in lines}) == 1
 
 
 def test_json_round_trip_holds_every_group():

@@ -12,7 +12,7 @@ from typing import Any
 
 import toolkit as tk
 from toolkit.data.collate import Collator
-from toolkit.data.loader import global_batch_indices
+from toolkit.data.loader import EpochOrder
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import prepare
 from toolkit.modeling.build import DTYPES
@@ -43,8 +43,9 @@ def engine_report(engine: Any) -> dict[str, Any]:
 def rows_in_order(plan: tk.Plan, dataset: PackedDataset) -> list[dict[str, Any]]:
     """Rows so that a sampler which deals micro-batches to the ranks in turn gives each rank those of `run.loader`."""
     batch, rows = plan.settings.batch, []
+    order = EpochOrder(len(dataset), seed=plan.job.train.seed)
     for step in range(plan.settings.max_steps or 0):
-        taken = global_batch_indices(len(dataset), batch.train, plan.job.train.seed, step)
+        taken = order.slice(step * batch.train, (step + 1) * batch.train)
         share = batch.accumulation * batch.micro
         for number in range(batch.accumulation):
             for rank in range(batch.dp_size):

@@ -36,22 +36,11 @@ def num_steps(num_sequences: int, train_batch_size: int, epochs: float) -> int:
     return math.ceil(Fraction(str(epochs)) * num_sequences / train_batch_size)
 
 
-def global_batch_indices(num_sequences: int, train_batch_size: int, seed: int, step: int) -> list[int]:
-    """Gives the rows of one optimizer step over all ranks.
-
-    Rows come from the permutations of epoch 0, 1, 2 ... end to end; step s takes positions [s * B, (s + 1) * B).
-
-    Args:
-        num_sequences: Rows of the data set.
-        train_batch_size: Rows a step, B.
-        seed: Draws the permutations.
-        step: From 0.
-    """
-    return EpochOrder(num_sequences, seed=seed).slice(step * train_batch_size, (step + 1) * train_batch_size)
-
-
 class EpochOrder:
-    """The endless stream of rows, one permutation an epoch; keeps the permutation that it last used."""
+    """The endless stream of rows, one permutation an epoch; keeps the permutation that it last used.
+
+    Step s of a run takes positions [s * train_batch_size, (s + 1) * train_batch_size).
+    """
 
     def __init__(self, num_sequences: int, *, seed: int) -> None:
         self._num_sequences = num_sequences

@@ -160,18 +160,6 @@ class Grid:
         base = rank - sum(getattr(place, axis) * self._stride(axis) for axis in axes)
         return tuple([base + offset for offset in self._offsets(axes)])
 
-    def next_stage(self, rank: int) -> int | None:
-        """Gives the rank that receives this one's activations; None on the last stage."""
-        self._check(rank)
-        following = rank + self._stride("pp")
-        return following if following < self.world_size else None
-
-    def previous_stage(self, rank: int) -> int | None:
-        """Gives the rank that sends activations to this one; None on the first stage."""
-        self._check(rank)
-        preceding = rank - self._stride("pp")
-        return preceding if preceding >= 0 else None
-
     def as_dict(self) -> dict[str, int]:
         """Gives `{"pp": …, "dp": …, "tp": …}`."""
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}

@@ -32,7 +32,21 @@ class Row:
 
 
 def rows(placement: Placement) -> list[Row]:
-    """Gives one row a rank, in rank order; ranks of one group share its tuple."""
+    """Gives one row a rank, in rank order; ranks of one group share its tuple.
+
+    >>> from toolkit.topology import Grid, place
+    >>> for row in (HEADER, *(row.cells() for row in rows(place(Grid(pp=2, dp=2, tp=2), num_nodes=2, gpus_per_node=4)))):
+    ...     print(*(cell.rjust(8) for cell in row))
+        rank     node    local       pp       dp       tp tp group dp group pp group
+           0        0        0        0        0        0      0-1      0,2      0,4
+           1        0        1        0        0        1      0-1      1,3      1,5
+           2        0        2        0        1        0      2-3      0,2      2,6
+           3        0        3        0        1        1      2-3      1,3      3,7
+           4        1        0        1        0        0      4-5      4,6      0,4
+           5        1        1        1        0        1      4-5      5,7      1,5
+           6        1        2        1        1        0      6-7      4,6      2,6
+           7        1        3        1        1        1      6-7      5,7      3,7
+    """
     grid = placement.grid
     tp_group, dp_group, pp_group = (
         {rank: group for group in grid.groups(axis) for rank in group} for axis in ("tp", "dp", "pp")
@@ -49,26 +63,6 @@ def rows(placement: Placement) -> list[Row]:
         )
         for rank in range(grid.world_size)
     ]
-
-
-def format_table(placement: Placement) -> str:
-    """Gives the table as aligned text.
-
-    >>> from toolkit.topology import Grid, place
-    >>> print(format_table(place(Grid(pp=2, dp=2, tp=2), num_nodes=2, gpus_per_node=4)))
-    rank  node  local  pp  dp  tp  tp group  dp group  pp group
-       0     0      0   0   0   0       0-1       0,2       0,4
-       1     0      1   0   0   1       0-1       1,3       1,5
-       2     0      2   0   1   0       2-3       0,2       2,6
-       3     0      3   0   1   1       2-3       1,3       3,7
-       4     1      0   1   0   0       4-5       4,6       0,4
-       5     1      1   1   0   1       4-5       5,7       1,5
-       6     1      2   1   1   0       6-7       4,6       2,6
-       7     1      3   1   1   1       6-7       5,7       3,7
-    """
-    lines = [HEADER, *(row.cells() for row in rows(placement))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
