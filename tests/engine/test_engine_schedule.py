@@ -10,6 +10,7 @@ from tiny_plans import tiny_plan
 from transformers import TrainingArguments, get_scheduler
 
 from toolkit.engine.schedule import LearningRate, warmup_steps
+from toolkit.errors import PlanError
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Schedule
 
@@ -111,3 +112,22 @@ def test_warm_up_in_steps_wins_over_a_ratio() -> None:
     assert warmup_steps(plan_of({"lr_scheduler_type": "linear", "warmup_steps": 3}), 100) == 3
     assert warmup_steps(plan_of({"lr_scheduler_type": "linear", "warmup_ratio": 0.031}), 100) == 4
     assert warmup_steps(plan_of({"lr_scheduler_type": "constant"}), 100) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in get_args(Schedule) if name != "constant"])
+def test_a_run_of_one_step_is_all_warm_up(name: str) -> None:
+    floor = {"min_learning_rate_ratio": 0.1} if name == "cosine_with_min_lr" else {}
+    plan = plan_of({"lr_scheduler_type": name, "warmup_ratio": 0.03, **floor}, max_steps=1)
+    assert rates(LearningRate(plan).build(optimizer()), 1) == [0.0]
+
+
+def test_the_lowest_polynomial_rate_that_is_planned_can_be_scheduled() -> None:
+    polynomial = {"lr_scheduler_type": "polynomial", "warmup_steps": 0}
+    least = 1.01e-7
+    found = rates(LearningRate(plan_of({**polynomial, "learning_rate": least})).build(optimizer()), STEPS)
+    assert found == sorted(found, reverse=True)
+    with pytest.raises(PlanError) as caught:
+        plan_of({**polynomial, "learning_rate": 1e-7})
+    assert caught.value.codes == ("POLYNOMIAL_RATE",)
+    with pytest.raises(ValueError, match="lr_end"):
+        get_scheduler("polynomial", torch.optim.SGD([torch.zeros(1)], lr=1e-7), 0, 4)

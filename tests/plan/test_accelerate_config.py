@@ -95,7 +95,7 @@ def test_accelerate_reads_the_file(sections, tmp_path):
 
 def test_a_share_of_the_layers():
     problem = refused("CONSUMER_FRACTION", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
-    assert "all or none" in problem.message
+    assert "every n-th layer" in problem.message
 
 
 def test_activations_on_the_cpu():

@@ -49,6 +49,7 @@ BROKEN = [
     ("WARMUP_LENGTH", "train.warmup_ratio", "1", {"train": {"warmup_ratio": 1.0}}),
     ("MIN_LEARNING_RATE", "train.min_learning_rate_ratio", "no floor", {"train": {"lr_scheduler_type": "cosine_with_min_lr"}}),
     ("MIN_LEARNING_RATE", "train.min_learning_rate_ratio", "cosine", {"train": {"min_learning_rate_ratio": 0.1}}),
+    ("POLYNOMIAL_RATE", "train.learning_rate", "1e-07", {"train": {"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}}),
     ("LEARNING_RATE_SCALING", "train.learning_rate_scaling", "sqrt", {"train": {"learning_rate_scaling": "sqrt"}}),
     ("LEARNING_RATE_SCALING", "train.learning_rate_scaling", "32", {"train": {"learning_rate_reference_batch_size": 32}}),
     ("EVAL_WITHOUT_DATA", "train.eval_steps", "5", {"train": {"eval_steps": 5}}),

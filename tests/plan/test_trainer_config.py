@@ -134,18 +134,22 @@ def test_what_trainer_cannot_carry():
         plan_of(train={"gradient_checkpointing": share}).training_arguments()
 
 
-def test_a_polynomial_schedule_ends_above_where_it_begins():
+def test_a_polynomial_schedule_that_is_all_warm_up():
     polynomial = {"lr_scheduler_type": "polynomial"}
-    problem = refused("CONSUMER_POLYNOMIAL", "train.learning_rate", train={**polynomial, "learning_rate": 1e-7})
-    assert "1e-07" in problem.message
-    plan_of(train=polynomial).training_arguments()
+    for share in ({"max_steps": 1}, {"max_steps": 4, "warmup_ratio": 0.9}):
+        problem = refused("CONSUMER_POLYNOMIAL", "train.max_steps", train={**polynomial, **share})
+        assert f"max_steps={share['max_steps']}" in problem.message
+    for share in ({"max_steps": 2}, {"max_steps": 1, "warmup_steps": 0}, {"num_train_epochs": 1.0}):
+        plan_of(train={**polynomial, **share}).training_arguments()
 
     import torch
     from transformers import get_scheduler
 
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-7)
-    with pytest.raises(ValueError, match="lr_end"):
-        get_scheduler("polynomial", optimizer, num_warmup_steps=0, num_training_steps=4)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    scheduler = get_scheduler("polynomial", optimizer, num_warmup_steps=1, num_training_steps=1)
+    optimizer.step()
+    with pytest.raises(ZeroDivisionError):
+        scheduler.step()
 
 
 def test_trainer_keeps_adam_settings_and_a_scaled_rate_under_offload():

@@ -36,12 +36,14 @@ class LearningRate:
         arguments = {}
         if settings.min_learning_rate_ratio is not None:
             arguments["min_lr_rate"] = settings.min_learning_rate_ratio
+        warmup = warmup_steps(self._plan, num_steps)
         scheduler = get_scheduler(
             train.lr_scheduler_type,
             # The polynomial ends at a rate, 1e-7, so its multipliers depend on the peak.
             torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate),
-            num_warmup_steps=warmup_steps(self._plan, num_steps),
-            num_training_steps=num_steps,
+            num_warmup_steps=warmup,
+            # The polynomial divides by the steps after the warm-up, of which a run of one step has none.
+            num_training_steps=max(num_steps, warmup + 1),
             scheduler_specific_kwargs=arguments,
         )
         self._multiplier = scheduler.lr_lambdas[0]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
+from toolkit.plan.settings import Settings
 
 _NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
-
-# Default of lr_end (transformers optimization.py get_polynomial_decay_schedule_with_warmup).
-POLYNOMIAL_END = 1e-7
 _OWN = "Train with `toolkit train` or a script that calls `tk.initialize`"
 
 
@@ -24,28 +23,31 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
         yield Problem(
             code="CONSUMER_FRACTION",
             key="train.gradient_checkpointing",
-            message=f"gradient_checkpointing={fraction:g} is a share of the layers: {name} knows all or none",
-            fix=f"Set it to true or false, or {_OWN[0].lower()}{_OWN[1:]}",
-            source="transformers modeling_utils.py gradient_checkpointing_enable",
+            message=(
+                f"gradient_checkpointing={fraction:g} is a share of the layers: {name} has them checkpointed by "
+                "transformers, which takes every n-th layer (`every_n_layers`) and no share"
+            ),
+            fix=f"Set it to true or false, with `every_n_layers` in a script of yours, or {_OWN[0].lower()}{_OWN[1:]}",
+            source="transformers modeling_utils.py _set_gradient_checkpointing",
         )
     if draft.profile.activations:
         yield Problem(
             code="CONSUMER_ACTIVATIONS",
             key="parallel.offload",
-            message=f"offload=activations-cpu moves the inputs of checkpointed layers: {name} has no hook for it",
-            fix=_OWN,
+            message=(
+                f"offload=activations-cpu moves the inputs of checkpointed layers by a function of our own: for {name} "
+                "transformers has another (`offload`), which our files do not turn on"
+            ),
+            fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {_OWN[0].lower()}{_OWN[1:]}",
+            source="transformers modeling_utils.py gradient_checkpointing_enable",
         )
-    if (
-        consumer == "trainer"
-        and train.lr_scheduler_type == "polynomial"
-        and draft.settings.learning_rate <= POLYNOMIAL_END
-    ):
+    if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(
             code="CONSUMER_POLYNOMIAL",
-            key="train.learning_rate",
-            message=f"learning_rate={draft.settings.learning_rate:g} is not above {POLYNOMIAL_END:g}, where the polynomial schedule of {name} ends",
-            fix="Raise train.learning_rate, or set train.lr_scheduler_type to linear",
-            source="transformers optimization.py get_polynomial_decay_schedule_with_warmup",
+            key="train.max_steps",
+            message=f"max_steps={draft.settings.max_steps} is all warm-up: the polynomial schedule of {name} divides by the steps after it",
+            fix="Raise train.max_steps, or set train.lr_scheduler_type to linear",
+            source="transformers optimization.py _get_polynomial_decay_schedule_with_warmup_lr_lambda",
         )
     if train.learning_rate_scaling != "none" and consumer == "accelerate":
         yield Problem(
@@ -54,3 +56,10 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
         )
+
+
+def _is_all_warmup(settings: Settings) -> bool:
+    if settings.max_steps is None:  # the data will tell
+        return False
+    share = math.ceil((settings.warmup_ratio or 0.0) * settings.max_steps)
+    return (share if settings.warmup_steps is None else settings.warmup_steps) >= settings.max_steps

@@ -17,6 +17,10 @@ _OPTIMIZER_KEYS = {
 }
 
 
+# Default of lr_end (transformers optimization.py get_polynomial_decay_schedule_with_warmup).
+POLYNOMIAL_END = 1e-7
+
+
 def unread(job: Job, key: str) -> bool:
     """Whether the job's optimizer would not read `train.<key>`."""
     readers = _OPTIMIZER_KEYS.get(key.removeprefix("train."))
@@ -115,6 +119,19 @@ def minimum_learning_rate(draft: Draft) -> Iterator[Problem]:
     )
 
 
+def polynomial_rate(draft: Draft) -> Iterator[Problem]:
+    """The polynomial schedule ends at a rate, not at a share of the peak, which must lie above it."""
+    rate = draft.settings.learning_rate
+    if draft.job.train.lr_scheduler_type == "polynomial" and rate <= POLYNOMIAL_END:
+        yield Problem(
+            code="POLYNOMIAL_RATE",
+            key="train.learning_rate",
+            message=f"learning_rate={rate:g} is not above {POLYNOMIAL_END:g}, where lr_scheduler_type=polynomial ends",
+            fix="Raise train.learning_rate, or set train.lr_scheduler_type to linear",
+            source="transformers optimization.py get_polynomial_decay_schedule_with_warmup",
+        )
+
+
 def learning_rate_scaling(draft: Draft) -> Iterator[Problem]:
     """Scaling needs a reference batch, and the reference needs scaling."""
     train = draft.job.train
@@ -168,6 +185,7 @@ RULES = (
     run_length,
     warmup,
     minimum_learning_rate,
+    polynomial_rate,
     learning_rate_scaling,
     evaluation,
 )
