@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.checkpoint.random_state import load_random_state, save_random_state, seed_random_state
+from toolkit.checkpoint.random_state import load_random_state, save_random_state
+from toolkit.engine.seed import seed_random_state
 
 Draw = tuple[float, float, float]
 

@@ -19,8 +19,8 @@ from toolkit.spec.job import Job
 
 # What a notebook does: one run after another, one of them failing, another that leaves by an error.
 NOTEBOOK = """
-import json, os, sys
-import torch
+import json, os, random, sys
+import numpy, torch
 import toolkit as tk
 from tiny_plans import step_batches, tiny_plan
 
@@ -52,6 +52,13 @@ try:
 except tk.ToolkitError as error:
     found["two ranks"] = error.codes
 found["again"] = course(tiny_plan(ranks=1))
+torch.set_float32_matmul_precision("high")
+found["draws"] = []
+for drawn, seed in ((0, 0), (7, 0), (0, 1)):
+    torch.rand(drawn), random.random(), numpy.random.rand()
+    with tk.initialize(tiny_plan(ranks=1, train={"seed": seed})):
+        found["draws"].append([torch.rand(1).item(), random.random(), numpy.random.rand()])
+found["matmul"] = torch.get_float32_matmul_precision()
 print(json.dumps(found))
 """
 
@@ -88,6 +95,18 @@ def test_a_lone_process_leaves_its_groups_after_any_error(notebook: dict[str, An
     assert notebook["left after an error"]
     assert notebook["left after an interrupt"]
     assert notebook["two ranks"] == ["WORLD_SIZE"]
+
+
+@pytest.mark.gloo
+def test_draws_begin_where_the_seed_says_whatever_was_drawn_before(notebook: dict[str, Any]) -> None:
+    first, again, other = notebook["draws"]
+    assert first == again
+    assert all(one != two for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.gloo
+def test_a_choice_of_the_users_process_stays(notebook: dict[str, Any]) -> None:
+    assert notebook["matmul"] == "high"
 
 
 def _error_of(call: Any) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ def steps(rank: int, plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "rates": [], "stops": [], "stops late": [], "norms": []}
     late = StopFlag(late=True)
     with tk.initialize(plan) as run:
+        found["draw"] = torch.rand(1).item()
         for step in range(plan.settings.max_steps or 0):
             if rank == 1 and step == ASKED_AT:
                 run.stop_requested = True
@@ -173,6 +174,11 @@ def test_tokens_are_counted_over_all_ranks_since_the_last_call(found: list[dict[
 @pytest.mark.gloo
 def test_groups_that_the_caller_joined_outlive_the_run(found: list[dict[str, Any]]) -> None:
     assert all(result["steps"][stage]["alive"] for result in found for stage in (0, 3))
+
+
+def test_dropout_draws_differ_between_ranks_and_not_between_stages(found):
+    ours, theirs = ([result["steps"][stage]["draw"] for stage in (0, 3)] for result in found)
+    assert ours[0] == ours[1] != theirs[0] == theirs[1]
 
 
 @pytest.mark.gloo

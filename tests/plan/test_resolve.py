@@ -26,6 +26,8 @@ DEFAULTS = [
     ("train.gradient_accumulation_dtype", {}, "bf16", "training precision"),
     ("parallel.zero_stage", {}, 2, "since they fit"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b"}, 3, "must be sharded"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 3}, 3, "must be sharded"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 3, "train": {"optimizer": "lion"}}, 2, "since they fit"),
     ("parallel.zero_stage", {"parallel": {"offload": "full-cpu"}}, 3, "full-cpu"),
     ("parallel.zero_stage", {"gpu": CPU}, 2, "memory is shared"),
     ("train.attention", {}, "sdpa", "fused"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["branch"] = _run(root, "branch", train=rotate)
     results["back"] = _run(root, "branch", resume="checkpoint-6", stop_after=7, train=rotate)
     results["nan"] = _poison(root)
+    windows = {"logging_steps": 3, "weight_decay": 0.1}
+    results["windows"] = _run(root, "windows", train=windows)
+    results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
+    results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
+    thread = threading.Thread(target=lambda: results.update(thread=_run(root, "thread", train={"max_steps": 3})))
+    thread.start()
+    thread.join()
     return results
 
 
@@ -123,6 +131,28 @@ def test_epochs_evaluation_logging_and_tensorboard(root: Path, results: dict[str
     kept = [path.name for path in list_checkpoints(folder)]
     assert len(kept) == 2
     assert kept[-1] == f"checkpoint-{done.step}"
+
+
+def test_the_logged_loss_is_the_mean_since_the_log_before(root: Path, results: dict[str, Any]) -> None:
+    """As Trainer logs it; after a resume since the checkpoint, which does not hold the steps before."""
+    each = {step: loss for step, (loss, _, _) in curve(root / "whole-2").items()}
+
+    def means(*windows: tuple[int, int]) -> dict[int, float]:
+        return {
+            last: sum(each[step] for step in range(first, last + 1)) / (last + 1 - first) for first, last in windows
+        }
+
+    logged = {step: loss for step, (loss, _, _) in curve(root / "windows").items()}
+    assert logged == pytest.approx(means((1, 3), (4, 6), (7, 8)), rel=1e-12)
+    assert results["windows"].loss == logged[8]
+    parts = {step: loss for step, (loss, _, _) in curve(root / "window-parts").items()}
+    assert parts == pytest.approx(means((1, 3), (4, 4), (5, 6), (7, 8)), rel=1e-12)
+
+
+def test_a_run_outside_the_main_thread(root: Path, results: dict[str, Any]) -> None:
+    """Where Python lets nobody install a handler for Ctrl-C."""
+    assert isinstance(results["thread"], TrainResult), results["thread"]
+    assert list_checkpoints(root / "thread")[-1].name == "checkpoint-3"
 
 
 def test_a_run_that_goes_back_keeps_what_it_saves(root: Path, results: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tiny_plans import tiny_plan
 from toolkit.errors import RunError
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Job
-from toolkit.train.metrics import Meter, MetricsWriter, active_parameters, flops_per_token, peak_memory_bytes
+from toolkit.train.metrics import Meter, MetricsWriter, flops_per_token, peak_memory_bytes
 
 
 def _plan(folder: Path, **train: Any) -> Plan:
@@ -104,11 +105,13 @@ def _gpu_plan(model: str, **train: Any) -> Plan:
     return resolve(Job.model_validate(job | {"train": {"sequence_length": 4096, "max_steps": 5, **train}}))
 
 
+ATTENTION_8B = 12 * 32 * 32 * 128 * 4096
+
+
 def test_model_flops_utilization() -> None:
     """Llama 3.1 8B: 6 × 7.5 B parameters without the embedding table, and 12 · 32 · 4096 · 4096 for attention."""
     plan = _gpu_plan("llama-3.1-8b")
-    assert active_parameters(plan) == 8_030_261_248 - 128_256 * 4096
-    assert flops_per_token(plan) == 6 * active_parameters(plan) + 12 * 32 * 32 * 128 * 4096
+    assert flops_per_token(plan) == 6 * (8_030_261_248 - 128_256 * 4096) + ATTENTION_8B
     meter = Meter(plan, torch.device("cpu"))
     time.sleep(0.05)
     found = meter.read(1000, 1)
@@ -116,8 +119,24 @@ def test_model_flops_utilization() -> None:
     assert math.isclose(found["mfu"], found["tokens_per_second"] * flops_per_token(plan) / peak)
 
 
+def test_flops_of_a_tied_table_count_once_as_the_head() -> None:
+    plan = _gpu_plan("llama-3.2-1b")
+    assert flops_per_token(plan) == 6 * 1_235_814_400 + 12 * 16 * 32 * 64 * 4096
+
+
 def test_flops_of_lora_and_of_experts() -> None:
     full, lora = (_gpu_plan("llama-3.1-8b", method=method) for method in ("full", "lora"))
-    assert flops_per_token(full) - flops_per_token(lora) == 2 * active_parameters(full)
+    assert flops_per_token(full) - flops_per_token(lora) == 2 * (8_030_261_248 - 128_256 * 4096)
     # mistralai: 12.9 B of the 46.7 B parameters are used by a token, 0.13 B of them its embedding table.
-    assert math.isclose(active_parameters(_gpu_plan("mixtral-8x7b")), 12.75e9, rel_tol=0.005)
+    mixtral = flops_per_token(_gpu_plan("mixtral-8x7b"))
+    assert math.isclose((mixtral - ATTENTION_8B) / 6, 12.75e9, rel_tol=0.005)
+    # deepseek-ai: 2.4 B of 15.7 B are active, the shared experts and the dense first layer among them.
+    lite = flops_per_token(_gpu_plan("deepseek-v2-lite"))
+    attention = 12 * 27 * 16 * 192 * 4096
+    assert math.isclose((lite - attention) / 6, 2.66e9 - 102_400 * 2048, rel_tol=0.02)
+
+
+def test_flops_of_an_undeclared_architecture_are_unknown() -> None:
+    plan = _gpu_plan("llama-3.1-8b")
+    foreign = json.dumps({**plan.model.config, "model_type": "not_declared"})
+    assert flops_per_token(replace(plan, model=replace(plan.model, config_json=foreign))) is None

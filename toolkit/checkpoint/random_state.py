@@ -1,4 +1,4 @@
-"""Random states of one rank: dropout begins where the seed says, and goes on where it stopped."""
+"""Random states of one rank, which `tk.initialize` seeds: dropout goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ import numpy as np
 import torch
 
 from toolkit.checkpoint.layout import RANDOM
-
-
-def seed_random_state(seed: int, *, dp_rank: int) -> None:
-    """Seeds Python, NumPy, torch and CUDA: two runs of a job draw alike, two data-parallel ranks of a run do not."""
-    words = [int(word) for word in np.random.SeedSequence([seed, dp_rank]).generate_state(3)]
-    random.seed(words[0])
-    np.random.seed(words[1])
-    torch.manual_seed(words[2])
 
 
 def save_random_state(folder: Path, *, rank: int) -> None:

@@ -17,12 +17,10 @@ from toolkit.checkpoint.probe import record_probe
 from toolkit.checkpoint.random_state import save_random_state
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
+from toolkit.plan.optimizer_state import STATE_BYTES
 from toolkit.plan.plan import Plan
 from toolkit.units import format_bytes
 from toolkit.version import installed_version
-
-# Master copy and two moments in fp32 (arXiv 1910.02054, section 3.1).
-_OPTIMIZER_BYTES = {"adamw": 12, "adamw_torch": 12, "lion": 8, "sgd": 8}
 
 
 def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = False) -> Path:
@@ -78,7 +76,7 @@ def checkpoint_bytes(run: Run) -> int:
         total += count
         trainable += count if parameter.requires_grad else 0
     weights = trainable if leaves_frozen_out(run.plan) else total
-    return weights * width + trainable * _OPTIMIZER_BYTES[run.plan.job.train.optimizer]
+    return weights * width + trainable * STATE_BYTES[run.plan.job.train.optimizer]
 
 
 def _prepare(run: Run, target: Path, partial: Path) -> None:

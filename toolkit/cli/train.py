@@ -239,11 +239,8 @@ def is_finished(plan: Plan) -> bool:
 
 def _export_or_explain(plan: Plan) -> Path | None:
     """Exports a finished run, or says why not: the run itself is safe either way."""
-    from toolkit.cli.output import print_problems, warn
+    from toolkit.cli.output import print_problems
 
-    if plan.profile.needs_nvme:
-        warn([f"offload={plan.profile.name} keeps the weights in swap files, which this version cannot export"])
-        return None
     try:
         return export_last(plan)
     except ToolkitError as error:
@@ -330,14 +327,14 @@ def _rank() -> int | None:
 
 def _run_as_rank(plan: Plan, checkpoint: Path | None, stop_after: int | None) -> RunOutcome:
     """Trains as one rank of torchrun, `deepspeed` or `accelerate launch`."""
-    from toolkit.launch.outcome import RunOutcome
-    from toolkit.train.worker import INTERRUPTED, main
+    from toolkit.launch.outcome import INTERRUPTED_EXIT_CODE, RunOutcome
+    from toolkit.train.worker import main
 
     plan_file = plan.output_dir / "plan.json"
     # Each rank writes the same bytes by an atomic rename, so none reads a half or has to wait.
     plan.save(plan_file)
     code = main(["--plan", str(plan_file), *_session_options(checkpoint, stop_after)])
-    return RunOutcome(exit_code=code, interrupted=code == INTERRUPTED, failure=None)
+    return RunOutcome(exit_code=code, interrupted=code == INTERRUPTED_EXIT_CODE, failure=None)
 
 
 def _leave(code: int) -> NoReturn:

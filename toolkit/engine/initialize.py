@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from toolkit.engine.run import Run
 from toolkit.engine.schedule import LearningRate
+from toolkit.engine.seed import seed_random_state
 from toolkit.errors import PlanError, raise_all
 from toolkit.groups.world import World, connect, disconnect
 from toolkit.modeling.build import build_model
@@ -28,6 +28,9 @@ def initialize(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Run:
     """Joins the launcher's process groups, builds the model and starts the DeepSpeed engine.
+
+    Python's, NumPy's and torch's random states start from `train.seed` and the data-parallel rank, whatever was drawn
+    before.
 
     Args:
         plan: What to run.
@@ -52,7 +55,10 @@ def initialize(
             plan, device=world.device, weights=weights, dp_group=world.dp_group, on_progress=on_progress
         )
         schedule = LearningRate(plan)
-        return Run(plan=plan, world=world, engine=start_engine(plan, model, schedule), schedule=schedule)
+        engine = start_engine(plan, model, schedule)
+        # After the model is built: whether its weights are drawn or read must not change what dropout draws.
+        seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp)
+        return Run(plan=plan, world=world, engine=engine, schedule=schedule)
     except BaseException:
         if world.size == 1:  # a notebook goes on; one of several ranks ends, and must not wait for the others
             disconnect(world)
@@ -140,4 +146,3 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("DeepSpeed", "deepspeed", "torch.distributed", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    torch.set_float32_matmul_precision("highest")

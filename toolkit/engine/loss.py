@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-IGNORE_INDEX = -100
+from toolkit.data.packing import IGNORED
 
 
 def count_targets(labels_BS: torch.Tensor) -> torch.Tensor:
     """Counts the labels that some position predicts, as an int64 scalar on the labels' device."""
-    return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
+    return (labels_BS[:, 1:] != IGNORED).sum()
 
 
 def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
@@ -32,11 +32,11 @@ def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> t
         transformers loss/loss_utils.py ForCausalLMLoss: the labels are shifted, not the logits, which spares a copy
         of the largest tensor.
     """
-    shifted_BS = functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
+    shifted_BS = functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
     return functional.cross_entropy(
         logits_BSV.float().view(-1, logits_BSV.shape[-1]),
         shifted_BS.reshape(-1),
-        ignore_index=IGNORE_INDEX,
+        ignore_index=IGNORED,
         reduction="sum",
     )
 

@@ -8,6 +8,7 @@ from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
 from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.offload import PROFILES
+from toolkit.plan.optimizer_state import STATE_BYTES
 from toolkit.plan.plan import Plan
 from toolkit.plan.rules import RULES
 from toolkit.plan.rules.training import unread
@@ -223,8 +224,7 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
     assert model.num_parameters is not None
     width = 4 if precision == "fp32" else 2
     trainable = trainable_parameters(job, model) or model.num_parameters
-    # An fp32 master copy and Adam's two moments: the most that an optimizer here keeps.
-    optimizer = 0 if PROFILES[job.parallel.offload].optimizer else 12
+    optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
     return width * model.num_parameters + trainable * (width + optimizer) / job.cluster.num_ranks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ import torch
 from toolkit.checkpoint.layout import checkpoint_name
 from toolkit.checkpoint.load import load
 from toolkit.checkpoint.locate import remove_leftovers, rotate
-from toolkit.checkpoint.random_state import seed_random_state
 from toolkit.checkpoint.save import save
 from toolkit.data.prepare import PreparedData, prepare
 from toolkit.engine.initialize import initialize
@@ -37,7 +37,7 @@ class TrainResult:
     Args:
         step: Optimizer steps done in all.
         num_steps: Optimizer steps of the whole run.
-        loss: Loss of the last step; None when no step was left to do.
+        loss: The loss logged last, a mean over the steps since the log before; None when no step was left to do.
         checkpoint: The last checkpoint.
         interrupted: Whether Ctrl-C ended it before its length.
     """
@@ -78,8 +78,6 @@ def train(
         began = time.perf_counter()
         with initialize(plan, world=world) as run:
             _say_model(run, reporter, seconds=time.perf_counter() - began)
-            # After the model is built: whether its weights are drawn or read must not change what dropout draws.
-            seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp)
             if resume is not None:
                 load(run, resume)
                 reporter.say(f"resumed from {resume} at step {run.step_count}")
@@ -141,6 +139,7 @@ class _Loop:
         self.meter = Meter(self.plan, run.world.device)
         self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count) if run.world.is_main else None
         self.last_loss: float | None = None
+        self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
 
     def go(self) -> TrainResult:
         run = self.run
@@ -154,6 +153,7 @@ class _Loop:
             with _stop_on_interrupt(run):
                 for batch in self.batches:
                     loss = run.step(batch)
+                    self.window += loss
                     step = run.step_count
                     last = step == run.num_steps or run.should_stop or step == self.stop_after
                     if step % self.plan.job.train.logging_steps == 0 or last:
@@ -178,7 +178,8 @@ class _Loop:
 
     def _log(self, loss: torch.Tensor, num_steps: int) -> None:
         run = self.run
-        self.last_loss = float(loss)
+        self.last_loss = float(self.window) / num_steps
+        self.window.zero_()
         numbers = self.meter.read(run.take_num_tokens(), num_steps)
         record = {
             "step": run.step_count,
@@ -230,7 +231,13 @@ class _Loop:
 
 @contextmanager
 def _stop_on_interrupt(run: Run) -> Iterator[None]:
-    """Lets the first Ctrl-C end the run after the current step, on all ranks at once; a second one ends it now."""
+    """Lets the first Ctrl-C end the run after the current step, on all ranks at once; a second one ends it now.
+
+    Python hands signals to the main thread alone: a run in another one ends by `run.stop_requested`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def ask(number: int, frame: Any) -> None:
         run.stop_requested = True

@@ -1,4 +1,9 @@
-"""Metrics: one JSON object a line is the truth; TensorBoard on request."""
+"""Metrics: one JSON object a line is the truth; TensorBoard on request.
+
+A line of training holds numbers of its step (`step`, `epoch`, `grad_norm`, `learning_rate`) and means over the steps
+since the line before, or since the checkpoint that the run went on from (`loss`, `tokens_per_second`, `step_seconds`,
+`mfu`): as transformers' Trainer logs (trainer.py _maybe_log_save_evaluate).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ import torch
 
 from toolkit.checkpoint.disk import disk_errors
 from toolkit.plan.plan import Plan
+from toolkit.spec.parameters import count_parameters
 
 METRICS = "metrics.jsonl"
 
@@ -117,30 +123,15 @@ def flops_per_token(plan: Plan) -> float | None:
     weight gradient: 4 a parameter. Only the experts that a token visits count.
     """
     model = plan.model
-    active = active_parameters(plan)
-    if active is None:
+    count = count_parameters(model.config)
+    if count is None:
         return None
+    # A table that is the output head, too, takes part; one that is only looked up does not.
+    active = count.active - (count.embedding if count.head else 0)
     attention = (
         12 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
     )
     return (4 if plan.job.train.method == "lora" else 6) * active + attention
-
-
-def active_parameters(plan: Plan) -> int | None:
-    """Gives the parameters that multiply a token: without the embedding table and the experts it does not visit."""
-    model = plan.model
-    if model.num_parameters is None:
-        return None
-    table = model.vocab_size * model.hidden_size
-    count: int = model.num_parameters - (0 if model.tie_word_embeddings else table)
-    config = model.config
-    visited = config.get("num_experts_per_tok")
-    if not model.num_experts or not visited:
-        return count
-    width = config.get("moe_intermediate_size") or model.intermediate_size
-    dense = config.get("first_k_dense_replace", 0)
-    idle = int((model.num_experts - visited) * 3 * model.hidden_size * width * (model.num_hidden_layers - dense))
-    return count - idle
 
 
 def _is_not_finite(value: Any) -> bool:

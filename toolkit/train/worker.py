@@ -10,10 +10,8 @@ from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import rank_from_environment
-from toolkit.launch.outcome import write_worker_error
+from toolkit.launch.outcome import INTERRUPTED_EXIT_CODE, write_worker_error
 from toolkit.plan.plan import Plan
-
-INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _train(options)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except BaseException as error:
         if options.log_dir is not None:
             identity = rank_from_environment(os.environ)
@@ -51,7 +49,7 @@ def _train(options: argparse.Namespace) -> int:
     from toolkit.train.loop import train
 
     result = train(Plan.load(options.plan), resume=options.resume, stop_after=options.stop_after)
-    return INTERRUPTED if result.interrupted else 0
+    return INTERRUPTED_EXIT_CODE if result.interrupted else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,9 @@
+"""What an optimizer keeps of each parameter that it trains."""
+
+from __future__ import annotations
+
+from toolkit.spec.job import Optimizer
+
+# Bytes a parameter: the fp32 master copy and what stands beside it in fp32, Adam's two moments, Lion's one, the momentum
+# of SGD (arXiv 1910.02054, section 3.1; 2302.06675).
+STATE_BYTES: dict[Optimizer, int] = {"adamw": 12, "adamw_torch": 12, "lion": 8, "sgd": 8}
