@@ -163,6 +163,14 @@ def test_tokenizers_that_lack_something(tokenizer: Any, format_: Any, loss_on: s
     assert caught.value.codes == codes
 
 
+def test_a_chat_template_that_is_no_text(tokenizer: Any) -> None:
+    tokenizer.chat_template = {"default": 5}
+    with pytest.raises(DataError) as caught:
+        check_tokenizer(tokenizer, format_="messages", loss_on="all")
+    assert caught.value.codes == ("TOKENIZER_INVALID",)
+    check_tokenizer(tokenizer, format_="text", loss_on="all")
+
+
 def test_a_tokenizer_without_offsets_needs_a_tagged_template(tokenizer: Any) -> None:
     class Slow(type(tokenizer)):  # type: ignore[misc]
         is_fast = False

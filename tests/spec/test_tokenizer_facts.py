@@ -107,7 +107,9 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
         read_tokenizer_facts(tmp_path)
 
 
-@pytest.mark.parametrize("declared", [5, [5], ["a"], [{"name": "default"}]])
+@pytest.mark.parametrize(
+    "declared", [5, [5], ["a"], [{"name": "default"}], {"default": 5}, [{"name": "default", "template": None}]]
+)
 def test_a_chat_template_of_no_known_form_is_named(tmp_path: Path, declared: object) -> None:
     tokenizer().save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": declared}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,18 @@ def test_another_one(root: Path) -> None:
 def test_dimensions_bring_none(root: Path) -> None:
     for name in ("quickstart-llama", str(root / "model" / "config.json")):
         assert "gives dimensions only" in _refused(_plan(root, name=name), tokenizer_source)
+
+
+@pytest.mark.parametrize("template", [5, {"default": 5}, [{"name": "default", "template": ["a"]}], ["a"]])
+def test_a_chat_template_that_is_no_text(root: Path, tmp_path: Path, template: object) -> None:
+    """Whatever the data: the tokenizer could not be saved into the first checkpoint either."""
+    shutil.copytree(root / "model", tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    with pytest.raises(SpecError) as caught:
+        load_tokenizer(_plan(root, tokenizer=str(tmp_path / "tokenizer")))
+    assert caught.value.codes in (("TOKENIZER_INVALID",), ("TOKENIZER_NOT_FOUND",))
+    assert ("not a text" in str(caught.value)) == (caught.value.codes == ("TOKENIZER_INVALID",)) == (template != ["a"])
 
 
 def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:

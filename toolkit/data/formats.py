@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.errors import DataError, Problem
 from toolkit.spec.dataset_formats import Format, loss_on_problem, record_fault
-from toolkit.spec.tokenizer import GENERATION_MARK
+from toolkit.spec.tokenizer import GENERATION_MARK, template_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
     """Checks that the tokenizer can turn this format into documents.
 
     Raises:
-        DataError: DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE, DATA_LOSS_ON, DATA_SLOW_TOKENIZER.
+        DataError: DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE, DATA_LOSS_ON, DATA_SLOW_TOKENIZER, TOKENIZER_INVALID.
     """
     problems: list[Problem] = []
     if problem := loss_on_problem(loss_on, format_):
@@ -140,6 +140,9 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
         fix = "Set eos_token in its tokenizer_config.json, or name another tokenizer in model.tokenizer"
         problems.append(Problem(code="DATA_NO_EOS", key="model.tokenizer", message=message, fix=fix))
     template = chat_template(tokenizer) if format_ == "messages" else None
+    if fault := template_fault(template):
+        message, fix = f"the tokenizer {name} cannot be used: {fault}", "Set its chat_template to a text"
+        raise DataError.of(code="TOKENIZER_INVALID", key="model.tokenizer", message=message, fix=fix)
     if format_ == "messages" and template is None:
         message = f"the tokenizer {name} has no chat template, which data of the format messages needs"
         fix = "Name the tokenizer of an instruct model in model.tokenizer, or give prompt and completion columns"

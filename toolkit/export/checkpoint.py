@@ -16,7 +16,7 @@ from toolkit.checkpoint.manifest import verify as verify_checkpoint
 from toolkit.checkpoint.probe import PROBE
 from toolkit.checkpoint.save import leaves_frozen_out
 from toolkit.engine.initialize import locate_weights
-from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.errors import CheckError, CheckpointError, ToolkitError
 from toolkit.export.export import ExportReport, export_checkpoint
 from toolkit.modeling.build import DTYPES
 from toolkit.plan.plan import Plan
@@ -75,7 +75,8 @@ def export(
         progress: Called with tensors written and tensors in all.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or the export is not equal to it.
+        CheckpointError: The checkpoint is damaged.
+        CheckError: EXPORT_VERIFY, EXPORT_LOGITS: the export is not equal to it.
     """
     source = Path(checkpoint)
     if verify_first:
@@ -140,7 +141,7 @@ def _compare(plan: Plan, report: ExportReport, probe: Path) -> float:
     difference = logits_difference(_reload(plan, report), probe)
     # Not "difference > limit", which a difference that is not a number would pass.
     if not difference <= TOLERANCE[plan.settings.precision]:
-        raise CheckpointError.of(
+        raise CheckError.of(
             code="EXPORT_LOGITS",
             key=str(report.output_dir),
             message=f"the export's scores differ from the trained model's by {difference:.2%} of the largest",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.errors import CheckError, CheckpointError, Problem, raise_all
 from toolkit.export.adapter import (
     ADAPTER_CONFIG,
     MergedWeights,
@@ -252,7 +252,7 @@ def _verify(folder: Path, writer: ShardWriter, model: PreTrainedModel, *, adapte
     """Matches the written names and shapes as the loading library would, and reads a sample of the values back.
 
     Raises:
-        CheckpointError: EXPORT_VERIFY.
+        CheckError: EXPORT_VERIFY.
     """
     if adapter_of is not None:
         files = SafetensorsFolder(folder, stem="adapter_model")
@@ -266,7 +266,7 @@ def _verify(folder: Path, writer: ShardWriter, model: PreTrainedModel, *, adapte
         if hashlib.sha256(tensor_bytes(files.read(name))).hexdigest() != digest:
             faults.append(f"{name} reads back with other values than were written")
     if faults:
-        raise CheckpointError.of(
+        raise CheckError.of(
             code="EXPORT_VERIFY",
             key=str(folder),
             message=f"the exported files do not load as they should: {some(faults)}",

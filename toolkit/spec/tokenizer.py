@@ -114,6 +114,13 @@ def _largest_id(ids: Iterable[int]) -> int | None:
     return max(ids, default=-1) + 1 or None
 
 
+def template_fault(template: Any) -> str | None:
+    """Says why a tokenizer's `chat_template` is neither a text, nor texts by their names, nor None; else None."""
+    named = template if isinstance(template, Mapping) else {"chat_template": "" if template is None else template}
+    wrong = [f"{name} is a {type(text).__name__}" for name, text in named.items() if not isinstance(text, str)]
+    return f"of its chat templates {', '.join(wrong)}, not a text" if wrong else None
+
+
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, bool]:
     """Gives the default chat template, and whether there are others by name."""
     others = any((folder / "additional_chat_templates").glob("*.jinja"))
@@ -131,7 +138,9 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, boo
             declared.items() if isinstance(declared, Mapping) else ((i["name"], i["template"]) for i in declared or ())
         )
         named = dict(pairs)
+        if fault := template_fault(named):
+            raise TypeError(fault)
     except (TypeError, KeyError) as error:
-        found = "chat_template is neither a text nor a list of objects with name and template"
+        found = "chat_template is neither a text nor a list of objects with name and template, both texts"
         raise _invalid(folder / "tokenizer_config.json", found) from error
     return named.get("default"), others or bool(named)

@@ -6,13 +6,15 @@ from typing import Any
 
 from toolkit.errors import SpecError
 from toolkit.plan.plan import Plan
+from toolkit.spec.tokenizer import template_fault
 
 
 def load_tokenizer(plan: Plan) -> Any:
     """Gives the `transformers` tokenizer that belongs to the plan's model.
 
     Raises:
-        SpecError: TOKENIZER_NOT_FOUND when neither the model nor `model.tokenizer` has one.
+        SpecError: TOKENIZER_NOT_FOUND when neither the model nor `model.tokenizer` has one; TOKENIZER_INVALID when a
+            chat template is no text.
     """
     from transformers import AutoTokenizer
 
@@ -20,10 +22,19 @@ def load_tokenizer(plan: Plan) -> Any:
     source = tokenizer_source(plan)
     revision = model.revision if model.tokenizer is None else None
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise _not_found(f"no tokenizer can be loaded from {source}: {first_line.rstrip('.')}") from None
+    # transformers takes any value, and fails on it where the first conversation is rendered or the tokenizer saved.
+    if fault := template_fault(getattr(tokenizer, "chat_template", None)):
+        raise SpecError.of(
+            code="TOKENIZER_INVALID",
+            key="model.tokenizer",
+            message=f"the tokenizer of {source} cannot be used: {fault}",
+            fix="Correct chat_template in its tokenizer_config.json, or set model.tokenizer to another",
+        )
+    return tokenizer
 
 
 def tokenizer_source(plan: Plan) -> str:
