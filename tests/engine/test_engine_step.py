@@ -16,7 +16,7 @@ from torch.nn import functional
 import toolkit as tk
 from toolkit.data.packing import PackedDataset
 from toolkit.data.store import TokenStore
-from toolkit.engine.loss import count_targets, summed_cross_entropy
+from toolkit.modeling.loss import count_targets, summed_cross_entropy
 from toolkit.engine.stop import StopFlag
 from toolkit.errors import ToolkitError
 from toolkit.modeling.build import build_model

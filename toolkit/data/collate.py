@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from toolkit.data.packing import IGNORED, ROUND_TO, PackedDataset
+from toolkit.data.packing import ROUND_TO, PackedDataset
+from toolkit.modeling.loss import IGNORED
 from toolkit.spec.job import Packing
 
 MicroBatch = dict[str, torch.Tensor]

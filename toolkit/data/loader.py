@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from toolkit.data.collate import MicroBatch
-from toolkit.data.packing import IGNORED, PackedDataset
+from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import shuffled
 from toolkit.errors import DataError
+from toolkit.modeling.loss import IGNORED
 
 StepBatch = list[MicroBatch]
 Collate = Callable[[Sequence[dict[str, np.ndarray]]], MicroBatch]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.data.store import TokenStore
+from toolkit.modeling.loss import IGNORED
 from toolkit.spec.job import Packing
 
 ROUND_TO = 8  # tokens: bf16 tensor cores want matrix sizes in multiples of 8 (NVIDIA, Matrix Multiplication Guide)
-IGNORED = -100  # label that torch.nn.functional.cross_entropy leaves out (its ignore_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import nn
 from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
-from toolkit.engine.loss import auxiliary_loss, count_targets, summed_cross_entropy
+from toolkit.modeling.loss import auxiliary_loss, count_targets, summed_cross_entropy
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.stop import StopFlag
 from toolkit.errors import RunError

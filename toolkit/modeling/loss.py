@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from toolkit.data.packing import IGNORED
+IGNORED = -100  # label that torch.nn.functional.cross_entropy leaves out (its ignore_index)
 
 
 def count_targets(labels_BS: torch.Tensor) -> torch.Tensor:

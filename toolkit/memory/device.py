@@ -1,0 +1,62 @@
+"""What a card must have beside what torch allocates: the CUDA context, NCCL's buffers, and the allocator's slack.
+
+These cannot be read off source code: they belong to a driver, a card and a version of NCCL. The figures are those of an
+H100 SXM with driver 580, torch 2.11 and NCCL 2.28, from `device_used - peak_reserved` of measured runs; `toolkit
+calibrate` replaces them by those of the machine at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.memory.calibration import Calibration
+from toolkit.units import GIB
+
+Allocator = Literal["expandable", "native"]
+
+# Device memory outside of torch's allocator at the end of a run on one card: context, loaded kernels, NCCL's start.
+CONTEXT_BYTES = int(1.70 * GIB)
+# The same on four cards, less the above: one communicator over NVLink.
+COMMUNICATOR_BYTES = int(0.37 * GIB)
+
+# With expandable segments, runs finished under a cap of 1.01 times their peak allocated memory.
+EXPANDABLE_SLACK = 0.01
+
+# CublasHandlePool.cpp getChosenWorkspaceSize: 32 MiB from Hopper on, ":4096:2:16:8" before it.
+WORKSPACE_BYTES_HOPPER = 32 * 2**20
+WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Memory of a card that the model's tensors do not take, bytes."""
+
+    context_and_nccl_bytes: int
+    slack_bytes: int
+
+
+def workspace_bytes(capability: float) -> int:
+    """Gives the cuBLAS workspace of each thread that multiplies, bytes."""
+    return WORKSPACE_BYTES_HOPPER if capability >= 9.0 else WORKSPACE_BYTES
+
+
+def overhead(
+    peak_allocated_bytes: int, *, num_communicators: int, allocator: Allocator, calibration: Calibration | None = None
+) -> Overhead:
+    """Gives what a card must have beside the peak.
+
+    Args:
+        peak_allocated_bytes: What torch allocates at most.
+        num_communicators: NCCL communicators of more than one rank.
+        allocator: How torch's allocator is set.
+        calibration: What was measured on the machine at hand.
+    """
+    known = calibration or Calibration()
+    context = known.context_bytes if known.context_bytes is not None else CONTEXT_BYTES
+    communicator = known.communicator_bytes if known.communicator_bytes is not None else COMMUNICATOR_BYTES
+    share = known.slack if known.slack is not None else EXPANDABLE_SLACK
+    return Overhead(
+        context_and_nccl_bytes=context + num_communicators * communicator,
+        slack_bytes=int(share * peak_allocated_bytes),
+    )

@@ -1,0 +1,67 @@
+"""Stage 0: FP16_Optimizer for 16-bit training, the bare optimizer for fp32.
+
+Source: deepspeed runtime/fp16/fused_optimizer.py FP16_Optimizer, runtime/engine.py _do_optimizer_sanity_check.
+"""
+
+from __future__ import annotations
+
+from toolkit.memory.engines.replay import Replay
+from toolkit.memory.trace import Parameter
+
+# engine.py MEMORY_OPT_ALLREDUCE_SIZE, elements.
+ALLREDUCE_ELEMENTS = 500_000_000
+
+
+class Stage0(Replay):
+    """Every rank holds everything."""
+
+    def initialize(self) -> None:
+        """The 16-bit model is cloned and flattened, then an fp32 master copy is made and Adam steps once on zeros."""
+        account, settings, numel = self.account, self.settings, self.num_trainable
+        model = sum(parameter.size for parameter in self.trace.parameters)
+        account.allocate("parameters", model)
+        if settings.itemsize == 4:
+            return
+        flat = numel * settings.itemsize
+        with account.temporary("flattening at start", 2 * flat):  # the clones and the flat buffer, beside the model
+            pass
+        account.allocate("master parameters", 4 * numel)
+        with account.temporary("gradients in fp32 at the step", 4 * numel):
+            account.allocate("optimizer state", settings.state_bytes * numel)
+            account.spike("optimizer temporaries", settings.step_bytes * numel)
+
+    def gradient(self, parameter: Parameter, size: int) -> None:
+        """Stays until the step; a later micro-batch adds to it in place."""
+        held = self.account.held("gradients") - size
+        if held >= self._whole_gradients():
+            self.account.free("gradients", size)
+
+    def end_backward(self, *, first: bool, last: bool) -> None:
+        """Several ranks reduce copies of up to 5e8 elements (engine.py buffered_allreduce_fallback)."""
+        if not last or self.settings.dp_size == 1:
+            return
+        most, numel = 0, 0
+        for parameter in self.trainable:
+            numel += parameter.numel
+            most = max(most, numel)
+            if numel > ALLREDUCE_ELEMENTS:
+                numel = 0
+        self.account.spike("reduction buffer", most * self.settings.communication_itemsize)
+
+    def step(self) -> None:
+        """fp32 copies of all gradients, then their flat buffer, while the 16-bit ones are still there."""
+        account, settings, numel = self.account, self.settings, self.num_trainable
+        if settings.itemsize == 4:
+            if not account.held("optimizer state"):
+                account.allocate("optimizer state", settings.state_bytes * numel)
+            account.spike("optimizer temporaries", settings.step_bytes * numel)
+            account.free_all("gradients")
+            return
+        account.allocate("gradients in fp32 at the step", 4 * numel)
+        account.spike("gradients in fp32 at the step", 4 * numel)
+        account.free_all("gradients")
+        account.spike("optimizer temporaries", settings.step_bytes * numel)
+        account.free_all("gradients in fp32 at the step")
+
+    def _whole_gradients(self) -> int:
+        return sum(-(-parameter.size // 512) * 512 for parameter in self.trainable)

@@ -1,0 +1,203 @@
+"""Stages 1 and 2: flat parameters on every rank, optimizer state in partitions.
+
+Source: deepspeed runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.trace import Parameter, Trace
+
+# stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements a rank.
+ALIGNMENT = 2
+# get_norm_dtype() is float64 on CUDA (deepspeed runtime/utils.py).
+NORM_ITEMSIZE = 8
+
+
+class Stage12(Replay):
+    """ZeRO-1 keeps whole gradients until the step's reduction, ZeRO-2 only those of its partition."""
+
+    def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
+        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
+        multiple = ALIGNMENT * settings.dp_size
+        self._flat = -(-self.num_trainable // multiple) * multiple
+        self._partition = self._flat // settings.dp_size
+        self._owners = dict(self._place())
+        self._mine = [parameter for parameter in self.trainable if self._is_mine(parameter)]
+        self._mine_bytes = sum(parameter.numel for parameter in self._mine) * settings.itemsize
+        self._compact = settings.accumulation_itemsize > settings.itemsize and settings.zero_stage == 2
+        self._filled: list[Parameter] = []
+        self._elements = 0
+        self._ready = False
+        self._first, self._last = True, True
+        self._large = max((parameter.numel for parameter in self.trainable), default=0)
+
+    def _place(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Gives the first and last partition that each parameter touches."""
+        offset = 0
+        for parameter in self.trainable:
+            end = offset + parameter.numel
+            yield parameter.name, (offset // self._partition, (end - 1) // self._partition)
+            offset = end
+
+    def _is_mine(self, parameter: Parameter) -> bool:
+        first, last = self._owners[parameter.name]
+        return first <= self.rank <= last
+
+    @property
+    def partition_bytes(self) -> int:
+        """Bytes of the whole 16-bit gradients of the parameters that touch this rank's partition."""
+        return self._mine_bytes
+
+    def initialize(self) -> None:
+        """The model is flattened on the card: twice its size for a moment (flatten_dense_tensors_aligned)."""
+        account, settings = self.account, self.settings
+        frozen = sum(parameter.size for parameter in self.trace.parameters if not parameter.trainable)
+        account.allocate("parameters", frozen + self.num_trainable * settings.itemsize)
+        account.spike("flattening at start", self._flat * settings.itemsize)
+        master = self._partition * settings.master_itemsize
+        if settings.offload_optimizer:
+            # detach().clone() of the 16-bit partition before it leaves for the host.
+            account.spike("flattening at start", self._partition * settings.itemsize)
+            account.allocate("offload staging buffer", self._large * settings.itemsize)
+            return
+        with account.temporary("flattening at start", self._partition * settings.itemsize):
+            account.allocate("master parameters", master)
+        account.spike("gradients in fp32 at the step", master)
+
+    def begin_backward(self, *, first: bool, last: bool) -> None:
+        """Notes where in the accumulation the pass stands."""
+        self._first, self._last = first, last
+
+    def gradient(self, parameter: Parameter, size: int) -> None:
+        """ZeRO-2 copies it into a bucket at once, ZeRO-1 keeps it for the last micro-batch's reduction."""
+        account, settings = self.account, self.settings
+        self._set_up_buckets()
+        if settings.zero_stage == 2 or (settings.overlap_comm and self._last):
+            self._into_bucket(parameter, size)
+            return
+        if settings.accumulation_itemsize > settings.itemsize:
+            account.free("gradients", size)
+            whole = parameter.numel * settings.accumulation_itemsize
+            if self._first:
+                account.allocate("accumulated gradients", whole)
+            else:
+                account.spike("accumulated gradients", whole)
+        elif not self._first:
+            account.free("gradients", size)  # added in place to what an earlier micro-batch left
+
+    def _set_up_buckets(self) -> None:
+        if self._ready or not self.settings.contiguous_gradients:
+            return
+        self._ready = True
+        staged = self.settings.accumulation_itemsize if self.settings.zero_stage == 1 else self.settings.itemsize
+        count = 2 if self.settings.overlap_comm else 1
+        self.account.allocate("reduction buckets", count * self.settings.reduce_bucket_size * staged)
+
+    def _into_bucket(self, parameter: Parameter, size: int) -> None:
+        if self._elements + parameter.numel > self.settings.reduce_bucket_size:
+            self._flush()
+        if parameter.numel <= self.settings.reduce_bucket_size and self.settings.contiguous_gradients:
+            self.account.free("gradients", size)
+        self._filled.append(parameter)
+        self._elements += parameter.numel
+
+    def _flush(self) -> None:
+        """average_tensor, then copy_grads_in_partition."""
+        if not self._filled:
+            return
+        account, settings = self.account, self.settings
+        touched = {rank for parameter in self._filled for rank in range(*_span(self._owners[parameter.name]))}
+        if (settings.reduce_scatter and len(touched) > 1) or not settings.contiguous_gradients:
+            # allreduce_bucket flattens the slices of several ranks into a copy; one slice is its own flat tensor.
+            copy = self._elements * settings.itemsize
+            extra = self._elements * settings.communication_itemsize
+            account.spike(
+                "reduction buffer", copy + (extra if settings.communication_itemsize != settings.itemsize else 0)
+            )
+        elif settings.communication_itemsize != settings.itemsize:
+            account.spike("reduction buffer", self._elements * settings.communication_itemsize)
+        for parameter in self._filled:
+            if self._is_mine(parameter):
+                self._into_partition(parameter)
+            if parameter.numel > settings.reduce_bucket_size or not settings.contiguous_gradients:
+                account.free("gradients", parameter.size)
+        self._filled, self._elements = [], 0
+
+    def _into_partition(self, parameter: Parameter) -> None:
+        account, settings = self.account, self.settings
+        if settings.offload_optimizer:
+            if self._last:
+                account.spike("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
+                account.spike("gradients in fp32 at the step", parameter.numel * 4)
+            return
+        if self._compact:
+            if not account.held("accumulated gradients"):
+                account.allocate("accumulated gradients", self._partition * settings.accumulation_itemsize)
+            return
+        if not self._allocated:
+            account.allocate("gradient partition", self._mine_bytes)
+            self._allocated = True
+
+    _allocated = False
+
+    def end_backward(self, *, first: bool, last: bool) -> None:
+        """independent_gradient_partition_epilogue; ZeRO-1 reduces only now, and only after the last micro-batch."""
+        account = self.account
+        if self.settings.zero_stage == 1 and not (self.settings.overlap_comm and last):
+            if not last:
+                return
+            for parameter in self.trainable:
+                self._reduce_whole(parameter)
+        self._flush()
+        if self._allocated and not first and account.held("gradient partition") > self._mine_bytes + 512:
+            account.free("gradient partition", self._mine_bytes)  # added into the first micro-batch's
+        self._allocated = False
+        account.free_all("gradients")
+        account.free_all("reduction buckets")
+        self._ready = False
+
+    def _reduce_whole(self, parameter: Parameter) -> None:
+        """reduce_gradients: a kept gradient moves into the bucket."""
+        if self._elements + parameter.numel > self.settings.reduce_bucket_size:
+            self._flush()
+        if parameter.numel <= self.settings.reduce_bucket_size and self.settings.contiguous_gradients:
+            if self.settings.accumulation_itemsize > self.settings.itemsize:
+                self.account.free("accumulated gradients", parameter.numel * self.settings.accumulation_itemsize)
+            else:
+                self.account.free("gradients", parameter.size)
+        self._filled.append(parameter)
+        self._elements += parameter.numel
+
+    def step(self) -> None:
+        """Flatten, cast, step: 2 + 4 bytes beside the 2 of the gradients, then Adam's states."""
+        account, settings = self.account, self.settings
+        if settings.offload_optimizer:
+            account.free_all("gradient partition")
+            account.free_all("accumulated gradients")
+            return
+        largest = max((parameter.numel for parameter in self._mine), default=0)
+        account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
+        flat, master = self._partition * settings.itemsize, self._partition * settings.master_itemsize
+        if self._compact:
+            account.free_all("accumulated gradients")
+            account.allocate("gradients in fp32 at the step", master)
+        else:
+            account.allocate("gradients flattened at the step", flat)
+            if settings.itemsize != settings.master_itemsize:
+                account.allocate("gradients in fp32 at the step", master)
+                account.free_all("gradients flattened at the step")
+        account.free_all("gradient partition")
+        account.free_all("accumulated gradients")
+        if not account.held("optimizer state"):
+            account.allocate("optimizer state", self._partition * settings.state_bytes)
+        account.spike("optimizer temporaries", self._partition * settings.step_bytes)
+        account.free_all("gradients in fp32 at the step")
+        account.free_all("gradients flattened at the step")
+
+
+def _span(owners: tuple[int, int]) -> tuple[int, int]:
+    return owners[0], owners[1] + 1

@@ -1,0 +1,354 @@
+"""Stage 3: everything in partitions, parameters gathered when a module needs them.
+
+Source: deepspeed runtime/zero/stage3.py, partition_parameters.py, parameter_offload.py,
+partitioned_param_coordinator.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+
+from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.trace import Parameter, Trace
+
+# stage3.py _constant_buffered_norm2 buffer_size, elements; get_norm_dtype() is float64.
+NORM_ELEMENTS, NORM_ITEMSIZE = 250_000_000, 8
+
+
+class Stage3(Replay):
+    """Parameters live in partitions of 1/N and, around their use, whole."""
+
+    def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
+        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
+        size = settings.dp_size
+        self._partitions = {parameter.name: math.ceil(parameter.numel / size) for parameter in trace.parameters}
+        self._numel = sum(self._partitions[parameter.name] for parameter in self.trainable)
+        self._modules: dict[str, list[Parameter]] = {}
+        for parameter in trace.parameters:
+            self._modules.setdefault(parameter.module, []).append(parameter)
+        self._persistent = {p.name for p in trace.parameters if p.numel <= settings.persistence_threshold}
+        self._sub_groups = self._group()
+        self._gathers = size > 1 or settings.offload_param is not None
+        self._fetcher = _Fetcher(self)
+        self._filled: list[Parameter] = []
+        self._elements = 0
+        self._kept = 0
+        self._last = True
+        self._offloaded = settings.offload_optimizer is not None
+
+    def _group(self) -> list[int]:
+        """Partition elements of each optimizer sub-group (_create_fp16_sub_groups)."""
+        groups, whole, partition = [], 0, 0
+        for parameter in self.trainable:
+            whole += self._partitions[parameter.name]
+            partition += self._partitions[parameter.name]
+            if whole >= self.settings.sub_group_size:
+                groups.append(partition)
+                whole, partition = 0, 0
+        return [*groups, partition] if partition else groups
+
+    def initialize(self) -> None:
+        """zero.Init partitions module by module; then master copies, a gradient buffer and the bucket are made."""
+        account, settings = self.account, self.settings
+        largest = max(parameter.size for parameter in self.trace.parameters)
+        stored = sum(self._partitions[p.name] * p.itemsize for p in self.trace.parameters)
+        if settings.built_partitioned:
+            if settings.offload_param is None:
+                account.allocate("parameter partitions", stored)
+            account.spike("parameters being partitioned", largest)
+        else:
+            # engine.py _configure_distributed_model moves the whole model to the card first (DeepSpeed #4527).
+            with account.temporary("parameters before partitioning", sum(p.size for p in self.trace.parameters)):
+                if settings.offload_param is None:
+                    account.allocate("parameter partitions", stored)
+        resident = self._resident_groups()
+        for partition in resident:
+            with account.temporary("master parameters being cast", partition * settings.master_itemsize):
+                account.allocate("master parameters", partition * settings.master_itemsize)
+        if not self._offloaded:
+            account.spike("gradients in fp32 at the step", max(self._sub_groups, default=0) * settings.master_itemsize)
+        if settings.contiguous_gradients:
+            account.allocate("reduction buckets", settings.reduce_bucket_size * settings.communication_itemsize)
+        if not self._offloaded:
+            account.allocate("gradient partition", self._numel * settings.accumulation_itemsize)
+        # create_reduce_and_remove_grad_hooks gathers one parameter at a time.
+        account.spike("parameters gathered", max((p.size for p in self.trainable), default=0))
+        self._fetcher.prepare()
+
+    def _resident_groups(self) -> list[int]:
+        """Sub-groups whose optimizer state stays on the card (_create_fp32_partitions: int((1 - ratio) * groups))."""
+        if not self._offloaded:
+            return self._sub_groups
+        if self.settings.offload_optimizer == "nvme":
+            return []
+        return self._sub_groups[: int((1 - self.settings.offload_ratio) * len(self._sub_groups))]
+
+    def begin_forward(self) -> None:
+        """reset_step."""
+        self._fetcher.begin()
+
+    def begin_backward(self, *, first: bool, last: bool) -> None:
+        """Notes whether the step follows."""
+        self._last = last
+
+    def module(self, name: str, *, fetch: bool, backward: bool) -> None:
+        """Gathers what a module needs, or lets go of what nobody needs soon."""
+        parameters = self._modules.get(name, [])
+        if fetch:
+            self._fetcher.fetch(parameters)
+        else:
+            self._fetcher.release(parameters)
+
+    def gradient(self, parameter: Parameter, size: int) -> None:
+        """__add_grad_to_ipg_bucket: copied into the bucket, or kept whole if larger than it."""
+        settings = self.settings
+        if self._elements and self._elements + parameter.numel > settings.reduce_bucket_size:
+            self._flush()
+        if settings.contiguous_gradients and self._elements + parameter.numel <= settings.reduce_bucket_size:
+            self.account.free("gradients", size)
+        else:
+            self._kept += size
+        self._filled.append(parameter)
+        self._elements += parameter.numel
+
+    def _flush(self) -> None:
+        """__avg_scatter_grads: reduce_scatter_coalesced interleaves the partitions in a copy."""
+        if not self._filled:
+            return
+        account, settings, size = self.account, self.settings, self.settings.dp_size
+        single = len(self._filled) == 1 and self._filled[0].numel % size == 0
+        padded = sum(self._partitions[p.name] * size for p in self._filled)
+        copies = 0 if single else padded * settings.communication_itemsize
+        if settings.communication_itemsize != settings.itemsize:
+            copies += self._elements * settings.communication_itemsize
+        with account.temporary("reduction buffer", copies):
+            if settings.accumulation_itemsize != settings.communication_itemsize:
+                account.spike("gradient partition being cast", padded // size * settings.accumulation_itemsize)
+            if self._offloaded:
+                self._offload(self._filled)
+        account.free("gradients", self._kept)
+        self._filled, self._elements, self._kept = [], 0, 0
+
+    def _offload(self, parameters: list[Parameter]) -> None:
+        """partition_grads with CPU buffers: a device copy of each partition, its norm, its fp32 cast."""
+        for parameter in parameters:
+            numel = self._partitions[parameter.name]
+            with self.account.temporary("gradient partition on its way to the host", numel * self.settings.itemsize):
+                if self._last:
+                    chunk = min(numel, NORM_ELEMENTS)
+                    self.account.spike("gradient norm in fp64", chunk * NORM_ITEMSIZE)
+                    self.account.spike("gradients in fp32 at the step", numel * self.settings.master_itemsize)
+
+    def end_backward(self, *, first: bool, last: bool) -> None:
+        """The last bucket, then whatever no hook has released."""
+        self._flush()
+        self._fetcher.end()
+
+    def step(self) -> None:
+        """One sub-group at a time: 2 + 4 bytes a parameter of it, beside the gradient partition."""
+        account, settings = self.account, self.settings
+        self._fetcher.drop_all()
+        if not self._offloaded:
+            # has_overflow: isinf is (abs(x) == inf), a copy and a mask of the whole gradient partition.
+            account.spike("overflow check", self._numel * (settings.accumulation_itemsize + 1))
+            largest = max((self._partitions[p.name] for p in self.trainable), default=0)
+            account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
+        first_step = not account.held("optimizer state")
+        for partition in self._resident_groups():
+            cast = settings.accumulation_itemsize != settings.master_itemsize
+            account.allocate("gradients flattened at the step", partition * settings.accumulation_itemsize)
+            if cast:
+                account.allocate("gradients in fp32 at the step", partition * settings.master_itemsize)
+                account.free_all("gradients flattened at the step")
+            if first_step:
+                account.allocate("optimizer state", partition * settings.state_bytes)
+            account.spike("optimizer temporaries", partition * settings.step_bytes)
+            account.free_all("gradients in fp32 at the step")
+            account.free_all("gradients flattened at the step")
+        self._fetcher.restore_persistent()
+
+    def partition(self, parameter: Parameter) -> int:
+        """Elements of a parameter that each rank stores."""
+        return self._partitions[parameter.name]
+
+    @property
+    def persistent(self) -> set[str]:
+        """Names of parameters that stay whole between uses."""
+        return self._persistent
+
+    @property
+    def modules(self) -> dict[str, list[Parameter]]:
+        """Parameters by the module that holds them."""
+        return self._modules
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a fetch allocates: not on one rank with its partitions on the card (_no_gather_coalesced)."""
+        return self._gathers
+
+
+class _Fetcher:
+    """PartitionedParameterCoordinator with a complete trace: fetch, prefetch and release, in elements and bytes."""
+
+    def __init__(self, engine: Stage3) -> None:
+        self._engine = engine
+        self._account = engine.account
+        self._settings = engine.settings
+        self._order: list[list[Parameter]] = []
+        self._traversed: list[int] = [0]
+        self._uses: dict[str, list[int]] = {}
+        self._queue: deque[tuple[Parameter, int]] = deque()
+        self._entries: list[tuple[Parameter, int]] = []
+        self._step = 0
+        self._available: set[str] = set()
+        self._inflight: dict[str, _Gather] = {}
+        self._num_available = 0
+        self._fetched_for: dict[str, int] = {}
+
+    def prepare(self) -> None:
+        """Records the order of modules, as the second pass of a run does."""
+        for placed in (*self._engine.trace.forward, *self._engine.trace.backward):
+            event = placed.event
+            if getattr(event, "kind", None) != "fetch":
+                continue
+            parameters = self._engine.modules.get(placed.name, [])
+            index = len(self._order)
+            self._order.append(parameters)
+            self._traversed.append(self._traversed[-1] + sum(p.numel for p in parameters))
+            for parameter in parameters:
+                self._uses.setdefault(parameter.name, []).append(index)
+                self._entries.append((parameter, index))
+
+    def begin(self) -> None:
+        """reset_step: the prefetch queue starts anew."""
+        self._queue = deque(self._entries)
+        self._fetched_for = {}
+        self._step = 0
+        self._num_available = 0
+
+    def fetch(self, parameters: list[Parameter]) -> None:
+        """fetch_sub_module: gather, wait, then prefetch what comes next."""
+        missing = [p for p in parameters if p.name not in self._available and p.name not in self._inflight]
+        if missing:
+            self._gather(missing)
+        for parameter in parameters:
+            gather = self._inflight.pop(parameter.name, None)
+            if gather is not None:
+                gather.wait(parameter)
+                self._available.add(parameter.name)
+        fresh = {p.name for p in parameters if self._fetched_for.get(p.name, -1) < self._step}
+        dropped: set[str] = set()
+        while self._queue and len(dropped) < len(fresh):
+            parameter, used = self._queue.popleft()
+            self._fetched_for[parameter.name] = used
+            dropped.add(parameter.name)
+        self._prefetch()
+        self._step += 1
+
+    def _prefetch(self) -> None:
+        settings = self._settings
+        if not settings.prefetch_bucket_size or settings.offload_param == "nvme":
+            return
+        room = min(settings.max_live_parameters - self._num_available, settings.prefetch_bucket_size)
+        chosen: dict[str, Parameter] = {}
+        numel = 0
+        while self._queue and numel < room:
+            parameter, used = self._queue.popleft()
+            name = parameter.name
+            wanted = name not in self._available and name not in self._inflight and name not in chosen
+            self._fetched_for[name] = max(self._fetched_for.get(name, -1), used)
+            if wanted:
+                chosen[name] = parameter
+                numel += parameter.numel
+        if chosen:
+            self._gather(list(chosen.values()))
+
+    def release(self, parameters: list[Parameter]) -> None:
+        """release_sub_module: what is used again within max_reuse_distance elements stays."""
+        reach = self._traversed[min(self._step, len(self._order))] + self._settings.max_reuse_distance
+        for parameter in parameters:
+            name = parameter.name
+            if name in self._engine.persistent or name not in self._available:
+                continue
+            if self._fetched_for.get(name, -1) > self._step:
+                continue
+            uses = self._uses[name]
+            at = bisect.bisect_left(uses, self._step)
+            if at < len(uses) and self._traversed[uses[at]] < reach:
+                continue
+            self._drop(parameter)
+
+    def end(self) -> None:
+        """release_backward_leftovers, and prefetches that nobody used."""
+        by_name = self._engine.by_name
+        for name in [name for name in self._available if name not in self._engine.persistent]:
+            self._drop(by_name[name])
+
+    def drop_all(self) -> None:
+        """_partition_all_parameters before the step."""
+        for name, gather in list(self._inflight.items()):
+            gather.wait(self._engine.by_name[name])
+            self._available.add(name)
+        self._inflight.clear()
+        for name in list(self._available):
+            self._drop(self._engine.by_name[name])
+
+    def restore_persistent(self) -> None:
+        """_post_step gathers the persistent parameters again, all at once."""
+        parameters = [self._engine.by_name[name] for name in sorted(self._engine.persistent)]
+        missing = [p for p in parameters if p.name not in self._available]
+        if missing:
+            self._gather(missing)
+            for parameter in missing:
+                self._inflight.pop(parameter.name).wait(parameter)
+                self._available.add(parameter.name)
+
+    def _drop(self, parameter: Parameter) -> None:
+        self._available.discard(parameter.name)
+        self._num_available -= parameter.numel
+        if self._engine.gathers:
+            self._account.free("parameters gathered", parameter.size)
+
+    def _gather(self, parameters: list[Parameter]) -> None:
+        self._num_available += sum(parameter.numel for parameter in parameters)
+        sequential = self._settings.allgather_sequential or len(parameters) == 1
+        groups = [[parameter] for parameter in parameters] if sequential else [parameters]
+        for group in groups:
+            gather = _Gather(self._engine, group, copies=not sequential)
+            for parameter in group:
+                self._inflight[parameter.name] = gather
+
+
+class _Gather:
+    """One all-gather: a flat buffer, and from the first wait on a copy of each parameter (AllGatherCoalescedHandle)."""
+
+    def __init__(self, engine: Stage3, parameters: list[Parameter], *, copies: bool) -> None:
+        self._engine = engine
+        self._parameters = parameters
+        self._copies = copies and engine.settings.dp_size > 1
+        self._waited = False
+        self._pending = {parameter.name for parameter in parameters}
+        if not engine.gathers:
+            return
+        if self._copies:
+            flat = sum(engine.partition(p) * engine.settings.dp_size * p.itemsize for p in parameters)
+            self._flat = flat
+            engine.account.allocate("all-gather buffers", flat)
+        else:
+            for parameter in parameters:
+                engine.account.allocate("parameters gathered", parameter.size)
+
+    def wait(self, parameter: Parameter) -> None:
+        """Makes the parameters of the gather whole."""
+        if not self._engine.gathers or not self._copies:
+            return
+        if not self._waited:
+            self._waited = True
+            for each in self._parameters:
+                self._engine.account.allocate("parameters gathered", each.size)
+        self._pending.discard(parameter.name)
+        if not self._pending:
+            self._engine.account.free("all-gather buffers", self._flat)

@@ -1,0 +1,141 @@
+"""From a plan to its memory report: trace the model, replay the engine on each kind of rank, add what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from toolkit.memory.account import Account
+from toolkit.memory.calibration import Calibration
+from toolkit.memory.device import overhead, workspace_bytes
+from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.stage0 import Stage0
+from toolkit.memory.engines.stage3 import Stage3
+from toolkit.memory.engines.stage12 import Stage12
+from toolkit.memory.host import HostReport, host_bytes
+from toolkit.memory.kernels import Device
+from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
+from toolkit.memory.trace import Trace, trace
+from toolkit.plan.plan import Plan
+from toolkit.spec.catalogue import Gpu
+from toolkit.units import GIB
+
+# Ranks differ only in the gradients that their partition touches; so many sizes are told apart, each rounded up.
+MAX_RANK_KINDS = 8
+
+ENGINES: Mapping[int, Callable[..., Replay]] = {0: Stage0, 1: Stage12, 2: Stage12, 3: Stage3}
+
+
+def estimate(
+    plan: Plan,
+    *,
+    deepspeed_config: Mapping[str, Any] | None = None,
+    traced: Trace | None = None,
+    calibration: Calibration | None = None,
+    built_partitioned: bool = True,
+) -> MemoryReport:
+    """Estimates what a plan takes of each card, of the host and of the disk.
+
+    Args:
+        plan: What will run.
+        deepspeed_config: A DeepSpeed configuration without "auto", in place of the plan's own.
+        traced: A trace of the same model, batch and checkpointing, to save its time.
+        calibration: What was measured on the machine at hand.
+        built_partitioned: Whether a stage-3 model is built under `zero.Init`, as ours are.
+
+    Raises:
+        PlanError: TRACE_FAILED.
+    """
+    settings = EngineSettings.read(
+        deepspeed_config if deepspeed_config is not None else plan.deepspeed_config(),
+        dp_size=plan.grid.dp,
+        built_partitioned=built_partitioned,
+    )
+    device = Device(capability=capability(plan.gpu))
+    events = traced or trace(plan, device=device, marks_modules=settings.zero_stage == 3)
+    accounts = replay_ranks(events, settings, workspace=workspace_bytes(device.capability))
+    phases = {rank: _phases(account) for rank, account in accounts.items()}
+    ranks = tuple(
+        RankReport(rank=rank, coordinate=plan.grid.coordinate(rank), phases=phases[dp])
+        for rank in range(plan.grid.world_size)
+        for dp in [plan.grid.coordinate(rank).dp]
+    )
+    peak = max(rank.peak_allocated_bytes for rank in ranks)
+    around = overhead(
+        peak,
+        num_communicators=int(plan.grid.world_size > 1),
+        allocator=plan.allocator,
+        calibration=calibration,
+    )
+    return MemoryReport(
+        ranks=ranks,
+        allocator=plan.allocator,
+        allocator_slack_bytes=around.slack_bytes,
+        context_and_nccl_bytes=around.context_and_nccl_bytes,
+        gpu_capacity_bytes=plan.gpu.memory_bytes,
+        host=_host(plan, events, settings),
+        checkpoint_bytes=checkpoint_bytes(events, settings),
+        num_traced_layers=events.num_traced_layers,
+        num_layers=events.num_layers,
+        assumptions=(),
+    )
+
+
+def replay_ranks(events: Trace, settings: EngineSettings, *, workspace: int) -> dict[int, Account]:
+    """Replays one rank of each kind; gives every data-parallel rank the account of its kind."""
+    engine = ENGINES[settings.zero_stage]
+    if settings.zero_stage not in (1, 2):
+        account = engine(events, settings, workspace_bytes=workspace).run()
+        return dict.fromkeys(range(settings.dp_size), account)
+    sizes = {
+        rank: Stage12(events, settings, workspace_bytes=workspace, rank=rank).partition_bytes
+        for rank in range(settings.dp_size)
+    }
+    distinct = sorted(set(sizes.values()))
+    width = -(-len(distinct) // MAX_RANK_KINDS)
+    chosen = {
+        size: distinct[min((index // width + 1) * width, len(distinct)) - 1] for index, size in enumerate(distinct)
+    }
+    representative = {size: rank for rank, size in sizes.items()}
+    made = {
+        size: engine(events, settings, workspace_bytes=workspace, rank=representative[size]).run()
+        for size in set(chosen.values())
+    }
+    return {rank: made[chosen[size]] for rank, size in sizes.items()}
+
+
+def capability(gpu: Gpu) -> float:
+    """Gives a card's CUDA compute capability; 8.0 for AMD's, which have flash attention too, and for CPU processes."""
+    text = gpu.compute_capability or ""
+    try:
+        return float(text)
+    except ValueError:
+        return 8.0
+
+
+def checkpoint_bytes(events: Trace, settings: EngineSettings) -> int:
+    """Gives the disk space of one DeepSpeed checkpoint: 16-bit model, fp32 master copy, optimizer state."""
+    trainable = sum(parameter.numel for parameter in events.parameters if parameter.trainable)
+    model = sum(parameter.size for parameter in events.parameters)
+    master = settings.master_itemsize if settings.itemsize < 4 or settings.zero_stage else 0
+    return model + trainable * (master + settings.state_bytes)
+
+
+def _phases(account: Account) -> dict[str, PhaseReport]:
+    return {
+        name: PhaseReport(allocated_bytes=peak.allocated_bytes, causes=dict(peak.causes))
+        for name, peak in account.peaks.items()
+    }
+
+
+def _host(plan: Plan, events: Trace, settings: EngineSettings) -> HostReport:
+    trainable = [parameter for parameter in events.parameters if parameter.trainable]
+    numel = -(-sum(parameter.numel for parameter in trainable) // settings.dp_size)
+    largest = max((parameter.numel for parameter in trainable), default=0)
+    gib = plan.job.cluster.host_memory_gib or (plan.gpu.host.host_memory_gib if plan.gpu.host else None)
+    return HostReport(
+        bytes_per_rank=host_bytes(events, settings, partition_numel=numel, largest_numel=largest),
+        ranks_per_node=plan.job.cluster.gpus_per_node,
+        capacity_bytes=None if gib is None else int(gib * GIB),
+    )

@@ -1,0 +1,107 @@
+"""Host memory of a node: what each rank keeps there, with the rounding of pinned allocations.
+
+Source: deepspeed runtime/zero/stage_1_and_2.py (cpu_offload), runtime/zero/stage3.py (_create_fp32_partitions,
+_setup_for_real_optimizer, defragment), runtime/swap_tensor; ATen/cuda/CachingHostAllocator (PowerOf2Ceil).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.trace import Trace
+from toolkit.units import GIB
+
+# Resident memory of a training process before its tensors: Python, torch, CUDA's libraries, DeepSpeed. Peak RSS of
+# ranks that keep nothing on the host, torch 2.11: 1.99 to 2.15 GiB.
+PROCESS_BYTES = int(2.0 * GIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """Host memory of the fullest node.
+
+    Args:
+        bytes_per_rank: What one rank keeps, by cause.
+        ranks_per_node: Ranks of a node.
+        capacity_bytes: RAM of a node; None if unknown.
+    """
+
+    bytes_per_rank: dict[str, int]
+    ranks_per_node: int
+    capacity_bytes: int | None
+
+    @property
+    def bytes_per_node(self) -> int:
+        """All ranks of a node together."""
+        return self.ranks_per_node * sum(self.bytes_per_rank.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the node holds it."""
+        return self.capacity_bytes is None or self.bytes_per_node <= self.capacity_bytes
+
+
+def pinned(size: float) -> int:
+    """Gives what torch page-locks for `size` bytes: the next power of two.
+
+    Source:
+        aten/src/ATen/core/CachingHostAllocator.h: sizes are rounded by PowerOf2Ceil.
+    """
+    return 1 << math.ceil(math.log2(size)) if size >= 1 else 0
+
+
+def host_bytes(trace: Trace, settings: EngineSettings, *, partition_numel: int, largest_numel: int) -> dict[str, int]:
+    """Gives a rank's host memory by cause, bytes.
+
+    Args:
+        trace: The model.
+        settings: What the engine's memory depends on.
+        partition_numel: Trainable elements whose optimizer state this rank owns.
+        largest_numel: Elements of the largest parameter.
+    """
+    held = pinned if settings.pin_memory else int
+    found = {"process": PROCESS_BYTES}
+    if settings.zero_stage == 3:
+        stored = sum(math.ceil(p.numel / settings.dp_size) * p.itemsize for p in trace.parameters)
+        found |= _stage3(settings, partition_numel, stored, held)
+    elif settings.offload_optimizer:
+        itemsize, master = settings.itemsize, settings.master_itemsize
+        found["master parameters"] = held(master * partition_numel)
+        found["gradients in fp32"] = held(master * partition_numel)
+        found["parameter staging"] = held(itemsize * partition_numel)
+        found["gradient staging"] = held(itemsize * largest_numel)
+        found["optimizer state"] = settings.state_bytes * partition_numel
+        if settings.accumulation_steps > 1:
+            mine = partition_numel + (largest_numel if settings.dp_size > 1 else 0)
+            # One pinned buffer a parameter; rounded up each, half as much again on average.
+            found["accumulated gradients"] = int(itemsize * mine * (1.5 if settings.pin_memory else 1.0))
+    return found
+
+
+def _stage3(settings: EngineSettings, numel: int, stored: int, held: object) -> dict[str, int]:
+    found: dict[str, int] = {}
+    rounding = pinned if held is pinned else int
+    if settings.offload_param == "cpu":
+        found["parameter partitions"] = rounding(stored)
+        # zero.Init pinned each partition by itself before it was copied into the flat buffer; torch keeps the blocks.
+        found["parameter partitions of the start"] = int(stored * (1.5 if settings.pin_memory else 1.0))
+    elif settings.offload_param == "nvme":
+        size = settings.nvme_param_buffers * settings.nvme_param_buffer_size * settings.itemsize
+        found["parameter swap buffers"] = rounding(size)
+        found["parameters kept in memory"] = min(settings.max_in_cpu * settings.itemsize, stored)
+    else:
+        # defragment() sends all partitions through the host at the start.
+        found["parameter partitions at the start"] = stored
+    if settings.offload_optimizer == "cpu":
+        share = settings.offload_ratio
+        found["master parameters"] = int(settings.master_itemsize * numel * share)
+        found["gradients in fp32"] = rounding(settings.master_itemsize * numel * share)
+        found["optimizer state"] = int(settings.state_bytes * numel * share)
+        found["gradient partition"] = rounding(settings.accumulation_itemsize * numel)
+    elif settings.offload_optimizer == "nvme":
+        group = min(settings.sub_group_size, numel)
+        found["optimizer swap buffers"] = settings.nvme_optimizer_buffers * group * settings.master_itemsize
+        found["gradient partition"] = rounding(settings.accumulation_itemsize * numel)
+    return found

@@ -1,0 +1,135 @@
+"""What an estimate says: per rank, per phase, per cause; of the card, the host and the disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.memory.account import PHASES
+from toolkit.memory.device import Allocator
+from toolkit.memory.host import HostReport
+from toolkit.topology.grid import Coordinate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """The peak of one phase, bytes; the causes sum to it."""
+
+    allocated_bytes: int
+    causes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank's peaks.
+
+    Args:
+        rank: Global rank.
+        coordinate: Its place in the grid.
+        phases: `init`, `forward`, `backward`, `step`, `save`.
+    """
+
+    rank: int
+    coordinate: Coordinate
+    phases: dict[str, PhaseReport]
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """What `torch.cuda.max_memory_allocated()` will show."""
+        return max(phase.allocated_bytes for phase in self.phases.values())
+
+    @property
+    def limiting_phase(self) -> str:
+        """The phase with the highest peak; the first of several."""
+        return max(PHASES, key=lambda phase: self.phases[phase].allocated_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """An estimate.
+
+    Args:
+        ranks: One entry a rank.
+        allocator: How torch's allocator is set.
+        allocator_slack_bytes: What the allocator cannot reuse.
+        context_and_nccl_bytes: CUDA context, kernels and communicators.
+        gpu_capacity_bytes: Of the card; None for CPU processes.
+        host: The fullest node.
+        checkpoint_bytes: Disk space of one checkpoint, all ranks.
+        num_traced_layers: Layers that were run on fake tensors.
+        num_layers: Layers that they stand for.
+        assumptions: What the estimate takes for granted, one sentence each.
+    """
+
+    ranks: tuple[RankReport, ...]
+    allocator: Allocator
+    allocator_slack_bytes: int
+    context_and_nccl_bytes: int
+    gpu_capacity_bytes: int | None
+    host: HostReport
+    checkpoint_bytes: int
+    num_traced_layers: int
+    num_layers: int
+    assumptions: tuple[str, ...]
+
+    @property
+    def fullest(self) -> RankReport:
+        """The rank with the highest peak; the first of several."""
+        return max(self.ranks, key=lambda rank: rank.peak_allocated_bytes)
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """Peak of the fullest rank."""
+        return self.fullest.peak_allocated_bytes
+
+    @property
+    def limiting_phase(self) -> str:
+        """The phase of that peak."""
+        return self.fullest.limiting_phase
+
+    @property
+    def required_bytes(self) -> int:
+        """What a card must have."""
+        return self.peak_allocated_bytes + self.allocator_slack_bytes + self.context_and_nccl_bytes
+
+    @property
+    def fits_gpu(self) -> bool:
+        """Whether the card holds it."""
+        return self.gpu_capacity_bytes is None or self.required_bytes <= self.gpu_capacity_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether card and host hold it."""
+        return self.fits_gpu and self.host.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives the JSON object of `toolkit estimate --json`."""
+        return {
+            "fits": self.fits,
+            "fits_gpu": self.fits_gpu,
+            "fits_host": self.host.fits,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "allocator": self.allocator,
+            "allocator_slack_bytes": self.allocator_slack_bytes,
+            "context_and_nccl_bytes": self.context_and_nccl_bytes,
+            "required_bytes": self.required_bytes,
+            "gpu_capacity_bytes": self.gpu_capacity_bytes,
+            "host_bytes_per_node": self.host.bytes_per_node,
+            "host_bytes_per_rank": dict(self.host.bytes_per_rank),
+            "host_capacity_bytes": self.host.capacity_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "limiting_phase": self.limiting_phase,
+            "limiting_rank": self.fullest.rank,
+            "assumptions": list(self.assumptions),
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "coordinate": {"pp": rank.coordinate.pp, "dp": rank.coordinate.dp, "tp": rank.coordinate.tp},
+                    "phases": {
+                        name: {"allocated_bytes": phase.allocated_bytes, "causes": dict(phase.causes)}
+                        for name, phase in rank.phases.items()
+                    },
+                }
+                for rank in self.ranks
+            ],
+        }
