@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.memory.account import Account
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.device import overhead, workspace_bytes
+from toolkit.memory.engines.bf16 import Bf16
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage0 import Stage0
@@ -24,7 +25,18 @@ from toolkit.units import GIB
 # Ranks differ only in the gradients that their partition touches; so many sizes are told apart, each rounded up.
 MAX_RANK_KINDS = 8
 
-ENGINES: Mapping[int, Callable[..., Replay]] = {0: Stage0, 1: Stage12, 2: Stage12, 3: Stage3}
+
+def choose_engine(settings: EngineSettings) -> Callable[..., Replay]:
+    """Gives the wrapper that DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
+    if settings.zero_stage == 0:
+        return Stage0
+    if settings.zero_stage == 3:
+        return Stage3
+    widened = settings.accumulation_itemsize > settings.itemsize
+    bf16 = settings.itemsize == 2 and not settings.fp16
+    if settings.zero_stage == 1 and bf16 and widened and not settings.offload_optimizer:
+        return Bf16
+    return Stage12
 
 
 def estimate(
@@ -84,8 +96,8 @@ def estimate(
 
 def replay_ranks(events: Trace, settings: EngineSettings, *, workspace: int) -> dict[int, Account]:
     """Replays one rank of each kind; gives every data-parallel rank the account of its kind."""
-    engine = ENGINES[settings.zero_stage]
-    if settings.zero_stage not in (1, 2):
+    engine = choose_engine(settings)
+    if engine is not Stage12:
         account = engine(events, settings, workspace_bytes=workspace).run()
         return dict.fromkeys(range(settings.dp_size), account)
     sizes = {

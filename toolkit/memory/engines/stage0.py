@@ -1,6 +1,7 @@
-"""Stage 0: FP16_Optimizer for 16-bit training, the bare optimizer for fp32.
+"""Stage 0: FP16_Optimizer or FP16_UnfusedOptimizer for 16-bit training, the bare optimizer for fp32.
 
-Source: deepspeed runtime/fp16/fused_optimizer.py FP16_Optimizer, runtime/engine.py _do_optimizer_sanity_check.
+Source: deepspeed runtime/fp16/fused_optimizer.py, runtime/fp16/unfused_optimizer.py, runtime/engine.py
+_do_optimizer_sanity_check and _configure_fp16_optimizer: only FusedAdam is "fused".
 """
 
 from __future__ import annotations
@@ -22,10 +23,25 @@ class Stage0(Replay):
         account.allocate("parameters", model)
         if settings.itemsize == 4:
             return
+        if not self._fused:
+            largest = max((parameter.numel for parameter in self.trainable), default=0)
+            account.allocate("master parameters", 4 * numel)
+            account.spike("flattening at start", largest * settings.itemsize)  # p.clone().float(), one at a time
+            self._step_on_zeros()
+            return
         flat = numel * settings.itemsize
         with account.temporary("flattening at start", 2 * flat):  # the clones and the flat buffer, beside the model
             pass
         account.allocate("master parameters", 4 * numel)
+        self._step_on_zeros()
+
+    @property
+    def _fused(self) -> bool:
+        return self.settings.optimizer == "fused_adam"
+
+    def _step_on_zeros(self) -> None:
+        """initialize_optimizer_states makes the moments before the first forward pass."""
+        account, settings, numel = self.account, self.settings, self.num_trainable
         with account.temporary("gradients in fp32 at the step", 4 * numel):
             account.allocate("optimizer state", settings.state_bytes * numel)
             account.spike("optimizer temporaries", settings.step_bytes * numel)
@@ -58,10 +74,12 @@ class Stage0(Replay):
             account.free_all("gradients")
             return
         account.allocate("gradients in fp32 at the step", 4 * numel)
-        account.spike("gradients in fp32 at the step", 4 * numel)
-        account.free_all("gradients")
+        if self._fused:
+            account.spike("gradients in fp32 at the step", 4 * numel)  # their flat buffer
+            account.free_all("gradients")
         account.spike("optimizer temporaries", settings.step_bytes * numel)
         account.free_all("gradients in fp32 at the step")
+        account.free_all("gradients")
 
     def _whole_gradients(self) -> int:
         return sum(-(-parameter.size // 512) * 512 for parameter in self.trainable)
