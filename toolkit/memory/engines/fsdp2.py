@@ -1,0 +1,160 @@
+"""torch's FSDP2 with torch AdamW, as Accelerate prepares it: fp32 shards, layers gathered in training precision.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; accelerate
+utils/fsdp_utils.py fsdp2_prepare_model (fp32 upcast, one group a layer, one for the embedding, one for the final norm
+and head that stays gathered between forward and backward).
+"""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.trace import Parameter, Trace
+
+MASTER_ITEMSIZE = 4
+
+
+class Fsdp2(Replay):
+    """A group's parameters are whole only while its layer runs."""
+
+    def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
+        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
+        self._groups: dict[str, list[Parameter]] = {}
+        for parameter in trace.parameters:
+            self._groups.setdefault(group_of(parameter.module), []).append(parameter)
+        self._names = list(self._groups)
+        self._gathered: set[str] = set()
+        self._prefetched: set[str] = set()
+        self._current: str | None = None
+        self._held_gather = 0
+        self._held_reduce = 0
+        self._with_gradients: set[str] = set()
+        self._reduces = True
+        self._backward = False
+
+    def _whole(self, group: str) -> int:
+        """Bytes of a group's parameters in training precision, padded to the ranks."""
+        size = self.settings.dp_size
+        return sum(math.ceil(p.numel / size) * size * self.settings.itemsize for p in self._groups[group])
+
+    def _shard(self, parameters: list[Parameter]) -> int:
+        return sum(math.ceil(parameter.numel / self.settings.dp_size) for parameter in parameters)
+
+    def initialize(self) -> None:
+        """fully_shard moves a group to the card in fp32 and keeps this rank's shard of it."""
+        for parameters in self._groups.values():
+            self.account.spike("parameters being sharded", MASTER_ITEMSIZE * sum(p.numel for p in parameters))
+            self.account.allocate("master parameters", MASTER_ITEMSIZE * self._shard(parameters))
+
+    def begin_forward(self) -> None:
+        """Nothing is gathered yet."""
+        self._backward = False
+        self._current = None
+
+    def begin_backward(self, *, first: bool, last: bool) -> None:
+        """Only the last micro-batch reduces (Accelerator.accumulate: set_requires_gradient_sync)."""
+        self._leave()
+        self._backward, self._reduces = True, last
+
+    def module(self, name: str, *, fetch: bool, backward: bool) -> None:
+        """The first module of a group gathers it; the first of another one lets it go."""
+        if not fetch:
+            return
+        group = group_of(name)
+        if group == self._current:
+            return
+        self._leave()
+        self._current = group
+        self._unshard(group)
+        if self._backward:
+            at = self._names.index(group)
+            if at and self._names[at - 1] not in self._gathered:
+                self._prefetch(self._names[at - 1])
+
+    def _prefetch(self, group: str) -> None:
+        if self.settings.dp_size > 1 and group not in self._prefetched:
+            self._prefetched.add(group)
+            self.account.allocate("all-gather buffers", self._whole(group))
+
+    def _unshard(self, group: str) -> None:
+        """The output of an all-gather lives until the copy out of the next one (AllGatherState)."""
+        if group in self._gathered:
+            return
+        self._prefetch(group)
+        if self.settings.dp_size > 1:
+            self.account.free("all-gather buffers", self._held_gather)
+            self._held_gather = self._whole(group)
+        self.account.allocate("parameters gathered", self._whole(group))
+        self._prefetched.discard(group)
+        self._gathered.add(group)
+
+    def _leave(self) -> None:
+        """post_forward reshards, but for the last group; post_backward reduces and reshards."""
+        group, self._current = self._current, None
+        if group is None:
+            return
+        if self._backward:
+            self._reduce(group)
+        elif group == self._names[-1] and len(self._names) > 1:
+            return
+        if group in self._gathered:
+            self._gathered.discard(group)
+            self.account.free("parameters gathered", self._whole(group))
+
+    def gradient(self, parameter: Parameter, size: int) -> None:
+        """Whole, until its group has been through."""
+        self._with_gradients.add(group_of(parameter.module))
+
+    def _reduce(self, group: str) -> None:
+        """foreach_reduce: a flat copy, which lives until the next group's."""
+        if group not in self._with_gradients or not self._reduces:
+            return
+        account, settings = self.account, self.settings
+        trainable = [parameter for parameter in self._groups[group] if parameter.trainable]
+        padded = sum(math.ceil(p.numel / settings.dp_size) * settings.dp_size for p in trainable) * settings.itemsize
+        account.allocate("reduction buffer", padded)
+        account.free("gradients", sum(-(-p.size // 512) * 512 for p in trainable))
+        account.free("reduction buffer", self._held_reduce)
+        self._held_reduce = padded
+        shard = self._shard(trainable)
+        account.spike("gradient partition being cast", settings.itemsize * shard)
+        account.allocate("gradient partition", MASTER_ITEMSIZE * shard)
+        self._with_gradients.discard(group)
+
+    def end_backward(self, *, first: bool, last: bool) -> None:
+        """What is left of gathers and reductions goes."""
+        self._leave()
+        for group in list(self._with_gradients):
+            self._reduce(group)
+        for group in list(self._gathered):
+            self._gathered.discard(group)
+            self.account.free("parameters gathered", self._whole(group))
+        self._prefetched.clear()
+        self.account.free_all("all-gather buffers")
+        self.account.free_all("reduction buffer")
+        self._held_gather = self._held_reduce = 0
+
+    def step(self) -> None:
+        """AdamW on fp32 shards."""
+        account, settings = self.account, self.settings
+        shard = self._shard(self.trainable)
+        if not account.held("optimizer state"):
+            account.allocate("optimizer state", settings.state_bytes * shard)
+        account.spike("optimizer temporaries", settings.step_bytes * shard)
+        account.free_all("gradient partition")
+        account.free_all("gradients")
+
+
+def group_of(module: str) -> str:
+    """Names the FSDP group of a module: its layer, the embedding, or the tail of norm and head.
+
+    >>> group_of("model.layers.3.mlp.down_proj"), group_of("model.embed_tokens"), group_of("lm_head")
+    ('model.layers.3', 'embedding', 'tail')
+    """
+    parts = module.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return "embedding" if any(word in module for word in ("embed_in", "embed_tokens", "wte", "wpe")) else "tail"
