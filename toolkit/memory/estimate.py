@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.memory.account import Account
 from toolkit.memory.calibration import Calibration
-from toolkit.memory.device import overhead, workspace_bytes
+from toolkit.memory.device import Allocator, overhead, workspace_bytes
 from toolkit.memory.engines.bf16 import Bf16
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
@@ -46,6 +46,7 @@ def estimate(
     traced: Trace | None = None,
     calibration: Calibration | None = None,
     built_partitioned: bool = True,
+    allocator: Allocator | None = None,
 ) -> MemoryReport:
     """Estimates what a plan takes of each card, of the host and of the disk.
 
@@ -55,6 +56,7 @@ def estimate(
         traced: A trace of the same model, batch and checkpointing, to save its time.
         calibration: What was measured on the machine at hand.
         built_partitioned: Whether a stage-3 model is built under `zero.Init`, as ours are.
+        allocator: How torch's allocator is set; the plan's, which our launches set, when left out.
 
     Raises:
         PlanError: TRACE_FAILED.
@@ -77,12 +79,12 @@ def estimate(
     around = overhead(
         peak,
         num_communicators=int(plan.grid.world_size > 1),
-        allocator=plan.allocator,
+        allocator=allocator or plan.allocator,
         calibration=calibration,
     )
     return MemoryReport(
         ranks=ranks,
-        allocator=plan.allocator,
+        allocator=allocator or plan.allocator,
         allocator_slack_bytes=around.slack_bytes,
         context_and_nccl_bytes=around.context_and_nccl_bytes,
         gpu_capacity_bytes=plan.gpu.memory_bytes,

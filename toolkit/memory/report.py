@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from toolkit.memory.account import PHASES
@@ -102,6 +103,16 @@ class MemoryReport:
         """Whether card and host hold it."""
         return self.fits_gpu and self.host.fits
 
+    def plot(self, path: str | Path) -> None:
+        """Draws phases and causes of the fullest rank as stacked bars, with the card's capacity.
+
+        Raises:
+            SpecError: PLOT_FORMAT when the suffix is none of .png, .svg and .html.
+        """
+        from toolkit.memory.plot import plot_report  # matplotlib takes a second to import
+
+        plot_report(self, Path(path))
+
     def to_dict(self) -> dict[str, Any]:
         """Gives the JSON object of `toolkit estimate --json`."""
         return {
@@ -120,6 +131,8 @@ class MemoryReport:
             "checkpoint_bytes": self.checkpoint_bytes,
             "limiting_phase": self.limiting_phase,
             "limiting_rank": self.fullest.rank,
+            "num_traced_layers": self.num_traced_layers,
+            "num_layers": self.num_layers,
             "assumptions": list(self.assumptions),
             "ranks": [
                 {
