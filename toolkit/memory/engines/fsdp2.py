@@ -15,15 +15,20 @@ from toolkit.memory.trace import Parameter, Trace
 
 MASTER_ITEMSIZE = 4
 
+# Last names of output projections in transformers.
+HEADS = ("lm_head", "embed_out")
+
 
 class Fsdp2(Replay):
     """A group's parameters are whole only while its layer runs."""
 
     def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
         super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
+        # Tied weights are one parameter, which lies in the tail's group (fsdp2_prepare_model).
+        self._tied = not any(parameter.module.endswith(HEADS) for parameter in trace.parameters)
         self._groups: dict[str, list[Parameter]] = {}
         for parameter in trace.parameters:
-            self._groups.setdefault(group_of(parameter.module), []).append(parameter)
+            self._groups.setdefault(self._group(parameter.module), []).append(parameter)
         self._names = list(self._groups)
         self._gathered: set[str] = set()
         self._prefetched: set[str] = set()
@@ -33,6 +38,10 @@ class Fsdp2(Replay):
         self._with_gradients: set[str] = set()
         self._reduces = True
         self._backward = False
+
+    def _group(self, module: str) -> str:
+        group = group_of(module)
+        return "tail" if self._tied and group == "embedding" else group
 
     def _whole(self, group: str) -> int:
         """Bytes of a group's parameters in training precision, padded to the ranks."""
@@ -62,7 +71,7 @@ class Fsdp2(Replay):
         """The first module of a group gathers it; the first of another one lets it go."""
         if not fetch:
             return
-        group = group_of(name)
+        group = self._group(name)
         if group == self._current:
             return
         self._leave()
@@ -97,7 +106,7 @@ class Fsdp2(Replay):
             return
         if self._backward:
             self._reduce(group)
-        elif group == self._names[-1] and len(self._names) > 1:
+        elif group == "tail":
             return
         if group in self._gathered:
             self._gathered.discard(group)
@@ -105,7 +114,7 @@ class Fsdp2(Replay):
 
     def gradient(self, parameter: Parameter, size: int) -> None:
         """Whole, until its group has been through."""
-        self._with_gradients.add(group_of(parameter.module))
+        self._with_gradients.add(self._group(parameter.module))
 
     def _reduce(self, group: str) -> None:
         """foreach_reduce: a flat copy, which lives until the next group's."""
