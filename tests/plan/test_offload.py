@@ -1,12 +1,12 @@
 import pytest
 from plan_jobs import plan_of
 
-from toolkit.plan.offload import PROFILES, offload_section
+from toolkit.plan.offload import PROFILES, offload_section, parameter_buffer_size
 from toolkit.spec.job import Offload
 
 
 def section(name, **changes):
-    given = {"ratio": 0.5, "nvme_path": "/local", "pin_memory": True, "largest_parameter": 10, **changes}
+    given = {"ratio": 0.5, "nvme_path": "/local", "pin_memory": True, "swap_buffer_size": 10, **changes}
     return offload_section(PROFILES[name], **given)
 
 
@@ -32,13 +32,31 @@ def test_nvme_profiles_name_their_folder_and_their_buffers():
     assert section("optimizer-nvme") == {"offload_optimizer": optimizer}
     parameters = section("full-nvme")["offload_param"]
     assert parameters == {
-        "device": "nvme", "pin_memory": True, "nvme_path": "/local", "buffer_count": 5, "buffer_size": 100_000_000,
+        "device": "nvme", "pin_memory": True, "nvme_path": "/local", "buffer_count": 5, "buffer_size": 10,
     }  # fmt: skip
 
 
-def test_a_buffer_holds_the_largest_parameter():
-    assert section("full-nvme", largest_parameter=128_256 * 4096)["offload_param"]["buffer_size"] == 128_256 * 4096
-    assert section("full-nvme", largest_parameter=None)["offload_param"]["buffer_size"] == 100_000_000
+@pytest.mark.parametrize(
+    ("largest", "model", "ranks", "size"),
+    [
+        (128_256 * 4096, 8_000_000_000, 4, 128_256 * 1024),  # a rank's share of the embedding
+        (1_000_000, 8_000_000_000, 4, 100_000_000),  # DeepSpeed's default
+        (1_000_000, 3_000_001, 2, 1_500_001),  # the rank's share of all of a small model
+        (1_000_000, None, 2, 100_000_000),
+    ],
+)
+def test_a_swap_buffer_holds_any_parameter(largest, model, ranks, size):
+    found = parameter_buffer_size(largest_parameter=largest, num_parameters=model, dp_size=ranks)
+    assert found == size
+
+
+def test_experts_of_a_layer_are_one_parameter():
+    plan = plan_of(
+        model="mixtral-8x7b", ranks=4, nvme_path="/local", parallel={"offload": "full-nvme", "zero_stage": 3}
+    )
+    zero = plan.deepspeed_config()["zero_optimization"]
+    assert zero["offload_param"]["buffer_size"] == 8 * 2 * 14336 * 4096 // 4
+    assert zero["sub_group_size"] == 100_000_000
 
 
 def test_no_pinned_memory_where_nothing_crosses_pcie():

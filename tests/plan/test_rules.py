@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
-from plan_jobs import V100, plan_of, problems_of
+from plan_jobs import TOY, V100, plan_of, problems_of
 
 import toolkit.plan
 from toolkit.errors import PlanError
@@ -29,6 +29,7 @@ BROKEN = [
     ("OFFLOAD_STAGE", "parallel.offload", "swap in its CPU optimizer", {"parallel": {"zero_stage": 0, "offload": "optimizer-cpu"}}),
     ("OFFLOAD_STAGE", "parallel.offload", "ignore it", {"parallel": {"zero_stage": 2, "offload": "full-cpu"}}),
     ("OFFLOAD_NVME_PATH", "cluster.nvme_path", "None", {"parallel": {"offload": "optimizer-nvme"}}),
+    ("OFFLOAD_NVME_FROZEN", "parallel.offload", "init=random", {"model": {"name": TOY, "init": "random"}, "nvme_path": "/local", "train": {"method": "lora"}, "parallel": {"offload": "full-nvme"}}),
     ("OFFLOAD_RATIO", "parallel.offload_ratio", "0.5", {"parallel": {"offload_ratio": 0.5}}),
     ("OFFLOAD_PARTIAL_OPTIMIZER", "train.optimizer", "lion", {"train": {"optimizer": "lion"}, "parallel": {"offload": "optimizer-cpu-partial"}}),
     ("OFFLOAD_HOST_MEMORY", "parallel.offload", "64 GiB", {"model": "llama-3.1-8b", "host_memory_gib": 64, "train": {"sequence_length": 64}, "parallel": {"offload": "full-cpu"}}),

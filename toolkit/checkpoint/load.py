@@ -11,6 +11,7 @@ from toolkit.checkpoint.layout import State, tag_of
 from toolkit.checkpoint.manifest import checksum_problems, read_manifest, share, size_problems
 from toolkit.checkpoint.random_state import load_random_state
 from toolkit.checkpoint.save import leaves_frozen_out
+from toolkit.checkpoint.swapped import restore_unswapped
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
 
@@ -35,6 +36,8 @@ def load(run: Run, path: str | Path) -> State:
     _verify_together(run, folder)
     state = State.load(folder)
     raise_all(CheckpointError, layout_problems(run.plan, folder, state))
+    if run.plan.profile.optimizer == "nvme":
+        restore_unswapped(run.engine, folder, tag_of(state.step))
     loaded, _ = run.engine.load_checkpoint(
         str(folder), tag=tag_of(state.step), load_module_strict=not leaves_frozen_out(run.plan)
     )

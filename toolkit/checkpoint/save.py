@@ -15,6 +15,7 @@ from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, State, sync_f
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.checkpoint.probe import record_probe
 from toolkit.checkpoint.random_state import save_random_state
+from toolkit.checkpoint.swapped import finish_swapped
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
 from toolkit.plan.optimizer_state import STATE_BYTES
@@ -49,6 +50,8 @@ def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = Fal
         run.engine.save_checkpoint(
             str(partial), tag=tag_of(run.step_count), exclude_frozen_parameters=leaves_frozen_out(run.plan)
         )
+        if run.plan.profile.optimizer == "nvme":
+            finish_swapped(run.engine, partial / tag_of(run.step_count), rank=run.world.rank)
         save_random_state(partial, rank=run.world.rank)
         if run.world.is_main:
             _write_plan(run, partial)

@@ -42,12 +42,14 @@ DEEPSPEED: dict[str, Origin] = {
     "zero_optimization.allgather_bucket_size": Origin((_BUCKET,), "the size of the reduce bucket"),
     "zero_optimization.sub_group_size": Origin(
         ("deepspeed.zero_optimization.sub_group_size", _OFFLOAD),
-        "DeepSpeed's default of 1e9 parameters, unless a partial offload needs smaller sub-groups",
+        "DeepSpeed's default of 1e9 parameters, unless a partial or NVMe offload needs smaller sub-groups",
     ),
     "zero_optimization.stage3_prefetch_bucket_size": _default("parameters fetched ahead of their use"),
     "zero_optimization.stage3_param_persistence_threshold": _default("smaller parameters stay whole on each GPU"),
     "zero_optimization.stage3_max_live_parameters": _default("what prefetching may keep whole at a time"),
-    "zero_optimization.stage3_max_reuse_distance": _default("what is used again sooner is not released"),
+    "zero_optimization.stage3_max_reuse_distance": Origin(
+        (_OFFLOAD,), "what is used again sooner is not released; all is where it holds a swap buffer"
+    ),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": Origin(
         ("parallel.zero_stage",),
         "on for Trainer and Accelerate, which save no weights without it; our own checkpoints gather by themselves",
@@ -68,7 +70,9 @@ DEEPSPEED: dict[str, Origin] = {
     "zero_optimization.offload_param.nvme_path": Origin(("cluster.nvme_path",)),
     "zero_optimization.offload_param.buffer_count": _default("swap buffers for parameters on NVMe"),
     "zero_optimization.offload_param.buffer_size": Origin(
-        ("model.name",), "a swap buffer must hold the largest parameter whole; at least DeepSpeed's default of 1e8"
+        ("model.name", "cluster.gpus_per_node"),
+        "a swap buffer must hold a rank's share of any parameter: DeepSpeed's default of 1e8, more for larger ones, never "
+        "more than the share of the model",
     ),
     "optimizer.type": Origin(("train.optimizer",)),
     "optimizer.params.lr": Origin(("train.learning_rate",)),

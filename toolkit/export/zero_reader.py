@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.checkpoint.swapped import SWAPPED, master_weights, read_sub_groups
 from toolkit.errors import CheckpointError, Problem
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -130,7 +131,7 @@ class ZeroCheckpoint:
         """
         for name in self._states[0].get("frozen_param_shapes") or {}:
             yield name, [state["frozen_param_fragments"][name] for state in self._states]
-        flats = [_Concatenation(list(optimizer["fp32_flat_groups"])) for optimizer in self._optimizers]
+        flats = [_Concatenation(pieces) for pieces in self._master_weights()]
         start = 0
         for group in self._states[0].get("param_shapes") or ():
             for name, shape in group.items():
@@ -138,9 +139,22 @@ class ZeroCheckpoint:
                 yield name, [part for flat in flats for part in flat.slices(start, start + length)]
                 start += length
         if any(flat.numel != start for flat in flats):
-            if (self.folder / "offloaded_tensors").exists():
-                raise CheckpointError(_on_nvme(self.folder))
             raise CheckpointError(_damaged(self.folder, f"does not hold {start} master weights in each rank's file"))
+
+    def _master_weights(self) -> Iterator[list[Tensor]]:
+        """Stage 3: each rank's flat master weights, in memory or in swap files of an NVMe offload."""
+        in_memory = [list(optimizer["fp32_flat_groups"]) for optimizer in self._optimizers]
+        if not (self.folder / SWAPPED).exists():
+            yield from in_memory
+            return
+        try:
+            groups = read_sub_groups(self.folder)
+            if groups is None:
+                raise CheckpointError(_on_nvme(self.folder))
+            for rank, flats in enumerate(in_memory):
+                yield list(master_weights(self.folder, rank, flats, groups))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(_damaged(self.folder, f"holds swap files that cannot be read: {error}")) from error
 
     def _describe(self) -> Iterator[tuple[str, StoredTensor]]:
         shared = self._states[0].get("shared_params") or {}
@@ -241,9 +255,9 @@ def _on_nvme(folder: Path) -> Problem:
     return Problem(
         code="EXPORT_NVME",
         key=str(folder),
-        message=f"{folder} keeps its master weights as swap files in offloaded_tensors: the engine alone can read those",
-        fix="Train the job from its start with parallel.offload: full-cpu; a checkpoint resumes under its own profile only",
-        source="deepspeed, runtime/zero/stage3.py, checkpoint_event_epilogue",
+        message=f"{folder} keeps its master weights as swap files, and lacks the list of their lengths that we write",
+        fix="Resume it with the program that wrote it, or export a checkpoint of `toolkit train`",
+        source="deepspeed, runtime/swap_tensor/optimizer_utils.py, OptimizerSwapper",
     )
 
 

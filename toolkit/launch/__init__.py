@@ -4,6 +4,7 @@
 |---|---|
 | `environment` | the environment of a worker; who started this process, and as which rank |
 | `ports` | a free TCP port, or who holds the one that was asked for |
+| `nvme` | whether the folder of an NVMe offload can be swapped to; holds it for one run |
 | `supervisor` | `supervise`: starts the workers, passes signals on, ends all when one fails |
 | `watchdog` | ends the workers when the supervisor itself is killed |
 | `outcome` | which rank failed first, why, and the exit code |

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.errors import RunError
 from toolkit.launch.environment import worker_environment
+from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome
 from toolkit.launch.ports import check_port, free_port
 from toolkit.launch.supervisor import supervise
@@ -32,7 +33,8 @@ def launch_local(
         extra_environment: Variables beyond the worker's own.
 
     Raises:
-        RunError: LAUNCH_NODES for a plan of several nodes; PORT_IN_USE.
+        RunError: LAUNCH_NODES for a plan of several nodes; PORT_IN_USE; NVME_FOLDER, NVME_DIRECT, NVME_SPACE,
+            NVME_MEMLOCK, NVME_IN_USE.
     """
     check_launchable(plan)
     cluster = plan.job.cluster
@@ -53,14 +55,15 @@ def launch_local(
         )
         return made | dict(extra_environment or {})
 
-    return supervise(argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir)
+    with nvme_folder_of(plan):
+        return supervise(argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir)
 
 
 def check_launchable(plan: Plan) -> None:
-    """Checks what can be known before anything is written: that the plan is of one node, and that its port is free.
+    """Checks what can be known before anything is written: one node, a free port, a disk that can be swapped to.
 
     Raises:
-        RunError: LAUNCH_NODES, PORT_IN_USE.
+        RunError: LAUNCH_NODES, PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
     """
     cluster = plan.job.cluster
     if cluster.nodes > 1:
@@ -72,3 +75,4 @@ def check_launchable(plan: Plan) -> None:
         )
     if cluster.master_port is not None:
         check_port(cluster.master_port)
+    check_nvme(plan)

@@ -233,12 +233,24 @@ def _agree(action: Callable[[], Any] | None, group: dist.ProcessGroup | None, *,
 def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, group: dist.ProcessGroup | None) -> None:
     """Copies the first rank's values into the model of every rank."""
     spread = dist.is_initialized() and dist.get_world_size(group) > 1
-    with gathered(targets.values()):
-        for key, target in targets.items():
-            if key in values:
-                target.data.copy_(values[key])
-            if spread and not hasattr(target, "ds_id"):
-                dist.broadcast(target.data, group=group, group_src=0)
+    for part in _gatherable(targets):
+        with gathered(part.values()):
+            for key, target in part.items():
+                if key in values:
+                    target.data.copy_(values[key])
+                if spread and not hasattr(target, "ds_id"):
+                    dist.broadcast(target.data, group=group, group_src=0)
+
+
+def _gatherable(targets: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+    """Gives what may be gathered at once: all, or one where each waits on NVMe and takes one of a few swap buffers.
+
+    Source:
+        deepspeed, runtime/swap_tensor/partitioned_param_swapper.py, AsyncPartitionedParameterSwapper.swap_in.
+    """
+    if any(getattr(target, "nvme_swapper", None) is not None for target in targets.values()):
+        return [{key: target} for key, target in targets.items()]
+    return [targets]
 
 
 def _batch(

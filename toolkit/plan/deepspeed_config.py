@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from toolkit.errors import PlanError, raise_all
 from toolkit.plan.draft import Draft
-from toolkit.plan.offload import offload_section
+from toolkit.plan.offload import offload_section, parameter_buffer_size
 from toolkit.plan.rules.consumers import consumer_problems
 
 Consumer = Literal["toolkit", "trainer", "accelerate"]
@@ -76,7 +76,9 @@ def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
     if draft.uses_bf16_optimizer:
         return section
     nvme = draft.job.cluster.nvme_path
-    largest = draft.model.vocab_size * draft.model.hidden_size
+    # A parameter on disk holds one of five swap buffers until it is released, so none may be kept
+    # (swap_tensor/partitioned_param_swapper.py swap_in asserts "Not enough buffers").
+    on_disk = draft.profile.parameters == "nvme"
     section |= {
         "overlap_comm": stage == 3,
         "contiguous_gradients": True,
@@ -89,7 +91,7 @@ def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": 50_000_000,
             "stage3_param_persistence_threshold": 100_000,
             "stage3_max_live_parameters": 1_000_000_000,
-            "stage3_max_reuse_distance": 1_000_000_000,
+            "stage3_max_reuse_distance": 0 if on_disk else 1_000_000_000,
             # Trainer.save_model and Accelerator.get_state_dict return nothing without it (transformers #25817).
             "stage3_gather_16bit_weights_on_model_save": consumer != "toolkit",
         }
@@ -98,8 +100,20 @@ def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
         ratio=settings.offload_ratio,
         nvme_path=str(nvme) if nvme else None,
         pin_memory=not draft.on_cpu,
-        largest_parameter=largest,
+        swap_buffer_size=parameter_buffer_size(
+            largest_parameter=_largest_parameter(draft),
+            num_parameters=draft.model.num_parameters,
+            dp_size=settings.batch.dp_size,
+        ),
     )
+
+
+def _largest_parameter(draft: Draft) -> int:
+    """Counts the elements of the embedding, or of the experts of a layer, which transformers keeps in one tensor."""
+    model = draft.model
+    width = model.config.get("moe_intermediate_size") or model.config.get("intermediate_size") or 0
+    experts = 2 * model.num_experts * int(width) * model.hidden_size  # gate and up projections
+    return max(model.vocab_size * model.hidden_size, experts)
 
 
 def _optimizer_section(draft: Draft) -> dict[str, Any]:

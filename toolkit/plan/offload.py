@@ -14,6 +14,13 @@ from toolkit.spec.job import Offload
 
 Device = Literal["cpu", "nvme"] | None
 
+# Adam swaps four tensors at once: master copy, gradient and two moments (runtime/swap_tensor/partitioned_optimizer_swapper.py).
+OPTIMIZER_BUFFERS = 4
+
+# DeepSpeed's defaults for offloaded parameters: buffers, and elements of each (runtime/zero/offload_config.py).
+PARAMETER_BUFFERS = 5
+PARAMETER_BUFFER_SIZE = 100_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadProfile:
@@ -79,14 +86,20 @@ PROFILES: dict[str, OffloadProfile] = {
             name="optimizer-nvme",
             optimizer="nvme",
             min_zero_stage=3,
-            explanation="the optimizer state lives in files on cluster.nvme_path and passes through pinned buffers",
+            explanation=(
+                "the optimizer state lives in files on cluster.nvme_path and passes through page-locked buffers, one "
+                "sub-group at a time"
+            ),
         ),
         OffloadProfile(
             name="full-nvme",
             optimizer="nvme",
             parameters="nvme",
             min_zero_stage=3,
-            explanation="parameters and optimizer state live in files on cluster.nvme_path: least memory, slowest",
+            explanation=(
+                "parameters too live in files on cluster.nvme_path, but for the first 1e9 a rank, which DeepSpeed keeps in "
+                "host memory (offload_param.max_in_cpu): least memory, slowest"
+            ),
         ),
         OffloadProfile(
             name="activations-cpu",
@@ -100,8 +113,21 @@ PROFILES: dict[str, OffloadProfile] = {
 }
 
 
+def parameter_buffer_size(*, largest_parameter: int, num_parameters: int | None, dp_size: int) -> int:
+    """Gives the elements of an NVMe swap buffer: it must hold a rank's share of any parameter.
+
+    DeepSpeed's default, or more where a parameter is larger; never more than a rank's share of the whole model, since
+    five of them are locked into memory.
+
+    Source:
+        deepspeed runtime/swap_tensor/partitioned_param_swapper.py get_buffer.
+    """
+    size = max(PARAMETER_BUFFER_SIZE, -(-largest_parameter // dp_size))
+    return size if num_parameters is None else max(1, min(size, -(-num_parameters // dp_size)))
+
+
 def offload_section(
-    profile: OffloadProfile, *, ratio: float, nvme_path: str | None, pin_memory: bool, largest_parameter: int | None
+    profile: OffloadProfile, *, ratio: float, nvme_path: str | None, pin_memory: bool, swap_buffer_size: int
 ) -> dict[str, Any]:
     """Gives the offload keys of DeepSpeed's `zero_optimization`.
 
@@ -109,8 +135,7 @@ def offload_section(
         ratio: Share of the optimizer state on the CPU, used by the partial profile.
         nvme_path: Local folder for swap files, used by the NVMe profiles.
         pin_memory: Page-locks host buffers; False on CPU, where nothing crosses PCIe.
-        largest_parameter: Elements of the largest parameter; an NVMe swap buffer must hold it whole
-            (runtime/swap_tensor/partitioned_param_swapper.py).
+        swap_buffer_size: Elements of an NVMe swap buffer, see `parameter_buffer_size`.
     """
     section: dict[str, Any] = {}
     if profile.optimizer:
@@ -118,14 +143,11 @@ def offload_section(
         if profile.partial:
             optimizer["ratio"] = ratio
         if profile.optimizer == "nvme":
-            # Adam swaps four states a parameter: master copy, gradient and two moments.
-            optimizer |= {"nvme_path": nvme_path, "buffer_count": 4}
+            optimizer |= {"nvme_path": nvme_path, "buffer_count": OPTIMIZER_BUFFERS}
         section["offload_optimizer"] = optimizer
     if profile.parameters:
         parameters: dict[str, Any] = {"device": profile.parameters, "pin_memory": pin_memory}
         if profile.parameters == "nvme":
-            # 1e8 is DeepSpeed's default size in elements; embeddings of large vocabularies exceed it.
-            size = max(100_000_000, largest_parameter or 0)
-            parameters |= {"nvme_path": nvme_path, "buffer_count": 5, "buffer_size": size}
+            parameters |= {"nvme_path": nvme_path, "buffer_count": PARAMETER_BUFFERS, "buffer_size": swap_buffer_size}
         section["offload_param"] = parameters
     return section

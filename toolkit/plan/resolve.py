@@ -38,6 +38,10 @@ SUB_GROUP_SIZE = 1_000_000_000
 # one in this many.
 PARTIAL_SUB_GROUPS = 20
 
+# Four buffers of a whole sub-group are locked into memory for each rank (swap_tensor/utils.py SwapBufferManager): 1.6 GB
+# here, where DeepSpeed's default would lock 16 GB, more than the state of an 8B model on 8 ranks.
+NVME_SUB_GROUP_SIZE = 100_000_000
+
 
 def resolve(job: Job) -> Plan:
     """Decides every open value of a job and checks it.
@@ -270,7 +274,14 @@ def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: _Choose
     if written is not None:
         return written
     trainable = trainable_parameters(job, model)
-    if not PROFILES[job.parallel.offload].partial or trainable is None:
+    profile = PROFILES[job.parallel.offload]
+    if profile.needs_nvme:
+        return chooser.derive(
+            "deepspeed.zero_optimization.sub_group_size",
+            NVME_SUB_GROUP_SIZE,
+            "four buffers of a sub-group, 1.6 GB a rank, are locked into memory; DeepSpeed's default would lock 16 GB",
+        )
+    if not profile.partial or trainable is None:
         return SUB_GROUP_SIZE
     size = max(1, trainable // batch.dp_size // PARTIAL_SUB_GROUPS)
     return chooser.derive(

@@ -38,6 +38,19 @@ def offload_path(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def offload_frozen(draft: Draft) -> Iterator[Problem]:
+    """Frozen weights that were drawn at random exist nowhere but in the checkpoint, and one cannot hold them on NVMe."""
+    if draft.profile.parameters == "nvme" and draft.job.train.method == "lora" and draft.settings.init == "random":
+        yield Problem(
+            code="OFFLOAD_NVME_FROZEN",
+            key="parallel.offload",
+            message=f"offload={draft.profile.name} with method=lora and init=random: DeepSpeed saves frozen weights as they "
+            "lie in memory, and these lie on disk",
+            fix="Set parallel.offload to optimizer-nvme or full-cpu, or model.init to pretrained",
+            source="deepspeed runtime/engine.py _get_zero_frozen_param_attributes",
+        )
+
+
 def offload_ratio(draft: Draft) -> Iterator[Problem]:
     """A ratio is for the partial profile, which needs Adam and a known parameter count."""
     ratio, profile = draft.job.parallel.offload_ratio, draft.profile
@@ -142,6 +155,7 @@ def compile_under_zero3(draft: Draft) -> Iterator[Problem]:
 RULES = (
     offload_stage,
     offload_path,
+    offload_frozen,
     offload_ratio,
     offload_activations,
     offload_host_memory,

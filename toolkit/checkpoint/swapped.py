@@ -1,0 +1,149 @@
+"""Optimizer state in swap files: an index of them for the export, and the rest of the state, which DeepSpeed forgets.
+
+A checkpoint of an NVMe profile holds, below its tag, `offloaded_tensors/rankRR/`: one file of raw fp32 values for the
+master weights of each sub-group (`FIRST_LAST.tensor.swp`, named by parameter ids) and one for each moment. Sub-groups
+below DeepSpeed's smallest transfer (1 MiB) stay in memory and so in `*_optim_states.pt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from json import loads
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoint.layout import write_json
+
+SWAPPED = "offloaded_tensors"
+INDEX = "sub_groups.json"
+_SUFFIX = ".tensor.swp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubGroup:
+    """Master weights that one rank steps at a time.
+
+    Args:
+        file: Swap file of a rank's folder; None where they are in its `*_optim_states.pt`.
+        numel: Elements of a rank's share, the same on every rank; the file is longer, up to a whole disk block.
+    """
+
+    file: str | None
+    numel: int
+
+
+def finish_swapped(engine: Any, tag_folder: Path, *, rank: int) -> None:
+    """Completes what the engine saved: rank 0 writes how many master weights each file holds, which its padding hides.
+
+    Each rank drops swap files of other engines, which shared the folder and were copied too.
+
+    Source:
+        deepspeed runtime/swap_tensor/optimizer_utils.py SwapTensorContext, OptimizerSwapper._io_aligned_numel.
+    """
+    optimizer = engine.optimizer
+    groups = [
+        {
+            "file": _file_name(flat.ds_id) if optimizer._swappable_optimizer_subgroup(index) else None,
+            "numel": int(optimizer.fp16_partitioned_groups_flat_numel[index]),
+        }
+        for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat)
+    ]
+    ours = {group["file"] for group in groups}
+    for path in (tag_folder / SWAPPED / f"rank{rank:02d}").glob("*.swp"):
+        if path.name.rpartition("-")[2] not in ours:
+            path.unlink()
+    if rank == 0:
+        write_json(tag_folder / SWAPPED / INDEX, groups)
+
+
+def read_sub_groups(tag_folder: Path) -> list[SubGroup] | None:
+    """Reads what `write_sub_groups` wrote; None where it wrote nothing.
+
+    Raises:
+        ValueError: It was changed.
+    """
+    path = tag_folder / SWAPPED / INDEX
+    if not path.exists():
+        return None
+    try:
+        return [SubGroup(**group) for group in loads(path.read_text(encoding="utf-8"))]
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def master_weights(tag_folder: Path, rank: int, flats: list[Tensor], groups: list[SubGroup]) -> Iterator[Tensor]:
+    """Gives a rank's master weights, sub-group by sub-group; those of swap files are mapped, not read.
+
+    Args:
+        flats: What the rank's `*_optim_states.pt` holds: an empty tensor for each sub-group that was swapped.
+
+    Raises:
+        ValueError: Another number of sub-groups.
+        OSError: A swap file is missing.
+    """
+    for flat, group in zip(flats, groups, strict=True):
+        if group.file is None:
+            yield flat
+        else:
+            path = tag_folder / SWAPPED / f"rank{rank:02d}" / group.file
+            if path.stat().st_size < 4 * group.numel:
+                raise OSError(f"{path} is cut short")
+            yield torch.from_file(str(path), shared=False, size=group.numel, dtype=torch.float32)
+
+
+def restore_unswapped(engine: Any, folder: Path, tag: str) -> None:
+    """Restores what `load_checkpoint` does not; call it before that, on an engine that has not stepped.
+
+    With an NVMe optimizer DeepSpeed copies the swap files back and opens no `*_optim_states.pt`. Lost would be: master
+    weights and moments of sub-groups that are not swapped, the optimizer's step count, the loss scale, and the moments
+    of all others, since a file is read only for a state that the optimizer knows of.
+
+    Source:
+        deepspeed 0.19.8 runtime/engine.py load_checkpoint, runtime/zero/stage3.py _rigid_load_state_dict;
+        runtime/swap_tensor/optimizer_utils.py OptimizerSwapper._update_param_state_info.
+    """
+    optimizer = engine.optimizer
+    _adopt_files(optimizer, read_sub_groups(folder / tag) or [])
+    path = engine._get_zero_ckpt_name(str(folder), tag)
+    # DeepSpeed pickles its loss scaler, so weights_only would refuse.
+    saved = torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+    optimizer.loss_scaler = saved["loss_scaler"]
+    optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
+    optimizer.overflow = saved["overflow"]
+    optimizer._set_fp32_optimizer_param_groups()
+    optimizer.optimizer.load_state_dict(saved["optimizer_state_dict"])
+    optimizer._clear_fp32_optimizer_param_groups()
+    for index, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+        if not optimizer._swappable_optimizer_subgroup(index):
+            master.data.copy_(saved["fp32_flat_groups"][index].data)
+            continue
+        numel = int(optimizer.fp16_partitioned_groups_flat_numel[index])
+        state = optimizer.optimizer.state.get(master, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.numel() == 0:
+                # Its size alone makes DeepSpeed read the file; no memory stands behind it.
+                state[name] = torch.zeros(1, dtype=master.dtype).expand(numel)
+
+
+def _adopt_files(optimizer: Any, groups: list[SubGroup]) -> None:
+    """Lets an engine use a checkpoint's file names: ids of parameters count on from one model of a process to the next."""
+    swapper = optimizer.optimizer_swapper
+    infos = dict(swapper.swap_params_info)
+    for master, group in zip(optimizer.fp32_partitioned_groups_flat, groups, strict=True):
+        if group.file is None or _file_name(master.ds_id) == group.file:
+            continue
+        info = infos[master.ds_id]
+        swapper.swap_params_info.pop(master.ds_id, None)
+        context = info.tensors[0]  # a fresh engine has swapped the master weights alone
+        Path(context.swap_path).unlink(missing_ok=True)
+        master.ds_id = info.param_id = group.file.removesuffix(_SUFFIX)
+        context.swap_path = str(Path(swapper.swap_folder) / group.file)
+        swapper.swap_params_info[master.ds_id] = info
+
+
+def _file_name(name: str) -> str:
+    return f"{name}{_SUFFIX}"
