@@ -66,9 +66,8 @@ def estimate(
         dp_size=plan.grid.dp,
         built_partitioned=built_partitioned,
     )
-    device = Device(capability=capability(plan.gpu))
-    events = traced or trace(plan, device=device, marks_modules=settings.zero_stage == 3)
-    accounts = replay_ranks(events, settings, workspace=workspace_bytes(device.capability))
+    events = traced or trace_plan(plan, marks_modules=settings.zero_stage == 3)
+    accounts = replay_ranks(events, settings, workspace=workspace_bytes(capability(plan.gpu)))
     phases = {rank: _phases(account) for rank, account in accounts.items()}
     ranks = tuple(
         RankReport(rank=rank, coordinate=plan.grid.coordinate(rank), phases=phases[dp])
@@ -94,6 +93,15 @@ def estimate(
         num_layers=events.num_layers,
         assumptions=(),
     )
+
+
+def trace_plan(plan: Plan, *, marks_modules: bool) -> Trace:
+    """Traces a plan's model on its card; marks serve every ZeRO stage and change no figure of the lower ones.
+
+    Raises:
+        PlanError: TRACE_FAILED.
+    """
+    return trace(plan, device=Device(capability=capability(plan.gpu)), marks_modules=marks_modules)
 
 
 def replay_ranks(events: Trace, settings: EngineSettings, *, workspace: int) -> dict[int, Account]:
