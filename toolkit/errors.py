@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:

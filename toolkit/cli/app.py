@@ -1,6 +1,6 @@
 """The `toolkit` command: its subcommands, its errors and its exit codes.
 
-Exit codes: 0 fine; 1 a check failed; 2 bad input; 3 the run itself failed; 130 interrupted.
+Exit codes: 0 fine; 1 the job does not fit, or a check failed; 2 bad input; 3 the run itself failed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli import checkpoint, emit, export, gpus, launch, models, quickstart, topology, train, validate
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH, Interaction
 from toolkit.cli.output import discard_stdout, prepare_streams, print_problems
-from toolkit.errors import RunError, SpecError, ToolkitError
-from toolkit.launch.outcome import INTERRUPTED_EXIT_CODE
+from toolkit.errors import INTERRUPTED_EXIT_CODE, RunError, SpecError, ToolkitError
 
-# In the order in which `toolkit --help` lists them: that of a job's journey.
-COMMANDS = (quickstart, validate, emit, train, launch, checkpoint, export, topology, gpus, models)
+# Modules of this package, in the order in which `toolkit --help` lists them: that of a job's journey.
+COMMANDS = ("quickstart", "validate", "estimate", "emit", "train", "launch", "checkpoint", "export", "topology", "gpus", "models")
 
 
 # Base of what typer raises for a command line; it exports no name for it, and which click it builds on differs.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
 
-def build_app() -> typer.Typer:
-    """Gives the application with every command registered; a command module has `register(app)`."""
+def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
+    """Gives the application with these commands; the module of each has `register(app)`."""
     app = typer.Typer(
         name="toolkit",
         no_args_is_help=True,
@@ -47,8 +46,8 @@ def build_app() -> typer.Typer:
     ) -> None:
         """Plan, launch and train Hugging Face fine-tuning on the DeepSpeed engine, from one job file."""
 
-    for module in COMMANDS:
-        module.register(app)
+    for name in commands:
+        import_module(f"toolkit.cli.{name}").register(app)
     return app
 
 
@@ -87,9 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], interaction: Interaction) -> int:
+    # The command that is called is enough; to list them, or to find the nearest to a misspelt one, takes all.
+    called = [name for name in COMMANDS if name in arguments[:1]]
     try:
         # Not standalone: its errors are then ours to print, as JSON where that was asked for.
-        result = typer.main.get_command(build_app()).main(
+        result = typer.main.get_command(build_app(called or COMMANDS)).main(
             arguments, prog_name="toolkit", obj=interaction, standalone_mode=False
         )
     except _UsageError as error:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-import yaml
 
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import print_fields, print_json
@@ -76,6 +75,8 @@ def quickstart(
 
 def write_quickstart_job(out: Path, *, cpu: bool, processes: int, zero_stage: int) -> Path:
     """Writes model, data and job file into a folder; gives the job file."""
+    import yaml
+
     from toolkit.train.sample import write_sample
 
     sample = write_sample(out)

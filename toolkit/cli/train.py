@@ -14,7 +14,7 @@ import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_job
 from toolkit.cli.output import print_fields, print_json
-from toolkit.errors import PlanError, Problem, SpecError, ToolkitError, raise_all
+from toolkit.errors import INTERRUPTED_EXIT_CODE, PlanError, Problem, SpecError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.launch.outcome import RunOutcome
@@ -327,7 +327,7 @@ def _rank() -> int | None:
 
 def _run_as_rank(plan: Plan, checkpoint: Path | None, stop_after: int | None) -> RunOutcome:
     """Trains as one rank of torchrun, `deepspeed` or `accelerate launch`."""
-    from toolkit.launch.outcome import INTERRUPTED_EXIT_CODE, RunOutcome
+    from toolkit.launch.outcome import RunOutcome
     from toolkit.train.worker import main
 
     plan_file = plan.output_dir / "plan.json"

@@ -3,6 +3,7 @@
 | module | gives |
 |---|---|
 | `contents` | the text of every file of a plan |
+| `texts` | commands.sh and README.txt |
 | `commands` | the ways to start it, and the environment before them |
 | `provenance` | for each key of each config, the choices of the plan that it follows from |
 | `files` | `emit`: all of it in a folder, or nothing |

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
 
 from toolkit.emit.commands import check_hosts, exports, hostfile, ways
 from toolkit.emit.provenance import provenance
+from toolkit.emit.texts import Facts, commands_text, readme_text
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.deepspeed_config import Consumer
 from toolkit.plan.plan import Plan
@@ -22,7 +22,6 @@ from toolkit.version import installed_version
 
 WRITTEN_BY = "toolkit emit"
 PROVENANCE = "provenance.json"
-_TEMPLATES = Path(__file__).parent / "templates"
 
 # Every name that `emit` may write, and what the file is.
 FILES: dict[str, str] = {
@@ -74,23 +73,23 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
         texts[name] = _yaml(config, folder) if name.endswith(".yaml") else _json(config)
     if hosts:
         texts["hostfile"] = hostfile(plan, hosts)
-    found = {
-        "plan": plan,
-        "script": shlex.quote(str(folder / "commands.sh")),
-        "hosts": hosts,
-        "exports": exports(plan),
-        "left_out": left_out,
-        "ways": ways(
+    facts = Facts(
+        plan=plan,
+        script=shlex.quote(str(folder / "commands.sh")),
+        hosts=hosts,
+        exports=exports(plan),
+        left_out=left_out,
+        ways=ways(
             plan,
             folder,
             hosts=hosts,
             with_trainer="training_arguments.json" in configs,
             with_accelerate="accelerate.yaml" in configs,
         ),
-    }
-    texts["commands.sh"] = _render("commands.sh.j2", **found)
+    )
+    texts["commands.sh"] = commands_text(facts)
     names = [name for name in FILES if name in {*texts, "README.txt", PROVENANCE}]
-    texts["README.txt"] = _render("README.txt.j2", files={name: FILES[name] for name in names}, **found)
+    texts["README.txt"] = readme_text(facts, {name: FILES[name] for name in names})
     ordered = {name: texts[name] for name in FILES if name in texts}
     return Contents(texts={**ordered, PROVENANCE: _provenance(plan, configs, ordered, left_out)}, left_out=left_out)
 
@@ -148,11 +147,3 @@ def _yaml(value: Any, folder: Path) -> str:
         more += " --main_process_ip ADDRESS_OF_NODE_0"
     head = f"# accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))}{more} SCRIPT.py\n"
     return head + yaml.safe_dump(value, allow_unicode=True)
-
-
-def _render(template: str, **values: Any) -> str:
-    environment = jinja2.Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
-    )
-    source = (_TEMPLATES / template).read_text(encoding="utf-8")
-    return environment.from_string(source).render(**values)

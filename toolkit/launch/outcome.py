@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.errors import Problem, RunError, ToolkitError
+from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, RunError, ToolkitError
 
-INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 _LAST_LINES = 20
 _TAIL_BYTES = 16 * 1024
 # Peers of a rank that is killed can report "connection reset" before its end is seen here.

@@ -20,7 +20,7 @@ PositiveNumber = Annotated[float, Field(gt=0, strict=True)]
 
 
 class _Keys(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class OffloadOptimizerKeys(_Keys):

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from toolkit.errors import Problem, SpecError
-from toolkit.spec.configs import configs_root
+from toolkit.spec.configs import configs_root, read_config
 
 GpuPrecision = Literal["bf16", "fp16", "fp32", "fp8"]
 Vendor = Literal["nvidia", "amd", "cpu"]
 LinkKind = Literal["nvlink", "pcie", "infinity-fabric"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PRECISIONS: tuple[GpuPrecision, ...] = ("bf16", "fp16", "fp8", "fp32")
-
-# libyaml parses the whole catalogue some ten times faster; PyYAML is also built without it.
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Frozen(BaseModel):
@@ -155,17 +152,27 @@ def find_gpu(name: str) -> Gpu:
     """Gives one card by its name; case, spaces, underscores and hyphens do not matter.
 
     Raises:
-        SpecError: GPU_UNKNOWN, with the closest names.
+        SpecError: GPU_UNKNOWN, with the closest names; GPU_FILE, CONFIGS_MISSING.
     """
-    return find_in(load_catalogue(), name)
+    # A file is called as its card, so the other cards need not be read.
+    paths = {path.stem: path for path in sorted((configs_root() / "hardware").glob("*.yaml"))}
+    path = paths[_match(name, paths)]
+    try:
+        return _read(path)
+    except ValueError as error:
+        raise SpecError(_bad_file(path, error)) from None
 
 
 def find_in(catalogue: dict[str, Gpu], name: str) -> Gpu:
     """As `find_gpu`, in a catalogue that is already loaded."""
+    return catalogue[_match(name, catalogue)]
+
+
+def _match(name: str, catalogue: Iterable[str]) -> str:
     wanted = _squash(name)
-    for key, gpu in catalogue.items():
+    for key in catalogue:
         if _squash(key) == wanted:
-            return gpu
+            return key
     close = _closest(wanted, tuple(catalogue))
     fix = f"Did you mean {' or '.join(close)}" if close else f"Name one of {', '.join(catalogue)}"
     raise SpecError.of(
@@ -178,7 +185,7 @@ def find_in(catalogue: dict[str, Gpu], name: str) -> Gpu:
 
 def _read(path: Path) -> Gpu:
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+        document = read_config(path)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     gpu = Gpu.model_validate(document)

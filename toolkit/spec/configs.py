@@ -1,12 +1,27 @@
-"""Finds the folder of configurations that travel with the package."""
+"""Finds and reads the configurations that travel with the package."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from toolkit.errors import SpecError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+# libyaml parses some ten times faster; PyYAML is also built without it. What people write is read by `spec.loader`.
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_config(path: Path) -> Any:
+    """Reads one of our own YAML files.
+
+    Raises:
+        OSError, yaml.YAMLError: As they come.
+    """
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
 
 
 def configs_root(package: Path = _PACKAGE) -> Path:

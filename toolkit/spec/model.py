@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from toolkit.errors import Problem, SpecError
-from toolkit.spec.configs import configs_root
+from toolkit.spec.configs import configs_root, read_config
 from toolkit.spec.dimensions import read_dimensions
 from toolkit.spec.job import Model
 from toolkit.spec.json_text import read_json_object
@@ -134,7 +134,7 @@ def read_catalogue_model(name: str) -> CatalogueModel:
     if name not in model_names():
         raise _not_found(name, f"model={name} is not in the catalogue")
     try:
-        return CatalogueModel.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return CatalogueModel.model_validate(read_config(path))
     except (yaml.YAMLError, ValidationError, OSError) as error:
         raise SpecError.of(
             code="MODEL_CATALOGUE_INVALID",

@@ -8,9 +8,9 @@ import sys
 import warnings
 from pathlib import Path
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import INTERRUPTED_EXIT_CODE, ToolkitError
 from toolkit.launch.environment import rank_from_environment
-from toolkit.launch.outcome import INTERRUPTED_EXIT_CODE, write_worker_error
+from toolkit.launch.outcome import write_worker_error
 from toolkit.plan.plan import Plan
 
 

@@ -16,6 +16,8 @@ from toolkit.plan.draft import Draft
 def known_and_typed(draft: Draft) -> Iterator[Problem]:
     """Each key exists in DeepSpeed, is not set elsewhere, and has DeepSpeed's type."""
     section = draft.job.deepspeed
+    if not section:  # most jobs: the schema is built when it is first used
+        return
     placed = {path for path in _paths(section) if path in HOMES or path in REMOVED}
     for path in sorted(placed):
         yield _misplaced(path)
