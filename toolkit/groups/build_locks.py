@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.errors import Problem, RunError, raise_all
 
-# DeepSpeed's slowest extension compiles in about two minutes on two cores; a lock this old has no owner.
+# DeepSpeed's slowest extension compiles in about two minutes, async_io seven on two cores; a lock this old has no owner.
 STALE_SECONDS = 900.0
 
 
