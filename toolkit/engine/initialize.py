@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.run import Run
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.seed import seed_random_state
@@ -48,6 +49,7 @@ def initialize(
     """
     quiet_libraries()
     world = world or connect(plan.grid, backend=plan.gpu.backend)
+    memory = MemoryWatch(world.device)
     try:
         if weights is None and plan.settings.init == "pretrained":
             weights = locate_weights(plan)
@@ -58,7 +60,8 @@ def initialize(
         engine = start_engine(plan, model, schedule)
         # After the model is built: whether its weights are drawn or read must not change what dropout draws.
         seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp)
-        return Run(plan=plan, world=world, engine=engine, schedule=schedule)
+        memory.end("init")
+        return Run(plan=plan, world=world, engine=engine, schedule=schedule, memory=memory)
     except BaseException:
         if world.size == 1:  # a notebook goes on; one of several ranks ends, and must not wait for the others
             disconnect(world)

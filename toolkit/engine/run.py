@@ -13,11 +13,12 @@ from torch import nn
 from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
-from toolkit.modeling.loss import auxiliary_loss, count_targets, summed_cross_entropy
+from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.stop import StopFlag
 from toolkit.errors import RunError
 from toolkit.groups.world import World, disconnect
+from toolkit.modeling.loss import auxiliary_loss, count_targets, summed_cross_entropy
 from toolkit.plan.plan import Plan
 
 MicroBatch = Mapping[str, torch.Tensor]
@@ -34,14 +35,18 @@ class Run:
         step_count: Optimizer steps done, restored by a resume.
         num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` fixes it.
         last_learning_rate: The rate that the last step used.
+        memory: Peaks of this rank's memory by phase.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
             next one on CPU, the one after that on GPU.
     """
 
-    def __init__(self, *, plan: Plan, world: World, engine: Any, schedule: LearningRate) -> None:
+    def __init__(
+        self, *, plan: Plan, world: World, engine: Any, schedule: LearningRate, memory: MemoryWatch | None = None
+    ) -> None:
         self.plan = plan
         self.world = world
         self.engine = engine
+        self.memory = memory or MemoryWatch(world.device)
         self.step_count = 0
         self.num_steps: int | None = plan.settings.max_steps
         self.stop_requested = False
@@ -156,6 +161,7 @@ class Run:
             if index == len(moved) - 1:
                 self._plain_norm = self._norm_without_wrapper()
             self.engine.step()
+            self.memory.end("step")
         dist.all_reduce(total, group=self.world.dp_group)
         self.step_count += 1
         return total
@@ -185,6 +191,7 @@ class Run:
                     sums[1] += count_targets(labels_BS)
         finally:
             self.engine.train()
+            self.memory.end("evaluation")
         dist.all_reduce(sums, group=self.world.dp_group)
         return float(sums[0] / sums[1].clamp(min=1))
 
@@ -200,8 +207,10 @@ class Run:
             loss = loss + router * share / dp_size
         # The logits' last reference must go before the backward pass frees what it can.
         del outputs
+        self.memory.end("forward")
         # The engine averages gradients over the data-parallel ranks; the loss is a share of a global sum.
         self.engine.backward(loss * dp_size, scale_wrt_gas=False)
+        self.memory.end("backward")
         return reported
 
     def _norm_without_wrapper(self) -> torch.Tensor | None:

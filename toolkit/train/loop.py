@@ -24,7 +24,8 @@ from toolkit.errors import PlanError, RunError, raise_all
 from toolkit.groups.world import World, connect
 from toolkit.plan.plan import Plan
 from toolkit.train.checks import check_stop_after, data_section_problems
-from toolkit.train.metrics import Meter, MetricsWriter, peak_memory_bytes
+from toolkit.train.memory_check import compare_memory
+from toolkit.train.metrics import Meter, MetricsWriter
 from toolkit.train.progress import Reporter, Silent, Terminal, describe_devices
 from toolkit.train.tokenizer import load_tokenizer
 from toolkit.units import format_bytes, format_count, format_seconds
@@ -136,7 +137,7 @@ class _Loop:
         self.run, self.data, self.tokenizer, self.reporter = run, data, tokenizer, reporter
         self.plan = run.plan
         self.batches = run.loader(data.train)
-        self.meter = Meter(self.plan, run.world.device)
+        self.meter = Meter(self.plan, run.memory)
         self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count) if run.world.is_main else None
         self.last_loss: float | None = None
         self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
@@ -165,6 +166,7 @@ class _Loop:
                         self._save(probe=step == run.num_steps)
                     if last:
                         break
+                self._compare_memory()
         finally:
             if self.metrics is not None:
                 self.metrics.close()
@@ -217,11 +219,21 @@ class _Loop:
         self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f} ({format_seconds(seconds)})")
         self.meter.skip()
 
+    def _compare_memory(self) -> None:
+        """Says how right the estimate was; on CPU torch counts no memory, so there is nothing to compare."""
+        compared = compare_memory(self.run)
+        if compared is None or self.metrics is None:
+            return
+        self.metrics.write({"step": self.run.step_count, "memory": compared.to_dict()})
+        for line in compared.lines():
+            self.reporter.say(line)
+
     def _save(self, *, probe: bool) -> None:
         run, step = self.run, self.run.step_count
         folder = self.plan.output_dir / checkpoint_name(step)
         began = time.perf_counter()
         save(run, folder, tokenizer=self.tokenizer, probe=probe)
+        run.memory.end("save")
         self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
         if run.world.is_main:
             rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit)
@@ -261,5 +273,5 @@ def _say_model(run: Run, reporter: Reporter, *, seconds: float) -> None:
     reporter.say(
         f"model: {plan.model.name}, {format_count(total)} parameters{share}; ZeRO-{plan.settings.zero_stage}, "
         f"{plan.settings.precision}, {describe_devices(plan)}; "
-        f"built in {format_seconds(seconds)}, {format_bytes(peak_memory_bytes(run.world.device))}"
+        f"built in {format_seconds(seconds)}, {format_bytes(run.memory.peak_bytes)}"
     )

@@ -11,15 +11,12 @@ import contextlib
 import json
 import math
 import os
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from toolkit.checkpoint.disk import disk_errors
+from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.plan.plan import Plan
 from toolkit.spec.parameters import count_parameters
 
@@ -77,14 +74,14 @@ class Meter:
 
     Args:
         plan: Gives FLOPs a token and the card's rate, for the model FLOPs utilisation (MFU).
-        device: Whose memory to watch.
+        memory: This rank's peaks.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, memory: MemoryWatch) -> None:
         self._flops_per_token = flops_per_token(plan)
         rate = plan.gpu.flops_per_second(plan.settings.precision)
         self._peak_flops = rate * plan.grid.world_size if rate else None
-        self._device = device
+        self._memory = memory
         self._start = time.perf_counter()
 
     def read(self, num_tokens: int, num_steps: int) -> dict[str, Any]:
@@ -99,20 +96,12 @@ class Meter:
             "tokens_per_second": rate,
             "step_seconds": seconds / num_steps,
             "mfu": mfu,
-            "peak_allocated_bytes": peak_memory_bytes(self._device),
+            "peak_allocated_bytes": self._memory.peak_bytes,
         }
 
     def skip(self) -> None:
         """Leaves out the time since the last reading: an evaluation or a save."""
         self._start = time.perf_counter()
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Gives the peak of `torch.cuda.max_memory_allocated`; on CPU, of the process's resident memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def flops_per_token(plan: Plan) -> float | None:
