@@ -1,57 +1,146 @@
-"""What was learned of one machine: context, communicators and slack, which no source code tells."""
+"""What runs have taught of a card's context and communicators, which no source code tells; kept by card."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, with_config
 
 from toolkit.errors import SpecError
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measured figures of a machine; None where nothing was measured.
+    """Measured figures of one kind of card under its driver; None where nothing was measured.
 
     Args:
-        context_bytes: Device memory outside of torch's allocator, without communicators.
-        communicator_bytes: Device memory of one NCCL communicator.
-        slack: Share of the peak that the allocator needs on top.
+        context_bytes: Device memory outside of torch's allocator on one card, communicators apart.
+        communicator_bytes: Device memory that a communicator over several cards adds.
     """
 
-    context_bytes: int | None = None
-    communicator_bytes: int | None = None
-    slack: float | None = None
+    context_bytes: NonNegativeInt | None = None
+    communicator_bytes: NonNegativeInt | None = None
 
-    @classmethod
-    def load(cls, path: Path) -> Calibration:
-        """Reads what `save` wrote; nothing is known if there is no such file.
 
-        Raises:
-            SpecError: CALIBRATION_UNREADABLE.
-        """
-        if not path.is_file():
-            return cls()
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-            known = {field.name for field in fields(cls)}
-            if not isinstance(value, dict) or not value.keys() <= known:
-                raise ValueError(f"it holds other keys than {', '.join(sorted(known))}")
-            if not all(item is None or (isinstance(item, int | float) and item >= 0) for item in value.values()):
-                raise ValueError("a value is no number of at least 0")
-        except (OSError, ValueError) as error:
-            raise SpecError.of(
-                code="CALIBRATION_UNREADABLE",
-                key=str(path),
-                message=f"{path} is not a calibration: {error}",
-                fix="Delete it, or write it anew with `toolkit calibrate`",
-            ) from None
-        return cls(**value)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """The `memory` object at the end of a metrics.jsonl; bytes, of rank 0."""
 
-    def save(self, path: Path) -> None:
-        """Writes atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+    gpu: str
+    num_ranks: int
+    predicted: dict[str, int]
+    measured: dict[str, int]
+    context_and_nccl_bytes: int
+    reserved_bytes: int
+    device_used_bytes: int
+
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory outside of torch's allocator."""
+        return self.device_used_bytes - self.reserved_bytes
+
+    def errors(self) -> dict[str, float]:
+        """Gives predicted over measured, less one, of each phase and of the peak."""
+        phases = {phase: self.predicted[phase] / size - 1 for phase, size in self.measured.items() if size}
+        return {"peak": max(self.predicted.values()) / max(self.measured.values()) - 1, **phases}
+
+
+_FILE: TypeAdapter[dict[str, Calibration]] = TypeAdapter(dict[str, Calibration])
+_RUN: TypeAdapter[MeasuredRun] = TypeAdapter(MeasuredRun)
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """Reads the comparison that a run on GPUs wrote at its end.
+
+    Raises:
+        SpecError: METRICS_UNREADABLE, METRICS_NO_MEMORY.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise SpecError.of(
+            code="METRICS_UNREADABLE",
+            key=str(path),
+            message=f"{path} is no metrics file: {error}",
+            fix="Name the metrics.jsonl of a run's output_dir",
+        ) from None
+    found = [record["memory"] for record in records if isinstance(record, dict) and "memory" in record]
+    if not found:
+        raise SpecError.of(
+            code="METRICS_NO_MEMORY",
+            key=str(path),
+            message=f"{path} holds no comparison of predicted and measured memory",
+            fix="Name the metrics of a run that ended on GPUs; runs on CPU and interrupted ones have none",
+        )
+    try:
+        return _RUN.validate_python(found[-1])
+    except ValidationError as error:
+        raise SpecError.of(
+            code="METRICS_UNREADABLE",
+            key=str(path),
+            message=f"{path} holds a comparison that cannot be read: {error.errors()[0]['msg']}",
+            fix="Name the metrics.jsonl that this version of the toolkit wrote",
+        ) from None
+
+
+def learn(
+    runs: Iterable[MeasuredRun], known: Mapping[str, Calibration], *, context_bytes: int
+) -> dict[str, Calibration]:
+    """Gives what runs teach of each card, on top of what was known; the largest figure counts.
+
+    Args:
+        runs: Finished runs.
+        known: By card.
+        context_bytes: What a card is taken to need where no run on one card is among them.
+    """
+    learned = dict(known)
+    for run in sorted(runs, key=lambda run: run.num_ranks):  # runs on one card first: the others build on them
+        before = learned.get(run.gpu, Calibration())
+        if run.num_ranks == 1:
+            largest = max(run.outside_bytes, before.context_bytes or 0)
+            learned[run.gpu] = replace(before, context_bytes=largest)
+        else:
+            context = context_bytes if before.context_bytes is None else before.context_bytes
+            beyond = max(run.outside_bytes - context, before.communicator_bytes or 0, 0)
+            learned[run.gpu] = replace(before, communicator_bytes=beyond)
+    return learned
+
+
+def load_calibrations(path: Path) -> dict[str, Calibration]:
+    """Reads what `save_calibrations` wrote, by card; nothing is known if there is no such file.
+
+    Raises:
+        SpecError: CALIBRATION_UNREADABLE.
+    """
+    if not path.exists():
+        return {}
+    try:
+        return _FILE.validate_json(path.read_text(encoding="utf-8"), strict=True)
+    except (OSError, ValueError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise SpecError.of(
+            code="CALIBRATION_UNREADABLE",
+            key=str(path),
+            message=f"{path} is not a calibration: {reason}",
+            fix="Delete it, or write it anew with `toolkit calibrate`",
+        ) from None
+
+
+def save_calibrations(path: Path, calibrations: Mapping[str, Calibration]) -> None:
+    """Writes atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    value: dict[str, Any] = {card: asdict(calibration) for card, calibration in sorted(calibrations.items())}
+    try:
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -50,13 +50,12 @@ def overhead(
         peak_allocated_bytes: What torch allocates at most.
         num_communicators: NCCL communicators of more than one rank.
         allocator: How torch's allocator is set.
-        calibration: What was measured on the machine at hand.
+        calibration: What runs have taught of the card.
     """
     known = calibration or Calibration()
     context = known.context_bytes if known.context_bytes is not None else CONTEXT_BYTES
     communicator = known.communicator_bytes if known.communicator_bytes is not None else COMMUNICATOR_BYTES
-    share = known.slack if known.slack is not None else EXPANDABLE_SLACK
     return Overhead(
         context_and_nccl_bytes=context + num_communicators * communicator,
-        slack_bytes=int(share * peak_allocated_bytes),
+        slack_bytes=int(EXPANDABLE_SLACK * peak_allocated_bytes),
     )

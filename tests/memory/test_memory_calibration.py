@@ -1,0 +1,104 @@
+"""What runs teach of a card, and what is kept of it."""
+
+import json
+
+import pytest
+
+from toolkit.cli.app import main
+from toolkit.errors import SpecError
+from toolkit.memory.calibration import Calibration, MeasuredRun, learn, load_calibrations, read_run, save_calibrations
+from toolkit.memory.device import CONTEXT_BYTES, overhead
+from toolkit.units import GIB
+
+PHASES = {"init": 10, "forward": 40, "backward": 50, "step": 30}
+
+
+def record(*, num_ranks=1, outside=2.0, measured=None):
+    return {
+        "gpu": "h100-sxm-80gb",
+        "num_ranks": num_ranks,
+        "predicted": {**PHASES, "save": 20},
+        "measured": measured or PHASES,
+        "context_and_nccl_bytes": 3 * GIB,
+        "reserved_bytes": 60 * GIB,
+        "device_used_bytes": int((60 + outside) * GIB),
+    }
+
+
+def write(path, *records):
+    lines = [{"step": 1, "loss": 2.0}, *({"step": 2, "memory": item} for item in records)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_largest_context_counts_and_communicators_come_on_top():
+    runs = [MeasuredRun(**record(num_ranks=count, outside=size)) for count, size in ((4, 2.5), (1, 1.5), (1, 2.0))]
+    learned = learn(runs, {}, context_bytes=CONTEXT_BYTES)
+    assert learned == {
+        "h100-sxm-80gb": Calibration(context_bytes=2 * GIB, communicator_bytes=GIB // 2),
+    }
+    again = learn([MeasuredRun(**record(outside=1.0))], learned, context_bytes=CONTEXT_BYTES)
+    assert again == learned, "a smaller figure of another run takes nothing back"
+
+
+def test_without_a_run_on_one_card_the_known_context_is_taken_off():
+    learned = learn([MeasuredRun(**record(num_ranks=2, outside=2.0))], {}, context_bytes=CONTEXT_BYTES)
+    assert learned["h100-sxm-80gb"] == Calibration(communicator_bytes=2 * GIB - CONTEXT_BYTES)
+
+
+def test_an_estimate_takes_what_was_learned():
+    known = Calibration(context_bytes=5 * GIB, communicator_bytes=GIB)
+    found = overhead(10 * GIB, num_communicators=2, allocator="expandable", calibration=known)
+    assert found.context_and_nccl_bytes == 7 * GIB
+    assert overhead(10 * GIB, num_communicators=0, allocator="expandable").context_and_nccl_bytes == CONTEXT_BYTES
+
+
+def test_calibrations_are_read_back(tmp_path):
+    path = tmp_path / "a" / "calibration.json"
+    assert load_calibrations(path) == {}
+    save_calibrations(path, {"l4-24gb": Calibration(context_bytes=7)})
+    assert load_calibrations(path) == {"l4-24gb": Calibration(context_bytes=7)}
+    assert [item.name for item in path.parent.iterdir()] == ["calibration.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"h100": {"context_bytes": -1}}', '{"h100": {"slack": 1}}', "{"])
+def test_a_damaged_calibration_is_named(tmp_path, text):
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_calibrations(path)
+    assert caught.value.problems[0].code == "CALIBRATION_UNREADABLE"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{", "METRICS_UNREADABLE"),
+        ('{"step": 1, "loss": 2}\n', "METRICS_NO_MEMORY"),
+        ('{"step": 1, "memory": {"gpu": 3}}\n', "METRICS_UNREADABLE"),
+    ],
+)
+def test_metrics_without_a_comparison_are_named(tmp_path, text, code):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        read_run(path)
+    assert caught.value.problems[0].code == code
+
+
+def test_the_command_shows_errors_and_saves(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    exact = write(tmp_path / "a.jsonl", record())
+    high = write(tmp_path / "b.jsonl", record(num_ranks=2, outside=2.5, measured={**PHASES, "backward": 40}))
+    assert main(["calibrate", str(exact), str(high), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [run["errors"]["peak"] for run in printed["runs"]] == [0.0, 0.25]
+    assert printed["median_error"] == 0.125
+    assert printed["worst_error"] == 0.25
+    saved = tmp_path / "config" / "toolkit" / "calibration.json"
+    assert printed["saved_to"] == str(saved)
+    assert load_calibrations(saved)["h100-sxm-80gb"].communicator_bytes == GIB // 2
+    saved.unlink()
+    assert main(["calibrate", str(exact), "--dry-run"]) == 0
+    assert "worst 0.00%" in capsys.readouterr().out
+    assert not saved.exists()

@@ -1,0 +1,100 @@
+"""`toolkit calibrate`: how right the estimates of past runs were, and what their cards taught."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.options import JsonOption
+from toolkit.cli.output import new_table, print_json, print_table
+
+if TYPE_CHECKING:
+    from toolkit.memory.calibration import MeasuredRun
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(calibrate)
+
+
+def calibration_path() -> Path:
+    """Where the calibration of this machine lies (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118
+    return Path(base) / "toolkit" / "calibration.json"
+
+
+def calibrate(
+    metrics: Annotated[
+        list[Path], typer.Argument(metavar="METRICS...", help="metrics.jsonl of runs on GPUs.", show_default=False)
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the errors, save nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how right past estimates were, and learn what no source code tells: CUDA's context and NCCL's buffers.
+
+    What is learned is kept by card on this machine, and `toolkit estimate` uses it. Peaks of allocated memory are never
+    corrected: an error there is a mistake of the estimate.
+
+    Example: `toolkit calibrate runs/*/metrics.jsonl`.
+
+    JSON keys: runs (file, gpu, num_ranks, errors by phase, context_and_nccl_bytes, outside_bytes), median_error,
+    worst_error, calibrations (by card: context_bytes, communicator_bytes), saved_to.
+    """
+    from dataclasses import asdict
+
+    from toolkit.memory.calibration import learn, load_calibrations, read_run, save_calibrations
+    from toolkit.memory.device import CONTEXT_BYTES
+
+    runs = {path: read_run(path) for path in metrics}
+    path = calibration_path()
+    learned = learn(runs.values(), load_calibrations(path), context_bytes=CONTEXT_BYTES)
+    if not dry_run:
+        save_calibrations(path, learned)
+    peaks = [abs(run.errors()["peak"]) for run in runs.values()]
+    if as_json:
+        print_json(
+            {
+                "runs": [
+                    {
+                        "file": str(file),
+                        "gpu": run.gpu,
+                        "num_ranks": run.num_ranks,
+                        "errors": run.errors(),
+                        "context_and_nccl_bytes": run.context_and_nccl_bytes,
+                        "outside_bytes": run.outside_bytes,
+                    }
+                    for file, run in runs.items()
+                ],
+                "median_error": statistics.median(peaks),
+                "worst_error": max(peaks),
+                "calibrations": {card: asdict(calibration) for card, calibration in learned.items()},
+                "saved_to": None if dry_run else str(path),
+            }
+        )
+        return
+    _print(runs)
+    print(f"\npeak: median error {statistics.median(peaks):.2%}, worst {max(peaks):.2%}, over {len(peaks)} runs")
+    if not dry_run:
+        print(f"context and NCCL of {', '.join(sorted({run.gpu for run in runs.values()}))}: saved to {path}")
+
+
+def _print(runs: dict[Path, MeasuredRun]) -> None:
+    from toolkit.memory.account import PHASES
+    from toolkit.units import format_bytes
+
+    columns = ("peak", *PHASES, "context and NCCL", "measured")
+    table = new_table(("run", "card", *columns), right=columns)
+    for path, run in runs.items():
+        errors = run.errors()
+        table.add_row(
+            str(path),
+            f"{run.num_ranks} × {run.gpu}",
+            *(f"{errors[name]:+.2%}" if name in errors else "–" for name in ("peak", *PHASES)),
+            format_bytes(run.context_and_nccl_bytes),
+            format_bytes(run.outside_bytes),
+        )
+    print_table(table)
