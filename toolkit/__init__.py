@@ -1,4 +1,4 @@
-"""Plan, launch, train, checkpoint and export Hugging Face fine-tuning on the DeepSpeed engine.
+"""Plan, estimate, launch, train, checkpoint and export Hugging Face fine-tuning on the DeepSpeed engine.
 
 The names below load on first use, so `import toolkit` costs no torch import.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from toolkit.engine.run import Run
     from toolkit.errors import ToolkitError
     from toolkit.export.checkpoint import export
+    from toolkit.memory.estimate import estimate
     from toolkit.plan.plan import Plan
     from toolkit.plan.resolve import resolve
     from toolkit.spec.job import Cluster, Data, Job, Lora, Model, Parallel, Train
@@ -38,6 +39,7 @@ _HOMES = {
     "ToolkitError": "toolkit.errors",
     "Train": "toolkit.spec.job",
     "emit": "toolkit.emit.files",
+    "estimate": "toolkit.memory.estimate",
     "export": "toolkit.export.checkpoint",
     "initialize": "toolkit.engine.initialize",
     "load": "toolkit.checkpoint.load",
@@ -60,6 +62,7 @@ __all__ = [
     "Train",
     "__version__",
     "emit",
+    "estimate",
     "export",
     "initialize",
     "load",

@@ -1,0 +1,181 @@
+"""`toolkit estimate`: what a job takes of each card, of the host and of the disk, before a GPU is rented."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.options import JobArgument, JsonOption, SetOption, is_plan_file, read_job
+from toolkit.cli.output import print_json
+from toolkit.errors import SpecError
+
+if TYPE_CHECKING:
+    from toolkit.memory.case import Case
+    from toolkit.memory.estimator import Estimator
+
+DeepSpeedOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--deepspeed-config",
+        metavar="FILE",
+        help='Your own DeepSpeed JSON in place of ours; its "auto" as Trainer fills it in.',
+        show_default=False,
+    ),
+]
+NoZeroInitOption = Annotated[
+    bool, typer.Option("--no-zero-init", help="The stage-3 model is not built under zero.Init, as ours are.")
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the phases, or the sweep: .png, .svg or .html.", show_default=False),
+]
+SweepOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=V1,V2", help="Estimate each value of a key of train or parallel. Repeatable."),
+]
+CompareOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAMES", help="Strategies side by side: zero2,zero3-offload, …", show_default=False),
+]
+GpusOption = Annotated[
+    str | None,
+    typer.Option(metavar="all|NAMES", help="For each card the fewest on which the job fits.", show_default=False),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(estimate)
+
+
+def estimate(
+    job: JobArgument,
+    overrides: SetOption = None,
+    deepspeed_config: DeepSpeedOption = None,
+    no_zero_init: NoZeroInitOption = False,
+    plot: PlotOption = None,
+    sweep: SweepOption = None,
+    compare: CompareOption = None,
+    gpus: GpusOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a job takes: memory of each card by phase and cause, of the host, of the disk, and what would save most.
+
+    The real model is traced on fake tensors: no GPU, no weights. Exits with 1 where the job does not fit.
+
+    Example: `toolkit estimate job.yaml`, `toolkit estimate job.yaml --sweep sequence_length=2048,4096 --plot sweep.png`
+
+    JSON keys: fits, fits_gpu, fits_host, peak_allocated_bytes, allocator, allocator_slack_bytes, context_and_nccl_bytes,
+    required_bytes, gpu_capacity_bytes, host_bytes_per_node, host_bytes_per_rank, host_capacity_bytes, checkpoint_bytes,
+    limiting_phase, limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, phases:
+    allocated_bytes, causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits). With
+    --sweep: fits, keys, rows; with --compare: fits, strategies; with --gpus: fits, gpus; each row has its figures.
+    """
+    _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
+    case = _read_case(job, overrides or [], deepspeed_config, built_partitioned=not no_zero_init)
+    if plot is not None:
+        from toolkit.memory.plot import check_plot_path
+
+        check_plot_path(plot)
+    if sweep:
+        from toolkit.cli.estimate_tables import answer_sweep
+
+        fits = answer_sweep(case, sweep, plot=plot, as_json=as_json)
+    elif compare is not None:
+        from toolkit.cli.estimate_tables import answer_compare
+
+        fits = answer_compare(case, compare, as_json=as_json)
+    elif gpus is not None:
+        from toolkit.cli.estimate_tables import answer_gpus
+
+        fits = answer_gpus(case, gpus, as_json=as_json)
+    else:
+        fits = _answer(case, plot=plot, as_json=as_json)
+    if not fits:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def estimating(*, as_json: bool) -> Iterator[Estimator]:
+    """Gives an estimator; says on a terminal what it is doing, for its imports and traces take seconds."""
+    if as_json or not sys.stderr.isatty():
+        yield _make_estimator(lambda line: None)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading torch and transformers") as status:
+        yield _make_estimator(status.update)
+
+
+def _make_estimator(notify: Callable[[str], None]) -> Estimator:
+    from toolkit.memory.estimator import Estimator
+
+    return Estimator(notify=notify)
+
+
+def _check_options(
+    *, plot: Path | None, sweep: list[str] | None, compare: str | None, gpus: str | None, deepspeed_config: Path | None
+) -> None:
+    modes = {"--sweep": bool(sweep), "--compare": compare is not None, "--gpus": gpus is not None}
+    chosen = [name for name, given in modes.items() if given]
+    if len(chosen) > 1:
+        raise typer.BadParameter(f"{' and '.join(chosen)} answer different questions: give one", param_hint=chosen[1])
+    if plot is not None and chosen and chosen != ["--sweep"]:
+        raise typer.BadParameter(f"there is no picture of {chosen[0]}", param_hint="--plot")
+    if plot is not None and sweep and len(sweep) > 2:
+        raise typer.BadParameter("a picture has room for one or two swept keys", param_hint="--plot")
+    if deepspeed_config is not None and compare is not None:
+        raise typer.BadParameter("it compares our strategies: leave --deepspeed-config out", param_hint="--compare")
+
+
+def _read_case(job: Path, overrides: list[str], deepspeed_config: Path | None, *, built_partitioned: bool) -> Case:
+    """Reads all that a person gave, and resolves it once, so that every fault of it is told before torch is imported."""
+    from toolkit.memory.case import Case
+    from toolkit.memory.deepspeed_file import DeepSpeedFile
+
+    written = read_job(job, overrides)
+    file = None if deepspeed_config is None else DeepSpeedFile.read(deepspeed_config)
+    if is_plan_file(job):
+        from toolkit.plan.plan import Plan
+
+        plan = Plan.load(job)
+        model = plan.model if written.model == plan.job.model else None
+        case = Case.of(written, model=model, gpu=plan.gpu, file=file, built_partitioned=built_partitioned)
+    else:
+        case = Case.of(written, file=file, built_partitioned=built_partitioned)
+    stage = case.plan().settings.zero_stage
+    if not built_partitioned and stage != 3:
+        raise SpecError.of(
+            code="ZERO_INIT_STAGE",
+            key="--no-zero-init",
+            message=f"--no-zero-init with zero_stage={stage}: only stage 3 has a zero.Init",
+            fix="Leave it out, or set zero_stage to 3",
+        )
+    return case
+
+
+def _answer(case: Case, *, plot: Path | None, as_json: bool) -> bool:
+    from toolkit.cli.estimate_report import print_report
+
+    plan = case.plan()
+    with estimating(as_json=as_json) as estimator:
+        from toolkit.memory.advice import find_savings
+
+        report = estimator.estimate_plan(plan, case)
+        savings = find_savings(estimator, case, plan=plan, report=report)
+        if plot is not None:
+            from toolkit.memory.plot import plot_report
+
+            plot_report(report, plot, title=f"{plan.model.name} on {plan.job.cluster.num_ranks} × {plan.gpu.name}")
+    if as_json:
+        print_json({**report.to_dict(), "savings": [saving.to_dict() for saving in savings]})
+    else:
+        print_report(plan, report, savings)
+        if plot is not None:
+            print(f"drawn to {plot}")
+    return report.fits

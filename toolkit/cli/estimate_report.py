@@ -1,0 +1,126 @@
+"""What `toolkit estimate` prints of one estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from toolkit.cli.output import new_table, print_fields, print_table
+from toolkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from toolkit.memory.advice import Saving
+    from toolkit.memory.report import MemoryReport
+    from toolkit.plan.plan import Plan
+
+# Causes below this share of the peak are summed up in one line.
+LEAST_SHARE = 0.005
+
+
+def print_report(plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
+    """Prints an estimate: the answer first, then where it comes from."""
+    settings, cluster = plan.settings, plan.job.cluster
+    print(
+        f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: ZeRO-{settings.zero_stage}, offload {plan.profile.name}, "
+        f"{settings.precision}, micro batch {settings.batch.micro} × {settings.sequence_length} tokens"
+    )
+    print(verdict(report))
+    _print_phases(report)
+    _print_causes(report)
+    print("\nA card must have")
+    print_fields(_card(report))
+    print(f"\nHost memory of a node, {report.host.ranks_per_node} {_plural('rank', report.host.ranks_per_node)}")
+    print_fields(_host(report))
+    print(f"\nDisk: {format_bytes(report.checkpoint_bytes)} a checkpoint")
+    print(f"Traced {report.num_traced_layers} of {report.num_layers} layers; the others repeat these")
+    _print_savings(report, savings)
+    if report.assumptions:
+        print("\nAssumed")
+        for line in report.assumptions:
+            print(f"  {line}")
+
+
+def verdict(report: MemoryReport) -> str:
+    """Says in one line whether card and host hold it, and what is left or lacks."""
+    parts = [_compare("card", report.required_bytes, report.gpu_capacity_bytes)]
+    parts.append(_compare("host", report.host.bytes_per_node, report.host.capacity_bytes))
+    return f"{'It fits' if report.fits else 'It does not fit'}: {'; '.join(parts)}"
+
+
+def _compare(name: str, needed: int, capacity: int | None) -> str:
+    if capacity is None:
+        return f"{name} {format_bytes(needed)}, capacity unknown"
+    room = capacity - needed
+    rest = f"{format_bytes(room)} left" if room >= 0 else f"{format_bytes(-room)} too much"
+    return f"{name} {format_bytes(needed)} of {format_bytes(capacity)}, {rest}"
+
+
+def _print_phases(report: MemoryReport) -> None:
+    rank = report.fullest
+    where = f"the fullest rank, {rank.rank}" if len(report.ranks) > 1 else "the card"
+    print(f"\nPeak by phase on {where}")
+    lines = []
+    for name, phase in rank.phases.items():
+        mark = "  ◄ the peak" if name == report.limiting_phase else ""
+        lines.append((name, f"{format_bytes(phase.allocated_bytes):>10}{mark}"))
+    print_fields(lines)
+
+
+def _print_causes(report: MemoryReport) -> None:
+    phase = report.fullest.phases[report.limiting_phase]
+    print(f"\nCauses of the peak, in {report.limiting_phase}")
+    whole = phase.allocated_bytes or 1
+    ordered = sorted(phase.causes.items(), key=lambda item: -item[1])
+    shown = [(cause, size) for cause, size in ordered if size >= LEAST_SHARE * whole]
+    rest = sum(size for _, size in ordered) - sum(size for _, size in shown)
+    if rest:
+        shown.append(("all else", rest))
+    print_fields((cause, f"{format_bytes(size):>10}  {size / whole:4.0%}") for cause, size in shown)
+
+
+def _card(report: MemoryReport) -> list[tuple[str, str]]:
+    allocator = "expandable segments" if report.allocator == "expandable" else "torch's default"
+    lines = [
+        ("peak allocated", format_bytes(report.peak_allocated_bytes)),
+        (f"allocator slack, {allocator}", format_bytes(report.allocator_slack_bytes)),
+        ("CUDA context and NCCL", format_bytes(report.context_and_nccl_bytes)),
+        ("required", format_bytes(report.required_bytes)),
+    ]
+    if report.gpu_capacity_bytes is not None:
+        room = report.gpu_capacity_bytes - report.required_bytes
+        lines.append(("capacity", format_bytes(report.gpu_capacity_bytes)))
+        lines.append(("room left" if room >= 0 else "too much", format_bytes(abs(room))))
+    return [(name, f"{value:>10}") for name, value in lines]
+
+
+def _host(report: MemoryReport) -> list[tuple[str, str]]:
+    host = report.host
+    ordered = sorted(host.bytes_per_rank.items(), key=lambda item: -item[1])
+    lines = [(cause, format_bytes(size * host.ranks_per_node)) for cause, size in ordered]
+    lines.append(("required", format_bytes(host.bytes_per_node)))
+    if host.capacity_bytes is not None:
+        lines.append(("capacity", format_bytes(host.capacity_bytes)))
+    return [(name, f"{value:>10}") for name, value in lines]
+
+
+def _print_savings(report: MemoryReport, savings: Sequence[Saving]) -> None:
+    if not savings:
+        print("\nNone of the changes that were tried saves card memory")
+        return
+    print("\nWhat would save most")
+    table = new_table(("change", "required", "saved", "host a node", ""), right=("required", "saved", "host a node"))
+    for saving in savings:
+        added = saving.host_bytes_added
+        fits = "fits" if saving.fits else "does not fit"
+        table.add_row(
+            saving.text,
+            format_bytes(saving.required_bytes),
+            format_bytes(saving.saved_bytes),
+            "" if not added else f"{'+' if added > 0 else '-'}{format_bytes(abs(added))}",
+            fits + (f"; {saving.change.note}" if saving.change.note else ""),
+        )
+    print_table(table)
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"

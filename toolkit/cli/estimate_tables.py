@@ -1,0 +1,138 @@
+"""What `toolkit estimate` answers with --sweep, --compare and --gpus: many estimates, one row each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from toolkit.cli.estimate import estimating
+from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from toolkit.memory.case import Case, Outcome
+    from toolkit.memory.choose_gpu import Choice
+    from toolkit.memory.sweep import Axis, SweepRow
+
+_NUMBERS = ("required GiB", "room GiB", "host GiB a node")
+
+
+def answer_sweep(case: Case, options: Sequence[str], *, plot: Path | None, as_json: bool) -> bool:
+    """Estimates every combination; says whether any fits."""
+    from toolkit.memory.sweep import read_axes, sweep
+
+    axes = read_axes(options)
+    with estimating(as_json=as_json) as estimator:
+        rows = list(sweep(estimator, case, axes))
+        if plot is not None:
+            _draw(case, axes, rows, plot)
+    fits = any(row.outcome.fits for row in rows)
+    if as_json:
+        found = [{"values": row.values, **row.outcome.to_dict()} for row in rows]
+        print_json({"fits": fits, "keys": [axis.key for axis in axes], "rows": found})
+        return fits
+    names = [axis.name for axis in axes]
+    table = new_table((*names, *_NUMBERS, ""), right=(*names, *_NUMBERS))
+    for row in rows:
+        table.add_row(*(_text(value) for value in row.values.values()), *_cells(row.outcome))
+    print_table(table)
+    if plot is not None:
+        print(f"drawn to {plot}")
+    return fits
+
+
+def answer_compare(case: Case, names: str, *, as_json: bool) -> bool:
+    """Estimates the job under each strategy; says whether any fits."""
+    from toolkit.memory.compare import compare, read_strategies
+
+    strategies = read_strategies(names)
+    with estimating(as_json=as_json) as estimator:
+        found = list(compare(estimator, case, strategies))
+    fits = any(row.outcome.fits for row in found)
+    if as_json:
+        print_json(
+            {"fits": fits, "strategies": [{"name": row.strategy.name, **row.outcome.to_dict()} for row in found]}
+        )
+        return fits
+    table = new_table(("strategy", *_NUMBERS, ""), right=_NUMBERS)
+    for row in found:
+        table.add_row(row.strategy.name, *_cells(row.outcome))
+    print_table(table)
+    return fits
+
+
+def answer_gpus(case: Case, names: str, *, as_json: bool) -> bool:
+    """Finds the fewest of each card; says whether any holds the job."""
+    from toolkit.memory.choose_gpu import choose_gpus, read_gpus
+
+    gpus = read_gpus(names)
+    with estimating(as_json=as_json) as estimator:
+        found = sorted(choose_gpus(estimator, case, plan=case.plan(), gpus=gpus), key=_rank)
+    fits = any(choice.outcome.fits for choice in found)
+    if as_json:
+        print_json({"fits": fits, "gpus": [choice.to_dict() for choice in found]})
+        return fits
+    heads = ("card", "count", "as", "all together GiB", "ZeRO", *_NUMBERS, "batch")
+    table = new_table(heads, right=("count", "all together GiB", "ZeRO", *_NUMBERS))
+    for choice in found:
+        table.add_row(*_choice_cells(choice))
+    print_table(table)
+    return fits
+
+
+def _rank(choice: Choice) -> tuple[bool, int, str]:
+    return (not choice.outcome.fits, choice.total_memory_bytes, choice.gpu.name)
+
+
+def _choice_cells(choice: Choice) -> list[str | Text]:
+    count, plan = choice.count, choice.outcome.plan
+    stage = "" if plan is None else str(plan.settings.zero_stage)
+    *numbers, said = _cells(choice.outcome)
+    if not choice.outcome.fits:
+        why = said if choice.outcome.report is None else Text(f"none up to {count.total} holds it", style="red")
+        return [choice.gpu.name, "–", "", "", stage, *numbers, why]
+    machines = "1 machine" if count.nodes == 1 else f"{count.nodes} machines of {count.gpus_per_node}"
+    total = f"{choice.total_memory_bytes / GIB:.0f}"
+    return [choice.gpu.name, str(count.total), machines, total, stage, *numbers, choice.kept]
+
+
+def _cells(outcome: Outcome) -> list[str | Text]:
+    """Gives required, room, host and the verdict, coloured by whether it fits."""
+    report = outcome.report
+    if report is None:
+        return ["–", "", "", Text("; ".join(f"{p.message} [{p.code}]" for p in outcome.problems), style="yellow")]
+    style = "green" if report.fits else "red"
+    capacity = report.gpu_capacity_bytes
+    room = "" if capacity is None else f"{(capacity - report.required_bytes) / GIB:.2f}"
+    said = "fits" if report.fits else "card too small" if not report.fits_gpu else "host too small"
+    return [
+        Text(f"{report.required_bytes / GIB:.2f}", style=style),
+        Text(room, style=style),
+        f"{report.host.bytes_per_node / GIB:.1f}",
+        Text(said, style=style),
+    ]
+
+
+def _draw(case: Case, axes: Sequence[Axis], rows: Sequence[SweepRow], path: Path) -> None:
+    from toolkit.memory.plot import plot_heat_map
+
+    cells: dict[tuple[Any, ...], Any] = {}
+    for row in rows:
+        report = row.outcome.report
+        required = None if report is None else report.required_bytes / GIB
+        cells[tuple(row.values.values())] = (required, row.outcome.fits)
+    plot_heat_map(
+        path,
+        names=[axis.name for axis in axes],
+        values=[axis.values for axis in axes],
+        cells=cells,
+        title=f"{case.model.name} on {case.job.cluster.num_ranks} × {case.gpu.name}",
+    )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

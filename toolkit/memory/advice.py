@@ -1,0 +1,197 @@
+"""What would save most: each change is made to the job, and the changed job is estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.memory.case import Case
+from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.plan.offload import PROFILES
+from toolkit.plan.plan import Plan
+from toolkit.units import MIB
+
+if TYPE_CHECKING:
+    from toolkit.memory.estimator import Estimator
+    from toolkit.memory.report import MemoryReport
+
+# Elements; DeepSpeed's documentation names 5e7 as the small end (configs of ZeRO-Offload).
+SMALL_BUCKET = 50_000_000
+
+# Cards of the largest common machine; past them one adds machines.
+MAX_GPUS_PER_NODE = 8
+
+# Savings below this are rounding, bytes.
+LEAST_SAVING = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing to change.
+
+    Args:
+        kind: Changes of one kind exclude each other; the best of them is shown.
+        values: By dotted key of the job; None leaves a key open.
+        shown: The keys among them that a person has to set; the others hold what the plan had decided.
+        note: What else changes, or "".
+    """
+
+    kind: str
+    values: dict[str, Any]
+    shown: tuple[str, ...]
+    note: str = ""
+
+    def spell(self, file: DeepSpeedFile | None) -> str:
+        """Says what to set: keys of the job, or of the person's own DeepSpeed file where that is their home."""
+        ours = [f"{key}={_text(self.values[key])}" for key in self.shown]
+        return ", ".join(
+            ours
+            if file is None
+            else [file.spell(key, self.values[key]) or said for key, said in zip(self.shown, ours, strict=True)]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What a change gives, from an estimate of the changed job.
+
+    Args:
+        text: What to set.
+        required_bytes: What a card must have then.
+        saved_bytes: Less than before.
+        host_bytes_added: More on each node than before.
+        fits: Whether card and host hold the changed job.
+    """
+
+    change: Change
+    text: str
+    required_bytes: int
+    saved_bytes: int
+    host_bytes_added: int
+    fits: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives the saving as a JSON object; `set` is what `--set` takes."""
+        return {
+            "change": self.text,
+            "set": {key: self.change.values[key] for key in self.change.shown},
+            "note": self.change.note,
+            "required_bytes": self.required_bytes,
+            "saved_bytes": self.saved_bytes,
+            "host_bytes_added": self.host_bytes_added,
+            "fits": self.fits,
+        }
+
+
+def find_savings(
+    estimator: Estimator, case: Case, *, plan: Plan, report: MemoryReport, at_most: int = 3
+) -> tuple[Saving, ...]:
+    """Gives the changes that save most of a card's memory, the largest first.
+
+    Args:
+        plan: What the case resolved to.
+        report: Its estimate.
+        at_most: So many.
+    """
+    best: dict[str, Saving] = {}
+    # What the plan decided stays, so that a saving is that of the change alone.
+    pinned = case.changed(_decided(plan, case))
+    for change in candidates(plan):
+        outcome = estimator.attempt(pinned.changed(change.values))
+        if outcome.report is None:
+            continue
+        saving = Saving(
+            change=change,
+            text=change.spell(case.file),
+            required_bytes=outcome.report.required_bytes,
+            saved_bytes=report.required_bytes - outcome.report.required_bytes,
+            host_bytes_added=outcome.report.host.bytes_per_node - report.host.bytes_per_node,
+            fits=outcome.report.fits,
+        )
+        known = best.get(change.kind)
+        if saving.saved_bytes >= LEAST_SAVING and (known is None or saving.saved_bytes > known.saved_bytes):
+            best[change.kind] = saving
+    return tuple(sorted(best.values(), key=lambda saving: -saving.saved_bytes)[:at_most])
+
+
+def candidates(plan: Plan) -> Iterator[Change]:
+    """Gives every change that leaves the task as it is: the model, the sequence and the global batch."""
+    settings = plan.settings
+    if settings.gradient_checkpointing < 1:
+        yield _one("checkpointing", "train.gradient_checkpointing", True)
+    if settings.attention == "eager":
+        yield _one("attention", "train.attention", "sdpa")
+    yield from _smaller_micro_batch(plan)
+    for stage in range(settings.zero_stage + 1, 4):
+        yield _one("zero", "parallel.zero_stage", stage)
+    yield from _offloads(plan)
+    if settings.zero_stage and settings.reduce_bucket_size > SMALL_BUCKET and not plan.uses_bf16_optimizer:
+        yield _one("bucket", "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET)
+    if settings.zero_stage and not plan.on_cpu:
+        yield from _more_gpus(plan)
+
+
+def _one(kind: str, key: str, value: Any) -> Change:
+    return Change(kind=kind, values={key: value}, shown=(key,))
+
+
+def _smaller_micro_batch(plan: Plan) -> Iterator[Change]:
+    batch = plan.settings.batch
+    factor = next((factor for factor in (2, 3, 5, 7) if batch.micro % factor == 0), batch.micro)
+    if batch.micro > 1:
+        values = {
+            "train.per_device_train_batch_size": batch.micro // factor,
+            "train.gradient_accumulation_steps": batch.accumulation * factor,
+        }
+        yield Change(kind="micro batch", values=values, shown=tuple(values))
+
+
+def _offloads(plan: Plan) -> Iterator[Change]:
+    stage, current = plan.settings.zero_stage, plan.profile
+    for profile in PROFILES.values():
+        if profile.name in ("none", current.name) or profile.partial:
+            continue
+        if profile.needs_nvme and plan.job.cluster.nvme_path is None:
+            continue
+        values: dict[str, Any] = {"parallel.offload": profile.name, "parallel.offload_ratio": None}
+        shown = ["parallel.offload"]
+        if profile.min_zero_stage > stage:
+            values["parallel.zero_stage"] = profile.min_zero_stage
+            shown.append("parallel.zero_stage")
+        kind = "activations" if profile.activations else "offload"
+        yield Change(kind=kind, values=values, shown=tuple(shown))
+
+
+def _more_gpus(plan: Plan) -> Iterator[Change]:
+    cluster, batch = plan.job.cluster, plan.settings.batch
+    key = "cluster.gpus_per_node" if cluster.gpus_per_node * 2 <= MAX_GPUS_PER_NODE else "cluster.nodes"
+    kept = batch.accumulation % 2 == 0
+    values = {
+        key: 2 * getattr(cluster, key.removeprefix("cluster.")),
+        "train.gradient_accumulation_steps": batch.accumulation // 2 if kept else batch.accumulation,
+        "train.train_batch_size": batch.train if kept else 2 * batch.train,
+    }
+    shown = (key, "train.gradient_accumulation_steps") if kept else (key,)
+    note = "" if kept else f"the global batch becomes {2 * batch.train}"
+    yield Change(kind="gpus", values=values, shown=shown, note=note)
+
+
+def _decided(plan: Plan, case: Case) -> dict[str, Any]:
+    """Gives what the plan decided, by key of the job."""
+    settings, batch = plan.settings, plan.settings.batch
+    decided: dict[str, Any] = {
+        "train.per_device_train_batch_size": batch.micro,
+        "train.gradient_accumulation_steps": batch.accumulation,
+        "train.sequence_length": settings.sequence_length,
+        "train.precision": settings.precision,
+        "train.gradient_checkpointing": settings.gradient_checkpointing,
+        "train.attention": settings.attention,
+    }
+    if case.file is None:
+        decided["parallel.zero_stage"] = settings.zero_stage
+    return decided
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

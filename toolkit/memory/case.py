@@ -1,0 +1,142 @@
+"""A job that is to be estimated, changed a little each time, and what came of it. Imports no torch: bad input is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import PlanError, Problem
+from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.plan.plan import Plan
+from toolkit.plan.resolve import resolve_with
+from toolkit.spec.catalogue import Gpu, find_gpu
+from toolkit.spec.job import Job
+from toolkit.spec.loader import parse_job
+from toolkit.spec.model import ModelSpec, resolve_model
+
+if TYPE_CHECKING:
+    from toolkit.memory.report import MemoryReport
+
+# RAM with which a job resolves whatever it offloads, GiB: the estimate itself says whether the real host holds it.
+_AMPLE_HOST_GIB = 1_000_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A job that is to be estimated, perhaps under a person's own DeepSpeed file.
+
+    Args:
+        job: As written, or changed.
+        model: Read once.
+        gpu: Read once for each card.
+        file: The person's DeepSpeed file, in place of our configuration.
+        built_partitioned: Whether a stage-3 model is built under `zero.Init`.
+    """
+
+    job: Job
+    model: ModelSpec
+    gpu: Gpu
+    file: DeepSpeedFile | None = None
+    built_partitioned: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        *,
+        model: ModelSpec | None = None,
+        gpu: Gpu | None = None,
+        file: DeepSpeedFile | None = None,
+        built_partitioned: bool = True,
+    ) -> Case:
+        """Reads the model and the card that a job names, unless they are given and still those that it names.
+
+        Raises:
+            SpecError: The model or the card cannot be found.
+        """
+        return cls(
+            job=job,
+            model=model if model is not None else resolve_model(job.model),
+            gpu=gpu if gpu is not None and gpu.name == job.cluster.gpu else find_gpu(job.cluster.gpu),
+            file=file,
+            built_partitioned=built_partitioned,
+        )
+
+    def changed(self, values: Mapping[str, Any]) -> Case:
+        """Gives the case with other values under dotted keys of the job; None leaves a key open.
+
+        Raises:
+            SpecError: A key or a value is not one of a job.
+        """
+        file, values = (None, values) if self.file is None else self.file.changed(values)
+        document = self.job.model_dump(mode="json", exclude_unset=True)
+        for key, value in values.items():
+            _put(document, key.split("."), value)
+        job = parse_job(document)
+        gpu = self.gpu if job.cluster.gpu == self.job.cluster.gpu else find_gpu(job.cluster.gpu)
+        return replace(self, job=job, gpu=gpu, file=file)
+
+    def plan(self) -> Plan:
+        """Resolves the job; a host that is too small is left to the estimate to report.
+
+        Raises:
+            PlanError: With every problem at once.
+        """
+        job = self.job if self.file is None else self.file.fit(self.job)
+        try:
+            return resolve_with(job, model=self.model, gpu=self.gpu)
+        except PlanError as error:
+            if set(error.codes) != {"OFFLOAD_HOST_MEMORY"}:
+                raise
+        ample = job.cluster.model_copy(update={"host_memory_gib": _AMPLE_HOST_GIB})
+        roomy = resolve_with(job.model_copy(update={"cluster": ample}), model=self.model, gpu=self.gpu)
+        return replace(roomy, job=job)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of one case.
+
+    Args:
+        plan: None if the job does not resolve.
+        report: None if there is no estimate.
+        problems: Why there is none.
+    """
+
+    plan: Plan | None = None
+    report: MemoryReport | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is an estimate, and card and host hold it."""
+        return self.report is not None and self.report.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives the figures of a row as a JSON object."""
+        report, plan = self.report, self.plan
+        return {
+            "fits": self.fits,
+            "required_bytes": None if report is None else report.required_bytes,
+            "peak_allocated_bytes": None if report is None else report.peak_allocated_bytes,
+            "gpu_capacity_bytes": None if report is None else report.gpu_capacity_bytes,
+            "host_bytes_per_node": None if report is None else report.host.bytes_per_node,
+            "host_capacity_bytes": None if report is None else report.host.capacity_bytes,
+            "limiting_phase": None if report is None else report.limiting_phase,
+            "zero_stage": None if plan is None else plan.settings.zero_stage,
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+
+def _put(document: dict[str, Any], path: list[str], value: Any) -> None:
+    *parents, leaf = path
+    node = document
+    for parent in parents:
+        if not isinstance(node.get(parent), dict):
+            node[parent] = {}
+        node = node[parent]
+    if value is None:
+        node.pop(leaf, None)
+    else:
+        node[leaf] = value

@@ -1,0 +1,175 @@
+"""For each card of the catalogue the smallest number of them on which a job fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
+from toolkit.memory.case import Case, Outcome
+from toolkit.plan.plan import Plan
+from toolkit.spec.catalogue import Gpu, find_in, load_catalogue
+
+if TYPE_CHECKING:
+    from toolkit.memory.estimator import Estimator
+
+MAX_GPUS_PER_NODE = 8
+MAX_NODES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """So many cards, on so many machines."""
+
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def total(self) -> int:
+        """Cards of all machines."""
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A card, the fewest of them that hold the job, and what came of these.
+
+    Args:
+        count: The fewest that do, or the most that were tried.
+        outcome: Of that count.
+        kept: What the job keeps of its batch there.
+    """
+
+    gpu: Gpu
+    count: Count
+    outcome: Outcome
+    kept: str
+
+    @property
+    def total_memory_bytes(self) -> int:
+        """Of all cards together."""
+        return self.count.total * (self.gpu.memory_bytes or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives the choice as a JSON object; the counts are None where the job fits on none that were tried."""
+        figures, fits = self.outcome.to_dict(), self.outcome.fits
+        required, capacity = figures["required_bytes"], self.gpu.memory_bytes
+        return {
+            "gpu": self.gpu.name,
+            "count": self.count.total if fits else None,
+            "nodes": self.count.nodes if fits else None,
+            "gpus_per_node": self.count.gpus_per_node if fits else None,
+            "tried_up_to": None if fits else self.count.total,
+            "total_memory_bytes": self.total_memory_bytes if fits else None,
+            "room_bytes": None if required is None or capacity is None else capacity - required,
+            "batch": self.kept,
+            **figures,
+        }
+
+
+def read_gpus(text: str) -> tuple[Gpu, ...]:
+    """Reads `all` or a list of names.
+
+    Raises:
+        SpecError: GPU_UNKNOWN for each name that the catalogue lacks; GPU_NO_MEMORY for `cpu`, whose memory is the host's.
+    """
+    catalogue = load_catalogue()
+    if text.strip() == "all":
+        return tuple(gpu for gpu in catalogue.values() if gpu.memory_bytes is not None)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    found: dict[str, Gpu] = {}
+    problems: list[Problem] = []
+    for name in names or [text]:
+        try:
+            gpu = find_in(catalogue, name)
+        except SpecError as error:
+            problems += error.problems
+            continue
+        if gpu.memory_bytes is None:
+            problems.append(
+                Problem(
+                    code="GPU_NO_MEMORY",
+                    key="--gpus",
+                    message=f"--gpus {gpu.name}: it has no memory of its own to fill",
+                    fix="Name cards; `toolkit gpus` lists them",
+                )
+            )
+        found[gpu.name] = gpu
+    raise_all(SpecError, problems)
+    return tuple(found.values())
+
+
+def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[Gpu]) -> Iterator[Choice]:
+    """Finds the smallest count for each card, by bisection: more cards never need more memory each.
+
+    Args:
+        plan: What the case resolved to; its batch is kept where it can be.
+    """
+    for gpu in gpus:
+        yield _smallest(estimator, case, plan, gpu)
+
+
+def counts(gpu: Gpu) -> tuple[Count, ...]:
+    """Gives the counts that are tried, ascending: 1 to 8 cards of one machine, then up to 16 of its usual machines."""
+    found = [Count(nodes=1, gpus_per_node=number) for number in range(1, MAX_GPUS_PER_NODE + 1)]
+    usual = gpu.host.gpus_per_node if gpu.host else MAX_GPUS_PER_NODE
+    found += [Count(nodes=nodes, gpus_per_node=usual) for nodes in range(2, MAX_NODES + 1)]
+    return tuple(sorted(found, key=lambda count: (count.total, count.nodes)))
+
+
+def _smallest(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu) -> Choice:
+    tried: dict[int, Choice] = {}
+    steps = counts(gpu)
+
+    def fits(index: int) -> bool:
+        tried[index] = _try(estimator, case, plan, gpu, steps[index])
+        return tried[index].outcome.fits
+
+    low, high = 0, len(steps) - 1
+    if fits(0) or not fits(high):
+        index = 0 if tried[0].outcome.fits else high
+        return tried[index]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return tried[high]
+
+
+def _try(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, count: Count) -> Choice:
+    batch = plan.settings.batch
+    accumulation, remainder = divmod(batch.train, batch.micro * count.total)
+    if remainder or not accumulation:
+        accumulation = batch.accumulation
+        train = batch.micro * accumulation * count.total
+        kept = f"{batch.micro} × {accumulation} a rank; {train} in all instead of {batch.train}"
+    else:
+        kept = f"{batch.train} in all, as {batch.micro} × {accumulation} a rank"
+    values: dict[str, Any] = {
+        "cluster.gpu": gpu.name,
+        "cluster.gpus_per_node": count.gpus_per_node,
+        "cluster.nodes": count.nodes,
+        "train.sequence_length": plan.settings.sequence_length,
+        "train.per_device_train_batch_size": batch.micro,
+        "train.gradient_accumulation_steps": accumulation,
+        "train.train_batch_size": None,
+    }
+    if gpu.name != case.gpu.name:
+        values["cluster.host_memory_gib"] = None  # it was that of the other card's machine
+    outcome = _attempt(estimator, case, values)
+    open_stage = case.file is None and case.job.parallel.zero_stage is None
+    if not outcome.fits and open_stage and outcome.plan is not None and outcome.plan.settings.zero_stage < 3:
+        # The default weighs the state alone; where activations then do not fit, stage 3 may.
+        sharded = _attempt(estimator, case, {**values, "parallel.zero_stage": 3})
+        outcome = sharded if sharded.report is not None else outcome
+    return Choice(gpu=gpu, count=count, outcome=outcome, kept=kept)
+
+
+def _attempt(estimator: Estimator, case: Case, values: dict[str, Any]) -> Outcome:
+    try:
+        return estimator.attempt(case.changed(values))
+    except ToolkitError as error:
+        return Outcome(problems=error.problems)

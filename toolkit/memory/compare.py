@@ -1,0 +1,108 @@
+"""One job under several strategies: ZeRO stages, with and without offload and checkpointing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import Problem, SpecError, raise_all
+from toolkit.memory.case import Case, Outcome
+
+if TYPE_CHECKING:
+    from toolkit.memory.estimator import Estimator
+
+_NAME = re.compile(r"zero([0-3])((?:-(?:offload|full-offload|checkpointing))*)")
+_UNBUILT = re.compile(r"(?:tp|pp)\d+.*")
+
+# What a suffix sets.
+_SUFFIXES: dict[str, dict[str, Any]] = {
+    "offload": {"parallel.offload": "optimizer-cpu"},
+    "full-offload": {"parallel.offload": "full-cpu"},
+    "checkpointing": {"train.gradient_checkpointing": True},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A named strategy.
+
+    Args:
+        values: By dotted key of the job.
+    """
+
+    name: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A strategy and what came of it."""
+
+    strategy: Strategy
+    outcome: Outcome
+
+
+def read_strategies(text: str) -> tuple[Strategy, ...]:
+    """Reads `zero2,zero3-offload,…`.
+
+    Raises:
+        SpecError: COMPARE_STRATEGY for each name that is none; COMPARE_NOT_BUILT for tensor and pipeline parallelism.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise SpecError(_no_strategy(text))
+    problems = [
+        _not_built(name) if _UNBUILT.fullmatch(name) else _no_strategy(name) for name in names if not _parts(name)
+    ]
+    problems += [_no_strategy(name, twice=True) for name in dict.fromkeys(names) if names.count(name) > 1]
+    raise_all(SpecError, problems)
+    return tuple(_strategy(name) for name in names)
+
+
+def compare(estimator: Estimator, case: Case, strategies: Sequence[Strategy]) -> Iterator[Compared]:
+    """Estimates the job under each strategy; all else stays as the job has it."""
+    for strategy in strategies:
+        yield Compared(strategy=strategy, outcome=estimator.attempt(case.changed(strategy.values)))
+
+
+def _parts(name: str) -> tuple[int, tuple[str, ...]] | None:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    suffixes = tuple(re.findall(r"full-offload|offload|checkpointing", match[2]))
+    if len(set(suffixes)) < len(suffixes) or {"offload", "full-offload"} <= set(suffixes):
+        return None
+    return int(match[1]), suffixes
+
+
+def _strategy(name: str) -> Strategy:
+    parts = _parts(name)
+    assert parts is not None
+    values: dict[str, Any] = {
+        "parallel.zero_stage": parts[0],
+        "parallel.offload": "none",
+        "parallel.offload_ratio": None,
+    }
+    for suffix in parts[1]:
+        values |= _SUFFIXES[suffix]
+    return Strategy(name=name, values=values)
+
+
+def _not_built(name: str) -> Problem:
+    return Problem(
+        code="COMPARE_NOT_BUILT",
+        key="--compare",
+        message=f"--compare {name}: this version has no tensor-parallel and no pipeline modules",
+        fix="Compare zero0 to zero3, with -offload, -full-offload or -checkpointing after them",
+    )
+
+
+def _no_strategy(name: str, *, twice: bool = False) -> Problem:
+    return Problem(
+        code="COMPARE_STRATEGY",
+        key="--compare",
+        message=f"--compare {name!r} " + ("is named twice" if twice else "is no strategy"),
+        fix="Name zero0, zero1, zero2 or zero3, each once, and after it -offload or -full-offload, and -checkpointing",
+    )

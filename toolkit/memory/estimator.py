@@ -1,0 +1,117 @@
+"""Many estimates of one job, changed a little each time: a trace is made once for all that differ in the engine alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from toolkit.errors import ToolkitError
+from toolkit.memory.calibration import Calibration
+from toolkit.memory.case import Case, Outcome
+from toolkit.memory.estimate import capability, estimate, trace_plan
+from toolkit.memory.report import MemoryReport
+from toolkit.memory.trace import Trace
+from toolkit.plan.plan import Plan
+
+
+class Estimator:
+    """Estimates cases and keeps their traces.
+
+    Args:
+        calibration: What was measured on the machine at hand.
+        notify: Called with one line before each trace, the slow part.
+    """
+
+    def __init__(
+        self, *, calibration: Calibration | None = None, notify: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._calibration = calibration
+        self._notify = notify
+        self._traces: dict[str, Trace] = {}
+
+    @property
+    def num_traces(self) -> int:
+        """Traces made so far."""
+        return len(self._traces)
+
+    def estimate(self, case: Case) -> MemoryReport:
+        """Estimates one case.
+
+        Raises:
+            PlanError: The job does not resolve, or its model cannot be traced.
+        """
+        return self.estimate_plan(case.plan(), case)
+
+    def estimate_plan(self, plan: Plan, case: Case) -> MemoryReport:
+        """Estimates a plan that `case` resolved to."""
+        traced = self._trace(plan)
+        if case.file is None:
+            return estimate(
+                plan, traced=traced, calibration=self._calibration, built_partitioned=case.built_partitioned
+            )
+        report = estimate(
+            plan,
+            deepspeed_config=case.file.resolved(plan),
+            traced=traced,
+            calibration=self._calibration,
+            built_partitioned=case.built_partitioned,
+            # A script with its own file is not started by us, and torch's default holds.
+            allocator="native",
+        )
+        return replace(report, assumptions=(*report.assumptions, *case.file.notes(case.job)))
+
+    def attempt(self, case: Case) -> Outcome:
+        """Estimates one case, or says why that cannot be done."""
+        plan = None
+        try:
+            plan = case.plan()
+            return Outcome(plan=plan, report=self.estimate_plan(plan, case))
+        except ToolkitError as error:
+            return Outcome(plan=plan, problems=error.problems)
+
+    def _trace(self, plan: Plan) -> Trace:
+        key = trace_key(plan)
+        if key not in self._traces:
+            settings = plan.settings
+            self._notify(f"tracing {plan.model.name}, {settings.batch.micro} × {settings.sequence_length} tokens")
+            # Always with ZeRO-3's marks, so that one trace serves every stage.
+            self._traces[key] = trace_plan(plan, marks_modules=True)
+        return self._traces[key]
+
+
+def trace_key(plan: Plan) -> str:
+    """Names all that a trace depends on: plans of one key differ in the engine alone."""
+    settings, job = plan.settings, plan.job
+    parts = {
+        "model": plan.model.to_dict(),
+        "settings": [
+            settings.batch.micro,
+            settings.sequence_length,
+            settings.precision,
+            settings.attention,
+            settings.gradient_checkpointing,
+            plan.profile.activations,
+        ],
+        "job": job.model.model_dump(mode="json"),
+        "train": job.train.model_dump(mode="json", include={"method", "lora", "torch_compile"}),
+        "data": None if job.data is None else job.data.model_dump(mode="json"),
+        "strategy": job.parallel.strategy,
+        "kernels": _kernels(capability(plan.gpu)),
+    }
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def _kernels(compute_capability: float) -> tuple[bool, ...]:
+    """Tells the cards apart between which torch's fused attention can differ.
+
+    Source:
+        aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: every comparison of a device's capability there.
+    """
+    flash = compute_capability >= 8.0
+    return (
+        compute_capability >= 5.0,
+        flash,
+        flash and compute_capability not in (8.0, 9.0, 10.0),
+        compute_capability >= 9.0,
+    )
