@@ -93,7 +93,7 @@ def _order_values(plan: Plan, saved: Plan) -> Iterator[tuple[str, Any, Any]]:
     now, then = plan.job.data, saved.job.data
     if now is None or then is None:
         return
-    for name in ("name", "split", "validation_fraction", "format", "packing", "loss_on", "max_samples"):
+    for name in ("name", "revision", "split", "validation_fraction", "format", "packing", "loss_on", "max_samples"):
         yield f"data.{name}", getattr(now, name), getattr(then, name)
 
 

@@ -54,7 +54,7 @@ def prepare(
         num_proc: Processes that tokenise; this one when None.
         progress: Whether to show progress bars.
     Raises:
-        DataError: Every problem of `check_data`; DATA_HUB, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
+        DataError: Every problem of `check_data`; DATA_HUB, DATA_REVISION, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
             DATA_CHAT_TEMPLATE, DATA_SLOW_TOKENIZER, DATA_VOCAB, DATA_NO_TARGETS, DATA_TOO_SMALL.
     """
     facts = check_data(data, base=base)

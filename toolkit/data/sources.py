@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RevisionNotFoundError
 
 from toolkit.errors import DataError, Problem
 from toolkit.spec.dataset import DatasetFacts, SourceFacts
@@ -16,6 +19,7 @@ from toolkit.spec.dataset_files import first_bad_json_line
 from toolkit.spec.dataset_formats import FORMAT_COLUMNS, Format, resolve_format
 from toolkit.spec.job import Data
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _BUILDERS = {"jsonl": "json", "json": "json", "txt": "text", "csv": "csv", "parquet": "parquet"}
 
 
@@ -44,7 +48,7 @@ def load_documents(data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Pat
     Returns:
         Training `Dataset`, validation `Dataset` or None, and the format of both.
     Raises:
-        DataError: DATA_HUB, DATA_READ, DATA_JSON, DATA_COLUMNS, DATA_FORMAT, DATA_MIXED, DATA_TOO_SMALL.
+        DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_JSON, DATA_COLUMNS, DATA_FORMAT, DATA_MIXED, DATA_TOO_SMALL.
     """
     train, format_ = _load_part(facts.train, data, part="train", split=data.split, cache_dir=cache_dir)
     if data.max_samples is not None:
@@ -112,7 +116,7 @@ def _load_part(
 def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache_dir: Path) -> Any:
     try:
         if source.kind == "hub":
-            return datasets.load_dataset(source.name, data.name, split=split)
+            return _load_hub(source.name, data, key=key, split=split)
         if source.kind == "saved":
             saved = datasets.load_from_disk(str(source.path))
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
@@ -123,8 +127,38 @@ def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache
         files = [str(source.path)]
         builder = _BUILDERS[source.kind]
         return datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(cache_dir), **options)
+    except DataError:
+        raise
     except Exception as error:  # libraries below raise dozens of types here, and each means: it cannot be read
         raise DataError(_load_problem(source, error, key=key)) from error
+
+
+def _load_hub(name: str, data: Data, *, key: str, split: str) -> Any:
+    """Loads a hub data set, and makes sure that it is of the revision that the job names.
+
+    Source:
+        datasets load.py CachedDatasetModuleFactory: when the hub cannot be reached, whatever revision was cached last is
+        taken, with a warning in the log.
+    """
+    commit = data.revision
+    if commit is not None and not _COMMIT.fullmatch(commit):
+        try:
+            commit = HfApi().dataset_info(name, revision=commit).sha
+        except RevisionNotFoundError:
+            message, fix = f"{key}={name} has no revision {commit}", "Name a branch, tag or commit of it"
+            raise DataError.of(code="DATA_REVISION", key="data.revision", message=message, fix=fix) from None
+    documents = datasets.load_dataset(name, data.name, split=split, revision=commit)
+    # The cache has a folder a commit (datasets builder.py _relative_data_dir).
+    found = {Path(file["filename"]).parent.name for file in documents.cache_files}
+    if commit is not None and found - {commit}:
+        raise DataError.of(
+            code="DATA_REVISION",
+            key="data.revision",
+            message=f"{key}={name} at revision={data.revision} is out of reach, and the cache would give {', '.join(found)}",
+            fix="Go online, or set data.revision to the commit that is cached",
+            source="datasets.load_dataset",
+        )
+    return documents
 
 
 def _load_problem(source: SourceFacts, error: Exception, *, key: str) -> Problem:
@@ -132,7 +166,7 @@ def _load_problem(source: SourceFacts, error: Exception, *, key: str) -> Problem
     reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
     if source.kind == "hub":
         message = f"{key}={source.name} is no local path, and as a hub data set it does not load: {reason}"
-        fix = "Check the id, data.name and data.split, log in for a gated set (hf auth login), or name local files"
+        fix = "Check the id, data.name, data.revision and data.split, log in for a gated set (hf auth login), or name local files"
         return Problem(code="DATA_HUB", key=key, message=message, fix=fix, source="datasets.load_dataset")
     if source.kind in ("jsonl", "json") and source.path is not None:
         bad = first_bad_json_line(source.path) if source.kind == "jsonl" else None

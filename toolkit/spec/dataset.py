@@ -69,7 +69,7 @@ def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[P
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
         DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
-        DATA_VALIDATION.
+        DATA_REVISION, DATA_VALIDATION.
     """
     problems: list[Problem] = []
     root = base or Path.cwd()
@@ -216,6 +216,7 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
             f"data.name={data.name} is read by nothing: it is a configuration of a hub data set, and all data is local"
         )
         problems.append(Problem(code="DATA_SPLIT", key="data.name", message=message, fix="Remove data.name"))
+    problems += _revision_problems(data, [source for found in sources.values() for source in found])
     unsplit = {part for part, found in kinds.items() if found and not found & {"hub", "saved"}}
     for part, key, split, default in (
         ("train", "data.split", data.split, "train"),
@@ -225,3 +226,19 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
             message = f"{key}={split} is read by nothing: local files have no splits"
             problems.append(Problem(code="DATA_SPLIT", key=key, message=message, fix=f"Remove {key}"))
     return problems
+
+
+def _revision_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:
+    """A revision is of one repository: of no local file, and not of two repositories at once."""
+    if data.revision is None or not sources:
+        return []
+    said, ids = f"data.revision={data.revision}", sorted({source.name for source in sources if source.kind == "hub"})
+    local = [source.name for source in sources if source.kind != "hub"]
+    if local:
+        message, fix = f"{said} is of a hub data set, and {', '.join(local)} is local", "Remove data.revision"
+    elif len(ids) > 1:
+        message = f"{said} is of one hub data set, and the job names {len(ids)}: {', '.join(ids)}"
+        fix = "Name one data set, or remove data.revision"
+    else:
+        return []
+    return [Problem(code="DATA_REVISION", key="data.revision", message=message, fix=fix)]

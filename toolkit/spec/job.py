@@ -167,6 +167,7 @@ class Data(Section):
         train: Local .jsonl, .json, .txt, .csv or .parquet files, a folder saved by `datasets`, or a hub id.
         eval: The same for validation.
         name: Configuration of a hub data set.
+        revision: Branch, tag or commit of a hub data set; a commit makes sure that a later run reads the same.
         split: Split of a hub data set that `train` reads.
         eval_split: Split of a hub data set that `eval` reads; `validation` when left out.
         validation_fraction: Share of `train` that is held out for validation.
@@ -180,6 +181,7 @@ class Data(Section):
     train: Name | Annotated[tuple[Name, ...], Field(min_length=1)]
     eval: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
     name: Word | None = None
+    revision: Word | None = None
     split: Word = "train"
     eval_split: Word | None = None
     validation_fraction: OpenFraction | None = None
