@@ -113,9 +113,11 @@ def estimating(*, as_json: bool) -> Iterator[Estimator]:
 
 
 def _make_estimator(notify: Callable[[str], None]) -> Estimator:
+    from toolkit.cli.calibrate import calibration_path
+    from toolkit.memory.calibration import load_calibrations
     from toolkit.memory.estimator import Estimator
 
-    return Estimator(notify=notify)
+    return Estimator(calibrations=load_calibrations(calibration_path()), notify=notify)
 
 
 def _check_options(
@@ -175,7 +177,7 @@ def _answer(case: Case, *, plot: Path | None, as_json: bool) -> bool:
     if as_json:
         print_json({**report.to_dict(), "savings": [saving.to_dict() for saving in savings]})
     else:
-        print_report(plan, report, savings)
+        print_report(case, plan, report, savings)
         if plot is not None:
             print(f"drawn to {plot}")
     return report.fits

@@ -10,6 +10,7 @@ from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
     from toolkit.memory.advice import Saving
+    from toolkit.memory.case import Case
     from toolkit.memory.report import MemoryReport
     from toolkit.plan.plan import Plan
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
 LEAST_SHARE = 0.005
 
 
-def print_report(plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
+def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
     """Prints an estimate: the answer first, then where it comes from."""
     settings, cluster = plan.settings, plan.job.cluster
+    offload = f"offload {plan.profile.name}" if case.file is None else f"under {case.file.name}"
     print(
-        f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: ZeRO-{settings.zero_stage}, offload {plan.profile.name}, "
+        f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: ZeRO-{settings.zero_stage}, {offload}, "
         f"{settings.precision}, micro batch {settings.batch.micro} × {settings.sequence_length} tokens"
     )
     print(verdict(report))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from toolkit.errors import ToolkitError
@@ -13,20 +13,24 @@ from toolkit.memory.estimate import capability, estimate, trace_plan
 from toolkit.memory.report import MemoryReport
 from toolkit.memory.trace import Trace
 from toolkit.plan.plan import Plan
+from toolkit.spec.catalogue import Gpu
 
 
 class Estimator:
     """Estimates cases and keeps their traces.
 
     Args:
-        calibration: What was measured on the machine at hand.
+        calibrations: What was measured on the machine at hand, by card.
         notify: Called with one line before each trace, the slow part.
     """
 
     def __init__(
-        self, *, calibration: Calibration | None = None, notify: Callable[[str], None] = lambda line: None
+        self,
+        *,
+        calibrations: Mapping[str, Calibration] | None = None,
+        notify: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._calibration = calibration
+        self._calibrations = calibrations or {}
         self._notify = notify
         self._traces: dict[str, Trace] = {}
 
@@ -45,21 +49,20 @@ class Estimator:
 
     def estimate_plan(self, plan: Plan, case: Case) -> MemoryReport:
         """Estimates a plan that `case` resolved to."""
-        traced = self._trace(plan)
-        if case.file is None:
-            return estimate(
-                plan, traced=traced, calibration=self._calibration, built_partitioned=case.built_partitioned
-            )
+        calibration = self._calibrations.get(plan.gpu.name)
         report = estimate(
             plan,
-            deepspeed_config=case.file.resolved(plan),
-            traced=traced,
-            calibration=self._calibration,
+            deepspeed_config=None if case.file is None else case.file.resolved(plan),
+            traced=self._trace(plan),
+            calibration=calibration,
             built_partitioned=case.built_partitioned,
             # A script with its own file is not started by us, and torch's default holds.
-            allocator="native",
+            allocator=None if case.file is None else "native",
         )
-        return replace(report, assumptions=(*report.assumptions, *case.file.notes(case.job)))
+        notes = () if case.file is None else case.file.notes(case.job)
+        if calibration is not None:
+            notes += (f"context and NCCL as `toolkit calibrate` has learned them of {plan.gpu.name} on this machine",)
+        return replace(report, assumptions=(*report.assumptions, *notes))
 
     def attempt(self, case: Case) -> Outcome:
         """Estimates one case, or says why that cannot be done."""
@@ -97,21 +100,17 @@ def trace_key(plan: Plan) -> str:
         "train": job.train.model_dump(mode="json", include={"method", "lora", "torch_compile"}),
         "data": None if job.data is None else job.data.model_dump(mode="json"),
         "strategy": job.parallel.strategy,
-        "kernels": _kernels(capability(plan.gpu)),
+        "kernels": _kernels(plan.gpu),
     }
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def _kernels(compute_capability: float) -> tuple[bool, ...]:
+def _kernels(gpu: Gpu) -> tuple[str | bool, ...]:
     """Tells the cards apart between which torch's fused attention can differ.
 
     Source:
         aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: every comparison of a device's capability there.
     """
-    flash = compute_capability >= 8.0
-    return (
-        compute_capability >= 5.0,
-        flash,
-        flash and compute_capability not in (8.0, 9.0, 10.0),
-        compute_capability >= 9.0,
-    )
+    version = capability(gpu)
+    small_shared_memory = 8.6 <= version <= 8.9 or 12.0 <= version <= 12.1
+    return (gpu.vendor, version >= 5.0, version >= 8.0, small_shared_memory, 9.0 <= version < 11.0)
