@@ -100,7 +100,8 @@ TRAIN = {
     "per_device_eval_batch_size": st.integers(1, 4),
     "precision": literal(Precision),
     "gradient_accumulation_dtype": literal(Precision),
-    "optimizer": literal(Optimizer),
+    # The 8-bit one can be estimated, not trained: no configuration of the libraries is made of it.
+    "optimizer": st.sampled_from([name for name in Optimizer.__args__ if name != "adamw_8bit"]),
     "weight_decay": st.floats(0, 1),
     "adam_beta1": st.floats(0, 1, exclude_max=True),
     "adam_beta2": st.floats(0, 1, exclude_max=True),

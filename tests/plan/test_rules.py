@@ -37,6 +37,8 @@ BROKEN = [
     ("ACCUMULATION_DTYPE", "train.gradient_accumulation_dtype", "fp16", {"train": {"gradient_accumulation_dtype": "fp16"}}),
     ("ACCUMULATION_STAGE", "train.gradient_accumulation_dtype", "zero_stage=0", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 0}}),
     ("COMPILE_ZERO3", "train.torch_compile", "zero_stage=3", {"train": {"torch_compile": True}, "parallel": {"zero_stage": 3}}),
+    ("ESTIMATE_ONLY", "parallel.strategy", "strategy=ddp", {"parallel": {"strategy": "ddp"}}),
+    ("ESTIMATE_ONLY", "train.optimizer", "optimizer=adamw_8bit", {"train": {"optimizer": "adamw_8bit"}}),
     ("LORA_UNUSED", "train.lora", "method=full", {"train": {"lora": {"r": 4}}}),
     ("OPTIMIZER_KEY", "train.momentum", "adamw", {"train": {"momentum": 0.9}}),
     ("OPTIMIZER_KEY", "train.adam_epsilon", "lion", {"train": {"optimizer": "lion", "adam_epsilon": 1e-6}}),
@@ -126,11 +128,19 @@ def test_a_broken_rule_is_the_only_problem(code, key, part, job):
 
 
 def test_every_code_of_the_package_is_triggered_by_a_test():
-    triggered = {row[0] for row in BROKEN} | set(ELSEWHERE) | {"OFFLOAD_PARTIAL_SIZE"}
+    triggered = {row[0] for row in BROKEN} | set(ELSEWHERE) | {"OFFLOAD_PARTIAL_SIZE", "STRATEGY_KEY"}
     assert codes_in_source() == triggered
     for code, files in ELSEWHERE.items():
         for name in files.split(", "):
             assert code in (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def test_keys_of_deepspeed_say_nothing_to_another_strategy():
+    found = problems_of(parallel={"strategy": "ddp", "zero_stage": 2}, deepspeed={"zero_optimization": {}})
+    assert {(problem.code, problem.key) for problem in found if problem.code != "ESTIMATE_ONLY"} == {
+        ("STRATEGY_KEY", "parallel.zero_stage"),
+        ("STRATEGY_KEY", "deepspeed.zero_optimization"),
+    }
 
 
 def test_a_partial_offload_of_a_model_of_unknown_size():

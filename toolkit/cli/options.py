@@ -74,7 +74,7 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
     """
     from toolkit.errors import PlanError, raise_all
     from toolkit.plan.resolve import resolve, resolve_with
-    from toolkit.plan.rules import RULES
+    from toolkit.plan.rules import RULES, RUN_RULES
 
     if not is_plan_file(job):
         return resolve(read_job(job, overrides))
@@ -82,7 +82,7 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
 
     plan = Plan.load(job)
     if not overrides:
-        raise_all(PlanError, (problem for rule in RULES for problem in rule(plan)))  # an edited value may break one
+        raise_all(PlanError, (problem for rule in (*RULES, *RUN_RULES) for problem in rule(plan)))  # an edited value may break one
         return plan
     changed = _change(plan.job, overrides)
     if changed.model == plan.job.model and changed.cluster.gpu == plan.job.cluster.gpu:

@@ -10,7 +10,7 @@ from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.optimizer_state import STATE_BYTES
 from toolkit.plan.plan import Plan
-from toolkit.plan.rules import RULES
+from toolkit.plan.rules import RULES, RUN_RULES
 from toolkit.plan.rules.training import unread
 from toolkit.plan.settings import Choice, Settings, Source
 from toolkit.spec.catalogue import Gpu, find_gpu
@@ -53,8 +53,15 @@ def resolve(job: Job) -> Plan:
     return resolve_with(job, model=resolve_model(job.model), gpu=find_gpu(job.cluster.gpu))
 
 
-def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu) -> Plan:
-    """Does what `resolve` does, with the model and the card already read."""
+def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -> Plan:
+    """Does what `resolve` does, with the model and the card already read.
+
+    Args:
+        job: As written.
+        model: Its model.
+        gpu: Its card.
+        to_run: Whether the plan is to run; one that is only estimated may hold what training does not offer.
+    """
     chooser = _Chooser(job)
     problems: list[Problem] = []
     try:
@@ -68,7 +75,7 @@ def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu) -> Plan:
         chooser = _Chooser(job)
         settings = _decide(job.model_copy(update={"train": train}), model, gpu, chooser)
     draft = Draft(job=job, model=model, gpu=gpu, settings=settings)
-    for rule in RULES:
+    for rule in (*RULES, *RUN_RULES) if to_run else RULES:
         problems.extend(rule(draft))
     raise_all(PlanError, problems)
     return Plan(job=job, model=model, gpu=gpu, settings=settings, choices=tuple(chooser.choices))
@@ -208,6 +215,9 @@ def _default_attention(model: ModelSpec) -> tuple[Any, str]:
 
 
 def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
+    if job.parallel.strategy != "zero":
+        stages = {"ddp": (0, "DDP replicates everything"), "fsdp2": (3, "FSDP2 shards everything")}
+        return stages[job.parallel.strategy]
     needed = PROFILES[job.parallel.offload].min_zero_stage
     if needed == 3:
         return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
@@ -234,8 +244,9 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
 
 def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:
     train = job.train
-    default = 1e-4 if train.method == "lora" else 1e-5
-    reason = "customary for LoRA" if train.method == "lora" else "customary for full fine-tuning"
+    default, reason = (
+        (1e-5, "customary for full fine-tuning") if train.method == "full" else (1e-4, "customary for LoRA")
+    )
     rate = chooser.choose("train.learning_rate", train.learning_rate, default, reason)
     reference = train.learning_rate_reference_batch_size
     if train.learning_rate_scaling == "none" or reference is None:

@@ -30,8 +30,9 @@ from toolkit.spec.values import (
 )
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Method = Literal["full", "lora"]
-Optimizer = Literal["adamw", "adamw_torch", "lion", "sgd"]
+Method = Literal["full", "lora", "qlora"]
+Strategy = Literal["zero", "ddp", "fsdp2"]
+Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "lion", "sgd"]
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
@@ -114,6 +115,8 @@ class Train(Section):
     """How to train. `None` means: `resolve` decides and explains.
 
     Args:
+        method: All weights; LoRA adapters; LoRA over weights in NF4 (QLoRA), which can be estimated, not trained.
+        optimizer: `adamw` is DeepSpeed's kernel, `adamw_torch` torch's; `adamw_8bit` can be estimated, not trained.
         sequence_length: Tokens a sequence.
         per_device_train_batch_size: Micro batch: sequences a data-parallel rank and forward pass.
         gradient_accumulation_steps: Micro batches an optimizer step.
@@ -195,6 +198,7 @@ class Parallel(Section):
     """How the model and its state are spread.
 
     Args:
+        strategy: DeepSpeed's ZeRO; torch's DDP or FSDP2, as Accelerate runs them, can be estimated, not trained.
         zero_stage: 0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054).
         tensor: Tensor-parallel size; 1 until our tensor-parallel modules exist.
         pipeline: Pipeline stages; 1 until our pipeline modules exist.
@@ -202,7 +206,7 @@ class Parallel(Section):
         offload_ratio: Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`.
     """
 
-    strategy: Literal["zero"] = "zero"
+    strategy: Strategy = "zero"
     zero_stage: ZeroStage | None = None
     tensor: Count = 1
     pipeline: Count = 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
-from toolkit.plan.rules import data, deepspeed_effect, deepspeed_keys, hardware, training, zero
+from toolkit.plan.rules import data, deepspeed_effect, deepspeed_keys, estimate_only, hardware, training, zero
 
 Rule = Callable[[Draft], Iterable[Problem]]
 
@@ -17,6 +17,10 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *deepspeed_keys.RULES,
     *deepspeed_effect.RULES,
+    *estimate_only.RULES,
 )
 
-__all__ = ["RULES", "Rule"]
+# What holds besides wherever something is to run.
+RUN_RULES: tuple[Rule, ...] = estimate_only.RUN_RULES
+
+__all__ = ["RULES", "RUN_RULES", "Rule"]

@@ -10,9 +10,9 @@ from toolkit.spec.job import Job
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
 _OPTIMIZER_KEYS = {
-    "adam_beta1": ("adamw", "adamw_torch", "lion"),
-    "adam_beta2": ("adamw", "adamw_torch", "lion"),
-    "adam_epsilon": ("adamw", "adamw_torch"),
+    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "lion"),
+    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "lion"),
+    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit"),
     "momentum": ("sgd",),
 }
 
@@ -29,7 +29,7 @@ def unread(job: Job, key: str) -> bool:
 
 def lora_section(draft: Draft) -> Iterator[Problem]:
     """The LoRA section belongs to the method of that name."""
-    if draft.job.train.lora is not None and draft.job.train.method != "lora":
+    if draft.job.train.lora is not None and draft.job.train.method == "full":
         yield Problem(
             code="LORA_UNUSED",
             key="train.lora",
