@@ -128,7 +128,7 @@ def test_a_broken_rule_is_the_only_problem(code, key, part, job):
 
 
 def test_every_code_of_the_package_is_triggered_by_a_test():
-    triggered = {row[0] for row in BROKEN} | set(ELSEWHERE) | {"OFFLOAD_PARTIAL_SIZE", "STRATEGY_KEY"}
+    triggered = {row[0] for row in BROKEN} | set(ELSEWHERE) | {"OFFLOAD_PARTIAL_SIZE", "STRATEGY_KEY", "QLORA_STAGE"}
     assert codes_in_source() == triggered
     for code, files in ELSEWHERE.items():
         for name in files.split(", "):
@@ -141,6 +141,12 @@ def test_keys_of_deepspeed_say_nothing_to_another_strategy():
         ("STRATEGY_KEY", "parallel.zero_stage"),
         ("STRATEGY_KEY", "deepspeed.zero_optimization"),
     }
+
+
+@pytest.mark.parametrize("parallel", [{"zero_stage": 3}, {"strategy": "fsdp2"}])
+def test_packed_weights_cannot_be_partitioned(parallel):
+    found = problems_of(train={"method": "qlora"}, parallel=parallel)
+    assert "QLORA_STAGE" in {problem.code for problem in found}
 
 
 def test_a_partial_offload_of_a_model_of_unknown_size():

@@ -218,6 +218,8 @@ def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -
     if job.parallel.strategy != "zero":
         stages = {"ddp": (0, "DDP replicates everything"), "fsdp2": (3, "FSDP2 shards everything")}
         return stages[job.parallel.strategy]
+    if job.train.method == "qlora":
+        return 2, "packed 4-bit weights cannot be partitioned"
     needed = PROFILES[job.parallel.offload].min_zero_stage
     if needed == 3:
         return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"

@@ -42,6 +42,20 @@ def strategy_keys(draft: Draft) -> Iterator[Problem]:
         yield _foreign(strategy, f"deepspeed.{key}", "…")
 
 
+def qlora_partitions(draft: Draft) -> Iterator[Problem]:
+    """Stage 3 partitions floating-point weights; packed 4-bit ones lose their scales (peft #306)."""
+    if draft.job.train.method == "qlora" and draft.settings.zero_stage == 3:
+        strategy = draft.job.parallel.strategy
+        yield Problem(
+            code="QLORA_STAGE",
+            key="train.method",
+            message=f"method=qlora under {'zero_stage=3' if strategy == 'zero' else f'strategy={strategy}'}: packed "
+            "4-bit weights cannot be partitioned",
+            fix="Set parallel.zero_stage to 2, or train.method to lora",
+            source="deepspeed runtime/zero/partition_parameters.py; peft #306",
+        )
+
+
 def _foreign(strategy: str, key: str, value: object) -> Problem:
     return Problem(
         code="STRATEGY_KEY",
@@ -51,5 +65,5 @@ def _foreign(strategy: str, key: str, value: object) -> Problem:
     )
 
 
-RULES = (strategy_keys,)
+RULES = (strategy_keys, qlora_partitions)
 RUN_RULES = (estimate_only,)

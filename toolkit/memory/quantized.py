@@ -1,0 +1,67 @@
+"""QLoRA's base weights in NF4, as bitsandbytes stores and reads them.
+
+Source: arXiv 2305.14314, section 3; bitsandbytes nn/modules.py Linear4bit, autograd/_functions.py MatMul4Bit;
+transformers quantizers/quantizer_bnb_4bit.py (every nn.Linear but the output projection).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+# Elements that share a scale, and scales that share one of their own (double quantization).
+BLOCK, NESTED_BLOCK = 64, 256
+
+ASSUMPTION = (
+    "QLoRA keeps the linear layers in NF4 with double quantization, but for the output projection; all else, adapters "
+    "included, has the training precision"
+)
+
+
+class Nf4Linear(nn.Linear):
+    """A linear layer of 4 bits a weight: Y = X W^T + b, W unpacked for each product and released."""
+
+    def __init__(self, dense: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = dense.in_features, dense.out_features
+        numel, device = dense.weight.numel(), dense.weight.device
+        scales = -(-numel // BLOCK)
+        packed = torch.empty((-(-numel // 2), 1), dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = dense.bias
+        self.register_buffer("absmax", torch.empty(scales, dtype=torch.uint8, device=device))
+        nested = torch.empty(-(-scales // NESTED_BLOCK), dtype=torch.float32, device=device)
+        self.register_buffer("nested_absmax", nested)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Runs the product on fake tensors; the values of a real one would mean nothing."""
+        out: torch.Tensor = _Nf4Product.apply(input, self.weight, self.out_features)  # type: ignore[no-untyped-call]
+        return out if self.bias is None else out + self.bias
+
+
+class _Nf4Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+        ctx.shape = (out_features, input.shape[-1])
+        return functional.linear(input, input.new_empty(ctx.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        gradient = gradients[0]
+        return gradient @ gradient.new_empty(ctx.shape), None, None
+
+
+def quantize_linears(model: PreTrainedModel) -> int:
+    """Replaces the linear layers of a model, but for its output projection; gives how many."""
+    head = model.get_output_embeddings()
+    found = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    ]
+    for name, module in found:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Nf4Linear(module))
+    return len(found)
