@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any
@@ -32,8 +33,12 @@ PRELOADED = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]
+# For every process that a test starts, by whatever command. Without the second, an engine's first import of DeepSpeed's
+# Muon, which no test uses, imports torch's compiler: 2 s of a core for each process.
+QUICK = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+# Those that count only if they are there before torch is imported.
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # counts only if it is there before torch is imported
+    **QUICK,
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore::FutureWarning",  # torch renames collectives that DeepSpeed still calls by their old names
@@ -64,10 +69,7 @@ def run_distributed(
     """
     from torch.distributed import TCPStore
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with _environment(ENVIRONMENT):
-        multiprocessing.forkserver.ensure_running()
+    context = preloaded()
     results: Queue[tuple[int, bool, Any]] = context.Queue()
     # Held here, so that nobody can take its port before the ranks meet there.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -93,6 +95,15 @@ def run_distributed(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def preloaded() -> ForkServerContext:
+    """Gives a context whose processes are forked from the server that has imported what ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _environment(ENVIRONMENT):
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 def _collect(processes: list[BaseProcess], results: Queue[tuple[int, bool, Any]], *, deadline: float) -> list[Any]:
@@ -134,7 +145,7 @@ def _run_rank(
 
     torch.set_num_threads(1)
     try:
-        _without_compilation()
+        without_compilation()
         world_size = int(environment["WORLD_SIZE"])
         store = torch.distributed.TCPStore("127.0.0.1", port, world_size=world_size, is_master=False)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -149,7 +160,7 @@ def _run_rank(
         os._exit(0)
 
 
-def _without_compilation() -> None:
+def without_compilation() -> None:
     """Keeps DeepSpeed from compiling collectives that only tensor-parallel inference calls (toolkit/groups/world.py)."""
     import deepspeed
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from distributed import QUICK
 from tiny_models import tiny_config
 
 from toolkit.train.sample import sample_documents, train_tokenizer
@@ -68,7 +69,7 @@ def start_toolkit(root: Path, *arguments: Any, **options: Any) -> subprocess.Pop
     return subprocess.Popen(
         [sys.executable, "-m", "toolkit", *map(str, arguments)],
         cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **QUICK},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import preloaded
 from tiny_plans import step_batches, tiny_plan
 
 from toolkit.checkpoint.disk import disk_errors
@@ -116,7 +117,7 @@ def _noted(folder: Path) -> int:
 
 @pytest.mark.gloo
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_quiet, args=(_kill_often, tmp_path))
+    process = preloaded().Process(target=_quiet, args=(_kill_often, tmp_path))
     process.start()
     process.join(timeout=200)
     assert process.exitcode == 0
@@ -168,7 +169,7 @@ def test_a_disk_without_room_is_known_before(tmp_path: Path) -> None:
     if mounted.returncode != 0:
         pytest.skip("no file system may be mounted here")
     try:
-        context = multiprocessing.get_context("spawn")
+        context = preloaded()
         answer = context.Queue()
         process = context.Process(target=_save_twice, args=(tmp_path, answer))
         process.start()

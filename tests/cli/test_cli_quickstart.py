@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributed import QUICK
 from train_jobs import curve
 
 from toolkit.checkpoint.locate import list_checkpoints
@@ -25,7 +26,7 @@ def run_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str]:
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
-        os.environ |= {"COLUMNS": "100", "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
+        os.environ |= {"COLUMNS": "100", "TERM": "xterm-256color", **QUICK}
         os.environ.pop("NO_COLOR", None)
         os.execv(sys.executable, [sys.executable, "-m", "toolkit", *arguments])
     shown = b""

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributed import free_port
 
 from toolkit.emit.commands import exports
 from toolkit.emit.files import emit
 from toolkit.launch.environment import explain_environment
-from toolkit.launch.ports import free_port
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
 

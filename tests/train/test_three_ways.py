@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import QUICK, free_port
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import toolkit as tk
-from toolkit.launch.ports import free_port
 from toolkit.train.sample import write_sample
 
 pytestmark = pytest.mark.gloo
@@ -59,28 +59,39 @@ def make_plan(sample: Any, stage: int, precision: str, out: Path) -> tk.Plan:
     )
 
 
-def launch(way: str, emitted: Path, out: Path) -> dict[str, Any]:
-    """Runs one way on two ranks, by the launcher that belongs to it."""
-    out.mkdir()
-    start = ["torchrun", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    if way == "accelerate":
-        start = ["accelerate", "launch", "--config_file", str(emitted / "accelerate.yaml")]
-        start += ["--main_process_port", str(free_port())]
-    command = [str(BIN / start[0]), *start[1:], str(WORKER), way, str(emitted / "plan.json"), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+def launch(ways: tuple[str, ...], folders: list[Path], start: list[str], listing: Path) -> None:
+    """Runs the ways of every folder on two ranks, one after another, under one launcher."""
+    runs = [{"way": way, "folder": str(folder), "port": free_port()} for folder in folders for way in ways]
+    for run in runs:
+        Path(run["folder"], run["way"]).mkdir()
+    listing.write_text(json.dumps(runs))
+    command = [str(BIN / start[0]), *start[1:], str(WORKER), str(listing)]
+    environment = {**os.environ, **QUICK, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(WORKER.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[:1500] + done.stderr[-8000:]
-    return json.loads((out / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def cases(sample, tmp_path_factory):
+    """By stage and precision: the plan, its folder, and the report of each way."""
+    root, plans = tmp_path_factory.mktemp("ways"), {}
+    for stage, precision in CASES:
+        folder = root / f"zero{stage}-{precision}"
+        plans[folder] = make_plan(sample, stage, precision, folder)
+        tk.emit(plans[folder], folder / "emitted")
+    torchrun = ["torchrun", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launch(("toolkit", "trainer"), list(plans), torchrun, root / "torchrun.json")
+    config = str(next(iter(plans)) / "emitted" / "accelerate.yaml")
+    start = ["accelerate", "launch", "--config_file", config, "--main_process_port", str(free_port())]
+    launch(("accelerate",), list(plans), start, root / "accelerate.json")
+    reports = [{way: json.loads((folder / way / "report.json").read_text()) for way in WAYS} for folder in plans]
+    return dict(zip(CASES, zip(plans.values(), plans, reports, strict=True), strict=True))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=[f"zero{stage}-{precision}" for stage, precision in CASES])
-def runs(request, sample, tmp_path_factory):
-    stage, precision = request.param
-    folder = tmp_path_factory.mktemp(f"zero{stage}")
-    plan = make_plan(sample, stage, precision, folder)
-    tk.emit(plan, folder / "emitted")
-    reports = {way: launch(way, folder / "emitted", folder / way) for way in WAYS}
-    return plan, folder, reports
+def runs(request, cases):
+    return cases[request.param]
 
 
 def values(config: Any) -> list[Any]:

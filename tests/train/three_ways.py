@@ -1,14 +1,22 @@
-"""One rank of a plan under each of the three ways, on the same micro-batches: `three_ways.py WAY PLAN STEPS OUT`.
+"""One rank of several runs, one after another, each in a process of its own: `three_ways.py RUNS.json`.
 
-Writes what the engine was configured with, and what the run did, to OUT/report.json; the final weights lie beside it.
+A run is a plan under one of the three ways, on the same micro-batches. It writes what the engine was configured with, and
+what happened, to FOLDER/WAY/report.json; the final weights lie beside it. The runs are forked from a process that has
+imported what they all need, which takes longer than they do.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from distributed import without_compilation
 
 import toolkit as tk
 from toolkit.data.collate import Collator
@@ -147,15 +155,61 @@ def accelerate(plan: tk.Plan, cache: Path, out: Path) -> dict[str, Any] | None:
     return {"losses": losses, "norms": norms, "engine": report, "config": config}
 
 
-def main() -> None:
-    way, plan_file, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    import os
+def launched_environment(config_file: Path, port: str) -> dict[str, str]:
+    """What `accelerate launch --config_file FILE` would give to its processes, by all of it but their start."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
 
-    rank = int(os.environ["RANK"])
-    run = {"toolkit": toolkit, "trainer": trainer, "accelerate": accelerate}[way]
-    report = run(tk.Plan.load(plan_file), out / f"cache-{rank}", out)
+    found: dict[str, str] = {}
+    words = ["--config_file", str(config_file), "--main_process_port", port, __file__]
+    with mock.patch("torch.distributed.run.run", side_effect=lambda _: found.update(os.environ)):
+        launch_command(launch_command_parser().parse_args(words))
+    return {name: value for name, value in found.items() if name.startswith("ACCELERATE_")}
+
+
+def prepare_environment(way: str, folder: Path, port: str, *, launched: bool) -> None:
+    """Gives a run a rendezvous of its own, and under Accelerate what its own launcher tells of its configuration."""
+    # The launcher's store still holds the addresses of the run before.
+    os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    if way != "accelerate":
+        return
+    told = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("ACCELERATE_")}
+    computed = launched_environment(folder / "emitted" / "accelerate.yaml", port)
+    assert not launched or computed == told, (computed, told)
+    os.environ |= computed
+
+
+def run(way: str, folder: Path, port: str, *, launched: bool) -> None:
+    prepare_environment(way, folder, port, launched=launched)
+    rank, out = int(os.environ["RANK"]), folder / way
+    plan = tk.Plan.load(folder / "emitted" / "plan.json")
+    report = {"toolkit": toolkit, "trainer": trainer, "accelerate": accelerate}[way](plan, out / f"cache-{rank}", out)
     if rank == 0:
         (out / "report.json").write_text(json.dumps(report, default=str))
+
+
+def main() -> None:
+    # Before any of them is forked; none starts a thread of Python's or of OpenMP's, nor joins a group.
+    for module in ("deepspeed", "datasets", "accelerate", "transformers.trainer", "toolkit.export.export"):
+        importlib.import_module(module)
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    without_compilation()
+    for number, arguments in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        way, folder, port = arguments["way"], Path(arguments["folder"]), str(arguments["port"])
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                run(way, folder, port, launched=number == 0)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(process, 0)
+        if status != 0:
+            sys.exit(f"{way} in {folder.name} ended with status {status}")
 
 
 if __name__ == "__main__":
