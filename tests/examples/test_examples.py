@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed import QUICK, free_port
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from toolkit.launch.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -51,7 +50,7 @@ class Workspace:
         environment = {
             **os.environ,
             "PATH": f"{BIN}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
+            **QUICK,
             "CUDA_VISIBLE_DEVICES": "",
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
@@ -128,7 +127,7 @@ def test_your_own_loop_learns(own_losses):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.full), "accelerate", "deepspeed"])
 def test_your_own_loop_is_the_same_under_every_launcher(workspace, own_losses, launcher):
     expected, state = own_losses
     assert losses(workspace.run("02", launcher)) == expected
