@@ -29,7 +29,7 @@ def attempt(**given_values):
         return error
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(micro=OPEN, accumulation=OPEN, train=st.none() | st.integers(1, 200), dp_size=st.integers(1, 16))
 def test_a_solution_is_given_exactly_when_there_is_one(micro, accumulation, train, dp_size):
     exists = train is None or any(

@@ -13,6 +13,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from distributed import without_compilation
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plan_jobs import job_of, jobs, plan_of, resolved, sections
@@ -65,6 +66,7 @@ def one_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     before = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    without_compilation()
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     yield
     deepspeed.comm.comm.cdb = None
@@ -183,7 +185,7 @@ def attempt(job):
         return None, error.codes
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=1250, deadline=None, suppress_health_check=SLOW)
 @given(job=jobs(deepspeed=st.just({}) | SOUND_SECTIONS))
 def test_what_we_accept_deepspeed_accepts_and_uses(job):
     plan, _ = attempt(job)
@@ -202,7 +204,7 @@ def test_what_we_accept_deepspeed_accepts_and_uses(job):
         assert "scheduler" not in config
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=500, deadline=None, suppress_health_check=SLOW)  # of two jobs each
 @given(job=jobs(deepspeed=WILD_SECTIONS), section=WILD_SECTIONS)
 def test_what_we_refuse_deepspeed_refuses_or_it_is_a_trap_that_we_can_show(job, section):
     for candidate in (job, job_of(deepspeed=section)):

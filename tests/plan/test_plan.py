@@ -44,7 +44,7 @@ def test_a_plan_reads_back_equal(plan):
     assert reread(plan).job.train.model_fields_set == plan.job.train.model_fields_set
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(job=jobs())
 def test_any_plan_reads_back_equal_with_the_same_configs(job):
     try:
