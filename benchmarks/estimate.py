@@ -1,0 +1,148 @@
+"""How right the memory estimate is beside those of DeepSpeed and Accelerate, and how long it takes.
+
+    python benchmarks/estimate.py accuracy          # every measured run of tests/data/h100.jsonl, as a Markdown table
+    python benchmarks/estimate.py speed             # llama-3.1-405b on 1,024 cards and others: seconds and memory
+
+DeepSpeed's is `estimate_zero2_model_states_mem_needs` or `estimate_zero3_model_states_mem_needs`, Accelerate's the
+largest figure of `estimate_training_usage` (accelerate estimate-memory), both for the run's parameters and cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SPEED = {
+    "llama-3.2-1b": ("h100-sxm-80gb", 1, 1),
+    "llama-3.1-8b": ("h100-sxm-80gb", 8, 1),
+    "qwen3-235b-a22b": ("h100-sxm-80gb", 8, 32),
+    "llama-3.1-405b": ("h100-sxm-80gb", 8, 128),
+    "deepseek-v3": ("h100-sxm-80gb", 8, 128),
+}
+
+
+def accuracy() -> None:
+    """Prints predicted and measured peaks."""
+    sys.path.insert(0, str(ROOT / "tests" / "memory"))
+    from measured import measured_runs, plan_of
+
+    from toolkit.memory.estimate import estimate
+    from toolkit.units import GIB
+
+    errors: dict[str, list[float]] = {"toolkit": [], "DeepSpeed": [], "Accelerate": []}
+    print("| run | measured GiB | toolkit | DeepSpeed | Accelerate |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for run in measured_runs():
+            measured = run["peak_allocated_bytes"]
+            found = {
+                "toolkit": estimate(plan_of(run, Path(folder))).peak_allocated_bytes,
+                "DeepSpeed": deepspeed_says(run),
+                "Accelerate": accelerate_says(run),
+            }
+            cells = []
+            for name, size in found.items():
+                if size is None:
+                    cells.append("–")
+                    continue
+                errors[name].append(abs(size / measured - 1))
+                cells.append(f"{size / GIB:.2f} ({size / measured - 1:+.1%})")
+            print(f"| {describe(run)} | {measured / GIB:.2f} | {' | '.join(cells)} |")
+    for name, each in errors.items():
+        print(f"{name}: median error {statistics.median(each):.2%}, worst {max(each):.2%}, of {len(each)} runs")
+
+
+def describe(run: dict[str, Any]) -> str:
+    """Says in a few words what a run was."""
+    case = run["case"]
+    parts = [f"{run['model']['name']}, {run['world']} × ZeRO-{case['zero']}", f"{case['mbs']} × {case['seq']}"]
+    names = {"grad_ckpt": "checkpointing", "offload_optimizer": "optimizer on CPU", "torch_adam": "torch AdamW"}
+    parts += [text for key, text in names.items() if case.get(key)]
+    parts += [f"LoRA {case['lora']}"] if "lora" in case else []
+    parts += [f"accumulation {case['gas']}"] if "gas" in case else []
+    parts += [case["dtype"]] if "dtype" in case else []
+    return ", ".join(parts)
+
+
+def deepspeed_says(run: dict[str, Any]) -> int | None:
+    """Gives DeepSpeed's own estimate of a card's memory, bytes; it has none for stage 0."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    case, total = run["case"], run["parameters"]
+    offload = bool(case.get("offload_optimizer"))
+    common = {"num_gpus_per_node": run["world"], "num_nodes": 1, "cpu_offload": offload}
+    if case["zero"] == 3:
+        largest = run["model"]["vocab_size"] * run["model"]["hidden_size"]
+        return int(estimate_zero3_model_states_mem_needs(total, largest, cpu_offload_params=False, **common)[1])
+    if case["zero"] == 2:
+        return int(estimate_zero2_model_states_mem_needs(total, **common)[1])
+    return None
+
+
+def accelerate_says(run: dict[str, Any]) -> int:
+    """Gives what `accelerate estimate-memory` prints for training the model on one card, bytes."""
+    from accelerate.commands.estimate import estimate_training_usage
+
+    precision = "float16" if run["case"].get("dtype") == "fp16" else "bfloat16"
+    return int(max(estimate_training_usage(4 * run["parameters"], precision).values()))
+
+
+def speed() -> None:
+    """Prints the time of the command without its imports, and its memory, each in a process of its own."""
+    print("| model | cards | estimate, s | imports, s | process, GiB |\n|---|---|---|---|---|")
+    for model, (gpu, per_node, nodes) in SPEED.items():
+        done = subprocess.run(
+            [sys.executable, __file__, "one", model, gpu, str(per_node), str(nodes)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+        cells = (f"{found[key]:.2f}" for key in ("estimate", "imports", "gib"))
+        print(f"| {model} | {per_node * nodes:,} | {' | '.join(cells)} |", flush=True)
+
+
+def one(model: str, gpu: str, per_node: int, nodes: int) -> None:
+    """Times one estimate in this process."""
+    began = time.perf_counter()
+    import toolkit as tk
+    from toolkit.memory.estimate import estimate
+
+    imported = time.perf_counter()
+    job = tk.Job.model_validate(
+        {
+            "model": {"name": model, "init": "random"},
+            "cluster": {"gpu": gpu, "gpus_per_node": per_node, "nodes": nodes},
+            "train": {"sequence_length": 4096, "per_device_train_batch_size": 1, "gradient_checkpointing": True},
+            "parallel": {"zero_stage": 3},
+        }
+    )
+    estimate(tk.resolve(job)).to_dict()
+    took = time.perf_counter() - imported
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"estimate": took, "imports": imported - began, "gib": peak / 2**30}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["accuracy", "speed", "one"])
+    parser.add_argument("values", nargs="*", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.what == "one":
+        model, gpu, per_node, nodes = options.values
+        one(model, gpu, int(per_node), int(nodes))
+    else:
+        {"accuracy": accuracy, "speed": speed}[options.what]()
+
+
+if __name__ == "__main__":
+    main()
