@@ -129,5 +129,3 @@ def test_the_lowest_polynomial_rate_that_is_planned_can_be_scheduled() -> None:
     with pytest.raises(PlanError) as caught:
         plan_of({**polynomial, "learning_rate": 1e-7})
     assert caught.value.codes == ("POLYNOMIAL_RATE",)
-    with pytest.raises(ValueError, match="lr_end"):
-        get_scheduler("polynomial", torch.optim.SGD([torch.zeros(1)], lr=1e-7), 0, 4)

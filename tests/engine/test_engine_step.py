@@ -16,10 +16,10 @@ from torch.nn import functional
 import toolkit as tk
 from toolkit.data.packing import PackedDataset
 from toolkit.data.store import TokenStore
-from toolkit.modeling.loss import count_targets, summed_cross_entropy
 from toolkit.engine.stop import StopFlag
 from toolkit.errors import ToolkitError
 from toolkit.modeling.build import build_model
+from toolkit.modeling.loss import count_targets, summed_cross_entropy
 from toolkit.plan.plan import Plan
 
 ROWS, EVAL_ROWS, ASKED_AT = 21, 5, 3

@@ -52,6 +52,7 @@ TRAPS = {
     "WARMUP_UNUSED": "test_a_constant_schedule_ignores_its_warmup",
     "WARMUP_LENGTH": "test_a_warmup_longer_than_the_run_never_peaks",
     "MIN_LEARNING_RATE": "test_the_floor_belongs_to_one_schedule",
+    "POLYNOMIAL_RATE": "test_a_polynomial_schedule_ends_at_a_rate_of_its_own",
     "DEEPSPEED_AUTO": "test_auto_is_dropped_for_the_default",
     "DEEPSPEED_HOME": "test_two_homes_of_one_value_are_accepted",
     "DEEPSPEED_UNKNOWN": "test_unknown_keys_are_accepted",
@@ -224,6 +225,12 @@ def test_a_warmup_longer_than_the_run_never_peaks(tmp_path):
     assert max(rates("cosine", 5, num_warmup_steps=10)) < 0.5
     arguments = TrainingArguments(output_dir=str(tmp_path), warmup_steps=1.0, use_cpu=True)
     assert arguments.get_warmup_steps(100) == 1  # a ratio of one is read as one step
+
+
+def test_a_polynomial_schedule_ends_at_a_rate_of_its_own():
+    low = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-7)
+    with pytest.raises(ValueError, match="lr_end"):
+        get_scheduler("polynomial", low, num_warmup_steps=0, num_training_steps=4)
 
 
 def test_the_floor_belongs_to_one_schedule():
