@@ -21,9 +21,11 @@ LEAST_SHARE = 0.005
 def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
     """Prints an estimate: the answer first, then where it comes from."""
     settings, cluster = plan.settings, plan.job.cluster
+    names = {"ddp": "DDP", "fsdp2": "FSDP2"}
+    strategy = names.get(plan.job.parallel.strategy, f"ZeRO-{settings.zero_stage}")
     offload = f"offload {plan.profile.name}" if case.file is None else f"under {case.file.name}"
     print(
-        f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: ZeRO-{settings.zero_stage}, {offload}, "
+        f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: {strategy}, {offload}, "
         f"{settings.precision}, micro batch {settings.batch.micro} × {settings.sequence_length} tokens"
     )
     print(verdict(report))

@@ -98,7 +98,7 @@ def find_savings(
     # What the plan decided stays, so that a saving is that of the change alone.
     pinned = case.changed(_decided(plan, case))
     for change in candidates(plan):
-        outcome = estimator.attempt(pinned.changed(change.values))
+        outcome = estimator.attempt(pinned, change.values)
         if outcome.report is None:
             continue
         saving = Saving(
@@ -123,17 +123,26 @@ def candidates(plan: Plan) -> Iterator[Change]:
     if settings.attention == "eager":
         yield _one("attention", "train.attention", "sdpa")
     yield from _smaller_micro_batch(plan)
-    for stage in range(settings.zero_stage + 1, 4):
-        yield _one("zero", "parallel.zero_stage", stage)
-    yield from _offloads(plan)
-    if settings.zero_stage and settings.reduce_bucket_size > SMALL_BUCKET and not plan.uses_bf16_optimizer:
-        yield _one("bucket", "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET)
+    yield from _higher_stages(plan)
+    if plan.job.parallel.strategy == "zero":
+        yield from _offloads(plan)
+        if settings.zero_stage and settings.reduce_bucket_size > SMALL_BUCKET and not plan.uses_bf16_optimizer:
+            yield _one("bucket", "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET)
     if settings.zero_stage and not plan.on_cpu:
         yield from _more_gpus(plan)
 
 
 def _one(kind: str, key: str, value: Any) -> Change:
     return Change(kind=kind, values={key: value}, shown=(key,))
+
+
+def _higher_stages(plan: Plan) -> Iterator[Change]:
+    strategy = plan.job.parallel.strategy
+    for stage in range(plan.settings.zero_stage + 1, 4):
+        values: dict[str, Any] = {"parallel.zero_stage": stage}
+        if strategy != "zero":
+            values = {"parallel.strategy": "zero", **values}
+        yield Change(kind="zero", values=values, shown=tuple(values))
 
 
 def _smaller_micro_batch(plan: Plan) -> Iterator[Change]:
@@ -188,7 +197,7 @@ def _decided(plan: Plan, case: Case) -> dict[str, Any]:
         "train.gradient_checkpointing": settings.gradient_checkpointing,
         "train.attention": settings.attention,
     }
-    if case.file is None:
+    if case.file is None and plan.job.parallel.strategy == "zero":
         decided["parallel.zero_stage"] = settings.zero_stage
     return decided
 

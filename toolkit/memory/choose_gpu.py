@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
+from toolkit.errors import Problem, SpecError, raise_all
 from toolkit.memory.case import Case, Outcome
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu, find_in, load_catalogue
@@ -159,17 +159,11 @@ def _try(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, count: Count) -
     }
     if gpu.name != case.gpu.name:
         values["cluster.host_memory_gib"] = None  # it was that of the other card's machine
-    outcome = _attempt(estimator, case, values)
-    open_stage = case.file is None and case.job.parallel.zero_stage is None
+    outcome = estimator.attempt(case, values)
+    parallel = case.job.parallel
+    open_stage = case.file is None and parallel.strategy == "zero" and parallel.zero_stage is None
     if not outcome.fits and open_stage and outcome.plan is not None and outcome.plan.settings.zero_stage < 3:
         # The default weighs the state alone; where activations then do not fit, stage 3 may.
-        sharded = _attempt(estimator, case, {**values, "parallel.zero_stage": 3})
+        sharded = estimator.attempt(case, {**values, "parallel.zero_stage": 3})
         outcome = sharded if sharded.report is not None else outcome
     return Choice(gpu=gpu, count=count, outcome=outcome, kept=kept)
-
-
-def _attempt(estimator: Estimator, case: Case, values: dict[str, Any]) -> Outcome:
-    try:
-        return estimator.attempt(case.changed(values))
-    except ToolkitError as error:
-        return Outcome(problems=error.problems)

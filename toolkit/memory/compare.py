@@ -1,4 +1,4 @@
-"""One job under several strategies: ZeRO stages, with and without offload and checkpointing."""
+"""One job under several strategies: ZeRO stages, DDP and FSDP2, with and without offload and checkpointing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.memory.case import Case, Outcome
 if TYPE_CHECKING:
     from toolkit.memory.estimator import Estimator
 
-_NAME = re.compile(r"zero([0-3])((?:-(?:offload|full-offload|checkpointing))*)")
+_NAME = re.compile(r"(zero[0-3]|ddp|fsdp2)((?:-(?:offload|full-offload|checkpointing))*)")
 _UNBUILT = re.compile(r"(?:tp|pp)\d+.*")
 
 # What a suffix sets.
@@ -64,28 +64,31 @@ def read_strategies(text: str) -> tuple[Strategy, ...]:
 def compare(estimator: Estimator, case: Case, strategies: Sequence[Strategy]) -> Iterator[Compared]:
     """Estimates the job under each strategy; all else stays as the job has it."""
     for strategy in strategies:
-        yield Compared(strategy=strategy, outcome=estimator.attempt(case.changed(strategy.values)))
+        yield Compared(strategy=strategy, outcome=estimator.attempt(case, strategy.values))
 
 
-def _parts(name: str) -> tuple[int, tuple[str, ...]] | None:
+def _parts(name: str) -> tuple[str, tuple[str, ...]] | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     suffixes = tuple(re.findall(r"full-offload|offload|checkpointing", match[2]))
-    if len(set(suffixes)) < len(suffixes) or {"offload", "full-offload"} <= set(suffixes):
+    offloads = {"offload", "full-offload"} & set(suffixes)
+    if len(set(suffixes)) < len(suffixes) or len(offloads) > 1 or (offloads and not name.startswith("zero")):
         return None
-    return int(match[1]), suffixes
+    return match[1], suffixes
 
 
 def _strategy(name: str) -> Strategy:
     parts = _parts(name)
     assert parts is not None
+    base, suffixes = parts
     values: dict[str, Any] = {
-        "parallel.zero_stage": parts[0],
+        "parallel.strategy": "zero" if base.startswith("zero") else base,
+        "parallel.zero_stage": int(base[-1]) if base.startswith("zero") else None,
         "parallel.offload": "none",
         "parallel.offload_ratio": None,
     }
-    for suffix in parts[1]:
+    for suffix in suffixes:
         values |= _SUFFIXES[suffix]
     return Strategy(name=name, values=values)
 
@@ -95,7 +98,7 @@ def _not_built(name: str) -> Problem:
         code="COMPARE_NOT_BUILT",
         key="--compare",
         message=f"--compare {name}: this version has no tensor-parallel and no pipeline modules",
-        fix="Compare zero0 to zero3, with -offload, -full-offload or -checkpointing after them",
+        fix="Compare zero0 to zero3, ddp and fsdp2",
     )
 
 
@@ -104,5 +107,6 @@ def _no_strategy(name: str, *, twice: bool = False) -> Problem:
         code="COMPARE_STRATEGY",
         key="--compare",
         message=f"--compare {name!r} " + ("is named twice" if twice else "is no strategy"),
-        fix="Name zero0, zero1, zero2 or zero3, each once, and after it -offload or -full-offload, and -checkpointing",
+        fix="Name zero0 to zero3, ddp or fsdp2, each once; after it -checkpointing, and after zero0 to zero3 -offload or "
+        "-full-offload",
     )

@@ -198,6 +198,13 @@ class DeepSpeedFile:
                 message=f"the job has a deepspeed section, and {self.name} stands in place of the whole configuration",
                 fix="Put its keys into the file, or leave one of the two out",
             )
+        if job.parallel.strategy != "zero":
+            yield Problem(
+                code="DS_FILE_CONTRADICTS",
+                key="parallel.strategy",
+                message=f"{self.name} is for DeepSpeed, but the job's strategy={job.parallel.strategy}",
+                fix="Set parallel.strategy to zero, or leave the file out",
+            )
         if all((self.config.get(name) or {}).get("enabled") is True for name in ("bf16", "fp16")):
             yield Problem(
                 code="DS_FILE_CONTRADICTS",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.memory.calibration import Calibration
@@ -64,12 +65,13 @@ class Estimator:
             notes += (f"context and NCCL as `toolkit calibrate` has learned them of {plan.gpu.name} on this machine",)
         return replace(report, assumptions=(*report.assumptions, *notes))
 
-    def attempt(self, case: Case) -> Outcome:
-        """Estimates one case, or says why that cannot be done."""
+    def attempt(self, case: Case, changes: Mapping[str, Any] | None = None) -> Outcome:
+        """Estimates a case, with other values under dotted keys of its job, or says why that cannot be done."""
         plan = None
         try:
-            plan = case.plan()
-            return Outcome(plan=plan, report=self.estimate_plan(plan, case))
+            changed = case.changed(changes) if changes else case
+            plan = changed.plan()
+            return Outcome(plan=plan, report=self.estimate_plan(plan, changed))
         except ToolkitError as error:
             return Outcome(plan=plan, problems=error.problems)
 

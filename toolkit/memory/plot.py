@@ -180,13 +180,13 @@ def _sorted(causes: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _write(figure: Figure, path: Path, *, title: str, table: Sequence[tuple[str, int]]) -> None:
-    if path.suffix.lower() != ".html":
-        # No date inside: the same estimate gives the same bytes.
-        figure.savefig(path, dpi=_DPI, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    if path.suffix.lower() == ".png":
+        figure.savefig(path, dpi=_DPI)
         return
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None})
-    svg = drawn.getvalue()
+    svg = _svg(figure)
+    if path.suffix.lower() == ".svg":
+        path.write_text(svg, encoding="utf-8")
+        return
     rows = "\n".join(
         f"<tr><td>{html.escape(cause)}</td><td>{html.escape(format_bytes(size))}</td></tr>" for cause, size in table
     )
@@ -213,3 +213,13 @@ td + td {{ text-align: right; font-variant-numeric: tabular-nums; }}
 """,
         encoding="utf-8",
     )
+
+
+def _svg(figure: Figure) -> str:
+    """Gives the picture as SVG: the same estimate gives the same text, without a date and with the same ids."""
+    import matplotlib
+
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "toolkit"}):
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()

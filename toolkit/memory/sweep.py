@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import Problem, SpecError, ToolkitError
+from toolkit.errors import Problem, SpecError
 from toolkit.memory.case import Case, Outcome
 from toolkit.spec.job import Parallel, Train
 from toolkit.spec.loader import apply_override
@@ -73,12 +74,7 @@ def sweep(estimator: Estimator, case: Case, axes: Sequence[Axis]) -> Iterator[Sw
     """Estimates each combination, the last axis fastest."""
     for combination in itertools.product(*(axis.values for axis in axes)):
         values = {axis.key: value for axis, value in zip(axes, combination, strict=True)}
-        try:
-            changed = case.changed(values)
-        except ToolkitError as error:
-            yield SweepRow(values=values, outcome=Outcome(problems=error.problems))
-        else:
-            yield SweepRow(values=values, outcome=estimator.attempt(changed))
+        yield SweepRow(values=values, outcome=estimator.attempt(case, values))
 
 
 def _axis(option: str) -> Axis:
@@ -107,8 +103,6 @@ def _full_key(key: str) -> str:
     found = [f"{section}.{key}" for section, fields in sections.items() if key in fields]
     if found and not dot:
         return found[0]
-    import difflib
-
     known = [*sections["train"], *sections["parallel"]]
     near = difflib.get_close_matches(key.rpartition(".")[2], known, n=2)
     raise SpecError(

@@ -1,0 +1,286 @@
+"""`toolkit estimate`: the answer, its JSON, sweeps, strategies, cards, a DeepSpeed file of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from toolkit.cli.app import main
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job
+
+# One sequence at a time and checkpointing, so that few traces are needed; two ranks, so that there are partitions.
+JOB = """
+model: llama-3.2-1b
+cluster: {gpu: h100-sxm-80gb, gpus_per_node: 2}
+train: {sequence_length: 512, per_device_train_batch_size: 1, gradient_accumulation_steps: 4, max_steps: 10}
+parallel: {zero_stage: 2}
+"""
+PHASES = ["init", "forward", "backward", "step", "save"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # no calibration of the machine that tests
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def run(capsys, *options, sets=()):
+    """Gives the exit code and the JSON of one estimate."""
+    changes = [part for value in sets for part in ("--set", value)]
+    code = main(["estimate", "job.yaml", *changes, *options, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def codes(found):
+    return [problem["code"] for problem in found["problems"]]
+
+
+def test_the_answer_and_where_it_comes_from(capsys):
+    assert main(["estimate", "job.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "llama-3.2-1b on 2 × h100-sxm-80gb: ZeRO-2" in shown
+    assert "It fits: card " in shown
+    assert "◄ the peak" in shown
+    for line in ("optimizer state", "peak allocated", "CUDA context and NCCL", "required", "room left", "a checkpoint"):
+        assert line in shown
+    assert "of 16 layers" in shown
+    assert "What would save most" in shown
+
+
+def test_the_json_adds_up(capsys):
+    code, found = run(capsys)
+    assert code == 0
+    assert found["fits"] is True
+    assert found["allocator"] == "expandable"
+    assert found["required_bytes"] == (
+        found["peak_allocated_bytes"] + found["allocator_slack_bytes"] + found["context_and_nccl_bytes"]
+    )
+    assert [rank["coordinate"] for rank in found["ranks"]] == [{"pp": 0, "dp": dp, "tp": 0} for dp in (0, 1)]
+    for rank in found["ranks"]:
+        assert list(rank["phases"]) == PHASES
+        for phase in rank["phases"].values():
+            assert sum(phase["causes"].values()) == phase["allocated_bytes"]
+    fullest = found["ranks"][found["limiting_rank"]]
+    assert fullest["phases"][found["limiting_phase"]]["allocated_bytes"] == found["peak_allocated_bytes"]
+    assert found["host_bytes_per_node"] == 2 * sum(found["host_bytes_per_rank"].values())
+    assert found["checkpoint_bytes"] > 14 * 1.2e9  # bf16 weights, fp32 master copy, two moments
+    assert found["num_layers"] == 16
+
+
+def test_each_saving_is_what_the_changed_job_gives(capsys):
+    large = ["train.gradient_checkpointing=false", "train.per_device_train_batch_size=4", "train.sequence_length=2048"]
+    _, found = run(capsys, sets=large)
+    savings = found["savings"]
+    assert len(savings) == 3
+    assert savings == sorted(savings, key=lambda saving: -saving["saved_bytes"])
+    assert "train.gradient_checkpointing" in {key for saving in savings for key in saving["set"]}
+    for saving in savings:
+        sets = [f"{key}={json.dumps(value)}" for key, value in saving["set"].items()]
+        _, changed = run(capsys, sets=[*large, *sets])
+        assert changed["required_bytes"] == saving["required_bytes"]
+        assert found["required_bytes"] - changed["required_bytes"] == saving["saved_bytes"]
+        assert changed["host_bytes_per_node"] - found["host_bytes_per_node"] == saving["host_bytes_added"]
+
+
+def test_a_card_that_is_too_small_is_exit_code_1(capsys):
+    code, found = run(capsys, sets=["train.per_device_train_batch_size=64", "train.sequence_length=4096"])
+    assert (code, found["fits"], found["fits_gpu"], found["fits_host"]) == (1, False, False, True)
+
+
+def test_a_host_that_is_too_small_is_exit_code_1(capsys):
+    code, found = run(capsys, sets=["parallel.offload=optimizer-cpu", "cluster.host_memory_gib=8"])
+    assert (code, found["fits"], found["fits_gpu"], found["fits_host"]) == (1, False, True, False)
+    assert found["host_capacity_bytes"] == 8 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "code"),
+    [
+        (["train.micro=2"], [], "KEY_UNKNOWN"),
+        (["parallel.tensor=2"], [], "PARALLEL_SIZE"),
+        ([], ["--sweep", "learning=1"], "SWEEP_KEY"),
+        ([], ["--sweep", "sequence_length"], "SWEEP_SYNTAX"),
+        ([], ["--sweep", "sequence_length=1,1"], "SWEEP_SYNTAX"),
+        ([], ["--sweep", f"seed={','.join(map(str, range(101)))}"], "SWEEP_SIZE"),
+        ([], ["--compare", "zero2,tp2"], "COMPARE_NOT_BUILT"),
+        ([], ["--compare", "pp4"], "COMPARE_NOT_BUILT"),
+        ([], ["--compare", "zero4"], "COMPARE_STRATEGY"),
+        ([], ["--gpus", "h100-sxm-80gb,h1000"], "GPU_UNKNOWN"),
+        ([], ["--gpus", "cpu"], "GPU_NO_MEMORY"),
+        ([], ["--plot", "picture.jpg"], "PLOT_FORMAT"),
+        ([], ["--plot", "no/such/folder/picture.png"], "PLOT_FOLDER"),
+        ([], ["--no-zero-init"], "ZERO_INIT_STAGE"),
+        ([], ["--deepspeed-config", "missing.json"], "FILE_NOT_FOUND"),
+        ([], ["--compare", "zero2", "--gpus", "all"], "USAGE"),
+        ([], ["--compare", "zero2", "--plot", "picture.png"], "USAGE"),
+        ([], ["--compare", "zero2", "--deepspeed-config", "ds.json"], "USAGE"),
+        ([], ["--sweep", "seed=1", "--sweep", "r=1", "--sweep", "s=1", "--plot", "picture.png"], "USAGE"),
+    ],
+)
+def test_bad_input_is_exit_code_2(capsys, sets, options, code):
+    exit_code, found = run(capsys, *options, sets=sets)
+    assert (exit_code, codes(found)) == (2, [code])
+
+
+def test_a_sweep_estimates_each_combination(capsys):
+    options = ("--sweep", "per_device_train_batch_size=1,64", "--sweep", "train.sequence_length=512,4096")
+    code, found = run(capsys, *options)
+    assert (code, found["fits"]) == (0, True)
+    assert found["keys"] == ["train.per_device_train_batch_size", "train.sequence_length"]
+    values = [tuple(row["values"].values()) for row in found["rows"]]
+    assert values == [(1, 512), (1, 4096), (64, 512), (64, 4096)]
+    assert [row["fits"] for row in found["rows"]][0::3] == [True, False]
+    _, single = run(capsys, sets=["train.sequence_length=4096"])
+    assert found["rows"][1]["required_bytes"] == single["required_bytes"]
+
+
+def test_a_combination_that_is_no_job_says_why(capsys):
+    code, found = run(capsys, "--sweep", "offload_ratio=0.5", "--sweep", "offload=optimizer-cpu,optimizer-cpu-partial")
+    assert code == 1
+    assert [codes(row) for row in found["rows"]] == [["OFFLOAD_RATIO"], ["OFFLOAD_STAGE"]]
+    assert [row["required_bytes"] for row in found["rows"]] == [None, None]
+
+
+def test_a_sweep_as_a_table_and_a_heat_map(capsys, folder):
+    picture = folder / "sweep.svg"
+    options = ["--sweep", "zero_stage=0,3", "--sweep", "per_device_train_batch_size=1,2", "--plot", str(picture)]
+    assert main(["estimate", "job.yaml", *options]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(" fits") == 4
+    assert f"drawn to {picture}" in shown
+    assert "per_device_train_batch_size" in picture.read_text()
+
+
+def test_strategies_side_by_side(capsys):
+    names = ["zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-full-offload", "zero3-offload-checkpointing"]
+    code, found = run(capsys, "--compare", ",".join(names))
+    rows = {row["name"]: row for row in found["strategies"]}
+    assert (code, list(rows)) == (0, names)
+    assert rows["zero0"]["required_bytes"] > rows["zero2"]["required_bytes"] > rows["zero2-offload"]["required_bytes"]
+    assert rows["zero2-offload"]["host_bytes_per_node"] > rows["zero2"]["host_bytes_per_node"]
+    _, single = run(capsys)
+    assert rows["zero2"]["required_bytes"] == single["required_bytes"]
+    assert main(["estimate", "job.yaml", "--compare", "zero2,zero3"]) == 0
+    assert "zero3" in capsys.readouterr().out
+
+
+def test_the_fewest_cards_of_each_kind(capsys):
+    job = ["model=llama-3.1-8b", "train.gradient_accumulation_steps=16"]
+    code, found = run(capsys, "--gpus", "h100-sxm-80gb,t4-16gb", sets=job)
+    assert code == 0
+    rows = {row["gpu"]: row for row in found["gpus"]}
+    assert [row["fits"] for row in found["gpus"]] == sorted((row["fits"] for row in found["gpus"]), reverse=True)
+    row = rows["h100-sxm-80gb"]
+    assert row["nodes"] == 1
+    assert row["room_bytes"] == row["gpu_capacity_bytes"] - row["required_bytes"] >= 0
+
+    def fits_on(count):
+        batch = f"train.gradient_accumulation_steps={32 // count}"
+        return run(capsys, sets=[*job, f"cluster.gpus_per_node={count}", batch])[1]["fits"]
+
+    assert fits_on(row["count"])
+    assert row["count"] > 1
+    assert not fits_on(row["count"] - 1)
+
+
+def test_cards_as_a_table_say_what_is_kept_of_the_batch(capsys):
+    assert main(["estimate", "job.yaml", "--gpus", "rtx-4090-24gb,l4-24gb"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 in all, as 1 × " in shown
+    assert "rtx-4090-24gb" in shown
+
+
+def test_our_own_configuration_as_a_file_gives_our_own_estimate(capsys, folder):
+    config = resolve(Job.from_yaml(folder / "job.yaml")).deepspeed_config()
+    (folder / "ds.json").write_text(json.dumps(config))
+    _, ours = run(capsys)
+    code, theirs = run(capsys, "--deepspeed-config", "ds.json")
+    assert code == 0
+    assert theirs["ranks"] == ours["ranks"]
+    assert theirs["allocator"] == "native"
+    assert any("ds.json in place of" in line for line in theirs["assumptions"])
+
+
+def test_a_file_decides_on_stage_and_offload(capsys, folder):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}))
+    code, found = run(capsys, "--deepspeed-config", "ds.json")
+    assert code == 0
+    assert "parameter partitions" in found["ranks"][0]["phases"]["forward"]["causes"]
+    assert found["host_bytes_per_rank"]["master parameters"] > 0
+    assert "zero_stage=3 of ds.json in place of the job's 2" in found["assumptions"]
+    assert not any(saving["change"].startswith("parallel.") for saving in found["savings"])
+    _, unpartitioned = run(capsys, "--deepspeed-config", "ds.json", "--no-zero-init")
+    init = [report["ranks"][0]["phases"]["init"]["allocated_bytes"] for report in (found, unpartitioned)]
+    assert init[1] > init[0]
+    assert main(["estimate", "job.yaml", "--deepspeed-config", "ds.json"]) == 0
+    assert "ZeRO-3, under ds.json" in capsys.readouterr().out
+
+
+def test_a_file_that_contradicts_the_job(capsys, folder):
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "fp16": {"enabled": True}}
+    (folder / "ds.json").write_text(json.dumps(config))
+    code, found = run(capsys, "--deepspeed-config", "ds.json", sets=["train.precision=bf16"])
+    assert (code, codes(found)) == (2, ["DS_FILE_CONTRADICTS"] * 3)
+    assert "train_micro_batch_size_per_gpu=4, but the job's per_device_train_batch_size=1" in str(found)
+
+
+def test_a_plan_file_gives_the_estimate_of_its_job(capsys, folder):
+    resolve(Job.from_yaml(folder / "job.yaml")).save(folder / "plan.json")
+    _, ours = run(capsys)
+    assert main(["estimate", "plan.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == ours["ranks"]
+
+
+def test_a_calibration_is_used_and_said(capsys, folder):
+    home = folder / "config" / "toolkit"
+    home.mkdir(parents=True)
+    learned = {"h100-sxm-80gb": {"context_bytes": 1_000_000_000, "communicator_bytes": 1_000}}
+    (home / "calibration.json").write_text(json.dumps(learned))
+    _, found = run(capsys)
+    assert found["context_and_nccl_bytes"] == 1_000_001_000
+    assert any("toolkit calibrate" in line for line in found["assumptions"])
+
+
+def test_in_a_process_of_its_own_json_is_all_there_is(folder):
+    command = [sys.executable, "-m", "toolkit", "estimate", "job.yaml", "--plot", "picture.html", "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["fits"] is True
+    assert "<svg" in (folder / "picture.html").read_text()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_an_interrupt_ends_it_quietly(folder):
+    program = "import sys; from toolkit.cli.app import main; print('ready', flush=True); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "estimate", "job.yaml"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(1.0)  # amid the imports of torch and transformers
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_bad_input_is_told_before_torch_is_imported(folder):
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 9}}')
+    program = """
+import sys
+from toolkit.cli.app import main
+for options in (["--deepspeed-config", "ds.json"], ["--sweep", "a=1"], ["--compare", "tp2"], ["--gpus", "x"], ["--plot", "a.b"]):
+    assert main(["estimate", "job.yaml", *options]) == 2, options
+    assert "torch" not in sys.modules, options
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

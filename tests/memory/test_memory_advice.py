@@ -1,0 +1,147 @@
+"""What would save most: candidates leave the task alone, and one trace serves all that differ in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from toolkit.memory.advice import candidates, find_savings
+from toolkit.memory.case import Case
+from toolkit.memory.estimate import estimate, trace_plan
+from toolkit.memory.estimator import Estimator, trace_key
+from toolkit.spec.job import Job
+
+
+def case_of(*, ranks=2, gpu="h100-sxm-80gb", train=None, parallel=None, **cluster) -> Case:
+    values = {"sequence_length": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    job = {
+        "model": "llama-3.2-1b",
+        "cluster": {"gpu": gpu, "gpus_per_node": ranks, **cluster},
+        "train": {**values, **(train or {})},
+        "parallel": {"zero_stage": 2, **(parallel or {})},
+    }
+    return Case.of(Job.model_validate(job))
+
+
+def changes(case: Case) -> dict[str, list[dict[str, object]]]:
+    found: dict[str, list[dict[str, object]]] = {}
+    for change in candidates(case.plan()):
+        found.setdefault(change.kind, []).append({key: change.values[key] for key in change.shown})
+    return found
+
+
+def test_what_is_tried():
+    found = changes(case_of(train={"gradient_checkpointing": 0.5, "attention": "eager"}))
+    assert found["checkpointing"] == [{"train.gradient_checkpointing": True}]
+    assert found["attention"] == [{"train.attention": "sdpa"}]
+    assert found["micro batch"] == [{"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 4}]
+    assert found["zero"] == [{"parallel.zero_stage": 3}]
+    assert {"parallel.offload": "full-cpu", "parallel.zero_stage": 3} in found["offload"]
+    assert not any("nvme" in str(values) for values in found["offload"])
+    assert found["activations"] == [{"parallel.offload": "activations-cpu"}]
+    assert found["bucket"] == [{"deepspeed.zero_optimization.reduce_bucket_size": 50_000_000}]
+    assert found["gpus"] == [{"cluster.gpus_per_node": 4, "train.gradient_accumulation_steps": 1}]
+
+
+def test_what_is_not_tried():
+    found = changes(case_of(train={"per_device_train_batch_size": 1}, parallel={"zero_stage": 0}))
+    assert found.keys() == {"zero", "offload", "activations"}
+    assert "gpus" not in changes(case_of(gpu="cpu"))
+    eight = changes(case_of(ranks=8))
+    assert "cluster.nodes" in eight["gpus"][0]
+
+
+@pytest.mark.parametrize("micro", [2, 3, 7, 11, 12])
+def test_the_global_batch_stays(micro):
+    case = case_of(train={"per_device_train_batch_size": micro})
+    plan = case.plan()
+    (change,) = [change for change in candidates(plan) if change.kind == "micro batch"]
+    batch = case.changed(change.values).plan().settings.batch
+    assert batch.train == plan.settings.batch.train
+    assert batch.micro < micro
+
+
+def test_more_cards_that_cannot_keep_the_batch_say_so():
+    case = case_of(train={"gradient_accumulation_steps": 3})
+    (change,) = [change for change in candidates(case.plan()) if change.kind == "gpus"]
+    assert change.note == "the global batch becomes 24"
+    assert case.changed(change.values).plan().settings.batch.train == 24
+
+
+def test_the_largest_come_first_one_of_each_kind():
+    case = case_of(train={"gradient_checkpointing": False, "sequence_length": 2048, "per_device_train_batch_size": 4})
+    estimator = Estimator()
+    plan = case.plan()
+    savings = find_savings(estimator, case, plan=plan, report=estimator.estimate(case), at_most=10)
+    assert len({saving.change.kind for saving in savings}) == len(savings) >= 4
+    saved = [saving.saved_bytes for saving in savings]
+    assert saved == sorted(saved, reverse=True)
+    assert saved[-1] > 0
+
+
+def test_traces_are_made_once_for_all_that_differs_in_the_engine():
+    lines: list[str] = []
+    estimator = Estimator(notify=lines.append)
+    case = case_of()
+    plan = case.plan()
+    report = estimator.estimate(case)
+    find_savings(estimator, case, plan=plan, report=report)
+    # The micro batch is halved, and checkpointed inputs move: two traces beside the first.
+    assert estimator.num_traces == len(lines) == 3
+    assert lines[0] == "tracing llama-3.2-1b, 2 × 256 tokens"
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_shared_trace_gives_what_a_trace_of_its_own_gives(zero_stage, checkpointing):
+    case = case_of(train={"gradient_checkpointing": checkpointing}, parallel={"zero_stage": zero_stage})
+    plan = case.plan()
+    own = estimate(plan, traced=trace_plan(plan, marks_modules=zero_stage == 3))
+    assert Estimator().estimate(case) == own
+
+
+@pytest.mark.parametrize(
+    ("values", "same"),
+    [
+        ({"parallel.zero_stage": 3}, True),
+        ({"parallel.offload": "optimizer-cpu"}, True),
+        ({"train.gradient_accumulation_steps": 8}, True),
+        ({"cluster.nodes": 4}, True),
+        ({"cluster.gpu": "h200-sxm-141gb"}, True),
+        ({"cluster.gpu": "a100-sxm-80gb"}, False),
+        ({"cluster.gpu": "v100-sxm-32gb"}, False),
+        ({"train.per_device_train_batch_size": 1}, False),
+        ({"train.sequence_length": 128}, False),
+        ({"train.attention": "eager"}, False),
+        ({"train.precision": "fp32"}, False),
+        ({"train.gradient_checkpointing": 0.5}, False),
+        ({"train.method": "lora"}, False),
+        ({"parallel.offload": "activations-cpu"}, False),
+    ],
+)
+def test_what_a_trace_depends_on(values, same):
+    case = case_of()
+    assert (trace_key(case.plan()) == trace_key(case.changed(values).plan())) is same
+
+
+def test_a_case_that_does_not_resolve_says_why():
+    outcome = Estimator().attempt(case_of().changed({"parallel.offload": "full-cpu"}))
+    assert [problem.code for problem in outcome.problems] == ["OFFLOAD_STAGE"]
+    assert (outcome.fits, outcome.to_dict()["required_bytes"]) == (False, None)
+
+
+def test_a_host_that_is_too_small_is_estimated_too():
+    case = case_of(parallel={"offload": "optimizer-cpu"}, host_memory_gib=8)
+    plan = case.plan()
+    assert plan.job.cluster.host_memory_gib == 8
+    report = Estimator().estimate(case)
+    assert not report.host.fits
+    assert report.host.capacity_bytes == 8 * 2**30
+
+
+def test_a_model_given_is_not_read_again():
+    case = case_of()
+    renamed = replace(case.model, name="given")
+    again = Case.of(case.job, model=renamed, gpu=case.gpu)
+    assert again.plan().model.name == "given"
