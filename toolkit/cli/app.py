@@ -20,7 +20,20 @@ from toolkit.cli.output import discard_stdout, prepare_streams, print_problems
 from toolkit.errors import INTERRUPTED_EXIT_CODE, RunError, SpecError, ToolkitError
 
 # Modules of this package, in the order in which `toolkit --help` lists them: that of a job's journey.
-COMMANDS = ("quickstart", "validate", "estimate", "emit", "train", "calibrate", "launch", "checkpoint", "export", "topology", "gpus", "models")
+COMMANDS = (
+    "quickstart",
+    "validate",
+    "estimate",
+    "emit",
+    "train",
+    "calibrate",
+    "launch",
+    "checkpoint",
+    "export",
+    "topology",
+    "gpus",
+    "models",
+)
 
 
 # Base of what typer raises for a command line; it exports no name for it, and which click it builds on differs.
