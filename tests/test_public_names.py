@@ -28,6 +28,20 @@ assert isinstance({name}, types.FunctionType)
     assert done.returncode == 0, done.stderr
 
 
+def test_the_estimate_of_the_memory_package_is_the_function():
+    program = """
+import sys, types
+import toolkit as tk
+import toolkit.memory
+assert "torch" not in sys.modules
+import toolkit.memory.estimate
+assert isinstance(toolkit.memory.estimate, types.FunctionType)
+assert toolkit.memory.estimate is tk.estimate
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_name_is_there():
     for name in tk.__all__:
         assert getattr(tk, name) is not None

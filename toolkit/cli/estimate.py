@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,13 +104,16 @@ def estimate(
 @contextmanager
 def estimating(*, as_json: bool) -> Iterator[Estimator]:
     """Gives an estimator; says on a terminal what it is doing, for its imports and traces take seconds."""
-    if as_json or not sys.stderr.isatty():
-        yield _make_estimator(lambda line: None)
-        return
-    from rich.console import Console
+    with warnings.catch_warnings():
+        # What libraries tell each other of their next versions; nobody who estimates a job can mend it.
+        warnings.simplefilter("ignore", FutureWarning)
+        if as_json or not sys.stderr.isatty():
+            yield _make_estimator(lambda line: None)
+            return
+        from rich.console import Console
 
-    with Console(stderr=True).status("loading torch and transformers") as status:
-        yield _make_estimator(status.update)
+        with Console(stderr=True).status("loading torch and transformers") as status:
+            yield _make_estimator(status.update)
 
 
 def _make_estimator(notify: Callable[[str], None]) -> Estimator:

@@ -117,7 +117,7 @@ def _print_savings(report: MemoryReport, savings: Sequence[Saving]) -> None:
         added = saving.host_bytes_added
         fits = "fits" if saving.fits else "does not fit"
         table.add_row(
-            saving.text,
+            saving.text.replace(", ", "\n"),
             format_bytes(saving.required_bytes),
             format_bytes(saving.saved_bytes),
             "" if not added else f"{'+' if added > 0 else '-'}{format_bytes(abs(added))}",
