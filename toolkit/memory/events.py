@@ -6,13 +6,40 @@ releases there only two things matter: how high memory stood at most, by cause, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 # What a mark says. `fetch` and `release` are DeepSpeed's module hooks of ZeRO-3 (runtime/zero/parameter_offload.py),
 # `gradient` is the moment at which autograd has stored a parameter's whole gradient.
-MarkKind = Literal["fetch", "release", "gradient", "backward", "workspace"]
+MarkKind = Literal["fetch", "release", "gradient"]
+
+# Whose code runs: stack and position among its traced layers; None outside the layers.
+Owner = tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of the whole model; tied weights are one.
+
+    Args:
+        name: Path in the model.
+        numel: Elements.
+        itemsize: Bytes an element.
+        trainable: Whether it has a gradient.
+        module: Path of the module that holds it.
+    """
+
+    name: str
+    numel: int
+    itemsize: int
+    trainable: bool
+    module: str
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +76,65 @@ class Mark:
     backward: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The release of memory that was allocated elsewhere than where it is released: its number is not its segment's.
+
+    Args:
+        cause: Of the memory.
+        size: Bytes.
+        birth: Where it was allocated.
+    """
+
+    cause: str
+    size: int
+    birth: Owner
+
+
 Event = Run | Mark
+TracedEvent = Run | Mark | Release
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An event of a whole model: the mark's names are absolute, the run is as traced."""
+
+    event: Event
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The memory events of one micro-batch, for the whole model.
+
+    Args:
+        parameters: In the order of `named_parameters`.
+        tied: Modules that hold a parameter which is listed under another module's name, and that name.
+        buffers_bytes: Buffers of the model.
+        forward: From the batch on the device to the loss, logits dropped.
+        backward: From the loss to the last gradient.
+        num_traced_layers: Layers that ran.
+        num_layers: Layers that they stand for.
+        host_copies: Bytes of each layer input that waits in pinned host memory for its backward pass.
+        assumptions: What of the data or the installation the sizes suppose, as sentences.
+    """
+
+    parameters: tuple[Parameter, ...]
+    buffers_bytes: int
+    forward: tuple[Placed, ...]
+    backward: tuple[Placed, ...]
+    num_traced_layers: int
+    num_layers: int
+    tied: tuple[tuple[str, str], ...] = ()
+    host_copies: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Recorder:
     """Collects allocations, releases and marks, and folds what lies between two marks into one run."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[TracedEvent] = field(default_factory=list)
     _level: dict[str, int] = field(default_factory=dict)
     _peak: dict[str, int] = field(default_factory=dict)
     _total: int = 0
@@ -70,49 +148,68 @@ class Recorder:
             self._peak_total = self._total
             self._peak = dict(self._level)
 
-    def mark(self, mark: Mark) -> None:
-        """Notes a mark."""
-        self.flush()
-        self.events.append(mark)
+    def note(self, event: Mark | Release) -> None:
+        """Ends the current run and notes what follows it."""
+        self._flush()
+        self.events.append(event)
 
-    def flush(self) -> None:
-        """Ends the current run."""
+    def _flush(self) -> None:
         if self._level or self._peak_total:
             self.events.append(Run(self._peak_total, _pairs(self._peak), _pairs(self._level)))
         self._level, self._peak, self._total, self._peak_total = {}, {}, 0, 0
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[TracedEvent]:
         """Ends the current run and gives the events since the last call."""
-        self.flush()
+        self._flush()
         taken, self.events = self.events, []
         return taken
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """An event of a whole model: the mark's names are absolute, the run is as traced."""
+def join(events: Iterable[Placed]) -> list[Placed]:
+    """Folds runs that no mark separates into one; those without any effect disappear."""
+    joined: list[Placed] = []
+    last: Run | None = None
+    for placed in events:
+        event = placed.event
+        if not isinstance(event, Run):
+            last = None
+            joined.append(placed)
+            continue
+        if last is not None:
+            joined.pop()
+            event = _after(last, event)
+        last = event if event.peak_bytes or event.net else None
+        if last is not None:
+            joined.append(Placed(event))
+    return joined
 
-    event: Event
-    name: str = ""
+
+def held(events: Iterable[Placed]) -> dict[str, int]:
+    """Gives what runs leave behind, by cause, bytes."""
+    level: dict[str, int] = {}
+    for placed in events:
+        if isinstance(placed.event, Run):
+            _add(level, placed.event.net)
+    return {cause: size for cause, size in level.items() if size}
 
 
-def place(events: Iterable[Event], *, layer: int | None, prefix: str) -> Iterator[Placed]:
-    """Gives a traced segment the absolute names of the layer that it stands for.
+def _after(first: Run, second: Run) -> Run:
+    """Gives two consecutive runs as one."""
+    net = dict(first.net)
+    start = sum(net.values())
+    peak_bytes, peak = first.peak_bytes, first.peak
+    if start + second.peak_bytes > peak_bytes:
+        level = dict(net)
+        _add(level, second.peak)
+        peak_bytes, peak = start + second.peak_bytes, _pairs(level)
+    _add(net, second.net)
+    return Run(peak_bytes, peak, _pairs(net))
 
-    Args:
-        events: As traced.
-        layer: Index of the decoder layer; None for what lies outside the layers.
-        prefix: Path of the layer list, such as `model.layers`.
-    """
-    for event in events:
-        if isinstance(event, Run):
-            yield Placed(event)
-        elif event.layer is None:
-            yield Placed(event, event.name)
-        else:
-            owner = f"{prefix}.{(layer or 0) + event.layer}"
-            yield Placed(event, f"{owner}.{event.name}" if event.name else owner)
+
+def _add(level: dict[str, int], changes: Iterable[tuple[str, int]]) -> None:
+    for cause, size in changes:
+        level[cause] = level.get(cause, 0) + size
 
 
 def _pairs(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple((cause, size) for cause, size in values.items() if size)
+    return tuple(sorted((cause, size) for cause, size in values.items() if size))

@@ -1,29 +1,29 @@
-"""Stand-ins for CUDA kernels whose CPU counterparts save other tensors for the backward pass.
-
-A trace runs on fake CPU tensors. Where the CPU kernel keeps something else than the CUDA one, the trace runs one of
-the functions below instead: they allocate, save and release what the CUDA kernel does, and compute nothing.
-"""
+"""Which kernels a card runs, and a context in which a trace on fake CPU tensors runs their stand-ins."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface, masking_utils
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import masking_utils
+
+from toolkit.memory.flash import traced_flash
+from toolkit.memory.stand_ins import Dropout, FusedAttention
 
 Kernel = Literal["flash", "cudnn", "efficient", "math"]
 
-# Attention implementation under which FlashAttention-2 is traced: transformers would ask for the package itself.
-TRACED_FLASH = "toolkit_traced_flash"
-
-# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp check_flash_attention_hardware_support, check_head_dim_size_flash.
-FLASH_MIN_CAPABILITY = 8.0
-FLASH_MAX_HEAD_DIM = 256
+# Every limit below: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+FLASH_MIN_CAPABILITY = 8.0  # check_flash_attention_hardware_support
+FLASH_MAX_HEAD_DIM = 256  # check_head_dim_size_flash
+EFFICIENT_MIN_CAPABILITY = 5.0  # check_mem_efficient_hardware_support
+CUDNN_MAX_HEAD_DIM = 128  # check_cudnn_tensor_shapes
+CUDNN_LATENT_HEAD_DIMS = (192, 128)  # the same: queries and values of multi-head latent attention
+# check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: 192 < width <= 224, or > 224 with dropout.
+SMALL_SHARED_MEMORY = ((8.6, 8.9), (12.0, 12.1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,86 +32,94 @@ class Device:
 
     Args:
         capability: CUDA compute capability, such as 9.0; 0 for a card that has none of CUDA's fused kernels.
+        cuda: Whether it is NVIDIA's: AMD's cards have flash and memory-efficient attention, but no cuDNN.
     """
 
     capability: float
+    cuda: bool = True
 
-
-class _FusedAttention(torch.autograd.Function):
-    """Flash, cuDNN and memory-efficient attention: all save q, k, v, the output and the log-sum-exp.
-
-    Source:
-        aten/src/ATen/native/transformers/cuda/attention.cu and attention_backward.cu (torch 2.11).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, kernel: str) -> Any:
-        shape = (*query.shape[:-1], value.shape[-1])
-        out = _like_layout(query, shape)
-        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, logsumexp, *([bias] if bias is not None else []))
-        ctx.kernel = kernel
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        query, key, value, out = ctx.saved_tensors[:4]
-        grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        if ctx.kernel == "flash":
-            # flash_api.cpp mha_bwd: softmax_d and dq_accum in fp32; dk and dv of every query head before their sum.
-            work = [
-                query.new_empty(query.shape, dtype=torch.float32),
-                out.new_empty(out.shape[:-1], dtype=torch.float32),
-            ]
-            if key.shape[1] != query.shape[1]:
-                work += [key.new_empty(query.shape), value.new_empty(out.shape)]
-            del work
-        return grad_query, grad_key, grad_value, None, None
-
-
-def _like_layout(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Allocates an output in the order in which the query lies (cudnn/MHA.cpp alloc_with_matching_layout)."""
-    order = sorted(range(len(shape)), key=query.stride, reverse=True)
-    return query.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+    @property
+    def prefers_cudnn(self) -> bool:
+        """Whether cuDNN's attention comes first (check_prefer_cudnn_attention; wheels of CUDA 13)."""
+        return self.cuda and 9.0 <= self.capability < 11.0
 
 
 def choose_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, device: Device
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    device: Device,
+    dropout: float = 0.0,
+    causal: bool = True,
 ) -> Kernel:
-    """Names the kernel that `scaled_dot_product_attention` runs on a CUDA card.
+    """Names the kernel that `scaled_dot_product_attention` runs on a CUDA card when gradients are needed.
+
+    Args:
+        query: Shape (batch, heads, sequence, width).
+        key: The same; fewer heads for grouped-query attention.
+        value: The same.
+        mask: Boolean or additive.
+        device: The card.
+        dropout: Probability.
+        causal: Whether the upper triangle is masked by flag.
 
     Source:
-        aten/src/ATen/native/transformers/cuda/sdp_utils.cpp use_flash_attention, use_mem_efficient_attention.
+        sdp_utils.cpp select_sdp_backend: the first that can, of cuDNN (Hopper and Blackwell), flash, efficient, math.
     """
-    grouped = key.shape[1] != query.shape[1]
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    width = query.shape[-1]
-    plain = half and mask is None and width == value.shape[-1] <= FLASH_MAX_HEAD_DIM
-    if plain and device.capability >= FLASH_MIN_CAPABILITY:
+    fits = _Shapes(
+        half=query.dtype in (torch.bfloat16, torch.float16),
+        grouped=key.shape[1] != query.shape[1],
+        masked=mask is not None,
+        width=query.shape[-1],
+        value_width=value.shape[-1],
+        square=query.shape[-2] == key.shape[-2] or not causal,
+        dropout=dropout,
+    )
+    if fits.cudnn(device):
+        return "cudnn"
+    if fits.flash(device):
         return "flash"
-    return "math" if grouped or device.capability < 5.0 else "efficient"
+    return "efficient" if fits.efficient(device, query.dtype) else "math"
 
 
-class _Dropout(torch.autograd.Function):
-    """CUDA's native_dropout keeps a mask of one byte an element (aten/src/ATen/native/cuda/Dropout.cu)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shapes:
+    half: bool
+    grouped: bool
+    masked: bool
+    width: int
+    value_width: int
+    square: bool
+    dropout: float
 
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
-        return torch.empty_like(hidden)
+    def cudnn(self, device: Device) -> bool:
+        """can_use_cudnn_attention."""
+        widths = (self.width, self.value_width)
+        small = max(widths) <= CUDNN_MAX_HEAD_DIM or widths == CUDNN_LATENT_HEAD_DIMS
+        aligned = self.width % 8 == 0 and self.value_width % 8 == 0
+        # check_cudnn_dropout: its probabilities are multiples of 1/16.
+        return device.prefers_cudnn and self.half and small and aligned and (self.dropout * 16).is_integer()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(grads[0])
+    def flash(self, device: Device) -> bool:
+        """can_use_flash_attention."""
+        equal = self.width == self.value_width <= FLASH_MAX_HEAD_DIM
+        cramped = any(low <= device.capability <= high for low, high in SMALL_SHARED_MEMORY)
+        refused = cramped and not (self.width <= 192 or (self.width > 224 and self.dropout == 0))
+        plain = self.half and equal and self.square and not self.masked and not refused
+        return plain and device.capability >= FLASH_MIN_CAPABILITY
+
+    def efficient(self, device: Device, dtype: torch.dtype) -> bool:
+        """can_use_mem_efficient_attention; minimum_gemm_alignment."""
+        tensor_cores = device.capability >= 8.0 or (device.capability >= 7.0 and self.half)
+        alignment = (8 if self.half else 4) if tensor_cores else 1
+        aligned = self.width % alignment == 0 and self.value_width % alignment == 0
+        computes = dtype != torch.bfloat16 or device.capability >= 8.0
+        return aligned and computes and not self.grouped and device.capability >= EFFICIENT_MIN_CAPABILITY
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    if not training or p == 0:
-        return input
-    return _Dropout.apply(input)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _sdpa(original: Callable[..., torch.Tensor], device: Device) -> Callable[..., torch.Tensor]:
+def _sdpa(device: Device) -> Callable[..., torch.Tensor]:
     def attend(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -122,7 +130,7 @@ def _sdpa(original: Callable[..., torch.Tensor], device: Device) -> Callable[...
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        kernel = choose_kernel(query, key, value, attn_mask, device=device)
+        kernel = choose_kernel(query, key, value, attn_mask, device=device, dropout=dropout_p, causal=is_causal)
         if kernel == "math":
             return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -131,17 +139,18 @@ def _sdpa(original: Callable[..., torch.Tensor], device: Device) -> Callable[...
         if bias is not None and bias.dtype == torch.bool:
             # attention.cpp convert_boolean_attn_mask: the kernel adds a bias in the query's type.
             bias = torch.empty_like(bias, dtype=query.dtype)
-        return _FusedAttention.apply(query, key, value, bias, kernel)  # type: ignore[no-any-return, no-untyped-call]
+        if bias is not None and bias.requires_grad:
+            # attention.cpp preprocess_mask: the kernel gives a learned bias its gradient for every sequence and head.
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
+        return FusedAttention.apply(query, key, value, bias)  # type: ignore[no-any-return, no-untyped-call]
 
     return attend
 
 
-def _flash_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
-) -> tuple[torch.Tensor, None]:
-    """FlashAttention-2 reads q, k, v as (batch, sequence, heads, width) and writes the same."""
-    out = _FusedAttention.apply(query, key, value, None, "flash")  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2).contiguous(), None
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0:
+        return input
+    return Dropout.apply(input)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -154,15 +163,14 @@ def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
     """
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
     find_packed = masking_utils.find_packed_sequence_indices
-    AttentionInterface.register(TRACED_FLASH, _flash_attention)
-    AttentionMaskInterface.register(TRACED_FLASH, lambda *_, **__: None)
     if not packed:
         # On real positions it finds one document and gives None; it cannot read fake ones, and assumes several.
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    functional.scaled_dot_product_attention = _sdpa(attention, device)
+    functional.scaled_dot_product_attention = _sdpa(device)
     functional.dropout = _dropout
     try:
-        yield
+        with traced_flash(packed=packed):
+            yield
     finally:
         functional.scaled_dot_product_attention = attention
         functional.dropout = dropout

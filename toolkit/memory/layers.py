@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Attributes that number a layer without changing what it does.
-_NUMBERING = frozenset({"layer_idx", "layer_id", "layer_index", "block_idx", "training"})
+# Module path inside a layer and attribute that numbers it, with the distance from the layer's index.
+Numbering = dict[tuple[str, str], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,31 +32,45 @@ class Stack:
         """Layers of the whole model."""
         return len(self.stands_for)
 
+    def count(self, position: int) -> int:
+        """Gives how many layers a traced one represents; 0 if it only gives others their neighbour."""
+        return self.stands_for.count(position)
 
-def find_stacks(model: nn.Module) -> list[Stack]:
+
+def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[Stack]:
     """Finds the layer lists of a model and how few of their layers must be traced.
 
     A layer stands for another if both have the same structure and so have their neighbours: memory handed from layer
     to layer depends on no more.
+
+    Args:
+        model: A Hugging Face model; no storage is needed.
+        all_layers: Keeps every layer.
     """
-    stacks = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2:
-            continue
-        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in module):
-            continue
-        types = _layer_types(model, len(module))
-        kinds = [(_structure(layer), types[index]) for index, layer in enumerate(module)]
-        kept, stands_for = shorten(kinds)
+    stacks: list[Stack] = []
+    for name, layers in _layer_lists(model):
+        count = len(layers)
+        if all_layers:
+            kept = stands_for = tuple(range(count))
+        else:
+            numbering = _numbering(layers)
+            types = _layer_types(model, count)
+            kept, stands_for = shorten(
+                [(_structure(layer, numbering), types[index]) for index, layer in enumerate(layers)]
+            )
         stacks.append(Stack(prefix=name, kept=kept, stands_for=stands_for))
     return stacks
 
 
 def shorten(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Gives the fewest layers in which every layer finds its like between like neighbours.
+    """Gives few layers among which every layer finds its like between like neighbours.
+
+    The kept layers are the original sequence with loops cut out: what lies between two layers that are alike, with
+    like neighbours, can go if nothing in it is seen there for the first time.
 
     Returns:
-        The indices to keep, and for each index the position of its representative among them.
+        The indices to keep, ascending, and for each index the position of its representative among them. The first
+        layer of each kind is kept, and represents itself.
 
     >>> shorten("AAAAAAAA")
     ((0, 1, 7), (0, 1, 1, 1, 1, 1, 1, 2))
@@ -66,52 +80,91 @@ def shorten(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]
     ends: list[Hashable] = [None, *kinds, None]
     contexts = [tuple(ends[index : index + 3]) for index in range(len(kinds))]
     kept: list[int] = []
-    place: dict[Hashable, int] = {}
+    first: dict[Hashable, int] = {}
     newest = -1  # position of the last context that was seen for the first time
     for index, context in enumerate(contexts):
-        at = place.get(context)
-        if at is None:
+        if context not in first:
             kept.append(index)
-            newest = place[context] = len(kept) - 1
+            newest = first[context] = len(kept) - 1
             continue
-        positions = [position for position, kept_index in enumerate(kept) if contexts[kept_index] == context]
-        back = max(positions)
+        back = max(position for position, kept_index in enumerate(kept) if contexts[kept_index] == context)
         if back >= newest:
             del kept[back + 1 :]
         else:
             kept.append(index)
-    first = {contexts[kept_index]: position for position, kept_index in reversed(list(enumerate(kept)))}
     return tuple(kept), tuple(first[context] for context in contexts)
 
 
 def prune(model: nn.Module, stacks: Sequence[Stack]) -> None:
     """Leaves only the kept layers in a model, and only their entries in the configuration's lists."""
+    configs = _configs(model)
     for stack in stacks:
+        if len(stack.kept) == stack.num_layers:
+            continue
         parent, _, name = stack.prefix.rpartition(".")
         layers = model.get_submodule(stack.prefix)
         assert isinstance(layers, nn.ModuleList)
+        numbering = _numbering(layers)
         setattr(model.get_submodule(parent), name, nn.ModuleList(layers[index] for index in stack.kept))
         for position, index in enumerate(stack.kept):
-            _renumber(layers[index], index, position)
-        for config in _configs(model):
-            _select(config, stack)
+            modules = dict(layers[index].named_modules())
+            for (path, attribute), shift in numbering.items():
+                if path in modules and hasattr(modules[path], attribute):
+                    setattr(modules[path], attribute, position + shift)
+        alone = sum(other.num_layers == stack.num_layers for other in stacks) == 1
+        for config in configs:
+            _select(config, stack, count=alone)
 
 
-def _renumber(layer: nn.Module, old: int, new: int) -> None:
-    for module in layer.modules():
-        for name in _NUMBERING & vars(module).keys():
-            if getattr(module, name) == old and name != "training":
-                setattr(module, name, new)
+def _layer_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Gives the outermost lists of layers that transformers can checkpoint."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2 or name.startswith(tuple(inside)):
+            continue
+        if all(isinstance(layer, GradientCheckpointingLayer) for layer in module):
+            inside.append(f"{name}.")
+            yield name, module
 
 
-def _select(config: Any, stack: Stack) -> None:
+def _numbering(layers: nn.ModuleList) -> Numbering:
+    """Finds the attributes that count with the layers, such as `layer_idx`: they do not make layers differ."""
+    shifts: dict[tuple[str, str], list[int]] = {}
+    for index, layer in enumerate(layers):
+        for key, value in _plain(layer):
+            # True and False would count from 0 to 1.
+            if isinstance(value, int) and not isinstance(value, bool):
+                shifts.setdefault(key, []).append(value - index)
+    return {key: found[0] for key, found in shifts.items() if len(found) > 1 and len(set(found)) == 1}
+
+
+def _plain(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Gives the plain attributes of a layer's modules."""
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | float | str) and name != "training":
+                yield (path, name), value
+
+
+def _structure(layer: nn.Module, numbering: Numbering) -> Hashable:
+    """Describes a layer: its modules, their plain attributes, and the shapes of their parameters."""
+    modules = tuple((path, type(module)) for path, module in layer.named_modules())
+    plain = tuple((key, value) for key, value in _plain(layer) if key not in numbering)
+    tensors = tuple(
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for tensors in (layer.named_parameters(), layer.named_buffers())
+        for name, tensor in tensors
+    )
+    return modules, plain, tensors
+
+
+def _select(config: Any, stack: Stack, *, count: bool) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == stack.num_layers:
             setattr(config, name, [value[index] for index in stack.kept])
-    names = {getattr(type(config), "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers"), "num_layers"}
-    for name in names & vars(config).keys():
-        if getattr(config, name) == stack.num_layers:
-            setattr(config, name, len(stack.kept))
+    number = getattr(type(config), "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
+    if count and getattr(config, number, None) == stack.num_layers:
+        setattr(config, number, len(stack.kept))
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -120,7 +173,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _layer_types(model: nn.Module, count: int) -> list[tuple[Any, ...]]:
+def _layer_types(model: nn.Module, count: int) -> list[tuple[str, ...]]:
     """Gives what the configuration's lists say of each layer."""
     lists = [
         value
@@ -129,22 +182,3 @@ def _layer_types(model: nn.Module, count: int) -> list[tuple[Any, ...]]:
         if isinstance(value, list) and len(value) == count
     ]
     return [tuple(str(values[index]) for values in lists) for index in range(count)]
-
-
-def _structure(layer: nn.Module) -> Hashable:
-    """Describes a layer: its modules, their plain attributes, and the shapes of their parameters."""
-    parts: list[Hashable] = []
-    for name, module in layer.named_modules():
-        plain = tuple(
-            sorted(
-                (key, value)
-                for key, value in vars(module).items()
-                if isinstance(value, (bool, int, float, str)) and key not in _NUMBERING
-            )
-        )
-        shapes = tuple(
-            (key, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-            for key, parameter in module.named_parameters(recurse=False)
-        )
-        parts.append((name, type(module), plain, shapes))
-    return tuple(parts)

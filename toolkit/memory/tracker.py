@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.memory.account import BLOCK_BYTES
-from toolkit.memory.events import Recorder
+from toolkit.memory.events import Owner, Recorder, Release
+
+
+@dataclass(slots=True)
+class _Storage:
+    watch: weakref.ref[Any]
+    cause: str
+    size: int
+    birth: Owner
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -19,58 +29,92 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Storages that exist before, such as parameters, are not counted.
 
+    Args:
+        recorder: What notes them.
+        cause: Gives the cause of what is allocated now.
+        owner: Gives the layer that runs now.
+
     Source:
         torch/distributed/_tools/mem_tracker.py watches storages through weak references in the same way.
     """
 
-    def __init__(self, recorder: Recorder, cause: Callable[[], str]) -> None:
+    def __init__(self, recorder: Recorder, *, cause: Callable[[], str], owner: Callable[[], Owner]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._cause = cause
-        self._live: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+        self._owner = owner
+        self._live: dict[int, _Storage] = {}
+        self._on_host = False
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
         """Leaves the storages of `tensors` out."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            self._live[key] = (weakref.ref(storage, self._releaser(key)), "", 0)
+            self._note(tensor.untyped_storage(), cause="", size=0)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._watch(leaf)
+        if isinstance(result, torch.Tensor):
+            self._watch(result)
+        else:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._watch(leaf)
         return result
 
     def hand_over(self, tensor: torch.Tensor) -> int:
         """Stops counting a tensor's storage, which an engine takes over; gives its bytes."""
-        storage = tensor.untyped_storage()
-        entry = self._live.get(storage._cdata)
-        if entry is None or not entry[2]:
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        if entry is None or not entry.size:
             return tensor.nbytes
-        reference, cause, size = entry
-        self._live[storage._cdata] = (reference, cause, 0)
-        self._recorder.change(cause, -size)
+        size = entry.size
+        self._subtract(entry)
+        entry.size = 0
         return size
+
+    @contextlib.contextmanager
+    def host(self) -> Iterator[None]:
+        """Leaves out what a block allocates: it lies in host memory."""
+        self._on_host = True
+        yield
+        self._on_host = False
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes counted and not yet released."""
+        return sum(entry.size for entry in self._live.values())
 
     def _watch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live:
+        if storage._cdata in self._live:
             return
-        size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        size = 0 if self._on_host else -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         cause = self._cause()
-        self._live[key] = (weakref.ref(storage, self._releaser(key)), cause, size)
+        self._note(storage, cause=cause, size=size)
         if size:
             self._recorder.change(cause, size)
 
-    def _releaser(self, key: int) -> Callable[[Any], None]:
-        return lambda _: self._release(key)
+    def _note(self, storage: Any, *, cause: str, size: int) -> None:
+        key = storage._cdata
+        self._live[key] = _Storage(weakref.ref(storage, lambda _: self._release(key)), cause, size, self._owner())
 
     def _release(self, key: int) -> None:
         entry = self._live.pop(key, None)
-        if entry is not None and entry[2]:
-            self._recorder.change(entry[1], -entry[2])
+        if entry is not None and entry.size:
+            self._subtract(entry)
+
+    def _subtract(self, entry: _Storage) -> None:
+        """Notes a release; one that its segment does not do in each layer that it stands for is noted apart."""
+        now = self._owner()
+        if _is_local(entry.birth, now):
+            self._recorder.change(entry.cause, -entry.size)
+        else:
+            self._recorder.note(Release(entry.cause, entry.size, entry.birth))
+
+
+def _is_local(birth: Owner, now: Owner) -> bool:
+    """Whether each layer releases what its like neighbour, or itself, has allocated."""
+    if birth is None or now is None:
+        return birth is now
+    return birth[0] == now[0] and abs(birth[1] - now[1]) <= 1

@@ -1,0 +1,159 @@
+"""From the trace of a pruned model to that of the whole: traced layers repeated for all that they stand for.
+
+All of it is exact: a segment is what each of its layers does, but for memory that crosses between the layers and what
+surrounds them. What all layers share is released once, by the layer that needs it last; what each layer hands out
+beyond its neighbours, such as router logits, is released as often as there are layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from toolkit.memory.events import Mark, Owner, Parameter, Placed, Release, Run, TracedEvent, join
+from toolkit.memory.layers import Stack
+from toolkit.memory.segments import Locator, Segment
+
+
+def expand(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: bool) -> tuple[Placed, ...]:
+    """Gives the events of the whole model.
+
+    Args:
+        segments: Of the pruned model, in the order in which they ran.
+        stacks: Its layers.
+        backward: Whether the layers run from last to first.
+    """
+    return tuple(join(_stretch(segments, stacks, backward=backward)))
+
+
+def _stretch(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: bool) -> Iterator[Placed]:
+    if all(len(stack.kept) == stack.num_layers for stack in stacks):
+        for segment in segments:
+            yield from _as_traced(segment, stacks)
+        return
+    for index, group in itertools.groupby(segments, key=lambda segment: segment.owner and segment.owner[0]):
+        if index is None:
+            for segment in group:
+                yield from _outside(segment.events, stacks)
+            continue
+        mine: dict[int, list[TracedEvent]] = {}
+        for segment in group:
+            assert segment.owner is not None
+            mine.setdefault(segment.owner[1], []).extend(segment.events)
+        yield from _layers(mine, stacks, index, backward=backward)
+
+
+def _as_traced(segment: Segment, stacks: Sequence[Stack]) -> Iterator[Placed]:
+    """Gives a segment of a model whose layers were all traced."""
+    for event in segment.events:
+        if isinstance(event, Release):
+            yield _released(event, 1)
+        elif isinstance(event, Mark):
+            owner = segment.owner
+            yield Placed(event, event.name if owner is None else _name(event, stacks[owner[0]], owner[1]))
+        else:
+            yield Placed(event)
+
+
+def _outside(events: Iterable[TracedEvent], stacks: Sequence[Stack]) -> Iterator[Placed]:
+    for event in events:
+        if isinstance(event, Release):
+            yield _released(event, _count(event.birth, stacks))
+        elif isinstance(event, Mark):
+            yield Placed(event, event.name)
+        else:
+            yield Placed(event)
+
+
+def _layers(
+    mine: dict[int, list[TracedEvent]], stacks: Sequence[Stack], at: int, *, backward: bool
+) -> Iterator[Placed]:
+    stack = stacks[at]
+    order = range(stack.num_layers)
+    # The last of the layers that share something lets go of it: in the backward pass that is the first layer.
+    final = {position: layer for layer, position in enumerate(stack.stands_for)}
+    if backward:
+        final = {position: layer for layer, position in reversed(list(enumerate(stack.stands_for)))}
+    for layer in reversed(order) if backward else order:
+        position = stack.stands_for[layer]
+        for event in mine.get(position, []):
+            if isinstance(event, Release):
+                if event.birth is not None and event.birth[0] == at and stack.count(event.birth[1]) > 1:
+                    yield _released(event, 1)
+                elif final[position] == layer:
+                    yield _released(event, _count(event.birth, stacks))
+            elif isinstance(event, Mark):
+                yield Placed(event, _name(event, stack, layer))
+            else:
+                yield Placed(event)
+    for position, events in mine.items():
+        if position not in final:  # a layer that gives others their neighbour may be the one that lets go
+            shared = (event for event in events if isinstance(event, Release))
+            yield from (_released(event, _count(event.birth, stacks)) for event in shared)
+
+
+def _name(mark: Mark, stack: Stack, layer: int) -> str:
+    if mark.layer is None:
+        return mark.name
+    owner = f"{stack.prefix}.{layer + mark.layer}"
+    return f"{owner}.{mark.name}" if mark.name else owner
+
+
+def _released(release: Release, times: int) -> Placed:
+    return Placed(Run(0, (), ((release.cause, -release.size * times),) if times else ()))
+
+
+def _count(birth: Owner, stacks: Sequence[Stack]) -> int:
+    """Gives how often the whole model allocates what the pruned one allocates once."""
+    return 1 if birth is None else stacks[birth[0]].count(birth[1])
+
+
+def expand_parameters(model: Any, stacks: Sequence[Stack]) -> tuple[Parameter, ...]:
+    """Gives the whole model's parameters in its own order: a layer's are those of the layer that stands for it."""
+    named = model.named_parameters()
+    return tuple(_parameter(name, parameter) for name, parameter in _repeated(named, stacks))
+
+
+def expand_buffers(model: Any, stacks: Sequence[Stack]) -> int:
+    """Gives the bytes of the whole model's buffers."""
+    return sum(buffer.nbytes for _, buffer in _repeated(model.named_buffers(), stacks))
+
+
+def expand_host_copies(copies: Iterable[tuple[Owner, int]], stacks: Sequence[Stack]) -> tuple[int, ...]:
+    """Gives the bytes of each tensor that the whole model keeps on the host."""
+    return tuple(size for owner, size in copies for _ in range(_count(owner, stacks)))
+
+
+def _repeated(named: Iterable[tuple[str, torch.Tensor]], stacks: Sequence[Stack]) -> Iterator[tuple[str, torch.Tensor]]:
+    locate = Locator(stacks)
+    order: list[tuple[str, torch.Tensor] | int] = []
+    inside: dict[int, dict[int, list[tuple[str, torch.Tensor]]]] = {}
+    for name, tensor in named:
+        where = locate(name)
+        if where is None:
+            order.append((name, tensor))
+            continue
+        stack, position, rest = where
+        if stack not in inside:
+            order.append(stack)
+        inside.setdefault(stack, {}).setdefault(position, []).append((rest, tensor))
+    for entry in order:
+        if not isinstance(entry, int):
+            yield entry
+            continue
+        for layer, position in enumerate(stacks[entry].stands_for):
+            for rest, tensor in inside[entry].get(position, []):
+                yield f"{stacks[entry].prefix}.{layer}.{rest}", tensor
+
+
+def _parameter(name: str, parameter: torch.Tensor) -> Parameter:
+    return Parameter(
+        name=name,
+        numel=parameter.numel(),
+        itemsize=parameter.element_size(),
+        trainable=parameter.requires_grad,
+        module=name.rpartition(".")[0],
+    )

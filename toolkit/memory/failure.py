@@ -1,0 +1,67 @@
+"""A model that cannot be traced: which module stands in the way, and what can be done."""
+
+from __future__ import annotations
+
+import traceback
+
+import transformers
+from torch import nn
+
+from toolkit.errors import PlanError, SpecError
+
+# torch/_subclasses/fake_tensor.py: what fake tensors raise where code asks for the values of a tensor.
+_DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+
+
+def trace_failed(error: BaseException, model: nn.Module | None) -> PlanError:
+    """Gives the problem of an exception that was raised while a model ran on fake tensors.
+
+    Args:
+        error: As raised.
+        model: What ran; None if it could not even be built.
+    """
+    module = "" if model is None else _deepest_module(error, model)
+    place = f"in {module}" if module else "in the backward pass" if model is not None else "while it was built"
+    reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    kind = type(error).__name__
+    if kind in _DATA_DEPENDENT:
+        fix = (
+            "Its sizes depend on the values of tensors: choose another train.attention or a model class of transformers"
+        )
+    else:
+        fix = "Choose another train.attention, correct the model's config.json, or update transformers"
+    return PlanError.of(
+        code="TRACE_FAILED",
+        key="model",
+        message=f"the model cannot be traced, {place}: {kind}: {reason}"
+        if reason
+        else f"the model cannot be traced, {place}: {kind}",
+        fix=fix,
+        source="torch/_subclasses/fake_tensor.py" if kind in _DATA_DEPENDENT else "",
+    )
+
+
+def _deepest_module(error: BaseException, model: nn.Module) -> str:
+    """Gives the path and class of the innermost module whose forward pass was running."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            name = names[id(module)]
+            return f"{name} ({type(module).__name__})" if name else type(module).__name__
+    return ""
+
+
+def unknown_architecture(error: Exception, name: str, *, trust_remote_code: bool) -> SpecError:
+    """Gives the problem of a configuration that transformers has no model for."""
+    reason = error.problems[0].message if isinstance(error, SpecError) else (str(error).splitlines() or [""])[0]
+    return SpecError.of(
+        code="MODEL_CLASS",
+        key="model",
+        message=f"transformers {transformers.__version__} cannot build {name}: {reason.rstrip('.')}",
+        fix="Update transformers, or choose a decoder model that it knows"
+        if trust_remote_code
+        else "Set model.trust_remote_code to true if the repository brings its own code and you trust it, update "
+        "transformers, or choose a decoder model that it knows",
+        source="transformers models/auto/configuration_auto.py",
+    )

@@ -1,0 +1,101 @@
+"""The batches that a model is traced on, as the collator would give them, and the loss that follows.
+
+B: sequences of a micro batch, S: tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
+
+from toolkit.modeling.loss import auxiliary_loss, summed_cross_entropy
+from toolkit.spec.job import Packing
+
+Task = Literal[
+    "causal-lm", "sequence-classification", "masked-lm", "seq2seq-lm", "image-classification", "image-text-to-text"
+]
+TASKS: tuple[Task, ...] = get_args(Task)
+
+Batch = dict[str, torch.Tensor]
+
+
+def auto_class(task: Task) -> Any:
+    """Gives the class of transformers that builds a task's model."""
+    return {
+        "causal-lm": AutoModelForCausalLM,
+        "sequence-classification": AutoModelForSequenceClassification,
+        "masked-lm": AutoModelForMaskedLM,
+        "seq2seq-lm": AutoModelForSeq2SeqLM,
+        "image-classification": AutoModelForImageClassification,
+        "image-text-to-text": AutoModelForImageTextToText,
+    }[task]
+
+
+def make_batch(
+    task: Task,
+    config: PreTrainedConfig,
+    *,
+    micro_batch: int,
+    sequence_length: int,
+    packing: Packing,
+    flatten: bool,
+    dtype: torch.dtype,
+) -> tuple[Batch, torch.Tensor]:
+    """Makes inputs and labels of the shapes and types of a full batch.
+
+    Args:
+        task: What the model does.
+        config: Of the model.
+        micro_batch: Sequences, or images.
+        sequence_length: Tokens of a sequence; of input and of target for seq2seq-lm.
+        packing: Which of `attention_mask` and `position_ids` goes with the tokens, as `toolkit.data.collate` has it.
+        flatten: Whether `separated` rows are joined end to end.
+        dtype: Of images.
+
+    Returns:
+        The model's keyword arguments, and the labels.
+    """
+    shape = (micro_batch, sequence_length)
+    if packing == "separated" and flatten:
+        shape = (1, micro_batch * sequence_length)
+    if task == "image-classification":
+        return {"pixel_values": _pixels(config, micro_batch, dtype)}, _tokens((micro_batch,))
+    inputs = {"input_ids": _tokens(shape)}
+    if packing == "none":
+        inputs["attention_mask"] = _tokens(shape)
+    elif packing == "separated":
+        inputs["position_ids"] = _tokens(shape)
+    if task == "sequence-classification":
+        return inputs, _tokens((shape[0],))
+    if task == "image-text-to-text":
+        inputs["pixel_values"] = _pixels(getattr(config, "vision_config", config), micro_batch, dtype)
+    return inputs, _tokens(shape)
+
+
+def loss_of(task: Task, outputs: Any, labels: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """Gives the loss that the engine differentiates: ours for causal language models, else the model's own."""
+    if task != "causal-lm":
+        return outputs.loss  # type: ignore[no-any-return]
+    loss = summed_cross_entropy(outputs.logits, labels)
+    router = auxiliary_loss(outputs, config)
+    return loss if router is None else loss + router
+
+
+def _tokens(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def _pixels(config: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return torch.zeros((count, config.num_channels, height, width), dtype=dtype)

@@ -1,0 +1,213 @@
+"""One run of a pruned model, cut into segments: what precedes the layers, each layer, what follows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from toolkit.memory.causes import LOSS, Causes, cause_of
+from toolkit.memory.events import Mark, MarkKind, Owner, Recorder, TracedEvent
+from toolkit.memory.layers import Stack
+from toolkit.memory.tracker import StorageTracker
+from toolkit.memory.zero_hooks import hook_modules
+from toolkit.modeling import checkpointing
+
+
+@dataclass(slots=True)
+class Segment:
+    """What happened while one layer, or what surrounds the layers, ran."""
+
+    owner: Owner
+    events: list[TracedEvent] = field(default_factory=list)
+
+
+class Locator:
+    """Where a path of the pruned model lies."""
+
+    def __init__(self, stacks: Sequence[Stack]) -> None:
+        self._stacks = stacks
+
+    def __call__(self, path: str) -> tuple[int, int, str] | None:
+        """Gives stack, position among its traced layers and path inside the layer; None outside the layers."""
+        for index, stack in enumerate(self._stacks):
+            if path.startswith(f"{stack.prefix}."):
+                number, _, rest = path[len(stack.prefix) + 1 :].partition(".")
+                return index, int(number), rest
+        return None
+
+
+class Segmenter:
+    """Runs a model on fake tensors and cuts what it does to memory into segments.
+
+    Args:
+        model: With storage on the fake device, in training mode.
+        stacks: Its layers, by paths of this model.
+        marked: Whether the hooks of ZeRO-3 are marked.
+    """
+
+    def __init__(self, model: Any, stacks: Sequence[Stack], *, marked: bool) -> None:
+        self.forward: list[Segment] = []
+        self.backward: list[Segment] = []
+        self.host_copies: list[tuple[Owner, int]] = []
+        self._model = model
+        self._stacks = stacks
+        self._marked = marked
+        self._locate = Locator(stacks)
+        self._recorder = Recorder()
+        self._causes = Causes()
+        self._owner: Owner = None
+        self._inside = False  # whether a layer's forward pass is running
+        self._ran: list[tuple[int, int]] = []
+        self._handles: list[Any] = []
+        self.tracker = StorageTracker(self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner)
+
+    def run(self, step: Callable[[], torch.Tensor]) -> None:
+        """Runs forward and backward.
+
+        Args:
+            step: Runs the model on a batch that it makes, and gives the loss.
+        """
+        self.tracker.ignore([*self._model.parameters(), *self._model.buffers()])
+        self._hook()
+        try:
+            with self.tracker, self._inputs_on_host():
+                loss = step()
+                self._switch(None)
+                self._causes.backward = True
+                loss.backward()  # type: ignore[no-untyped-call]
+                del loss
+                self._close()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def _inputs_on_host(self) -> Iterator[None]:
+        """Sends layer inputs that wait in host memory out of what is counted: on fake tensors both are CPU memory."""
+        move = checkpointing._HostCopy.move_to_host
+
+        def uncounted(held: Any) -> None:
+            self.host_copies.append((self._owner, held._tensor.nbytes))
+            with self.tracker.host():
+                move(held)
+
+        checkpointing._HostCopy.move_to_host = uncounted  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            checkpointing._HostCopy.move_to_host = move  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def loss(self) -> Iterator[None]:
+        """Reports what is allocated in a block under the loss."""
+        self._causes.push(LOSS)
+        yield
+        self._causes.pop()
+
+    def _switch(self, owner: Owner) -> None:
+        """Ends the current segment and starts another."""
+        self._close()
+        self._owner = owner
+
+    def _close(self) -> None:
+        events = self._recorder.take()
+        if events:
+            (self.backward if self._causes.backward else self.forward).append(Segment(self._owner, events))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the layers of each list that ran at all ran once each, one list after the other.
+
+        Only then can one layer stand for another.
+        """
+        expected = [
+            (index, position)
+            for index in dict.fromkeys(index for index, _ in self._ran)
+            for position in range(len(self._stacks[index].kept))
+        ]
+        return self._ran == expected
+
+    def _hook(self) -> None:
+        for index, stack in enumerate(self._stacks):
+            layers: Any = self._model.get_submodule(stack.prefix)
+            for position, layer in enumerate(layers):
+                self._hook_layer(layer, (index, position))
+        for name, module in self._model.named_modules():
+            where = self._locate(name)
+            if where is None:
+                self._handles.append(module.register_forward_pre_hook(self._leave_layers))
+            cause = cause_of(name, module, within=where[2] if where is not None else None)
+            if cause is not None:
+                self._handles += self._causes.hook(module, cause)
+        if self._marked:
+            self._handles += hook_modules(
+                self._model, lambda name, fetch: self._mark("fetch" if fetch else "release", name)
+            )
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient(name)))
+
+    def _leave_layers(self, module: nn.Module, args: Any) -> None:
+        """A module outside the layers runs: only now has the last layer's call let go of its arguments."""
+        if self._owner is not None and not self._inside and not self._causes.backward:
+            self._switch(None)
+
+    def _hook_layer(self, layer: nn.Module, owner: tuple[int, int]) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._causes.backward:
+                return
+            self._switch(owner)
+            self._inside = True
+            self._ran.append(owner)
+            if owner[1] == 0:
+                tensor = _first_tensor((args, kwargs))
+                if tensor is not None and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._switch(None))  # type: ignore[no-untyped-call]
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            if self._causes.backward:
+                return
+            self._inside = False
+            tensor = _first_tensor(output)
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._switch(owner))  # type: ignore[no-untyped-call]
+
+        self._handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(layer.register_forward_hook(leave))
+
+    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            size = self.tracker.hand_over(parameter.grad)
+            parameter.grad = None
+            self._mark("gradient", name, size=size)
+
+        return take
+
+    def _mark(self, kind: MarkKind, name: str, *, size: int = 0) -> None:
+        backward = self._causes.backward
+        where = self._locate(name)
+        if where is None:
+            self._recorder.note(Mark(kind, name, None, size, backward))
+            return
+        stack, position, rest = where
+        if self._owner is not None and self._owner[0] == stack:
+            self._recorder.note(Mark(kind, rest, position - self._owner[1], size, backward))
+            return
+        # Outside of the layers: the first and last layers stand for themselves.
+        original = self._stacks[stack].kept[position]
+        self._recorder.note(Mark(kind, f"{self._stacks[stack].prefix}.{original}.{rest}", None, size, backward))
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    """Gives the first floating-point tensor of nested arguments."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf
+    return None

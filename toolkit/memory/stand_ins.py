@@ -1,0 +1,70 @@
+"""Stand-ins for CUDA kernels whose CPU counterparts save other tensors for the backward pass.
+
+They allocate, save and release what the CUDA kernel does, and compute nothing.
+B: sequences, H: heads, S: tokens, D: width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class FusedAttention(torch.autograd.Function):
+    """Flash, cuDNN and memory-efficient attention: all save q, k, v, the output and the log-sum-exp.
+
+    Source:
+        aten/src/ATen/native/transformers/cuda/attention.cu, attention_backward.cu, flash_attn/flash_api.cpp mha_bwd,
+        mem_eff_attention/kernel_backward.h (workspace_elements_gq).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHSD: torch.Tensor,
+        key_BHSD: torch.Tensor,
+        value_BHSD: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> Any:
+        """Allocates the output and the log-sum-exp."""
+        out_BHSD = _like_layout(query_BHSD, (*query_BHSD.shape[:-1], value_BHSD.shape[-1]))
+        logsumexp_BHS = query_BHSD.new_empty(query_BHSD.shape[:-1], dtype=torch.float32)
+        saved = [query_BHSD, key_BHSD, value_BHSD, out_BHSD, logsumexp_BHS]
+        ctx.save_for_backward(*saved, *([] if bias is None else [bias]))
+        return out_BHSD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Allocates the gradients; 16-bit kernels sum dq in fp32, and dk and dv a query head before the heads' sum."""
+        query, key, value, out, _, *bias = ctx.saved_tensors
+        grad_bias = torch.empty_like(bias[0]) if bias and ctx.needs_input_grad[3] else None
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        work = [out.new_empty(out.shape[:-1], dtype=torch.float32)]
+        if query.dtype != torch.float32:
+            work.append(query.new_empty(query.shape, dtype=torch.float32))
+        if key.shape[1] != query.shape[1]:
+            work += [key.new_empty(query.shape), value.new_empty(out.shape)]
+        del work
+        return grad_query, grad_key, grad_value, grad_bias
+
+
+def _like_layout(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Allocates an output in the order in which the query lies (cudnn/MHA.cpp alloc_with_matching_layout)."""
+    order = sorted(range(len(shape)), key=query.stride, reverse=True)
+    return query.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+
+
+class Dropout(torch.autograd.Function):
+    """CUDA's native_dropout keeps a mask of one byte an element (aten/src/ATen/native/cuda/Dropout.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Allocates the mask and the output."""
+        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        """Allocates the gradient."""
+        return torch.empty_like(grads[0])
