@@ -44,9 +44,7 @@ def test_the_card_needs_no_more_than_it_used(reports, name):
 
 
 def test_half_of_the_peaks_are_within_a_thousandth(reports):
-    errors = [
-        abs(reports[name].peak_allocated_bytes / run["peak_allocated_bytes"] - 1) for name, run in RUNS.items()
-    ]
+    errors = [abs(reports[name].peak_allocated_bytes / run["peak_allocated_bytes"] - 1) for name, run in RUNS.items()]
     assert statistics.median(errors) < 0.001
 
 

@@ -85,12 +85,12 @@ class Case:
         """
         job = self.job if self.file is None else self.file.fit(self.job)
         try:
-            return resolve_with(job, model=self.model, gpu=self.gpu)
+            return resolve_with(job, model=self.model, gpu=self.gpu, to_run=False)
         except PlanError as error:
             if set(error.codes) != {"OFFLOAD_HOST_MEMORY"}:
                 raise
         ample = job.cluster.model_copy(update={"host_memory_gib": _AMPLE_HOST_GIB})
-        roomy = resolve_with(job.model_copy(update={"cluster": ample}), model=self.model, gpu=self.gpu)
+        roomy = resolve_with(job.model_copy(update={"cluster": ample}), model=self.model, gpu=self.gpu, to_run=False)
         return replace(roomy, job=job)
 
 

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from toolkit.memory.account import Account
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.device import Allocator, overhead, workspace_bytes
 from toolkit.memory.engines.bf16 import Bf16
+from toolkit.memory.engines.ddp import Ddp
+from toolkit.memory.engines.fsdp2 import Fsdp2
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage0 import Stage0
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import Stage12
-from toolkit.memory.host import HostReport, host_bytes
+from toolkit.memory.host import HostReport, host_bytes, pinned
 from toolkit.memory.kernels import Device
+from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
 from toolkit.memory.trace import Trace, trace
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
+from toolkit.spec.job import Strategy
 from toolkit.units import GIB
 
 # Ranks differ only in the gradients that their partition touches; so many sizes are told apart, each rounded up.
 MAX_RANK_KINDS = 8
 
+ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
+    "ddp": (
+        "under DDP weights, gradients and AdamW's moments have the training precision, as transformers loads them: "
+        "there is no fp32 master copy",
+    ),
+    "fsdp2": (
+        "Accelerate keeps FSDP2's trainable parameters in fp32 shards and gathers them in the training precision",
+    ),
+}
 
-def choose_engine(settings: EngineSettings) -> Callable[..., Replay]:
-    """Gives the wrapper that DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
+
+def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., Replay]:
+    """Gives what wraps the optimizer; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
+    if strategy != "zero":
+        return Ddp if strategy == "ddp" else Fsdp2
     if settings.zero_stage == 0:
         return Stage0
     if settings.zero_stage == 3:
@@ -61,13 +78,14 @@ def estimate(
     Raises:
         PlanError: TRACE_FAILED.
     """
-    settings = EngineSettings.read(
-        deepspeed_config if deepspeed_config is not None else plan.deepspeed_config(),
-        dp_size=plan.grid.dp,
-        built_partitioned=built_partitioned,
-    )
+    settings = engine_settings(plan, deepspeed_config, built_partitioned=built_partitioned)
     events = traced or trace_plan(plan, marks_modules=settings.zero_stage == 3)
-    accounts = replay_ranks(events, settings, workspace=workspace_bytes(capability(plan.gpu)))
+    accounts = replay_ranks(
+        events,
+        settings,
+        strategy=plan.job.parallel.strategy,
+        workspace=workspace_bytes(capability(plan.gpu)),
+    )
     phases = {rank: _phases(account) for rank, account in accounts.items()}
     ranks = tuple(
         RankReport(rank=rank, coordinate=plan.grid.coordinate(rank), phases=phases[dp])
@@ -88,10 +106,14 @@ def estimate(
         context_and_nccl_bytes=around.context_and_nccl_bytes,
         gpu_capacity_bytes=plan.gpu.memory_bytes,
         host=_host(plan, events, settings),
-        checkpoint_bytes=checkpoint_bytes(events, settings),
+        checkpoint_bytes=checkpoint_bytes(events, settings, plan.job.parallel.strategy),
         num_traced_layers=events.num_traced_layers,
         num_layers=events.num_layers,
-        assumptions=(),
+        assumptions=(
+            *events.assumptions,
+            *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
+            *((NF4,) if plan.job.train.method == "qlora" else ()),
+        ),
     )
 
 
@@ -104,9 +126,25 @@ def trace_plan(plan: Plan, *, marks_modules: bool) -> Trace:
     return trace(plan, device=Device(capability=capability(plan.gpu)), marks_modules=marks_modules)
 
 
-def replay_ranks(events: Trace, settings: EngineSettings, *, workspace: int) -> dict[int, Account]:
+def engine_settings(
+    plan: Plan, deepspeed_config: Mapping[str, Any] | None = None, *, built_partitioned: bool = True
+) -> EngineSettings:
+    """Gives what the engine's memory depends on, from a DeepSpeed configuration or from the plan's own."""
+    if deepspeed_config is not None:
+        return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, built_partitioned=built_partitioned)
+    settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, built_partitioned=built_partitioned)
+    if plan.job.train.optimizer == "adamw_8bit":
+        return replace(settings, optimizer="adamw_8bit")
+    if plan.job.parallel.strategy != "zero" and settings.optimizer == "fused_adam":
+        return replace(settings, optimizer="torch_adamw")  # DeepSpeed's kernel comes with DeepSpeed alone
+    return settings
+
+
+def replay_ranks(
+    events: Trace, settings: EngineSettings, *, workspace: int, strategy: Strategy = "zero"
+) -> dict[int, Account]:
     """Replays one rank of each kind; gives every data-parallel rank the account of its kind."""
-    engine = choose_engine(settings)
+    engine = choose_engine(settings, strategy)
     if engine is not Stage12:
         account = engine(events, settings, workspace_bytes=workspace).run()
         return dict.fromkeys(range(settings.dp_size), account)
@@ -136,12 +174,16 @@ def capability(gpu: Gpu) -> float:
         return 8.0
 
 
-def checkpoint_bytes(events: Trace, settings: EngineSettings) -> int:
-    """Gives the disk space of one DeepSpeed checkpoint: 16-bit model, fp32 master copy, optimizer state."""
+def checkpoint_bytes(events: Trace, settings: EngineSettings, strategy: Strategy = "zero") -> int:
+    """Gives the disk space of one checkpoint: DeepSpeed's holds the 16-bit model, fp32 master copy and optimizer state."""
     trainable = sum(parameter.numel for parameter in events.parameters if parameter.trainable)
     model = sum(parameter.size for parameter in events.parameters)
     master = settings.master_itemsize if settings.itemsize < 4 or settings.zero_stage else 0
-    return model + trainable * (master + settings.state_bytes)
+    if strategy == "ddp":
+        return int(model + trainable * settings.state_bytes * settings.itemsize / 4)
+    if strategy == "fsdp2":  # fp32 parameters, which are the master copy
+        return int(model - trainable * settings.itemsize + trainable * (4 + settings.state_bytes))
+    return int(model + trainable * (master + settings.state_bytes))
 
 
 def _phases(account: Account) -> dict[str, PhaseReport]:
@@ -156,8 +198,23 @@ def _host(plan: Plan, events: Trace, settings: EngineSettings) -> HostReport:
     numel = -(-sum(parameter.numel for parameter in trainable) // settings.dp_size)
     largest = max((parameter.numel for parameter in trainable), default=0)
     gib = plan.job.cluster.host_memory_gib or (plan.gpu.host.host_memory_gib if plan.gpu.host else None)
+    found = host_bytes(
+        events,
+        settings,
+        partition_numel=numel,
+        largest_numel=largest,
+        host_groups=Stage3(events, settings, workspace_bytes=0).host_groups if settings.zero_stage == 3 else (),
+    )
+    if plan.profile.activations:
+        layers = max(1, round(plan.settings.gradient_checkpointing * events.num_layers))
+        tokens = plan.settings.batch.micro * plan.settings.sequence_length
+        # modeling/checkpointing.py: the input of each layer that recomputes, page-locked.
+        found["layer inputs"] = layers * pinned(tokens * plan.model.hidden_size * settings.itemsize)
+    if plan.job.parallel.strategy != "zero":
+        # Each process has the whole model in host memory before it moves or is sharded.
+        found = {"process": found["process"], "weights": sum(parameter.size for parameter in events.parameters)}
     return HostReport(
-        bytes_per_rank=host_bytes(events, settings, partition_numel=numel, largest_numel=largest),
+        bytes_per_rank=found,
         ranks_per_node=plan.job.cluster.gpus_per_node,
         capacity_bytes=None if gib is None else int(gib * GIB),
     )

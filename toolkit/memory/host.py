@@ -7,6 +7,7 @@ _setup_for_real_optimizer, defragment), runtime/swap_tensor; ATen/cuda/CachingHo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from toolkit.memory.engines.settings import EngineSettings
@@ -16,6 +17,9 @@ from toolkit.units import GIB
 # Resident memory of a training process before its tensors: Python, torch, CUDA's libraries, DeepSpeed. Peak RSS of
 # ranks that keep nothing on the host, torch 2.11: 1.99 to 2.15 GiB.
 PROCESS_BYTES = int(2.0 * GIB)
+# The same while the model is built, before kernels and communicators are loaded: peak RSS of ZeRO-3 ranks without
+# offload, less their partitions, 1.43 to 1.53 GiB.
+PROCESS_START_BYTES = int(1.5 * GIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,14 @@ def pinned(size: float) -> int:
     return 1 << math.ceil(math.log2(size)) if size >= 1 else 0
 
 
-def host_bytes(trace: Trace, settings: EngineSettings, *, partition_numel: int, largest_numel: int) -> dict[str, int]:
+def host_bytes(
+    trace: Trace,
+    settings: EngineSettings,
+    *,
+    partition_numel: int,
+    largest_numel: int,
+    host_groups: Sequence[int] = (),
+) -> dict[str, int]:
     """Gives a rank's host memory by cause, bytes.
 
     Args:
@@ -60,48 +71,53 @@ def host_bytes(trace: Trace, settings: EngineSettings, *, partition_numel: int, 
         settings: What the engine's memory depends on.
         partition_numel: Trainable elements whose optimizer state this rank owns.
         largest_numel: Elements of the largest parameter.
+        host_groups: Elements of the ZeRO-3 sub-groups whose optimizer state the CPU keeps.
     """
-    held = pinned if settings.pin_memory else int
     found = {"process": PROCESS_BYTES}
     if settings.zero_stage == 3:
         stored = sum(math.ceil(p.numel / settings.dp_size) * p.itemsize for p in trace.parameters)
-        found |= _stage3(settings, partition_numel, stored, held)
+        found |= _stage3(settings, partition_numel, stored, host_groups)
     elif settings.offload_optimizer:
-        itemsize, master = settings.itemsize, settings.master_itemsize
+        itemsize, master, held = settings.itemsize, settings.master_itemsize, _holder(settings)
         found["master parameters"] = held(master * partition_numel)
         found["gradients in fp32"] = held(master * partition_numel)
         found["parameter staging"] = held(itemsize * partition_numel)
         found["gradient staging"] = held(itemsize * largest_numel)
-        found["optimizer state"] = settings.state_bytes * partition_numel
+        found["optimizer state"] = int(settings.state_bytes * partition_numel)
         if settings.accumulation_steps > 1:
             mine = partition_numel + (largest_numel if settings.dp_size > 1 else 0)
             # One pinned buffer a parameter; rounded up each, half as much again on average.
             found["accumulated gradients"] = int(itemsize * mine * (1.5 if settings.pin_memory else 1.0))
-    return found
+    return {cause: size for cause, size in found.items() if size}
 
 
-def _stage3(settings: EngineSettings, numel: int, stored: int, held: object) -> dict[str, int]:
+def _holder(settings: EngineSettings) -> Callable[[float], int]:
+    return pinned if settings.pin_memory else int
+
+
+def _stage3(settings: EngineSettings, numel: int, stored: int, host_groups: Sequence[int]) -> dict[str, int]:
     found: dict[str, int] = {}
-    rounding = pinned if held is pinned else int
+    held = _holder(settings)
+    if settings.offload_optimizer == "cpu":
+        moved = sum(host_groups)
+        found["master parameters"] = settings.master_itemsize * moved
+        found["gradients in fp32"] = sum(held(settings.master_itemsize * group) for group in host_groups)
+        found["optimizer state"] = int(settings.state_bytes * moved)
+    elif settings.offload_optimizer == "nvme":
+        group = min(settings.sub_group_size, numel)
+        found["optimizer swap buffers"] = settings.nvme_optimizer_buffers * group * settings.master_itemsize
+    if settings.offload_optimizer:
+        found["gradient partition"] = held(settings.accumulation_itemsize * numel)
     if settings.offload_param == "cpu":
-        found["parameter partitions"] = rounding(stored)
+        found["parameter partitions"] = held(stored)
         # zero.Init pinned each partition by itself before it was copied into the flat buffer; torch keeps the blocks.
         found["parameter partitions of the start"] = int(stored * (1.5 if settings.pin_memory else 1.0))
     elif settings.offload_param == "nvme":
         size = settings.nvme_param_buffers * settings.nvme_param_buffer_size * settings.itemsize
-        found["parameter swap buffers"] = rounding(size)
+        found["parameter swap buffers"] = held(size)
         found["parameters kept in memory"] = min(settings.max_in_cpu * settings.itemsize, stored)
     else:
-        # defragment() sends all partitions through the host at the start.
-        found["parameter partitions at the start"] = stored
-    if settings.offload_optimizer == "cpu":
-        share = settings.offload_ratio
-        found["master parameters"] = int(settings.master_itemsize * numel * share)
-        found["gradients in fp32"] = rounding(settings.master_itemsize * numel * share)
-        found["optimizer state"] = int(settings.state_bytes * numel * share)
-        found["gradient partition"] = rounding(settings.accumulation_itemsize * numel)
-    elif settings.offload_optimizer == "nvme":
-        group = min(settings.sub_group_size, numel)
-        found["optimizer swap buffers"] = settings.nvme_optimizer_buffers * group * settings.master_itemsize
-        found["gradient partition"] = rounding(settings.accumulation_itemsize * numel)
+        # defragment() sends all partitions through the host, before what comes after needs the host.
+        later = PROCESS_BYTES + sum(found.values())
+        found["parameter partitions at the start"] = max(0, PROCESS_START_BYTES + stored - later)
     return found

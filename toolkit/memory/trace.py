@@ -25,6 +25,7 @@ from toolkit.memory.failure import trace_failed, unknown_architecture
 from toolkit.memory.inputs import Task, auto_class, loss_of, make_batch
 from toolkit.memory.kernels import Device, cuda_kernels
 from toolkit.memory.layers import Stack, find_stacks, prune
+from toolkit.memory.quantized import quantize_linears
 from toolkit.memory.routing import assumptions, collects_router_logits
 from toolkit.memory.segments import Segmenter
 from toolkit.modeling.adapters import apply_lora
@@ -67,7 +68,8 @@ def trace(plan: Plan, *, device: Device, marks_modules: bool | None = None, all_
         packing=data.packing if data is not None else "wrapped",
         checkpointing=settings.gradient_checkpointing,
         offload_inputs=plan.profile.activations,
-        lora=(train.lora or Lora()) if train.method == "lora" else None,
+        lora=None if train.method == "full" else train.lora or Lora(),
+        quantized=train.method == "qlora",
         marks_modules=settings.zero_stage == 3 if marks_modules is None else marks_modules,
         trust_remote_code=trusted,
         all_layers=all_layers,
@@ -87,6 +89,7 @@ def trace_model(
     checkpointing: float = 0.0,
     offload_inputs: bool = False,
     lora: Lora | None = None,
+    quantized: bool = False,
     marks_modules: bool = False,
     trust_remote_code: bool = False,
     all_layers: bool = False,
@@ -112,6 +115,7 @@ def trace_model(
         checkpointing: Share of the layers that recompute, 0 to 1.
         offload_inputs: Whether the inputs of those wait in host memory.
         lora: Adapters; None trains everything.
+        quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
         marks_modules: Whether to mark the hooks of ZeRO-3.
         trust_remote_code: Whether the model's own code may run.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
@@ -131,6 +135,7 @@ def trace_model(
         checkpointing=checkpointing,
         offload_inputs=offload_inputs,
         lora=lora,
+        quantized=quantized,
         marks_modules=marks_modules,
         trust_remote_code=trust_remote_code,
     )
@@ -157,6 +162,7 @@ class _Request:
     checkpointing: float
     offload_inputs: bool
     lora: Lora | None
+    quantized: bool
     marks_modules: bool
     trust_remote_code: bool
 
@@ -169,7 +175,7 @@ class _Request:
         stacks = find_stacks(full, all_layers=all_layers)
         prune(full, stacks)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = _on_fake_device(full, self.dtype, self.lora)
+            model = _on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
             stacks = [_in_adapters(model, stack) for stack in stacks]
             tracing = Segmenter(model, stacks, marked=self.marks_modules)
             try:
@@ -216,7 +222,7 @@ def _construct(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, trus
         raise trace_failed(error, None) from error
 
 
-def _on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None) -> Any:
+def _on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantized: bool) -> Any:
     """Gives the pruned model storage on the fake device, then adapters, in the order of `modeling.build`."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     checkpointed = [layer for layer in layers if layer.gradient_checkpointing]
@@ -224,6 +230,8 @@ def _on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None) -> Any:
         layer.gradient_checkpointing = False
     model.tie_weights()
     adapted = model
+    if quantized:
+        quantize_linears(model)
     if lora is not None:
         with torch.device("meta"):
             adapted = apply_lora(model, lora, seed=0)

@@ -39,7 +39,9 @@ class Ddp(Replay):
         account, settings = self.account, self.settings
         numel, width = self.num_trainable, settings.itemsize
         if not account.held("optimizer state"):
-            account.allocate("optimizer state", settings.state_bytes // 4 * width * numel)
+            # Moments have the parameters' type, but for those in 8 bit.
+            states = settings.state_bytes if settings.optimizer == "adamw_8bit" else settings.state_bytes * width / 4
+            account.allocate("optimizer state", states * numel)
         account.spike("optimizer temporaries", settings.step_bytes // 4 * width * numel)
         account.free_all("gradients")
 

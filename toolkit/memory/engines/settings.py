@@ -9,14 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-OptimizerKind = Literal["fused_adam", "torch_adamw", "fused_lion", "sgd"]
+OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
 
 # Bytes of optimizer state a parameter, in fp32: two moments, one, or momentum alone.
-STATE_BYTES: Mapping[str, int] = {"fused_adam": 8, "torch_adamw": 8, "fused_lion": 4, "sgd": 0}
+# 8-bit AdamW keeps two bytes, and a 4-byte scale of each for every 256 elements (bitsandbytes optim/optimizer.py
+# Optimizer2State.init_state).
+STATE_BYTES: Mapping[str, float] = {
+    "fused_adam": 8,
+    "torch_adamw": 8,
+    "adamw_8bit": 2 + 2 * 4 / 256,
+    "fused_lion": 4,
+    "sgd": 0,
+}
 
 # Bytes a parameter of the temporaries of a step: torch's foreach AdamW holds the square root of the second moments
 # (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing.
-STEP_BYTES: Mapping[str, int] = {"fused_adam": 0, "torch_adamw": 4, "fused_lion": 0, "sgd": 0}
+STEP_BYTES: Mapping[str, int] = {"fused_adam": 0, "torch_adamw": 4, "adamw_8bit": 0, "fused_lion": 0, "sgd": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +78,7 @@ class EngineSettings:
     built_partitioned: bool
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes of optimizer state a parameter, master copy apart."""
         if self.optimizer == "sgd":
             return 4 if self.momentum else 0

@@ -29,6 +29,8 @@ class Stage3(Replay):
         self._modules: dict[str, list[Parameter]] = {}
         for parameter in trace.parameters:
             self._modules.setdefault(parameter.module, []).append(parameter)
+        for module, name in trace.tied:
+            self._modules.setdefault(module, []).append(self.by_name[name])
         self._persistent = {p.name for p in trace.parameters if p.numel <= settings.persistence_threshold}
         self._sub_groups = self._group()
         self._gathers = size > 1 or settings.offload_param is not None
@@ -68,7 +70,10 @@ class Stage3(Replay):
         for partition in resident:
             with account.temporary("master parameters being cast", partition * settings.master_itemsize):
                 account.allocate("master parameters", partition * settings.master_itemsize)
-        if not self._offloaded:
+        if self._offloaded:
+            # initialize_optimizer_states leaves an fp32 gradient with each sub-group, on its device.
+            account.allocate("gradients in fp32", sum(resident) * settings.master_itemsize)
+        else:
             account.spike("gradients in fp32 at the step", max(self._sub_groups, default=0) * settings.master_itemsize)
         if settings.contiguous_gradients:
             account.allocate("reduction buckets", settings.reduce_bucket_size * settings.communication_itemsize)
@@ -85,6 +90,12 @@ class Stage3(Replay):
         if self.settings.offload_optimizer == "nvme":
             return []
         return self._sub_groups[: int((1 - self.settings.offload_ratio) * len(self._sub_groups))]
+
+    @property
+    def host_groups(self) -> list[int]:
+        """Partition elements of the sub-groups whose optimizer state the CPU keeps."""
+        kept = len(self._resident_groups())
+        return self._sub_groups[kept:] if self.settings.offload_optimizer == "cpu" else []
 
     def begin_forward(self) -> None:
         """reset_step."""
@@ -157,7 +168,14 @@ class Stage3(Replay):
             largest = max((self._partitions[p.name] for p in self.trainable), default=0)
             account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
         first_step = not account.held("optimizer state")
-        for partition in self._resident_groups():
+        if self._offloaded:  # the gradients are there already, in fp32
+            resident = sum(self._resident_groups())
+            if first_step:
+                account.allocate("optimizer state", resident * settings.state_bytes)
+            account.spike("optimizer temporaries", max(self._resident_groups(), default=0) * settings.step_bytes)
+            self._fetcher.restore_persistent()
+            return
+        for partition in self._sub_groups:
             cast = settings.accumulation_itemsize != settings.master_itemsize
             account.allocate("gradients flattened at the step", partition * settings.accumulation_itemsize)
             if cast:

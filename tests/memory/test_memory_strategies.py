@@ -1,0 +1,141 @@
+"""DDP, FSDP2, 8-bit AdamW and BF16_Optimizer: what lives between steps is arithmetic, and peaks follow the passes."""
+
+import pytest
+
+import toolkit as tk
+from toolkit.errors import PlanError
+from toolkit.memory.case import Case
+from toolkit.memory.estimator import Estimator
+from toolkit.units import GIB
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def estimator():
+    return Estimator()
+
+
+def job(*, gpus=4, model="llama-3.2-1b", parallel=None, **train):
+    return tk.Job.model_validate(
+        {
+            "model": {"name": model, "init": "random"},
+            "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": gpus},
+            "train": {"sequence_length": 512, "per_device_train_batch_size": 1, "max_steps": 1, **train},
+            "parallel": parallel or {},
+        }
+    )
+
+
+def estimated(estimator, **values):
+    return estimator.estimate(Case.of(job(**values)))
+
+
+def between_steps(report):
+    return report.fullest.phases["save"].allocated_bytes
+
+
+PARAMETERS = 1_235_814_400
+WORKSPACES = 64 * MIB
+
+
+def near(value):
+    return pytest.approx(value, rel=0.002)
+
+
+def test_ddp_keeps_weights_buckets_and_moments_in_training_precision(estimator):
+    several = estimated(estimator, parallel={"strategy": "ddp"})
+    assert between_steps(several) == near((2 + 2 + 4) * PARAMETERS + WORKSPACES)
+    step = several.fullest.phases["step"].causes
+    assert step["gradients"] == near(2 * PARAMETERS)
+    assert step["optimizer temporaries"] == near(2 * PARAMETERS)
+    alone = estimated(estimator, gpus=1, parallel={"strategy": "ddp"})
+    assert between_steps(alone) == near((2 + 4) * PARAMETERS + WORKSPACES), "one rank reduces nothing"
+    assert several.checkpoint_bytes == near(6 * PARAMETERS)
+
+
+def test_fsdp2_shards_masters_and_moments_and_gathers_by_layer(estimator):
+    report = estimated(estimator, parallel={"strategy": "fsdp2"})
+    assert between_steps(report) == near(12 * PARAMETERS / 4 + WORKSPACES)
+    forward = report.fullest.phases["forward"].causes
+    # The head is the embedding here, and its group stays whole between forward and backward.
+    tail = 2 * 128_256 * 2048
+    layer = 2 * (PARAMETERS - 128_256 * 2048) / 16
+    assert tail < forward["parameters gathered"] <= tail + layer + MIB
+    assert report.checkpoint_bytes == near(12 * PARAMETERS)
+    less = estimated(estimator, gpus=8, parallel={"strategy": "fsdp2"})
+    assert between_steps(less) == near(12 * PARAMETERS / 8 + WORKSPACES)
+
+
+def test_accumulation_keeps_whole_gradients_under_fsdp2(estimator):
+    once = estimated(estimator, parallel={"strategy": "fsdp2"}, gradient_accumulation_steps=1)
+    twice = estimated(estimator, parallel={"strategy": "fsdp2"}, gradient_accumulation_steps=2)
+    kept = twice.fullest.phases["forward"].causes["gradients"]
+    assert kept == near(2 * PARAMETERS)
+    assert "gradients" not in once.fullest.phases["forward"].causes
+
+
+def test_8_bit_moments_take_a_quarter(estimator):
+    full = estimated(estimator, parallel={"zero_stage": 2})
+    eight = estimated(estimator, parallel={"zero_stage": 2}, optimizer="adamw_8bit")
+    saved = between_steps(full) - between_steps(eight)
+    assert saved == near((8 - 2 - 8 / 256) * PARAMETERS / 4)
+
+
+def test_fp32_accumulation_under_stage_1_keeps_whole_fp32_gradients(estimator):
+    plain = estimated(estimator, parallel={"zero_stage": 1})
+    wide = estimated(estimator, parallel={"zero_stage": 1}, gradient_accumulation_dtype="fp32")
+    # BF16_Optimizer: fp32 gradients of all parameters on every rank, and the bf16 ones stay.
+    assert between_steps(wide) - between_steps(plain) == near((4 + 2) * PARAMETERS)
+
+
+def test_stage_0_without_a_fused_kernel(estimator):
+    fused = estimated(estimator, parallel={"zero_stage": 0})
+    torch_adam = estimated(estimator, parallel={"zero_stage": 0}, optimizer="adamw_torch")
+    step, other = (report.fullest.phases["step"] for report in (fused, torch_adam))
+    assert step.allocated_bytes == near(24 * PARAMETERS + WORKSPACES)
+    assert other.allocated_bytes == near(24 * PARAMETERS + WORKSPACES)
+    assert other.causes["optimizer temporaries"] == near(4 * PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("key", "parallel", "train"),
+    [
+        ("parallel.strategy", {"strategy": "ddp"}, {}),
+        ("parallel.strategy", {"strategy": "fsdp2"}, {}),
+        ("train.optimizer", {}, {"optimizer": "adamw_8bit"}),
+        ("train.method", {}, {"method": "qlora"}),
+    ],
+)
+def test_what_is_only_estimated_is_refused_to_a_run(key, parallel, train):
+    with pytest.raises(PlanError) as caught:
+        tk.resolve(job(parallel=parallel, **train))
+    assert [(problem.code, problem.key) for problem in caught.value.problems] == [("ESTIMATE_ONLY", key)]
+
+
+def test_keys_of_deepspeed_say_nothing_to_others():
+    foreign = {"strategy": "fsdp2", "zero_stage": 2, "offload": "full-cpu"}
+    with pytest.raises(PlanError) as caught:
+        Case.of(job(parallel=foreign)).plan()
+    assert [problem.key for problem in caught.value.problems if problem.code == "STRATEGY_KEY"] == [
+        "parallel.zero_stage",
+        "parallel.offload",
+    ]
+
+
+def test_every_strategy_says_what_it_takes_for_granted(estimator):
+    for strategy in ("ddp", "fsdp2"):
+        assert any("fp32" in line for line in estimated(estimator, parallel={"strategy": strategy}).assumptions)
+    assert between_steps(estimated(estimator, parallel={"zero_stage": 3})) < 6 * GIB
+
+
+def test_qlora_keeps_half_a_byte_of_each_linear_weight(estimator):
+    lora = estimated(estimator, model="llama-3.1-8b", gpus=1, parallel={"zero_stage": 2}, method="lora")
+    quantized = estimated(estimator, model="llama-3.1-8b", gpus=1, parallel={"zero_stage": 2}, method="qlora")
+    linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    saved = between_steps(lora) - between_steps(quantized)
+    # 16 bits against 4, a byte of scale for every 64 weights, and 4 bytes for every 256 of those (arXiv 2305.14314).
+    assert saved == near(linear * (2 - 0.5 - 1 / 64 - 4 / 64 / 256))
+    assert any("NF4" in line for line in quantized.assumptions)
+    # Each product unpacks its weight for a moment.
+    assert quantized.peak_allocated_bytes < lora.peak_allocated_bytes - saved + 2 * 2 * 4096 * 14336
