@@ -26,7 +26,7 @@ from toolkit.plan.deepspeed_schema import REMOVED, DeepSpeedKeys
 OWN = {
     "PARALLEL_SIZE", "OFFLOAD_RATIO", "OFFLOAD_PARTIAL_SIZE", "OFFLOAD_ACTIVATIONS", "LORA_UNUSED", "WARMUP_CONFLICT",
     "LEARNING_RATE_SCALING", "EVAL_WITHOUT_DATA", "PACKING_COMPILE", "OFFLOAD_HOST_MEMORY", "LORA_DROPOUT_EXPERTS",
-    "OFFLOAD_NVME_FROZEN",
+    "OFFLOAD_NVME_FROZEN", "ESTIMATE_ONLY",
 }  # fmt: skip
 SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
@@ -100,6 +100,8 @@ def right_value(name: str, field: Any) -> st.SearchStrategy[Any]:
     text = repr(field.annotation)
     if name == "enabled":
         return st.just(True)
+    if name == "use_gds":
+        return st.just(False)  # DeepSpeed asks the accelerator of this machine; test_deepspeed_traps shows it
     for member in getattr(field.annotation, "__args__", ()):
         if isinstance(member, type) and issubclass(member, DeepSpeedKeys.__base__):
             return right_section(member)

@@ -82,7 +82,9 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
 
     plan = Plan.load(job)
     if not overrides:
-        raise_all(PlanError, (problem for rule in (*RULES, *RUN_RULES) for problem in rule(plan)))  # an edited value may break one
+        raise_all(
+            PlanError, (problem for rule in (*RULES, *RUN_RULES) for problem in rule(plan))
+        )  # an edited value may break one
         return plan
     changed = _change(plan.job, overrides)
     if changed.model == plan.job.model and changed.cluster.gpu == plan.job.cluster.gpu:
