@@ -79,6 +79,8 @@ def make_batch(
         return inputs, _tokens((shape[0],))
     if task == "image-text-to-text":
         inputs["pixel_values"] = _pixels(getattr(config, "vision_config", config), micro_batch, dtype)
+    if task == "seq2seq-lm":
+        inputs["decoder_input_ids"] = _tokens(shape)  # DataCollatorForSeq2Seq makes them from the labels
     return inputs, _tokens(shape)
 
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 from transformers import masking_utils
+from transformers.integrations import moe
 
 from toolkit.memory.flash import traced_flash
-from toolkit.memory.stand_ins import Dropout, FusedAttention
+from toolkit.memory.stand_ins import Dropout, FusedAttention, GroupedMatmul
 
 Kernel = Literal["flash", "cudnn", "efficient", "math"]
 
-# Every limit below: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+# Limits without another source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 FLASH_MIN_CAPABILITY = 8.0  # check_flash_attention_hardware_support
 FLASH_MAX_HEAD_DIM = 256  # check_head_dim_size_flash
 EFFICIENT_MIN_CAPABILITY = 5.0  # check_mem_efficient_hardware_support
 CUDNN_MAX_HEAD_DIM = 128  # check_cudnn_tensor_shapes
 CUDNN_LATENT_HEAD_DIMS = (192, 128)  # the same: queries and values of multi-head latent attention
+GROUPED_MM_MIN_CAPABILITY = 8.0  # transformers integrations/moe.py _can_use_grouped_mm
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: 192 < width <= 224, or > 224 with dropout.
 SMALL_SHARED_MEMORY = ((8.6, 8.9), (12.0, 12.1))
 
@@ -153,25 +155,39 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return Dropout.apply(input)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _grouped_mm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def multiply(mat_a: torch.Tensor, mat_b: torch.Tensor, *, offs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if mat_a.dtype == torch.bfloat16 or mat_a.ndim != 2 or mat_b.ndim != 3:
+            return original(mat_a, mat_b, offs=offs, **kwargs)
+        return GroupedMatmul.apply(mat_a, mat_b, offs)  # type: ignore[no-untyped-call]
+
+    return multiply
+
+
 @contextlib.contextmanager
 def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
-    """Runs attention, its masks and dropout as a CUDA card would.
+    """Runs attention, its masks, experts and dropout as a CUDA card would.
 
     Args:
         device: The card.
         packed: Whether documents are kept apart inside a row, so that a mask is always needed.
     """
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
-    find_packed = masking_utils.find_packed_sequence_indices
+    find_packed, grouped_mm = masking_utils.find_packed_sequence_indices, functional.grouped_mm
+    can_use_grouped_mm = moe._can_use_grouped_mm
     if not packed:
         # On real positions it finds one document and gives None; it cannot read fake ones, and assumes several.
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     functional.scaled_dot_product_attention = _sdpa(device)
     functional.dropout = _dropout
+    functional.grouped_mm = _grouped_mm(grouped_mm)
+    moe._can_use_grouped_mm = lambda *_: device.capability >= GROUPED_MM_MIN_CAPABILITY
     try:
         with traced_flash(packed=packed):
             yield
     finally:
         functional.scaled_dot_product_attention = attention
         functional.dropout = dropout
+        functional.grouped_mm = grouped_mm
+        moe._can_use_grouped_mm = can_use_grouped_mm
         masking_utils.find_packed_sequence_indices = find_packed

@@ -55,6 +55,31 @@ def _like_layout(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return query.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
 
 
+class GroupedMatmul(torch.autograd.Function):
+    """`grouped_mm` in fp32 and fp16, which CUDA computes group by group and fake tensors refuse.
+
+    Source:
+        aten/src/ATen/native/cuda/GroupedBlas.cpp _grouped_mm_cuda; torch/_meta_registrations.py _meta_grouped_mm_common.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Allocates one row of output a row."""
+        ctx.save_for_backward(rows, weights, offsets)
+        return rows.new_empty((rows.shape[0], weights.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Allocates the gradients that are needed."""
+        rows, weights, _ = ctx.saved_tensors
+        needs_rows, needs_weights, _ = ctx.needs_input_grad
+        return (
+            torch.empty_like(rows) if needs_rows else None,
+            torch.empty_like(weights) if needs_weights else None,
+            None,
+        )
+
+
 class Dropout(torch.autograd.Function):
     """CUDA's native_dropout keeps a mask of one byte an element (aten/src/ATen/native/cuda/Dropout.cu)."""
 

@@ -6,7 +6,9 @@ structure or neighbours; the others repeat what these do.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +17,18 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
-from transformers.initialization import no_init_weights
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.errors import SpecError, ToolkitError
 from toolkit.memory.events import Parameter, Trace, held
 from toolkit.memory.expand import expand, expand_buffers, expand_host_copies, expand_parameters
 from toolkit.memory.failure import trace_failed, unknown_architecture
-from toolkit.memory.inputs import Task, auto_class, loss_of, make_batch
+from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device
+from toolkit.memory.inputs import Task, loss_of, make_batch
 from toolkit.memory.kernels import Device, cuda_kernels
 from toolkit.memory.layers import Stack, find_stacks, prune
-from toolkit.memory.quantized import quantize_linears
 from toolkit.memory.routing import assumptions, collects_router_logits
 from toolkit.memory.segments import Segmenter
-from toolkit.modeling.adapters import apply_lora
-from toolkit.modeling.build import DTYPES, construct, import_architecture, model_config
+from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Lora, Packing
@@ -139,7 +138,7 @@ def trace_model(
         marks_modules=marks_modules,
         trust_remote_code=trust_remote_code,
     )
-    with cuda_kernels(device, packed=packing == "separated"):
+    with _quiet(), cuda_kernels(device, packed=packing == "separated"):
         if not all_layers and not collects_router_logits(config):
             made = request.trace(copy.deepcopy(config), all_layers=False)
             if made is not None:
@@ -147,6 +146,18 @@ def trace_model(
         whole = request.trace(config, all_layers=True)
     assert whole is not None
     return whole
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps fake tensors from logging the stack of an operation that they cannot run: the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,23 +179,25 @@ class _Request:
 
     def trace(self, config: PreTrainedConfig, *, all_layers: bool) -> Trace | None:
         """Traces all layers, or few; gives None where few cannot stand for all."""
-        full = _construct(config, self.task, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
-        for part in {id(part): part for part in (full.config, full.config.get_text_config(decoder=True))}.values():
-            part.use_cache = False
-        apply_gradient_checkpointing(full, fraction=self.checkpointing, offload_inputs=self.offload_inputs)
-        stacks = find_stacks(full, all_layers=all_layers)
-        prune(full, stacks)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = _on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
-            stacks = [_in_adapters(model, stack) for stack in stacks]
-            tracing = Segmenter(model, stacks, marked=self.marks_modules)
-            try:
+        model: Any = None
+        try:
+            full = build_empty(config, self.task, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+            for part in (full.config, full.config.get_text_config(decoder=True)):
+                part.use_cache = False
+            apply_gradient_checkpointing(full, fraction=self.checkpointing, offload_inputs=self.offload_inputs)
+            stacks = find_stacks(full, all_layers=all_layers)
+            prune(full, stacks)
+            full.tie_weights()
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
+                stacks = [in_adapters(model, stack) for stack in stacks]
+                tracing = Segmenter(model, stacks, marked=self.marks_modules)
                 tracing.run(lambda: self._step(model, tracing))
-            except ToolkitError:
-                raise
-            except Exception as error:
-                raise trace_failed(error, model) from error
-            return _whole(model, stacks, tracing)
+                return _whole(model, stacks, tracing)
+        except ToolkitError:
+            raise
+        except Exception as error:
+            raise trace_failed(error, model) from error
 
     def _step(self, model: Any, tracing: Segmenter) -> torch.Tensor:
         """Runs the model on one micro-batch and gives the loss."""
@@ -202,70 +215,6 @@ class _Request:
             loss = loss_of(self.task, outputs, labels, model.config)
             del outputs
         return loss
-
-
-def _construct(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Builds the whole model without storage."""
-    try:
-        with no_init_weights(), torch.device("meta"):
-            if task == "causal-lm":
-                return construct(config, dtype=dtype, trust_remote_code=trust_remote_code)
-            return auto_class(task).from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=config._attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
-    except ToolkitError:
-        raise
-    except Exception as error:
-        raise trace_failed(error, None) from error
-
-
-def _on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantized: bool) -> Any:
-    """Gives the pruned model storage on the fake device, then adapters, in the order of `modeling.build`."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    checkpointed = [layer for layer in layers if layer.gradient_checkpointing]
-    for layer in checkpointed:
-        layer.gradient_checkpointing = False
-    model.tie_weights()
-    adapted = model
-    if quantized:
-        quantize_linears(model)
-    if lora is not None:
-        with torch.device("meta"):
-            adapted = apply_lora(model, lora, seed=0)
-    _materialize(adapted, dtype)
-    for layer in checkpointed:
-        layer.gradient_checkpointing = True
-    adapted.train()
-    return adapted
-
-
-def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces meta parameters and buffers by fake ones; what is shared stays shared."""
-    made: dict[int, Any] = {}
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                kind = dtype if ".lora_" in name_of[id(parameter)] else parameter.dtype  # peft casts on real devices
-                empty = torch.empty_like(parameter, device="cpu", dtype=kind, requires_grad=False)
-                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
-
-
-def _in_adapters(model: nn.Module, stack: Stack) -> Stack:
-    """Gives a stack's path inside adapters, which wrap the model."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and (name == stack.prefix or name.endswith(f".{stack.prefix}")):
-            return Stack(prefix=name, kept=stack.kept, stands_for=stack.stands_for)
-    raise AssertionError(stack.prefix)
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,76 @@
+"""The model of a trace: built without storage, pruned, then given storage on the fake device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from toolkit.memory.inputs import Task, auto_class
+from toolkit.memory.layers import Stack
+from toolkit.memory.quantized import quantize_linears
+from toolkit.modeling.adapters import apply_lora
+from toolkit.modeling.build import construct
+from toolkit.spec.job import Lora
+
+
+def build_empty(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Builds the whole model without storage."""
+    with no_init_weights(), torch.device("meta"):
+        if task == "causal-lm":
+            return construct(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return auto_class(task).from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=config._attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantized: bool) -> Any:
+    """Gives the pruned model storage on the fake device, then adapters, in the order of `modeling.build`."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    checkpointed = [layer for layer in layers if layer.gradient_checkpointing]
+    for layer in checkpointed:
+        layer.gradient_checkpointing = False
+    adapted = model
+    if quantized:
+        quantize_linears(model)
+    if lora is not None:
+        with torch.device("meta"):
+            adapted = apply_lora(model, lora, seed=0)
+    _materialize(adapted, dtype)
+    for layer in checkpointed:
+        layer.gradient_checkpointing = True
+    adapted.train()
+    return adapted
+
+
+def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces meta parameters and buffers by fake ones; what is shared stays shared."""
+    made: dict[int, Any] = {}
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                kind = dtype if ".lora_" in name_of[id(parameter)] else parameter.dtype  # peft casts on real devices
+                empty = torch.empty_like(parameter, device="cpu", dtype=kind, requires_grad=False)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+
+
+def in_adapters(model: nn.Module, stack: Stack) -> Stack:
+    """Gives a stack's path inside adapters, which wrap the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and (name == stack.prefix or name.endswith(f".{stack.prefix}")):
+            return Stack(prefix=name, kept=stack.kept, stands_for=stack.stands_for)
+    raise AssertionError(stack.prefix)
