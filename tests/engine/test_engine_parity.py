@@ -17,7 +17,7 @@ import toolkit as tk
 from toolkit.modeling.build import build_model
 from toolkit.plan.plan import Plan
 
-STEPS, FEW = 10, 2
+STEPS, FEW = 6, 2
 SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
 ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
 LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}}
@@ -63,7 +63,7 @@ def cases() -> dict[str, Case]:
         made[f"sgd zero {stage}"] = Case(train=SGD, stage=stage, steps=STEPS)
         made[f"adamw zero {stage}"] = Case(train=ADAM, stage=stage, steps=STEPS, **CLOSE)
     for stage in (2, 3):
-        made[f"lora sgd zero {stage}"] = Case(train=LORA_SGD, stage=stage, steps=STEPS)
+        made[f"lora sgd zero {stage}"] = Case(train=LORA_SGD, stage=stage)
         made[f"experts zero {stage}"] = Case(train=SGD, stage=stage, architecture="mixtral", config=ROUTED)
     for stage in (1, 2, 3):
         made[f"bf16 zero {stage}"] = Case(train=SGD | BF16, stage=stage, **NEAR)
@@ -86,7 +86,7 @@ CASES = cases()
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What ten steps gave. Weights are numpy arrays by name, after the first step and after the last."""
+    """What the steps gave. Weights are numpy arrays by name, after the first step and after the last."""
 
     losses: list[float]
     norms: list[float]
