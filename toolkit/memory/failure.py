@@ -13,15 +13,17 @@ from toolkit.errors import PlanError, SpecError
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
-def trace_failed(error: BaseException, model: nn.Module | None) -> PlanError:
+def trace_failed(error: BaseException, model: nn.Module | None, *, backward: bool = False) -> PlanError:
     """Gives the problem of an exception that was raised while a model ran on fake tensors.
 
     Args:
         error: As raised.
         model: What ran; None if it could not even be built.
+        backward: Whether the backward pass had begun.
     """
     module = "" if model is None else _deepest_module(error, model)
-    place = f"in {module}" if module else "in the backward pass" if model is not None else "while it was built"
+    outside = "while it was built" if model is None else "while its inputs were made"
+    place = f"in {module}" if module else "in its backward pass" if backward else outside
     reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     kind = type(error).__name__
     if kind in _DATA_DEPENDENT:

@@ -37,7 +37,7 @@ class Stack:
         return self.stands_for.count(position)
 
 
-def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[Stack]:
+def find_stacks(model: nn.Module, *, all_layers: bool = False, only: str | None = None) -> list[Stack]:
     """Finds the layer lists of a model and how few of their layers must be traced.
 
     A layer stands for another if both have the same structure and so have their neighbours: memory handed from layer
@@ -46,11 +46,12 @@ def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[Stack]:
     Args:
         model: A Hugging Face model; no storage is needed.
         all_layers: Keeps every layer.
+        only: Keeps every layer of lists that belong to another `model_type`.
     """
     stacks: list[Stack] = []
     for name, layers in _layer_lists(model):
         count = len(layers)
-        if all_layers:
+        if all_layers or (only is not None and _config_of(model, name).model_type != only):
             kept = stands_for = tuple(range(count))
         else:
             numbering = _numbering(layers)
@@ -96,8 +97,7 @@ def shorten(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def prune(model: nn.Module, stacks: Sequence[Stack]) -> None:
-    """Leaves only the kept layers in a model, and only their entries in the configuration's lists."""
-    configs = _configs(model)
+    """Leaves only the kept layers in a model, and only their entries in their configuration's lists."""
     for stack in stacks:
         if len(stack.kept) == stack.num_layers:
             continue
@@ -111,9 +111,14 @@ def prune(model: nn.Module, stacks: Sequence[Stack]) -> None:
             for (path, attribute), shift in numbering.items():
                 if path in modules and hasattr(modules[path], attribute):
                     setattr(modules[path], attribute, position + shift)
-        alone = sum(other.num_layers == stack.num_layers for other in stacks) == 1
-        for config in configs:
-            _select(config, stack, count=alone)
+        _select(_config_of(model, stack.prefix), stack)
+
+
+def _config_of(model: nn.Module, path: str) -> Any:
+    """Gives the configuration of the innermost module around a path that has one."""
+    parts = path.split(".")
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    return next((module.config for module in reversed(around) if hasattr(module, "config")), None)
 
 
 def _layer_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
@@ -158,12 +163,12 @@ def _structure(layer: nn.Module, numbering: Numbering) -> Hashable:
     return modules, plain, tensors
 
 
-def _select(config: Any, stack: Stack, *, count: bool) -> None:
+def _select(config: Any, stack: Stack) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == stack.num_layers:
             setattr(config, name, [value[index] for index in stack.kept])
     number = getattr(type(config), "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
-    if count and getattr(config, number, None) == stack.num_layers:
+    if getattr(config, number, None) == stack.num_layers:
         setattr(config, number, len(stack.kept))
 
 

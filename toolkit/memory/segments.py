@@ -49,9 +49,10 @@ class Segmenter:
         model: With storage on the fake device, in training mode.
         stacks: Its layers, by paths of this model.
         marked: Whether the hooks of ZeRO-3 are marked.
+        passes_checks: Whether checks of tensors' values pass; else the model must do without values.
     """
 
-    def __init__(self, model: Any, stacks: Sequence[Stack], *, marked: bool) -> None:
+    def __init__(self, model: Any, stacks: Sequence[Stack], *, marked: bool, passes_checks: bool = False) -> None:
         self.forward: list[Segment] = []
         self.backward: list[Segment] = []
         self.host_copies: list[tuple[Owner, int]] = []
@@ -65,7 +66,9 @@ class Segmenter:
         self._inside = False  # whether a layer's forward pass is running
         self._ran: list[tuple[int, int]] = []
         self._handles: list[Any] = []
-        self.tracker = StorageTracker(self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner)
+        self.tracker = StorageTracker(
+            self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner, passes_checks=passes_checks
+        )
 
     def run(self, step: Callable[[], torch.Tensor]) -> None:
         """Runs forward and backward.
@@ -119,6 +122,11 @@ class Segmenter:
         events = self._recorder.take()
         if events:
             (self.backward if self._causes.backward else self.forward).append(Segment(self._owner, events))
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward pass has begun."""
+        return self._causes.backward
 
     @property
     def in_order(self) -> bool:

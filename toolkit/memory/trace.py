@@ -180,24 +180,29 @@ class _Request:
     def trace(self, config: PreTrainedConfig, *, all_layers: bool) -> Trace | None:
         """Traces all layers, or few; gives None where few cannot stand for all."""
         model: Any = None
+        tracing: Segmenter | None = None
         try:
             full = build_empty(config, self.task, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
-            for part in (full.config, full.config.get_text_config(decoder=True)):
-                part.use_cache = False
+            text = full.config.get_text_config(decoder=True)
+            full.config.use_cache = text.use_cache = False
             apply_gradient_checkpointing(full, fraction=self.checkpointing, offload_inputs=self.offload_inputs)
-            stacks = find_stacks(full, all_layers=all_layers)
+            # Vision-language models take image features from a layer in the midst of the vision model.
+            seeing = self.task == "image-text-to-text"
+            stacks = find_stacks(full, all_layers=all_layers, only=text.model_type if seeing else None)
             prune(full, stacks)
             full.tie_weights()
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
                 stacks = [in_adapters(model, stack) for stack in stacks]
-                tracing = Segmenter(model, stacks, marked=self.marks_modules)
-                tracing.run(lambda: self._step(model, tracing))
+                # They also count image tokens, to check them against the features.
+                tracing = Segmenter(model, stacks, marked=self.marks_modules, passes_checks=seeing)
+                running = tracing
+                tracing.run(lambda: self._step(model, running))
                 return _whole(model, stacks, tracing)
         except ToolkitError:
             raise
         except Exception as error:
-            raise trace_failed(error, model) from error
+            raise trace_failed(error, model, backward=tracing is not None and tracing.in_backward) from error
 
     def _step(self, model: Any, tracing: Segmenter) -> torch.Tensor:
         """Runs the model on one micro-batch and gives the loss."""
