@@ -218,7 +218,8 @@ def test_a_file_decides_on_stage_and_offload(capsys, folder):
     assert "parameter partitions" in found["ranks"][0]["phases"]["forward"]["causes"]
     assert found["host_bytes_per_rank"]["master parameters"] > 0
     assert "zero_stage=3 of ds.json in place of the job's 2" in found["assumptions"]
-    assert not any(saving["change"].startswith("parallel.") for saving in found["savings"])
+    ours = [saving["change"] for saving in found["savings"] if saving["change"].startswith("parallel.")]
+    assert ours == []
     _, unpartitioned = run(capsys, "--deepspeed-config", "ds.json", "--no-zero-init")
     init = [report["ranks"][0]["phases"]["init"]["allocated_bytes"] for report in (found, unpartitioned)]
     assert init[1] > init[0]

@@ -24,6 +24,7 @@ def test_a_strategy_sets_stage_offload_and_checkpointing():
         "parallel.zero_stage": 1,
         "parallel.offload": "none",
         "parallel.offload_ratio": None,
+        "train.gradient_checkpointing": False,
     }
     assert second.values["parallel.offload"] == "full-cpu"
     assert third.values["parallel.offload"] == "optimizer-cpu"

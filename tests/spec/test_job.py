@@ -40,7 +40,7 @@ def test_a_job_is_frozen():
         (Train, {"max_grad_norm": -1}),
         (Train, {"precision": "bfloat16"}),
         (Train, {"optimizer": "AdamW"}),
-        (Train, {"method": "qlora"}),
+        (Train, {"method": "dora"}),
         (Train, {"foreign": 1}),
         (Parallel, {"zero_stage": 4}),
         (Parallel, {"zero_stage": False}),

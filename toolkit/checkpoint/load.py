@@ -10,10 +10,10 @@ from toolkit.checkpoint.compatible import layout_problems
 from toolkit.checkpoint.layout import State, tag_of
 from toolkit.checkpoint.manifest import checksum_problems, read_manifest, share, size_problems
 from toolkit.checkpoint.random_state import load_random_state
-from toolkit.checkpoint.save import leaves_frozen_out
 from toolkit.checkpoint.swapped import restore_unswapped
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
+from toolkit.plan.checkpoint_size import leaves_frozen_out
 
 
 def load(run: Run, path: str | Path) -> State:

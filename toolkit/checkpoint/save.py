@@ -18,8 +18,7 @@ from toolkit.checkpoint.random_state import save_random_state
 from toolkit.checkpoint.swapped import finish_swapped
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
-from toolkit.plan.optimizer_state import STATE_BYTES
-from toolkit.plan.plan import Plan
+from toolkit.plan.checkpoint_size import checkpoint_bytes, leaves_frozen_out
 from toolkit.units import format_bytes
 from toolkit.version import installed_version
 
@@ -65,21 +64,14 @@ def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = Fal
     return target
 
 
-def leaves_frozen_out(plan: Plan) -> bool:
-    """Whether checkpoints leave frozen weights out: those of LoRA lie in the model's folder, unless drawn at random."""
-    return plan.job.train.method == "lora" and plan.settings.init == "pretrained"
-
-
-def checkpoint_bytes(run: Run) -> int:
+def _size(run: Run) -> int:
     """Estimates the size of a checkpoint over all ranks, bytes."""
-    width = 4 if run.plan.settings.precision == "fp32" else 2
     total = trainable = 0
     for parameter in run.model.parameters():
         count = getattr(parameter, "ds_numel", parameter.numel())
         total += count
         trainable += count if parameter.requires_grad else 0
-    weights = trainable if leaves_frozen_out(run.plan) else total
-    return weights * width + trainable * STATE_BYTES[run.plan.job.train.optimizer]
+    return checkpoint_bytes(run.plan, total=total, trainable=trainable)
 
 
 def _prepare(run: Run, target: Path, partial: Path) -> None:
@@ -90,7 +82,7 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             with disk_errors(target):
                 (partial / RANDOM).mkdir(parents=True)
-            free, needed = shutil.disk_usage(partial).free, checkpoint_bytes(run)
+            free, needed = shutil.disk_usage(partial).free, _size(run)
             if free < needed:
                 shutil.rmtree(partial, ignore_errors=True)
                 verdict[0] = disk_full(

@@ -14,11 +14,11 @@ from toolkit.checkpoint.layout import PLAN
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.checkpoint.manifest import verify as verify_checkpoint
 from toolkit.checkpoint.probe import PROBE
-from toolkit.checkpoint.save import leaves_frozen_out
 from toolkit.engine.initialize import locate_weights
 from toolkit.errors import CheckError, CheckpointError, ToolkitError
 from toolkit.export.export import ExportReport, export_checkpoint
 from toolkit.modeling.build import DTYPES
+from toolkit.plan.checkpoint_size import leaves_frozen_out
 from toolkit.plan.plan import Plan
 
 # Parameters up to which the export is loaded whole and run on the CPU by default: 8 GB of host memory in fp32.

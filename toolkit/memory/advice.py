@@ -98,6 +98,8 @@ def find_savings(
     # What the plan decided stays, so that a saving is that of the change alone.
     pinned = case.changed(_decided(plan, case))
     for change in candidates(plan):
+        if change.kind == "activations" and case.file is not None:
+            continue  # no key of DeepSpeed: our own checkpointing does it
         outcome = estimator.attempt(pinned, change.values)
         if outcome.report is None:
             continue
@@ -182,6 +184,8 @@ def _more_gpus(plan: Plan) -> Iterator[Change]:
         "train.train_batch_size": batch.train if kept else 2 * batch.train,
     }
     shown = (key, "train.gradient_accumulation_steps") if kept else (key,)
+    if plan.job.train.train_batch_size is not None and not kept:
+        shown = (*shown, "train.train_batch_size")
     note = "" if kept else f"the global batch becomes {2 * batch.train}"
     yield Change(kind="gpus", values=values, shown=shown, note=note)
 

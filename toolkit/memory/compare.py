@@ -22,6 +22,8 @@ _SUFFIXES: dict[str, dict[str, Any]] = {
     "full-offload": {"parallel.offload": "full-cpu"},
     "checkpointing": {"train.gradient_checkpointing": True},
 }
+# Which stages have the partitions that an offload moves (plan/offload.py PROFILES).
+_STAGES_OF = {"offload": ("zero1", "zero2", "zero3"), "full-offload": ("zero3",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,9 @@ def _parts(name: str) -> tuple[str, tuple[str, ...]] | None:
         return None
     suffixes = tuple(re.findall(r"full-offload|offload|checkpointing", match[2]))
     offloads = {"offload", "full-offload"} & set(suffixes)
-    if len(set(suffixes)) < len(suffixes) or len(offloads) > 1 or (offloads and not name.startswith("zero")):
+    if any(match[1] not in _STAGES_OF[suffix] for suffix in offloads):
+        return None
+    if len(set(suffixes)) < len(suffixes) or len(offloads) > 1:
         return None
     return match[1], suffixes
 
@@ -87,6 +91,7 @@ def _strategy(name: str) -> Strategy:
         "parallel.zero_stage": int(base[-1]) if base.startswith("zero") else None,
         "parallel.offload": "none",
         "parallel.offload_ratio": None,
+        "train.gradient_checkpointing": False,
     }
     for suffix in suffixes:
         values |= _SUFFIXES[suffix]
@@ -107,6 +112,6 @@ def _no_strategy(name: str, *, twice: bool = False) -> Problem:
         code="COMPARE_STRATEGY",
         key="--compare",
         message=f"--compare {name!r} " + ("is named twice" if twice else "is no strategy"),
-        fix="Name zero0 to zero3, ddp or fsdp2, each once; after it -checkpointing, and after zero0 to zero3 -offload or "
-        "-full-offload",
+        fix="Name zero0 to zero3, ddp or fsdp2, each once; after it -checkpointing, after zero1 to zero3 -offload, and "
+        "after zero3 -full-offload",
     )

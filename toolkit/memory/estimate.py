@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from toolkit.memory.kernels import Device
 from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
 from toolkit.memory.trace import Trace, trace
+from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
 from toolkit.spec.job import Strategy
@@ -103,18 +104,36 @@ def estimate(
         ranks=ranks,
         allocator=allocator or plan.allocator,
         allocator_slack_bytes=around.slack_bytes,
-        context_and_nccl_bytes=around.context_and_nccl_bytes,
+        context_and_nccl_bytes=0 if plan.on_cpu else around.context_and_nccl_bytes,
         gpu_capacity_bytes=plan.gpu.memory_bytes,
-        host=_host(plan, events, settings),
-        checkpoint_bytes=checkpoint_bytes(events, settings, plan.job.parallel.strategy),
+        host=_host(plan, events, settings, peak_bytes=peak),
+        checkpoint_bytes=checkpoint_bytes(
+            plan,
+            total=sum(parameter.numel for parameter in events.parameters),
+            trainable=sum(parameter.numel for parameter in events.parameters if parameter.trainable),
+        ),
         num_traced_layers=events.num_traced_layers,
         num_layers=events.num_layers,
         assumptions=(
             *events.assumptions,
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
-            *((NF4,) if plan.job.train.method == "qlora" else ()),
+            *_assumptions(plan, settings, allocator or plan.allocator),
         ),
     )
+
+
+def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> Iterator[str]:
+    """Says what of a job is taken for granted rather than priced."""
+    if plan.job.train.method == "qlora":
+        yield NF4
+    if plan.job.train.torch_compile:
+        yield "torch.compile is priced as eager execution, which holds no less"
+    if settings.quantized_weights:
+        yield "zero_quantized_weights is priced as if gathers were not quantized"
+    if plan.settings.eval_steps is not None:
+        yield f"evaluation, with {plan.settings.per_device_eval_batch_size} sequences a rank, is not priced"
+    if allocator == "native" and not plan.on_cpu:
+        yield "under torch's default allocator the slack is the largest share that measured runs reserved on top"
 
 
 def trace_plan(plan: Plan, *, marks_modules: bool) -> Trace:
@@ -174,18 +193,6 @@ def capability(gpu: Gpu) -> float:
         return 8.0
 
 
-def checkpoint_bytes(events: Trace, settings: EngineSettings, strategy: Strategy = "zero") -> int:
-    """Gives the disk space of one checkpoint: DeepSpeed's holds the 16-bit model, fp32 master copy and optimizer state."""
-    trainable = sum(parameter.numel for parameter in events.parameters if parameter.trainable)
-    model = sum(parameter.size for parameter in events.parameters)
-    master = settings.master_itemsize if settings.itemsize < 4 or settings.zero_stage else 0
-    if strategy == "ddp":
-        return int(model + trainable * settings.state_bytes * settings.itemsize / 4)
-    if strategy == "fsdp2":  # fp32 parameters, which are the master copy
-        return int(model - trainable * settings.itemsize + trainable * (4 + settings.state_bytes))
-    return int(model + trainable * (master + settings.state_bytes))
-
-
 def _phases(account: Account) -> dict[str, PhaseReport]:
     return {
         name: PhaseReport(allocated_bytes=peak.allocated_bytes, causes=dict(peak.causes))
@@ -193,7 +200,7 @@ def _phases(account: Account) -> dict[str, PhaseReport]:
     }
 
 
-def _host(plan: Plan, events: Trace, settings: EngineSettings) -> HostReport:
+def _host(plan: Plan, events: Trace, settings: EngineSettings, *, peak_bytes: int) -> HostReport:
     trainable = [parameter for parameter in events.parameters if parameter.trainable]
     numel = -(-sum(parameter.numel for parameter in trainable) // settings.dp_size)
     largest = max((parameter.numel for parameter in trainable), default=0)
@@ -205,14 +212,13 @@ def _host(plan: Plan, events: Trace, settings: EngineSettings) -> HostReport:
         largest_numel=largest,
         host_groups=Stage3(events, settings, workspace_bytes=0).host_groups if settings.zero_stage == 3 else (),
     )
-    if plan.profile.activations:
-        layers = max(1, round(plan.settings.gradient_checkpointing * events.num_layers))
-        tokens = plan.settings.batch.micro * plan.settings.sequence_length
-        # modeling/checkpointing.py: the input of each layer that recomputes, page-locked.
-        found["layer inputs"] = layers * pinned(tokens * plan.model.hidden_size * settings.itemsize)
     if plan.job.parallel.strategy != "zero":
         # Each process has the whole model in host memory before it moves or is sharded.
         found = {"process": found["process"], "weights": sum(parameter.size for parameter in events.parameters)}
+    if events.host_copies:
+        found["layer inputs"] = sum(map(pinned, events.host_copies))
+    if plan.on_cpu:  # the ranks' tensors are host memory, too
+        found["tensors"] = peak_bytes
     return HostReport(
         bytes_per_rank=found,
         ranks_per_node=plan.job.cluster.gpus_per_node,

@@ -149,7 +149,7 @@ class _Loop:
         if run.world.is_main:
             remove_leftovers(self.plan.output_dir)
         self.reporter.start(done=run.step_count, total=run.num_steps)
-        logged_at = run.step_count
+        started_at = logged_at = run.step_count
         try:
             with _stop_on_interrupt(run):
                 for batch in self.batches:
@@ -166,7 +166,8 @@ class _Loop:
                         self._save(probe=step == run.num_steps)
                     if last:
                         break
-                self._compare_memory()
+                if run.step_count == run.num_steps and logged_at > started_at and not run.should_stop:
+                    self._compare_memory()
         finally:
             if self.metrics is not None:
                 self.metrics.close()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from toolkit.engine.run import Run
-from toolkit.errors import ToolkitError
 from toolkit.memory.account import PHASES
 from toolkit.memory.estimate import estimate
 from toolkit.units import format_bytes
@@ -70,7 +69,7 @@ def compare_memory(run: Run) -> MemoryComparison | None:
         return None
     try:
         report = estimate(run.plan)
-    except ToolkitError:
+    except Exception:  # whatever a trace may stumble over must not fail a run that has been trained
         return None
     free, total = torch.cuda.mem_get_info(run.world.device)
     return MemoryComparison(

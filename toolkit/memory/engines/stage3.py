@@ -98,7 +98,11 @@ class Stage3(Replay):
         return self._sub_groups[kept:] if self.settings.offload_optimizer == "cpu" else []
 
     def begin_forward(self) -> None:
-        """reset_step."""
+        """reset_step; hpZ keeps a second shard, of 1/hpz, from the first gather of a step until the optimizer's."""
+        settings = self.settings
+        if settings.hpz_partition_size > 1 and not self.account.held("secondary partitions"):
+            shards = (math.ceil(p.numel / settings.hpz_partition_size) * p.itemsize for p in self.trace.parameters)
+            self.account.allocate("secondary partitions", sum(shards))
         self._fetcher.begin()
 
     def begin_backward(self, *, first: bool, last: bool) -> None:
@@ -162,6 +166,7 @@ class Stage3(Replay):
         """One sub-group at a time: 2 + 4 bytes a parameter of it, beside the gradient partition."""
         account, settings = self.account, self.settings
         self._fetcher.drop_all()
+        account.free_all("secondary partitions")  # invalidate_secondary_tensor
         if not self._offloaded:
             # has_overflow: isinf is (abs(x) == inf), a copy and a mask of the whole gradient partition.
             account.spike("overflow check", self._numel * (settings.accumulation_itemsize + 1))

@@ -137,7 +137,11 @@ def offloaded_bytes(draft: Draft, trainable: int) -> float:
     parameters, shared by the ranks (deepspeed runtime/zero/stage_1_and_2.py, stage3.py).
     """
     a_parameter = 18 + 2 * (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
-    return a_parameter * trainable * draft.settings.offload_ratio / draft.job.cluster.nodes
+    moved = a_parameter * trainable * draft.settings.offload_ratio
+    if draft.profile.parameters == "cpu":  # frozen parameters move as well, in training precision
+        width = 4 if draft.settings.precision == "fp32" else 2
+        moved += width * max(0, (draft.model.num_parameters or trainable) - trainable)
+    return moved / draft.job.cluster.nodes
 
 
 def compile_under_zero3(draft: Draft) -> Iterator[Problem]:

@@ -1,0 +1,41 @@
+"""Disk space of a checkpoint, from what each file of it holds."""
+
+from __future__ import annotations
+
+from toolkit.plan.draft import Draft
+
+
+def leaves_frozen_out(draft: Draft) -> bool:
+    """Whether checkpoints leave frozen weights out: those of LoRA lie in the model's folder, unless drawn at random."""
+    return draft.job.train.method != "full" and draft.settings.init == "pretrained"
+
+
+def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
+    """Gives the size of one checkpoint over all ranks, bytes.
+
+    Args:
+        draft: Stage, precision and optimizer.
+        total: Parameters of the model, adapters included.
+        trainable: Those that are trained.
+
+    Source:
+        deepspeed runtime/engine.py _save_checkpoint, _save_zero_checkpoint: up to stage 2 the model's weights in training
+        precision and the optimizer's partitions; under stage 3 the latter alone, for the weights are placeholders, and
+        frozen partitions whole.
+    """
+    settings, train = draft.settings, draft.job.train
+    width = 4 if settings.precision == "fp32" else 2
+    frozen = 0 if leaves_frozen_out(draft) else total - trainable
+    states = {"lion": 4.0, "sgd": 4.0 if train.momentum else 0.0, "adamw_8bit": 2 + 2 * 4 / 256}.get(
+        train.optimizer, 8.0
+    )
+    strategy = draft.job.parallel.strategy
+    if strategy == "ddp":  # moments in the weights' precision, but for those in 8 bit
+        scale = 1.0 if train.optimizer == "adamw_8bit" else width / 4
+        return int(width * (frozen + trainable) + states * scale * trainable)
+    if strategy == "fsdp2":  # fp32 shards, which are the master copy
+        return int(width * frozen + (4 + states) * trainable)
+    # The bare optimizer of fp32 at stage 0 has no master copy (engine.py _do_optimizer_sanity_check).
+    master = 0 if settings.zero_stage == 0 and settings.precision == "fp32" else 4
+    weights = 0 if settings.zero_stage == 3 else trainable
+    return int(width * (frozen + weights) + (master + states) * trainable)
