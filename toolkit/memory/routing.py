@@ -1,9 +1,15 @@
-"""Mixture of experts: what a trace supposes of the routing."""
+"""Mixture of experts: what a trace supposes of the routing, and what it costs at worst."""
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
+
+# How tokens spread over experts: evenly, or all of them to the same few.
+Routing = Literal["balanced", "worst"]
 
 # transformers integrations/moe.py grouped_mm_experts_forward: one row for each token and chosen expert, sorted; the
 # default on every device (modeling_utils.py get_correct_experts_implementation).
@@ -11,12 +17,68 @@ GROUPED = (
     "Experts run as grouped matrix products: one row a token and chosen expert, whoever is chosen, so that memory does "
     "not depend on the routing"
 )
+LOOPED = {
+    "balanced": "Experts run one after the other, and each is assumed to get the same number of tokens",
+    "worst": "Experts run one after the other, and all tokens are assumed to choose the same ones",
+}
 
 
-def assumptions(model: nn.Module) -> tuple[str, ...]:
+class LoopedExperts:
+    """Answers what a loop over experts asks of the routing, which fake tensors do not know.
+
+    Such loops take the experts that were hit from `mask.sum(...).nonzero()` and each one's tokens from
+    `torch.where(mask[expert])`, a mask of shape (choices, tokens).
+
+    Args:
+        config: Of the model.
+        routing: How tokens spread.
+
+    Source:
+        transformers models/dbrx/modeling_dbrx.py DbrxExperts.forward, and others without `use_experts_implementation`.
+    """
+
+    def __init__(self, config: PreTrainedConfig, routing: Routing) -> None:
+        self.routing = routing
+        self.asked = False
+        self._counts = _expert_counts(config)
+        self._num_hit = 1
+        self._num_choices = max(_choices(config), default=1)
+
+    def __call__(self, function: Any, args: Any) -> Any:
+        """Gives the result of an operation whose result depends on the routing; NotImplemented for any other."""
+        aten = torch.ops.aten
+        if function is aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0
+        if function is not aten.nonzero.default:
+            return NotImplemented
+        self.asked = True
+        mask = args[0]
+        return mask.new_empty((self._rows(mask.shape), mask.ndim), dtype=torch.int64)
+
+    def _rows(self, shape: torch.Size) -> int:
+        if len(shape) == 1:  # experts that were hit; one class more than experts stands for none
+            experts = shape[0] - (shape[0] - 1 in self._counts)
+            self._num_hit = experts if self.routing == "balanced" else min(experts, self._num_choices)
+            return self._num_hit
+        return max(1, shape[0] * shape[-1] // self._num_hit)
+
+
+def assumptions(model: nn.Module, looped: LoopedExperts | None) -> tuple[str, ...]:
     """Says what the sizes of a mixture of experts suppose; nothing for a dense model."""
-    experts = [module for module in model.modules() if hasattr(module, "_apply_gate") and hasattr(module, "has_gate")]
-    return (GROUPED,) if experts else ()
+    if looped is not None and looped.asked:
+        return (LOOPED[looped.routing],)
+    return (GROUPED,) if runs_grouped(model) else ()
+
+
+def runs_grouped(model: nn.Module) -> bool:
+    """Whether the experts of a model go through transformers' own kernels (`use_experts_implementation`)."""
+    experts: list[Any] = [module for module in model.modules() if hasattr(module, "_apply_gate")]
+    return any(module.config._experts_implementation != "eager" for module in experts)
+
+
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Whether a configuration names a number of experts."""
+    return bool(_expert_counts(config))
 
 
 def collects_router_logits(config: PreTrainedConfig) -> bool:
@@ -26,3 +88,18 @@ def collects_router_logits(config: PreTrainedConfig) -> bool:
         transformers models/mixtral/modeling_mixtral.py load_balancing_loss_func.
     """
     return bool(getattr(config.get_text_config(decoder=True), "output_router_logits", False))
+
+
+def _expert_counts(config: PreTrainedConfig) -> set[int]:
+    """Gives how many experts a layer chooses from, under whatever name."""
+    return {value for name, value in _numbers(config) if name.endswith("experts") and value > 1}
+
+
+def _choices(config: PreTrainedConfig) -> set[int]:
+    return {value for name, value in _numbers(config) if "top" in name or "per_tok" in name}
+
+
+def _numbers(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    text = config.get_text_config(decoder=True)
+    parts = [text, *(value for value in vars(text).values() if isinstance(value, PreTrainedConfig))]
+    return [(name, value) for part in parts for name, value in vars(part).items() if type(value) is int]

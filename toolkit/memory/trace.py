@@ -23,10 +23,17 @@ from toolkit.memory.events import Parameter, Trace, held
 from toolkit.memory.expand import expand, expand_buffers, expand_host_copies, expand_parameters
 from toolkit.memory.failure import trace_failed, unknown_architecture
 from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device
-from toolkit.memory.inputs import Task, loss_of, make_batch
+from toolkit.memory.inputs import Task, loss_of, make_batch, pass_checks
 from toolkit.memory.kernels import Device, cuda_kernels
 from toolkit.memory.layers import Stack, find_stacks, prune
-from toolkit.memory.routing import assumptions, collects_router_logits
+from toolkit.memory.routing import (
+    LoopedExperts,
+    Routing,
+    assumptions,
+    collects_router_logits,
+    has_experts,
+    runs_grouped,
+)
 from toolkit.memory.segments import Segmenter
 from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
@@ -90,6 +97,7 @@ def trace_model(
     lora: Lora | None = None,
     quantized: bool = False,
     marks_modules: bool = False,
+    routing: Routing = "balanced",
     trust_remote_code: bool = False,
     all_layers: bool = False,
 ) -> Trace:
@@ -116,6 +124,7 @@ def trace_model(
         lora: Adapters; None trains everything.
         quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
         marks_modules: Whether to mark the hooks of ZeRO-3.
+        routing: How tokens spread over experts that run one after the other; others do not depend on it.
         trust_remote_code: Whether the model's own code may run.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
@@ -136,6 +145,7 @@ def trace_model(
         lora=lora,
         quantized=quantized,
         marks_modules=marks_modules,
+        routing=routing,
         trust_remote_code=trust_remote_code,
     )
     with _quiet(), cuda_kernels(device, packed=packing == "separated"):
@@ -175,6 +185,7 @@ class _Request:
     lora: Lora | None
     quantized: bool
     marks_modules: bool
+    routing: Routing
     trust_remote_code: bool
 
     def trace(self, config: PreTrainedConfig, *, all_layers: bool) -> Trace | None:
@@ -194,11 +205,15 @@ class _Request:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
                 stacks = [in_adapters(model, stack) for stack in stacks]
-                # They also count image tokens, to check them against the features.
-                tracing = Segmenter(model, stacks, marked=self.marks_modules, passes_checks=seeing)
+                looped = None
+                if has_experts(full.config) and not runs_grouped(full):
+                    looped = LoopedExperts(full.config, self.routing)
+                # Vision-language models also count image tokens, to check them against the features.
+                answer = pass_checks if seeing else looped
+                tracing = Segmenter(model, stacks, marked=self.marks_modules, answer=answer)
                 running = tracing
                 tracing.run(lambda: self._step(model, running))
-                return _whole(model, stacks, tracing)
+                return _whole(model, stacks, tracing, assumptions(model, looped))
         except ToolkitError:
             raise
         except Exception as error:
@@ -231,7 +246,7 @@ def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name.rpartition(".")[0], known
 
 
-def _whole(model: Any, stacks: Sequence[Stack], tracing: Segmenter) -> Trace | None:
+def _whole(model: Any, stacks: Sequence[Stack], tracing: Segmenter, assumed: tuple[str, ...]) -> Trace | None:
     """Repeats the traced layers for those that they stand for; None if they did not run in order or it does not add up.
 
     It does not add up where layers hand memory to others than their neighbours.
@@ -247,7 +262,7 @@ def _whole(model: Any, stacks: Sequence[Stack], tracing: Segmenter) -> Trace | N
         num_layers=sum(stack.num_layers for stack in stacks),
         tied=tuple(_tied(model)),
         host_copies=expand_host_copies(tracing.host_copies, stacks),
-        assumptions=assumptions(model),
+        assumptions=assumed,
     )
     left = sum(held((*made.forward, *made.backward)).values())
     return made if left == tracing.tracker.live_bytes else None

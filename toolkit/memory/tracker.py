@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_leaves
 from toolkit.memory.account import BLOCK_BYTES
 from toolkit.memory.events import Owner, Recorder, Release
 
+# Gives the result of an operation, from the operation and its arguments.
+Answer = Callable[[Any, Sequence[Any]], Any]
+
 
 @dataclass(slots=True)
 class _Storage:
@@ -33,21 +36,20 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorder: What notes them.
         cause: Gives the cause of what is allocated now.
         owner: Gives the layer that runs now.
-        passes_checks: Whether code that asks for a tensor's value gets True or 1, so that its checks pass; else fake
-            tensors refuse.
+        answer: Gives the result of operations that ask for values; NotImplemented where fake tensors must do.
 
     Source:
         torch/distributed/_tools/mem_tracker.py watches storages through weak references in the same way.
     """
 
     def __init__(
-        self, recorder: Recorder, *, cause: Callable[[], str], owner: Callable[[], Owner], passes_checks: bool = False
+        self, recorder: Recorder, *, cause: Callable[[], str], owner: Callable[[], Owner], answer: Answer | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._cause = cause
         self._owner = owner
-        self._passes_checks = passes_checks
+        self._answer = answer
         self._live: dict[int, _Storage] = {}
         self._on_host = False
 
@@ -59,9 +61,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._passes_checks and function is torch.ops.aten._local_scalar_dense.default:
-            return True if args[0].dtype == torch.bool else 1
-        result = function(*args, **(kwargs or {}))
+        result = NotImplemented if self._answer is None else self._answer(function, args)
+        if result is NotImplemented:
+            result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self._watch(result)
         else:
