@@ -15,6 +15,7 @@ import toolkit as tk
 from toolkit.checkpoint.compatible import check_resumable, layout_problems
 from toolkit.checkpoint.layout import State
 from toolkit.checkpoint.manifest import verify
+from toolkit.checkpoint.save import foreseen_bytes
 from toolkit.errors import CheckpointError, ToolkitError
 
 pytestmark = pytest.mark.gloo
@@ -57,6 +58,7 @@ def _all(rank: int, root_name: str) -> dict[str, Any]:
             tk.save(run, root / name, probe=name == "zero-2")
             expected = [_step(run, rank, step) for step in (3, 4)]
             rate = run.last_learning_rate
+            results["size", name] = foreseen_bytes(run)
         torch.rand(5)
         with tk.initialize(plan) as run:
             state = tk.load(run, root / name)
@@ -121,6 +123,14 @@ def test_the_folder_holds_what_it_should(results: list[dict[str, Any]], root: Pa
     assert {"plan.json", "state.json", "latest", "model/config.json"} <= held
     assert {"random/rank-00000.pt", "random/rank-00001.pt"} <= held
     assert [path.name for path in (root / "lora" / "model").glob("adapter*")] == ["adapter_config.json"]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_its_size_is_foreseen(results: list[dict[str, Any]], root: Path, name: str) -> None:
+    written = sum(path.stat().st_size for path in (root / name).rglob("*.pt"))
+    foreseen = results[0]["size", name]
+    # Names, shapes and random states come on top: some tens of KB, whatever the model.
+    assert 0.98 * foreseen < written < 1.02 * foreseen + 150_000, (written, foreseen)
 
 
 def test_damage_is_found_on_all_ranks_by_whoever_reads_it(results: list[dict[str, Any]]) -> None:

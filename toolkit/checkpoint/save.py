@@ -64,7 +64,7 @@ def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = Fal
     return target
 
 
-def _size(run: Run) -> int:
+def foreseen_bytes(run: Run) -> int:
     """Estimates the size of a checkpoint over all ranks, bytes."""
     total = trainable = 0
     for parameter in run.model.parameters():
@@ -82,7 +82,7 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             with disk_errors(target):
                 (partial / RANDOM).mkdir(parents=True)
-            free, needed = shutil.disk_usage(partial).free, _size(run)
+            free, needed = shutil.disk_usage(partial).free, foreseen_bytes(run)
             if free < needed:
                 shutil.rmtree(partial, ignore_errors=True)
                 verdict[0] = disk_full(
