@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -79,6 +82,34 @@ def test_a_bar_on_a_terminal(width: int) -> None:
         assert part in shown
     assert "step 25: validation loss 2.0000\n" in shown
     assert "…" not in shown, "the numbers fit beside the bar"
+
+
+@pytest.mark.parametrize("when", ["before it starts", "before the first step", "between two steps"])
+def test_a_terminal_that_is_closed_ends_no_run(clock: Clock, when: str) -> None:
+    """The run is asked to save and end then; writing raises OSError (EIO), and `is_terminal` turns False."""
+    master, slave = pty.openpty()
+    out = os.fdopen(slave, "w")
+    reporter = Terminal(Console(file=out, highlight=False))
+    assert reporter._console.is_terminal
+
+    def hang_up(now: str) -> None:
+        if when == now:
+            os.close(master)
+            with pytest.raises(OSError, match="Input/output"):
+                os.write(slave, b"x")
+
+    hang_up("before it starts")
+    with reporter:
+        hang_up("before the first step")
+        reporter.start(done=0, total=3)
+        reporter.update(_record(1))
+        hang_up("between two steps")
+        clock.now += 60
+        reporter.update(_record(2))
+        reporter.say("step 2: validation loss 2.0000")
+        reporter.update(_record(3))
+    with suppress(OSError):  # what Python still holds
+        out.close()
 
 
 def test_other_ranks_are_silent(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -79,6 +80,8 @@ class TimeLeftColumn(ProgressColumn):
 class Terminal:
     """Reporter of rank 0.
 
+    A terminal may be closed while a run goes: what can no longer be printed is dropped, for the run must reach its save.
+
     Args:
         console: Where to print; standard error by default.
     """
@@ -101,25 +104,29 @@ class Terminal:
         self._began = self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        with suppress(OSError):
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        with suppress(OSError):
+            self._bar.stop()
 
     def say(self, text: str) -> None:
         """Prints one line above the bar."""
         # No markup: a path may hold brackets.
-        self._console.print(text, soft_wrap=True, markup=False)
+        with suppress(OSError):
+            self._console.print(text, soft_wrap=True, markup=False)
 
     def start(self, *, done: int, total: int) -> None:
         """Begins counting optimizer steps."""
         self._total, self._first = total, done
         self._began = time.monotonic()
         self._last_line = float("-inf")
-        self._task = self._bar.add_task("train", total=total, completed=done, first=done, numbers="")
+        with suppress(OSError):
+            self._task = self._bar.add_task("train", total=total, completed=done, first=done, numbers="")
 
     def update(self, record: dict[str, Any]) -> None:
         """Shows the metrics of a step: on the bar, or as a line now and then; the last step is a line on both."""
@@ -129,7 +136,8 @@ class Terminal:
             f"{format_bytes(record['peak_allocated_bytes'])}"
         )
         if self._task is not None:
-            self._bar.update(self._task, completed=step, numbers=numbers)
+            with suppress(OSError):
+                self._bar.update(self._task, completed=step, numbers=numbers)
         now = time.monotonic()
         is_due = not self._console.is_terminal and now - self._last_line >= LINE_SECONDS
         if not is_due and step != self._total:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE, ToolkitError
@@ -55,6 +56,7 @@ def _train(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     # A rank that ends while others are in a collective must not wait for their threads at exit.
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # the terminal was closed while the run saved and ended: that is no failure of it
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
