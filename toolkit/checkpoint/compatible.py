@@ -83,6 +83,21 @@ def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, 
     if bool(now.weight_decay) != bool(then.weight_decay):  # it divides the parameters into two groups
         yield "train.weight_decay", now.weight_decay, then.weight_decay
     yield "parallel.offload", plan.profile.name, saved.profile.name
+    stage = plan.settings.zero_stage
+    if stage != saved.settings.zero_stage:
+        return
+    if stage in (1, 2):  # which optimizer wraps the master weights, and in which order its partitions hold them
+        dtypes = (made.settings.gradient_accumulation_dtype for made in (plan, saved))
+        yield "train.gradient_accumulation_dtype", *dtypes
+        yield "deepspeed.zero_optimization.round_robin_gradients", _round_robin(plan), _round_robin(saved)
+    if stage == 3:  # the length of each flat group of master weights
+        sizes = (made.settings.sub_group_size for made in (plan, saved))
+        yield "deepspeed.zero_optimization.sub_group_size", *sizes
+
+
+def _round_robin(plan: Plan) -> bool:
+    """Gives the value that the engine uses (deepspeed runtime/zero/config.py: False when left out)."""
+    return bool(plan.deepspeed_config()["zero_optimization"].get("round_robin_gradients", False))
 
 
 def _order_values(plan: Plan, saved: Plan) -> Iterator[tuple[str, Any, Any]]:
@@ -90,11 +105,19 @@ def _order_values(plan: Plan, saved: Plan) -> Iterator[tuple[str, Any, Any]]:
     yield "train.train_batch_size", plan.settings.batch.train, saved.settings.batch.train
     yield "train.sequence_length", plan.settings.sequence_length, saved.settings.sequence_length
     yield "train.seed", plan.job.train.seed, saved.job.train.seed
+    yield "model.tokenizer", plan.job.model.tokenizer, saved.job.model.tokenizer
     now, then = plan.job.data, saved.job.data
     if now is None or then is None:
         return
     for name in ("name", "revision", "split", "validation_fraction", "format", "packing", "loss_on", "max_samples"):
         yield f"data.{name}", getattr(now, name), getattr(then, name)
+    yield "data.train", _sources(now.train), _sources(then.train)
+    yield "data.eval", _sources(now.eval), _sources(then.eval)
+
+
+def _sources(named: str | tuple[str, ...] | None) -> str | None:
+    """Gives the same for a file and for a list of that file alone."""
+    return named if named is None or isinstance(named, str) else ", ".join(named)
 
 
 def _shown(section: Any) -> Any:

@@ -1,0 +1,93 @@
+"""What must not change between a checkpoint and the plan that goes on from it, without a process being started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_plans import tiny_plan
+
+from toolkit.checkpoint.compatible import layout_problems
+from toolkit.checkpoint.layout import State
+from toolkit.plan.plan import Plan
+from toolkit.spec.job import Data
+
+
+def _changes(tmp_path: Path, *, now: Plan, then: Plan) -> list[tuple[str, str]]:
+    then.save(tmp_path / "plan.json")
+    state = State(
+        step=4,
+        num_steps=10,
+        zero_stage=then.settings.zero_stage,
+        world_size=then.grid.world_size,
+        train_batch_size=then.settings.batch.train,
+        saved_at=0.0,
+        versions={},
+    )
+    return [(problem.code, problem.key or "") for problem in layout_problems(now, tmp_path, state)]
+
+
+def _zero(**values: Any) -> dict[str, Any]:
+    return {"deepspeed": {"zero_optimization": values}}
+
+
+BF16 = {"precision": "bf16", "gradient_accumulation_dtype": "bf16"}
+SHARDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "round robin": ({}, _zero(round_robin_gradients=True), "deepspeed.zero_optimization.round_robin_gradients"),
+    "sub-groups": (
+        {"parallel": {"zero_stage": 3}},
+        {"parallel": {"zero_stage": 3}, **_zero(sub_group_size=1000)},
+        "deepspeed.zero_optimization.sub_group_size",
+    ),
+    "accumulation, stage 1": (
+        {"parallel": {"zero_stage": 1}, "train": BF16},
+        {"parallel": {"zero_stage": 1}, "train": {**BF16, "gradient_accumulation_dtype": "fp32"}},
+        "train.gradient_accumulation_dtype",
+    ),
+    "accumulation, stage 2": (
+        {"train": BF16},
+        {"train": {**BF16, "gradient_accumulation_dtype": "fp32"}},
+        "train.gradient_accumulation_dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_what_silently_reorders_the_shards(tmp_path: Path, name: str) -> None:
+    before, after, key = SHARDS[name]
+    then, now = tiny_plan(**before), tiny_plan(**after)
+    assert _changes(tmp_path, now=now, then=then) == [("CHECKPOINT_LAYOUT", key)]
+    assert _changes(tmp_path, now=then, then=now) == [("CHECKPOINT_LAYOUT", key)]
+    assert _changes(tmp_path, now=now, then=now) == []
+
+
+def test_what_is_off_anyway_may_be_written_out(tmp_path: Path) -> None:
+    assert _changes(tmp_path, now=tiny_plan(**_zero(round_robin_gradients=False)), then=tiny_plan()) == []
+
+
+def _reads(plan: Plan, *, tokenizer: str | None = None, **data: Any) -> Plan:
+    model = plan.job.model.model_copy(update={"tokenizer": tokenizer})
+    job = plan.job.model_copy(update={"model": model, "data": Data.model_validate({"train": "a.jsonl", **data})})
+    return replace(plan, job=job)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"train": "b.jsonl"}, "data.train"),
+        ({"train": ("a.jsonl", "b.jsonl")}, "data.train"),
+        ({"eval": "c.jsonl"}, "data.eval"),
+        ({"tokenizer": "other"}, "model.tokenizer"),
+    ],
+)
+def test_what_makes_a_position_mean_other_documents(tmp_path: Path, changed: dict[str, Any], key: str) -> None:
+    plan = tiny_plan()
+    assert _changes(tmp_path, now=_reads(plan, **changed), then=_reads(plan)) == [("CHECKPOINT_DATA", key)]
+    assert _changes(tmp_path, now=_reads(plan, **changed), then=_reads(plan, **changed)) == []
+
+
+def test_a_list_of_one_file_is_that_file(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    assert _changes(tmp_path, now=_reads(plan, train=("a.jsonl",)), then=_reads(plan)) == []
