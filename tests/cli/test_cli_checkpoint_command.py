@@ -28,7 +28,7 @@ def test_list(run, capsys):
     assert main(["checkpoint", "list", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [row["step"] for row in found] == [9, 10]
-    assert set(found[0]) == {"path", "step", "zero_stage", "world_size", "bytes", "saved"}
+    assert set(found[0]) == {"path", "step", "zero_stage", "world_size", "bytes", "saved", "damaged"}
     assert found[0]["path"] == str(run / "checkpoint-9")
     assert found[0]["bytes"] > 2**20
     assert found[0]["saved"].startswith("2001-09-0")
@@ -37,6 +37,17 @@ def test_list(run, capsys):
     assert lines[0].split() == ["step", "ZeRO", "ranks", "size", "saved", "path"]
     assert lines[-1].split()[:3] == ["10", "3", "4"]
     assert lines[-1].rstrip().endswith(str(run / "checkpoint-10"))
+
+
+def test_a_damaged_checkpoint_hides_no_other(run, capsys):
+    (run / "checkpoint-9" / "state.json").write_text("{")
+    assert main(["checkpoint", "list", str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["step"], row["damaged"], row["world_size"]) for row in rows] == [(9, True, None), (10, False, 4)]
+    assert main(["checkpoint", "list", str(run)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[-2].split()[:2] == ["9", "damaged"]
+    assert lines[-1].split()[:3] == ["10", "3", "4"]
 
 
 def test_list_of_nothing(tmp_path, capsys):

@@ -29,11 +29,10 @@ def list_command(
 
     Example: `toolkit checkpoint list runs/my-job`
 
-    JSON keys: checkpoints (path, step, zero_stage, world_size, bytes, saved).
+    JSON keys: checkpoints (path, step, zero_stage, world_size, bytes, saved, damaged); of a damaged one, whose own
+    description cannot be read, only path and step are known.
     """
-    from toolkit.checkpoint.layout import State
     from toolkit.checkpoint.locate import list_checkpoints
-    from toolkit.checkpoint.manifest import read_manifest
 
     if not output_dir.is_dir():
         raise CheckpointError.of(
@@ -42,19 +41,7 @@ def list_command(
             message=f"{output_dir} is not a folder",
             fix="Name the train.output_dir of a job",
         )
-    rows: list[dict[str, Any]] = []
-    for folder in list_checkpoints(output_dir):
-        state, manifest = State.load(folder), read_manifest(folder)
-        rows.append(
-            {
-                "path": str(folder),
-                "step": state.step,
-                "zero_stage": state.zero_stage,
-                "world_size": state.world_size,
-                "bytes": sum(entry.num_bytes for entry in manifest.values()),
-                "saved": datetime.fromtimestamp(state.saved_at).isoformat(timespec="seconds"),
-            }
-        )
+    rows = [_describe(folder) for folder in list_checkpoints(output_dir)]
     if as_json:
         print_json({"checkpoints": rows})
         return
@@ -63,9 +50,33 @@ def list_command(
         return
     table = new_table(["step", "ZeRO", "ranks", "size", "saved", "path"], right=["step", "ZeRO", "ranks", "size"])
     for row in rows:
+        if row["damaged"]:
+            table.add_row(str(row["step"]), "", "", "", "damaged", row["path"])
+            continue
         size = format_bytes(row["bytes"])
         table.add_row(str(row["step"]), str(row["zero_stage"]), str(row["world_size"]), size, row["saved"], row["path"])
     print_table(table)
+
+
+def _describe(folder: Path) -> dict[str, Any]:
+    """Gives a row of the list; one damaged checkpoint must not hide the others."""
+    from toolkit.checkpoint.layout import State, step_of
+    from toolkit.checkpoint.manifest import read_manifest
+
+    try:
+        state, manifest = State.load(folder), read_manifest(folder)
+    except CheckpointError:
+        unknown = dict.fromkeys(("zero_stage", "world_size", "bytes", "saved"))
+        return {"path": str(folder), "step": step_of(folder), **unknown, "damaged": True}
+    return {
+        "path": str(folder),
+        "step": state.step,
+        "zero_stage": state.zero_stage,
+        "world_size": state.world_size,
+        "bytes": sum(entry.num_bytes for entry in manifest.values()),
+        "saved": datetime.fromtimestamp(state.saved_at).isoformat(timespec="seconds"),
+        "damaged": False,
+    }
 
 
 @_GROUP.command("verify")
