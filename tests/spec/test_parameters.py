@@ -63,6 +63,8 @@ TINY: dict[str, dict[str, Any]] = {
     "olmoe": {"model_type": "olmoe", **EXPERTS, "num_experts": 4},
     "deepseek": {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None},
     "deepseek-q-rank": {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": 14, "attention_bias": True},
+    "deepseek-v3": {"model_type": "deepseek_v3", **DEEPSEEK, "q_lora_rank": 14},
+    "deepseek-v3-no-q-rank": {"model_type": "deepseek_v3", **DEEPSEEK, "q_lora_rank": None, "attention_bias": True},
     "gpt2": {"model_type": "gpt2", **GPT2},
     "gpt2-inner-untied": {"model_type": "gpt2", **GPT2, "n_inner": 40, "tie_word_embeddings": False},
     "gpt2-long-names": {"model_type": "gpt2", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4},

@@ -110,6 +110,21 @@ _DEFAULTS: Mapping[str, tuple[str, tuple[int | None, ...], Mapping[str, Any]]] =
             "moe_intermediate_size": 1407,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        (129280, 7168, 18432, 61, 128, 128, 4096),
+        {
+            "num_experts": 256,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "moe_intermediate_size": 2048,
+        },
+    ),
 }
 
 # Decoders not declared above whose configuration class ties the head when config.json is silent about it.

@@ -259,6 +259,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "olmo2": Family(layer=_decoder(width_norms=True)),
         "olmoe": Family(layer=_decoder(width_norms=True, mlp=_mixtral_mlp)),
         "deepseek_v2": Family(layer=_deepseek_layer),
+        "deepseek_v3": Family(layer=_deepseek_layer),
         "gpt2": Family(
             layer=_gpt2_layer,
             layers="transformer.h",
