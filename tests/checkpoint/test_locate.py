@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,15 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     _make(tmp_path, 400, name=".checkpoint-400.partial")
     assert _names(tmp_path) == ["checkpoint-9", "checkpoint-20", "checkpoint-100"]
     assert latest_checkpoint(tmp_path).name == "checkpoint-100"
+
+
+def test_ranks_that_recover_at_once(tmp_path: Path) -> None:
+    """Each of them finds the checkpoint under its good name after its own call, and none fails."""
+    for step in range(1, 31):
+        _make(tmp_path, step, name=f".checkpoint-{step}.partial")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: recover(tmp_path), range(8)))
+    assert _names(tmp_path) == [f"checkpoint-{step}" for step in range(1, 31)]
 
 
 def test_none(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_plan_file_is_written_whole_and_read(plan, tmp_path):
     plan.save(path)
     assert Plan.load(path) == plan
     assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_writers_of_one_process_id_do_not_meet(plan, tmp_path):
+    """As ranks of two machines on a shared disk; here they are threads."""
+    path = tmp_path / "plan.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: plan.save(path), range(80)))
+    assert Plan.load(path) == plan
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
 @pytest.mark.parametrize("key", ["schema_version", "job", "model", "gpu", "settings", "allocator", "choices"])

@@ -68,7 +68,7 @@ def recover(output_dir: Path) -> None:
     for path in output_dir.glob(".checkpoint-*.partial"):
         target = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
         if (path / MANIFEST).is_file() and not target.exists() and not _is_cut_short(path):
-            path.rename(target)
+            _rename(path, target)
 
 
 def remove_leftovers(output_dir: Path) -> None:
@@ -77,6 +77,15 @@ def remove_leftovers(output_dir: Path) -> None:
     for pattern in (".checkpoint-*.partial", ".checkpoint-*.removed"):
         for path in output_dir.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _rename(path: Path, target: Path) -> None:
+    """Renames a folder, unless another rank has just done so: each of them must find it under its good name."""
+    try:
+        path.rename(target)
+    except OSError:
+        if path.exists() and not target.exists():
+            raise
 
 
 def _is_cut_short(folder: Path) -> bool:

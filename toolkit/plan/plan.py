@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -130,7 +130,8 @@ class Plan(Draft):
     def save(self, path: Path) -> None:
         """Writes `plan.json` atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        # Ranks of several machines may write it at once to one disk, where neither process id nor host name is unique.
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             partial.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             partial.replace(path)
