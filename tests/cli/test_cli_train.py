@@ -234,14 +234,36 @@ def test_an_earlier_run_is_kept(root, whole, capsys):
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
-    from toolkit.cli.train import checked_plan, guard_output
+    from toolkit.cli.train import checked_plan
+    from toolkit.train.checks import guard_output
 
     plan = checked_plan(write_job(root, "old"), [f"train.output_dir={tmp_path}"])
     for name in ("checkpoint-3", "export", "tensorboard", "notes"):
         (tmp_path / name).mkdir()
     (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "checkpoint-notes.txt").write_text("keep me")
     guard_output(plan, resuming=False, overwrite=True)
-    assert files(tmp_path) == {"notes"}
+    assert files(tmp_path) == {"notes", "checkpoint-notes.txt"}
+
+
+def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
+    from toolkit.checkpoint.layout import State
+    from toolkit.cli.train import checked_plan, is_finished, last_checkpoint
+
+    plan = checked_plan(write_job(root, "damaged"), [f"train.output_dir={tmp_path}"])
+    values = {"num_steps": 9, "zero_stage": 2, "world_size": 2, "train_batch_size": 8, "versions": {}}
+    for step in (4, 9):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        State(step=step, saved_at=float(step), **values).save(folder)
+        (folder / "manifest.json").write_text("{}")
+    assert is_finished(plan)
+    (folder / "state.json").write_text("{")
+    assert not is_finished(plan)
+    assert last_checkpoint(plan) == tmp_path / "checkpoint-4"
+    (tmp_path / "checkpoint-4" / "state.json").unlink()
+    assert last_checkpoint(plan) is None
+    assert not is_finished(plan)
 
 
 def test_options_that_exclude_each_other(root, capsys):

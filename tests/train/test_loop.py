@@ -49,6 +49,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
         # Other draws in between, as another process would have made: what is restored must not depend on them.
         torch.rand(17 + rank)
         results[f"second-{stage}"] = _run(root, f"parts-{stage}", resume="checkpoint-3", **sections)
+    results["over"] = _run(root, "whole-2", parallel={"zero_stage": 2}, train={"weight_decay": 0.1})
     results["again"] = _run(root, "parts-2", resume="checkpoint-8", train={"weight_decay": 0.1})
     results["too-early"] = _run(root, "parts-2", resume="checkpoint-8", stop_after=8, train={"weight_decay": 0.1})
     lora = {"method": "lora", "lora": {"r": 4, "lora_dropout": 0.1}}
@@ -115,6 +116,25 @@ def test_nothing_left_to_do(root: Path, results: dict[str, Any]) -> None:
     assert (done.step, done.loss, done.interrupted) == (8, None, False)
     assert done.checkpoint.is_dir()
     assert results["too-early"] == ("STOP_AFTER",)
+
+
+def test_an_earlier_run_is_not_trained_over(root: Path, results: dict[str, Any]) -> None:
+    assert results["over"] == ("OUTPUT_EXISTS",)
+    assert sorted(curve(root / "whole-2")) == list(range(1, 9))
+
+
+def _fail_alone(rank: int, root_name: str) -> tuple[Any, bool]:
+    torch.distributed.destroy_process_group()  # the harness's own: here `train` joins the groups, as in a script
+    data = {"train": str(Path(root_name) / "absent.jsonl")}
+    codes = _run(Path(root_name), "alone", cluster={"gpus_per_node": 1}, data=data)
+    left = not torch.distributed.is_initialized()
+    if left:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return codes, left
+
+
+def test_a_failed_preparation_leaves_no_groups(root: Path) -> None:
+    assert run_distributed(_fail_alone, 1, str(root)) == [(("DATA_NOT_FOUND",), True)]
 
 
 def test_epochs_evaluation_logging_and_tensorboard(root: Path, results: dict[str, Any]) -> None:

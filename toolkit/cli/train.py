@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,15 @@ import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_job
 from toolkit.cli.output import print_fields, print_json
-from toolkit.errors import INTERRUPTED_EXIT_CODE, PlanError, Problem, SpecError, ToolkitError, raise_all
+from toolkit.errors import (
+    INTERRUPTED_EXIT_CODE,
+    CheckpointError,
+    PlanError,
+    Problem,
+    SpecError,
+    ToolkitError,
+    raise_all,
+)
 
 if TYPE_CHECKING:
     from toolkit.launch.outcome import RunOutcome
@@ -69,6 +76,7 @@ def train(
     there is nothing left to do).
     """
     from toolkit.checkpoint.locate import recover
+    from toolkit.train.checks import guard_output
 
     resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
     call = Call(job=job, overrides=tuple(overrides or ()), stop_after=stop_after, no_export=no_export)
@@ -172,33 +180,6 @@ def tokenizer_problems(plan: Plan) -> tuple[Problem, ...]:
     return ()
 
 
-def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
-    """Keeps a new run from mixing with, or deleting, what an earlier one left in output_dir."""
-    folder = plan.output_dir
-    held = held_output(folder)
-    if resuming or not held:
-        return
-    if not overwrite:
-        raise PlanError.of(
-            code="OUTPUT_EXISTS",
-            key="train.output_dir",
-            message=f"output_dir={folder} holds an earlier run: {', '.join(held[:4])}{' ...' if len(held) > 4 else ''}",
-            fix="Go on with --resume_from_checkpoint latest, choose another train.output_dir, or delete it with --overwrite",
-        )
-    for name in (*held, "export", "tensorboard"):
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def held_output(folder: Path) -> list[str]:
-    """Names what an earlier run left in its output_dir that a new one would mix with."""
-    held = sorted(path.name for path in folder.glob("checkpoint-*"))
-    return [*held, "metrics.jsonl"] if (folder / "metrics.jsonl").exists() else held
-
-
 def check_start(plan: Plan) -> None:
     """Says before anything is written or deleted what the launch would say after.
 
@@ -284,15 +265,22 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Path | None
 
 
 def last_checkpoint(plan: Plan) -> Path | None:
-    """Gives the last complete checkpoint of output_dir, if any."""
+    """Gives the last complete checkpoint of output_dir that says where it stood, if any."""
+    from toolkit.checkpoint.layout import State
     from toolkit.checkpoint.locate import list_checkpoints
 
-    found = list_checkpoints(plan.output_dir)
-    return found[-1] if found else None
+    for folder in reversed(list_checkpoints(plan.output_dir)):
+        try:
+            State.load(folder)
+        except CheckpointError:
+            continue  # damaged: a report must not fail on it
+        return folder
+    return None
 
 
 def _next_command(plan: Plan, call: Call, last: Path | None) -> str:
     from toolkit.checkpoint.layout import State
+    from toolkit.train.checks import held_output
 
     if last is None:
         return call.command(overwrite=bool(held_output(plan.output_dir)))

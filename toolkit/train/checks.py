@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
+from toolkit.checkpoint.layout import step_of
 from toolkit.errors import PlanError, Problem
+from toolkit.plan.plan import Plan
 from toolkit.spec.job import Job
 
 
@@ -33,3 +37,35 @@ def check_stop_after(stop_after: int | None, step: int) -> None:
         message=f"stop_after={stop_after} is not past step {step}, from which the run goes on",
         fix=f"Steps count from the run's beginning: give at least {step + 1}",
     )
+
+
+def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
+    """Keeps a new run from mixing with, or deleting, what an earlier one left in output_dir.
+
+    Raises:
+        PlanError: OUTPUT_EXISTS.
+    """
+    folder = plan.output_dir
+    held = held_output(folder)
+    if resuming or not held:
+        return
+    if not overwrite:
+        raise PlanError.of(
+            code="OUTPUT_EXISTS",
+            key="train.output_dir",
+            message=f"output_dir={folder} holds an earlier run: {', '.join(held[:4])}{' ...' if len(held) > 4 else ''}",
+            fix="Go on with --resume_from_checkpoint latest (in Python `resume=FOLDER`), choose another train.output_dir, or "
+            "delete it, as --overwrite does",
+        )
+    for name in (*held, "export", "tensorboard"):
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def held_output(folder: Path) -> list[str]:
+    """Names what an earlier run left in its output_dir that a new one would mix with."""
+    held = sorted(path.name for path in folder.glob("checkpoint-*") if step_of(path) is not None)
+    return [*held, "metrics.jsonl"] if (folder / "metrics.jsonl").exists() else held

@@ -21,9 +21,9 @@ from toolkit.data.prepare import PreparedData, prepare
 from toolkit.engine.initialize import initialize
 from toolkit.engine.run import Run
 from toolkit.errors import PlanError, RunError, raise_all
-from toolkit.groups.world import World, connect
+from toolkit.groups.world import World, connect, disconnect
 from toolkit.plan.plan import Plan
-from toolkit.train.checks import check_stop_after, data_section_problems
+from toolkit.train.checks import check_stop_after, data_section_problems, guard_output
 from toolkit.train.memory_check import compare_memory
 from toolkit.train.metrics import Meter, MetricsWriter
 from toolkit.train.progress import Reporter, Silent, Terminal, describe_devices
@@ -66,23 +66,44 @@ def train(
         How it ended; the same on every rank.
 
     Raises:
-        PlanError: TRAIN_NO_DATA, STOP_AFTER.
+        PlanError: TRAIN_NO_DATA, STOP_AFTER; OUTPUT_EXISTS when output_dir holds an earlier run and `resume` is None.
         DataError, CheckpointError, RunError: With what to do about it.
     """
     raise_all(PlanError, data_section_problems(plan.job))
     world = connect(plan.grid, backend=plan.gpu.backend)
-    reporter = reporter or (Terminal() if world.is_main else Silent())
-    with reporter:
-        tokenizer = load_tokenizer(plan)
-        data = prepare_in_turn(plan, world, tokenizer)
-        reporter.say(describe_data(data))
-        began = time.perf_counter()
-        with initialize(plan, world=world) as run:
-            _say_model(run, reporter, seconds=time.perf_counter() - began)
-            if resume is not None:
-                load(run, resume)
-                reporter.say(f"resumed from {resume} at step {run.step_count}")
-            return _Loop(run, data, tokenizer, reporter, stop_after=stop_after).go()
+    try:
+        if resume is None:
+            _guard_together(plan, world)
+        with reporter or (Terminal() if world.is_main else Silent()) as shown:
+            return _train(plan, world, shown, resume=resume, stop_after=stop_after)
+    except BaseException:
+        if world.size == 1:  # several ranks may still be in a collective, which a destruction would wait for
+            disconnect(world)
+        raise
+
+
+def _guard_together(plan: Plan, world: World) -> None:
+    """Refuses on all ranks to train over an earlier run, which the first save, rotation and metrics would destroy."""
+    error: Exception | None = None
+    if world.is_main:
+        try:
+            guard_output(plan, resuming=False, overwrite=False)
+        except Exception as caught:  # the others must not wait for a rank that has failed
+            error = caught
+    world.agree(error)
+
+
+def _train(plan: Plan, world: World, reporter: Reporter, *, resume: Path | None, stop_after: int | None) -> TrainResult:
+    tokenizer = load_tokenizer(plan)
+    data = prepare_in_turn(plan, world, tokenizer)
+    reporter.say(describe_data(data))
+    began = time.perf_counter()
+    with initialize(plan, world=world) as run:
+        _say_model(run, reporter, seconds=time.perf_counter() - began)
+        if resume is not None:
+            load(run, resume)
+            reporter.say(f"resumed from {resume} at step {run.step_count}")
+        return _Loop(run, data, tokenizer, reporter, stop_after=stop_after).go()
 
 
 def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
