@@ -53,13 +53,13 @@ def on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantiz
 def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
     """Replaces meta parameters and buffers by fake ones; what is shared stays shared."""
     made: dict[int, Any] = {}
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                kind = dtype if ".lora_" in name_of[id(parameter)] else parameter.dtype  # peft casts on real devices
+                # peft and DeepSpeed cast what was made in another type (engine.py _configure_distributed_model).
+                kind = dtype if parameter.is_floating_point() else parameter.dtype
                 empty = torch.empty_like(parameter, device="cpu", dtype=kind, requires_grad=False)
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -53,6 +54,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, _Storage] = {}
         self._on_host = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch need not guard each of the thousands of calls."""
+        return False
+
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
         """Leaves the storages of `tensors` out."""
         for tensor in tensors:
@@ -61,6 +67,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls
         result = NotImplemented if self._answer is None else self._answer(function, args)
         if result is NotImplemented:
             result = function(*args, **(kwargs or {}))
