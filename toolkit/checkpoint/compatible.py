@@ -83,16 +83,16 @@ def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, 
     if bool(now.weight_decay) != bool(then.weight_decay):  # it divides the parameters into two groups
         yield "train.weight_decay", now.weight_decay, then.weight_decay
     yield "parallel.offload", plan.profile.name, saved.profile.name
-    stage = plan.settings.zero_stage
-    if stage != saved.settings.zero_stage:
+    settled, before = plan.settings, saved.settings
+    if settled.zero_stage != before.zero_stage:
         return
-    if stage in (1, 2):  # which optimizer wraps the master weights, and in which order its partitions hold them
-        dtypes = (made.settings.gradient_accumulation_dtype for made in (plan, saved))
-        yield "train.gradient_accumulation_dtype", *dtypes
+    if settled.zero_stage in (1, 2):  # which optimizer holds the master weights, and in which order
+        if settled.precision == before.precision:  # the dtype follows it: one cause, one problem
+            name = "train.gradient_accumulation_dtype"
+            yield name, settled.gradient_accumulation_dtype, before.gradient_accumulation_dtype
         yield "deepspeed.zero_optimization.round_robin_gradients", _round_robin(plan), _round_robin(saved)
-    if stage == 3:  # the length of each flat group of master weights
-        sizes = (made.settings.sub_group_size for made in (plan, saved))
-        yield "deepspeed.zero_optimization.sub_group_size", *sizes
+    if settled.zero_stage == 3:  # the length of each flat group of master weights
+        yield "deepspeed.zero_optimization.sub_group_size", settled.sub_group_size, before.sub_group_size
 
 
 def _round_robin(plan: Plan) -> bool:
