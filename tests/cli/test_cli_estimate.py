@@ -262,7 +262,11 @@ def test_in_a_process_of_its_own_json_is_all_there_is(folder):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_an_interrupt_ends_it_quietly(folder):
-    program = "import sys; from toolkit.cli.app import main; print('ready', flush=True); sys.exit(main(sys.argv[1:]))"
+    # A shell without job control starts what it puts in the background with SIGINT ignored.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from toolkit.cli.app import main; print('ready', flush=True); sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", program, "estimate", "job.yaml"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
