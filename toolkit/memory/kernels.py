@@ -33,17 +33,16 @@ class Device:
     """What of a card decides which attention kernel runs.
 
     Args:
-        capability: CUDA compute capability, such as 9.0; 0 for a card that has none of CUDA's fused kernels.
-        cuda: Whether it is NVIDIA's: AMD's cards have flash and memory-efficient attention, but no cuDNN.
+        capability: CUDA compute capability, such as 9.0; 0 for a card that has none of CUDA's fused kernels. AMD's cards
+            of the CDNA kind have flash and memory-efficient attention, but no cuDNN, and are told as 8.0.
     """
 
     capability: float
-    cuda: bool = True
 
     @property
     def prefers_cudnn(self) -> bool:
         """Whether cuDNN's attention comes first (check_prefer_cudnn_attention; wheels of CUDA 13)."""
-        return self.cuda and 9.0 <= self.capability < 11.0
+        return 9.0 <= self.capability < 11.0
 
 
 def choose_kernel(
@@ -132,6 +131,9 @@ def _sdpa(device: Device) -> Callable[..., torch.Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        heads, kv_heads = query.shape[-3], key.shape[-3]
+        if heads % kv_heads or (heads != kv_heads and kv_heads != 1 and not enable_gqa):
+            raise ValueError(f"{heads} query heads cannot share {kv_heads} key and value heads")
         kernel = choose_kernel(query, key, value, attn_mask, device=device, dropout=dropout_p, causal=is_causal)
         if kernel == "math":
             return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]

@@ -1,0 +1,200 @@
+"""Models with other heads than a language model's, mixtures of experts, and models that cannot be traced."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from traced_models import H100, config_of, peaks, traced
+from transformers import AutoConfig
+
+import toolkit as tk
+from toolkit.errors import PlanError, SpecError
+from toolkit.memory.events import held
+from toolkit.memory.trace import trace, trace_model
+
+ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 5, "num_decoder_layers": 4, "num_heads": 4, "vocab_size": 64}
+BART = {
+    f"{side}_{key}": value
+    for side in ("encoder", "decoder")
+    for key, value in {"layers": 4, "attention_heads": 4, "ffn_dim": 64}.items()
+} | {"d_model": 32, "vocab_size": 64}
+IMAGES = {"image_size": 32, "patch_size": 8}
+GEMMA3 = {
+    "text_config": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "sliding_window": 8,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 5,
+    },
+    "vision_config": {"model_type": "siglip_vision_model", **ENCODER, **IMAGES},
+    "mm_tokens_per_image": 4,
+    "image_token_index": 60,
+    "boi_token_index": 61,
+    "eoi_token_index": 62,
+}
+TASKS = {
+    "t5": ("seq2seq-lm", "t5", T5),
+    "bart": ("seq2seq-lm", "bart", BART),
+    "vit": ("image-classification", "vit", {**ENCODER, **IMAGES}),
+    "bert": ("masked-lm", "bert", {**ENCODER, "vocab_size": 64}),
+    "bert-classifier": ("sequence-classification", "bert", {**ENCODER, "vocab_size": 64}),
+    "llama-classifier": ("sequence-classification", "llama", {**ENCODER, "vocab_size": 64, "pad_token_id": 0}),
+    "gemma3-sees": ("image-text-to-text", "gemma3", GEMMA3),
+}
+
+
+def trace_task(name, **options):
+    task, model_type, values = TASKS[name]
+    config = AutoConfig.for_model(model_type, **values)
+    return trace_model(
+        config, **{"task": task, "micro_batch": 2, "sequence_length": 64, "device": H100, "packing": "none"} | options
+    )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_few_layers_give_what_all_give(name):
+    options = {"checkpointing": 1.0} if name in ("bart", "bert") else {}
+    few, whole = trace_task(name, **options), trace_task(name, all_layers=True, **options)
+    assert (few.parameters, few.buffers_bytes) == (whole.parameters, whole.buffers_bytes)
+    assert few.forward == whole.forward
+    assert few.backward == whole.backward
+    assert few.num_traced_layers < whole.num_traced_layers == whole.num_layers
+    assert held((*few.forward, *few.backward)) == {}
+
+
+def test_an_encoder_and_a_decoder_are_two_lists_of_layers():
+    made = trace_task("t5")
+    assert made.num_layers == T5["num_layers"] + T5["num_decoder_layers"]
+    names = {parameter.name for parameter in made.parameters}
+    assert "encoder.block.4.layer.1.layer_norm.weight" in names
+    assert "decoder.block.3.layer.2.layer_norm.weight" in names
+
+
+def test_images_take_memory_in_proportion_to_their_number():
+    few, many = (peaks(trace_task("vit", micro_batch=count))["forward"] for count in (32, 64))
+    assert many == pytest.approx(2 * few, rel=0.02)
+
+
+EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_say_that_routing_does_not_matter(name):
+    (sentence,) = traced(name).assumptions
+    assert "does not depend on the routing" in " ".join(sentence.split()).replace("memory does not", "does not")
+
+
+def test_dense_models_assume_nothing_of_routing():
+    assert traced("llama").assumptions == ()
+
+
+def mixtral(*, choices=2, experts=4, implementation=None):
+    config = config_of("mixtral", num_experts_per_tok=choices, num_local_experts=experts)
+    config._experts_implementation = implementation
+    return partial(trace_model, config, micro_batch=2, sequence_length=256, device=H100)
+
+
+def test_each_choice_of_a_token_adds_one_row_through_the_experts():
+    one, two, three = (peaks(mixtral(choices=choices)())["forward"] for choices in (1, 2, 3))
+    assert three - two == pytest.approx(two - one, rel=0.05)
+    tokens, layers, hidden, width = 512, 6, 32, 48
+    # At least the row itself, both halves of the gate and what goes into the second product, in 16 bits.
+    assert two - one >= layers * tokens * 2 * (hidden + 2 * width + width)
+
+
+def test_more_experts_add_parameters_and_next_to_no_activations():
+    few, many = mixtral(experts=4)(), mixtral(experts=8)()
+    assert peaks(many)["forward"] == pytest.approx(peaks(few)["forward"], rel=0.05)
+    experts = [sum(p.numel for p in made.parameters if ".experts." in p.name) for made in (few, many)]
+    assert experts[1] == 2 * experts[0]
+
+
+def test_a_loop_over_experts_assumes_balance_and_prices_the_worst():
+    made = {routing: mixtral(implementation="eager")(routing=routing) for routing in ("balanced", "worst")}
+    assert "same number of tokens" in made["balanced"].assumptions[0]
+    assert "same ones" in made["worst"].assumptions[0]
+    # All rows of all experts are kept, whoever they belong to.
+    assert peaks(made["worst"])["forward"] == pytest.approx(peaks(made["balanced"])["forward"], rel=0.05)
+    grouped = peaks(mixtral()())["forward"]
+    assert peaks(made["balanced"])["forward"] == pytest.approx(grouped, rel=0.15)
+
+
+def failed(config, **options):
+    with pytest.raises(PlanError) as caught:
+        trace_model(config, **{"micro_batch": 1, "sequence_length": 8, "device": H100} | options)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_model_that_asks_for_values_is_named_with_its_module():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
+    problem = failed(AutoConfig.for_model("jetmoe", vocab_size=64, hidden_size=32, num_hidden_layers=3, **experts))
+    assert problem.code == "TRACE_FAILED"
+    assert "model.layers.0.self_attention.experts" in problem.message
+
+
+def test_sizes_that_do_not_fit_are_named_with_their_module():
+    problem = failed(config_of("llama", num_key_value_heads=3))
+    assert problem.code == "TRACE_FAILED"
+    assert "model.layers.0.self_attn (LlamaAttention)" in problem.message
+    assert "config.json" in problem.fix
+
+
+def test_attention_that_the_architecture_lacks():
+    assert failed(AutoConfig.for_model("t5", **T5), task="seq2seq-lm", attention="flash_attention_2").message.count(
+        "Flash Attention 2"
+    )
+    assert failed(config_of("gpt_oss")).code == "MODEL_BUILD"
+
+
+def test_images_whose_size_the_config_does_not_say():
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8}
+    problem = failed(AutoConfig.for_model("qwen2_vl", vision_config=vision), task="image-text-to-text")
+    assert (problem.code, "image_size" in problem.message) == ("TRACE_FAILED", True)
+
+
+def test_a_failed_backward_pass_says_so(monkeypatch):
+    from toolkit.memory.stand_ins import FusedAttention
+
+    def refuse(ctx, *grads):
+        raise RuntimeError("no gradient here")
+
+    monkeypatch.setattr(FusedAttention, "backward", staticmethod(refuse))
+    problem = failed(config_of("llama"))
+    assert "backward" in problem.message
+    assert "no gradient here" in problem.message
+
+
+def test_nothing_is_logged_when_a_trace_fails(capfd):
+    failed(config_of("llama", num_key_value_heads=3))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_an_architecture_that_transformers_does_not_know(tmp_path, as_folder):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config_of("llama").to_dict(), "model_type": "brand_new"}), encoding="utf-8")
+    job = {
+        "model": {"name": str(tmp_path if as_folder else path), "init": "random"},
+        "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 1},
+        "train": {"sequence_length": 8, "max_steps": 1},
+    }
+    plan = tk.resolve(tk.Job.model_validate(job))
+    with pytest.raises(SpecError) as caught:
+        trace(plan, device=H100)
+    (problem,) = caught.value.problems
+    assert problem.code == "MODEL_CLASS"
+    assert "brand_new" in problem.message
+    assert "trust_remote_code" in problem.fix
+
+
+def test_parameters_that_a_model_makes_in_fp32_are_cast():
+    made = trace_model(config_of("deepseek_v3"), micro_batch=1, sequence_length=8, device=H100, dtype=torch.float16)
+    assert {parameter.itemsize for parameter in made.parameters} == {2}
