@@ -98,7 +98,7 @@ def traced_flash(*, packed: bool) -> Iterator[None]:
     utils._loaded_implementation = None
     utils._lazy_imports = _import_stand_ins
     utils._get_unpad_data = _unpad_data
-    utils._is_packed_sequence = lambda position_ids, batch: packed and position_ids is not None and batch == 1
+    utils._is_packed_sequence = lambda position_ids, batch_size: packed and position_ids is not None and batch_size == 1
     utils.prepare_fa_kwargs_from_position_ids = _document_starts
     PreTrainedModel._check_and_adjust_attn_implementation = _adjust(adjust)
     AttentionMaskInterface.register(NAME, _mask)

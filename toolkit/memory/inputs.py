@@ -93,13 +93,6 @@ def loss_of(task: Task, outputs: Any, labels: torch.Tensor, config: PreTrainedCo
     return loss if router is None else loss + router
 
 
-def pass_checks(function: Any, args: Any) -> Any:
-    """Answers True or 1 to code that asks for a tensor's value, so that its checks pass."""
-    if function is not torch.ops.aten._local_scalar_dense.default:
-        return NotImplemented
-    return True if args[0].dtype == torch.bool else 1
-
-
 def _tokens(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 

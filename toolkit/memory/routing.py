@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -44,7 +45,7 @@ class LoopedExperts:
         self._num_hit = 1
         self._num_choices = max(_choices(config), default=1)
 
-    def __call__(self, function: Any, args: Any) -> Any:
+    def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Gives the result of an operation whose result depends on the routing; NotImplemented for any other."""
         aten = torch.ops.aten
         if function is aten._local_scalar_dense.default:

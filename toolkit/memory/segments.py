@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from toolkit.memory.causes import LOSS, Causes, cause_of
 from toolkit.memory.events import Mark, MarkKind, Owner, Recorder, TracedEvent
 from toolkit.memory.layers import Stack
-from toolkit.memory.tracker import Answer, StorageTracker
+from toolkit.memory.tracker import StorageTracker
+from toolkit.memory.values import Answer
 from toolkit.memory.zero_hooks import hook_modules
 from toolkit.modeling import checkpointing
 
@@ -49,10 +50,10 @@ class Segmenter:
         model: With storage on the fake device, in training mode.
         stacks: Its layers, by paths of this model.
         marked: Whether the hooks of ZeRO-3 are marked.
-        answer: Answers operations that ask for values; without it the model must do without.
+        answers: What answers operations that ask for values; what none answers, the model must do without.
     """
 
-    def __init__(self, model: Any, stacks: Sequence[Stack], *, marked: bool, answer: Answer | None = None) -> None:
+    def __init__(self, model: Any, stacks: Sequence[Stack], *, marked: bool, answers: Sequence[Answer] = ()) -> None:
         self.forward: list[Segment] = []
         self.backward: list[Segment] = []
         self.host_copies: list[tuple[Owner, int]] = []
@@ -67,7 +68,7 @@ class Segmenter:
         self._ran: list[tuple[int, int]] = []
         self._handles: list[Any] = []
         self.tracker = StorageTracker(
-            self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner, answer=answer
+            self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner, answers=answers
         )
 
     def run(self, step: Callable[[], torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ from toolkit.memory.events import Parameter, Trace, held
 from toolkit.memory.expand import expand, expand_buffers, expand_host_copies, expand_parameters
 from toolkit.memory.failure import trace_failed, unknown_architecture
 from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device
-from toolkit.memory.inputs import Task, loss_of, make_batch, pass_checks
+from toolkit.memory.inputs import Task, loss_of, make_batch
 from toolkit.memory.kernels import Device, cuda_kernels
 from toolkit.memory.layers import Stack, find_stacks, prune
 from toolkit.memory.routing import (
@@ -35,6 +35,7 @@ from toolkit.memory.routing import (
     runs_grouped,
 )
 from toolkit.memory.segments import Segmenter
+from toolkit.memory.values import Answer, no_chance, pass_checks
 from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.plan.plan import Plan
@@ -208,9 +209,8 @@ class _Request:
                 looped = None
                 if has_experts(full.config) and not runs_grouped(full):
                     looped = LoopedExperts(full.config, self.routing)
-                # Vision-language models also count image tokens, to check them against the features.
-                answer = pass_checks if seeing else looped
-                tracing = Segmenter(model, stacks, marked=self.marks_modules, answer=answer)
+                answers: list[Answer] = [no_chance, *([pass_checks] if seeing else []), *([looped] if looped else [])]
+                tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
                 running = tracing
                 tracing.run(lambda: self._step(model, running))
                 return _whole(model, stacks, tracing, assumptions(model, looped))

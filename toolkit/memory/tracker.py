@@ -15,9 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.memory.account import BLOCK_BYTES
 from toolkit.memory.events import Owner, Recorder, Release
-
-# Gives the result of an operation, from the operation and its arguments.
-Answer = Callable[[Any, Sequence[Any]], Any]
+from toolkit.memory.values import Answer
 
 
 @dataclass(slots=True)
@@ -37,20 +35,25 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorder: What notes them.
         cause: Gives the cause of what is allocated now.
         owner: Gives the layer that runs now.
-        answer: Gives the result of operations that ask for values; NotImplemented where fake tensors must do.
+        answers: What answers operations that ask for values, in order; what none answers, fake tensors must do.
 
     Source:
         torch/distributed/_tools/mem_tracker.py watches storages through weak references in the same way.
     """
 
     def __init__(
-        self, recorder: Recorder, *, cause: Callable[[], str], owner: Callable[[], Owner], answer: Answer | None = None
+        self,
+        recorder: Recorder,
+        *,
+        cause: Callable[[], str],
+        owner: Callable[[], Owner],
+        answers: Sequence[Answer] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._cause = cause
         self._owner = owner
-        self._answer = answer
+        self._answers = answers
         self._live: dict[int, _Storage] = {}
         self._on_host = False
 
@@ -69,7 +72,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
-        result = NotImplemented if self._answer is None else self._answer(function, args)
+        result = NotImplemented
+        for answer in self._answers:
+            if result is NotImplemented:
+                result = answer(function, args, kwargs or {})
         if result is NotImplemented:
             result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):

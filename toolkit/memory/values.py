@@ -1,0 +1,41 @@
+"""Answers to code that asks for the values of tensors, which fake ones do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+aten = torch.ops.aten
+
+
+class Answer(Protocol):
+    """Gives the result of an operation from its arguments; NotImplemented where it has nothing to say."""
+
+    def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+
+
+def no_chance(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Lets every layer run where some may be dropped by chance, and counts over a known number of classes.
+
+    Source:
+        transformers models/opt/modeling_opt.py (layerdrop), models/mixtral/modeling_mixtral.py
+        load_balancing_loss_func (5.17).
+    """
+    if function is aten.rand.default and not args[0]:
+        return torch.tensor(1.0)
+    if function is aten.bincount.default:
+        given: list[Any] = [*args, None, None]
+        values, weights, minlength = given[:3]
+        classes = minlength or kwargs.get("minlength", 0)
+        if classes:
+            return values.new_empty(classes, dtype=torch.int64 if weights is None else torch.float64)
+    return NotImplemented
+
+
+def pass_checks(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Answers True or 1, so that checks pass: vision-language models count image tokens to compare them to features."""
+    if function is not aten._local_scalar_dense.default:
+        return NotImplemented
+    return True if args[0].dtype == torch.bool else 1
