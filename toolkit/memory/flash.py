@@ -35,14 +35,33 @@ _LOADED = (
 _REPLACED = ("_lazy_imports", "_get_unpad_data", "_is_packed_sequence", "prepare_fa_kwargs_from_position_ids")
 
 
-def _attend(query_BSHD: torch.Tensor, key_BSHD: torch.Tensor, value_BSHD: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Stands for flash_attn_func (flash_attn/flash_attn_interface.py FlashAttnFunc)."""
+def _attend(
+    query_BSHD: torch.Tensor,
+    key_BSHD: torch.Tensor,
+    value_BSHD: torch.Tensor,
+    *,
+    window_size: Any = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """Stands for flash_attn_func (flash_attn/flash_attn_interface.py FlashAttnFunc).
+
+    transformers passes on what the signature names (modeling_flash_attention_utils.py _lazy_define_process_function).
+    """
     heads = (tensor.transpose(1, 2) for tensor in (query_BSHD, key_BSHD, value_BSHD))
     return FusedAttention.apply(*heads, None).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _attend_documents(
-    query_THD: torch.Tensor, key_THD: torch.Tensor, value_THD: torch.Tensor, **_: Any
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,
+    value_THD: torch.Tensor,
+    *,
+    window_size: Any = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    **_: Any,
 ) -> torch.Tensor:
     """Stands for flash_attn_varlen_func (FlashAttnVarlenFunc)."""
     return _attend(query_THD[None], key_THD[None], value_THD[None])[0]
