@@ -41,6 +41,12 @@ def auto_class(task: Task) -> Any:
     }[task]
 
 
+PADDED = (
+    "Batches hold a row as long as sequence_length and one that is padded, so that attention has a mask; a batch without "
+    "padding needs less"
+)
+
+
 def make_batch(
     task: Task,
     config: PreTrainedConfig,

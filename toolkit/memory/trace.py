@@ -23,7 +23,7 @@ from toolkit.memory.events import Parameter, Trace, held
 from toolkit.memory.expand import expand, expand_buffers, expand_host_copies, expand_parameters
 from toolkit.memory.failure import trace_failed, unknown_architecture
 from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device
-from toolkit.memory.inputs import Task, loss_of, make_batch
+from toolkit.memory.inputs import PADDED, Task, loss_of, make_batch
 from toolkit.memory.kernels import Device, cuda_kernels
 from toolkit.memory.layers import Stack, find_stacks, prune
 from toolkit.memory.routing import (
@@ -213,7 +213,9 @@ class _Request:
                 tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
                 running = tracing
                 tracing.run(lambda: self._step(model, running))
-                return _whole(model, stacks, tracing, assumptions(model, looped))
+                padded = self.packing == "none" and self.task != "image-classification"
+                assumed = (*assumptions(model, looped), *((PADDED,) if padded else ()))
+                return _whole(model, stacks, tracing, assumed)
         except ToolkitError:
             raise
         except Exception as error:
