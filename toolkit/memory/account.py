@@ -38,14 +38,14 @@ class Account:
 
     def allocate(self, cause: str, size: float) -> None:
         """Adds a buffer that stays until `free`."""
-        whole = _rounded(size)
+        whole = in_blocks(size)
         self._live[cause] = self._live.get(cause, 0) + whole
         self.total += whole
         self._observe(self.total, ())
 
     def free(self, cause: str, size: float) -> None:
         """Releases `size` bytes of a cause."""
-        whole = _rounded(size)
+        whole = in_blocks(size)
         self._live[cause] = self._live.get(cause, 0) - whole
         self.total -= whole
 
@@ -66,7 +66,7 @@ class Account:
 
     def spike(self, cause: str, size: float) -> None:
         """Allocates and releases at once."""
-        whole = _rounded(size)
+        whole = in_blocks(size)
         self._observe(self.total + whole, ((cause, whole),))
 
     def apply(self, run: Run) -> None:
@@ -94,5 +94,6 @@ class Account:
         peak.causes = {cause: size for cause, size in causes.items() if size}
 
 
-def _rounded(size: float) -> int:
+def in_blocks(size: float) -> int:
+    """Gives what the allocator takes for `size` bytes: whole blocks."""
     return -(-int(size) // BLOCK_BYTES) * BLOCK_BYTES

@@ -16,7 +16,7 @@ from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage0 import Stage0
 from toolkit.memory.engines.stage3 import Stage3
-from toolkit.memory.engines.stage12 import Stage12
+from toolkit.memory.engines.stage12 import Stage12, gradient_bytes
 from toolkit.memory.host import HostReport, host_bytes, pinned
 from toolkit.memory.kernels import Device
 from toolkit.memory.quantized import ASSUMPTION as NF4
@@ -167,10 +167,7 @@ def replay_ranks(
     if engine is not Stage12:
         account = engine(events, settings, workspace_bytes=workspace).run()
         return dict.fromkeys(range(settings.dp_size), account)
-    sizes = {
-        rank: Stage12(events, settings, workspace_bytes=workspace, rank=rank).partition_bytes
-        for rank in range(settings.dp_size)
-    }
+    sizes = dict(enumerate(gradient_bytes(events, settings)))
     distinct = sorted(set(sizes.values()))
     width = -(-len(distinct) // MAX_RANK_KINDS)
     chosen = {

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.memory.account import BLOCK_BYTES
+from toolkit.memory.account import in_blocks
 from toolkit.memory.events import Owner, Recorder, Release
 from toolkit.memory.values import Answer
 
@@ -112,7 +112,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if storage._cdata in self._live:
             return
-        size = 0 if self._on_host else -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        size = 0 if self._on_host else in_blocks(storage.nbytes())
         cause = self._cause()
         self._note(storage, cause=cause, size=size)
         if size:

@@ -6,7 +6,7 @@ Source: deepspeed runtime/bf16_optimizer.py; chosen by runtime/engine.py _do_opt
 from __future__ import annotations
 
 from toolkit.memory.engines.replay import Replay
-from toolkit.memory.engines.stage12 import ALIGNMENT, NORM_ITEMSIZE
+from toolkit.memory.engines.stage12 import NORM_ITEMSIZE, partition_numel
 from toolkit.memory.trace import Parameter
 
 
@@ -15,8 +15,7 @@ class Bf16(Replay):
 
     @property
     def _partition(self) -> int:
-        multiple = ALIGNMENT * self.settings.dp_size
-        return -(-self.num_trainable // multiple) * multiple // self.settings.dp_size
+        return partition_numel(self.num_trainable, self.settings.dp_size)
 
     def initialize(self) -> None:
         """Flattened on the card beside the model, then fp32 gradients of everything."""
@@ -29,23 +28,13 @@ class Bf16(Replay):
 
     def gradient(self, parameter: Parameter, size: int) -> None:
         """The 16-bit gradient stays for good: clear_lp_grads zeroes it, and later ones are added in place."""
-        if self.account.held("gradients") > self._whole:
-            self.account.free("gradients", size)
-
-    @property
-    def _whole(self) -> int:
-        return sum(-(-parameter.size // 512) * 512 for parameter in self.trainable)
+        self.keep_gradient(size)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
         """update_hp_grads casts one gradient at a time; the reduction runs in the flat fp32 buffer."""
-        largest = max((parameter.numel for parameter in self.trainable), default=0)
-        self.account.spike("gradients in fp32 at the step", 4 * largest)
+        self.account.spike("gradients in fp32 at the step", 4 * self.largest_numel)
 
     def step(self) -> None:
         """Norms in fp64, then the optimizer on views of the fp32 gradients."""
-        account, settings = self.account, self.settings
-        largest = max((parameter.numel for parameter in self.trainable), default=0)
-        account.spike("gradient norm in fp64", NORM_ITEMSIZE * largest)
-        if not account.held("optimizer state"):
-            account.allocate("optimizer state", settings.state_bytes * self._partition)
-        account.spike("optimizer temporaries", settings.step_bytes * self._partition)
+        self.account.spike("gradient norm in fp64", NORM_ITEMSIZE * self.largest_numel)
+        self.run_optimizer(self._partition)

@@ -20,35 +20,20 @@ class Ddp(Replay):
     def initialize(self) -> None:
         """The model, then one bucket element for each element of a gradient."""
         account = self.account
-        account.allocate("parameters", sum(parameter.size for parameter in self.trace.parameters))
+        total = sum(parameter.size for parameter in self.trace.parameters)
+        account.allocate("parameters", total)
         if self.settings.dp_size > 1:
-            total = sum(parameter.size for parameter in self.trace.parameters)
             account.spike("broadcast at start", min(total, BROADCAST_BYTES))
-            account.allocate("reduction buckets", self._gradients)
+            account.allocate("reduction buckets", sum(parameter.size for parameter in self.trainable))
 
     def gradient(self, parameter: Parameter, size: int) -> None:
         """Stays until the step; a later micro-batch adds to it in place."""
-        if self.account.held("gradients") > self._rounded:
-            self.account.free("gradients", size)
+        self.keep_gradient(size)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
         """The buckets are copied back into the gradients: nothing new."""
 
     def step(self) -> None:
         """The first step makes the moments; each holds the square root of the second ones (foreach)."""
-        account, settings = self.account, self.settings
-        numel, width = self.num_trainable, settings.itemsize
-        if not account.held("optimizer state"):
-            # Moments have the parameters' type, but for those in 8 bit.
-            states = settings.state_bytes if settings.optimizer == "adamw_8bit" else settings.state_bytes * width / 4
-            account.allocate("optimizer state", states * numel)
-        account.spike("optimizer temporaries", settings.step_bytes // 4 * width * numel)
-        account.free_all("gradients")
-
-    @property
-    def _gradients(self) -> int:
-        return sum(parameter.size for parameter in self.trainable)
-
-    @property
-    def _rounded(self) -> int:
-        return sum(-(-parameter.size // 512) * 512 for parameter in self.trainable)
+        self.run_optimizer(self.num_trainable, itemsize=self.settings.itemsize)
+        self.account.free_all("gradients")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from toolkit.memory.account import in_blocks
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace import Parameter, Trace
@@ -124,7 +125,7 @@ class Fsdp2(Replay):
         trainable = [parameter for parameter in self._groups[group] if parameter.trainable]
         padded = sum(math.ceil(p.numel / settings.dp_size) * settings.dp_size for p in trainable) * settings.itemsize
         account.allocate("reduction buffer", padded)
-        account.free("gradients", sum(-(-p.size // 512) * 512 for p in trainable))
+        account.free("gradients", sum(in_blocks(p.size) for p in trainable))
         account.free("reduction buffer", self._held_reduce)
         self._held_reduce = padded
         shard = self._shard(trainable)
@@ -147,11 +148,9 @@ class Fsdp2(Replay):
 
     def step(self) -> None:
         """AdamW on fp32 shards."""
-        account, settings = self.account, self.settings
+        account = self.account
         shard = self._shard(self.trainable)
-        if not account.held("optimizer state"):
-            account.allocate("optimizer state", settings.state_bytes * shard)
-        account.spike("optimizer temporaries", settings.step_bytes * shard)
+        self.run_optimizer(shard)
         account.free_all("gradient partition")
         account.free_all("gradients")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from toolkit.memory.account import Account
+from toolkit.memory.account import Account, in_blocks
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.events import Placed, Run
 from toolkit.memory.trace import Parameter, Trace
@@ -33,6 +33,8 @@ class Replay(ABC):
         self.account = Account()
         self.trainable = [parameter for parameter in trace.parameters if parameter.trainable]
         self.num_trainable = sum(parameter.numel for parameter in self.trainable)
+        self.largest_numel = max((parameter.numel for parameter in self.trainable), default=0)
+        self.gradients_bytes = sum(in_blocks(parameter.size) for parameter in self.trainable)
         self.by_name = {parameter.name: parameter for parameter in trace.parameters}
         self._workspace_bytes = workspace_bytes
 
@@ -76,6 +78,19 @@ class Replay(ABC):
                 self.gradient(self.by_name[placed.name], event.size)
             else:
                 self.module(placed.name, fetch=event.kind == "fetch", backward=event.backward)
+
+    def keep_gradient(self, size: int) -> None:
+        """Keeps a gradient that has just been allocated; where all are kept already, it was added to its own in place."""
+        if self.account.held("gradients") > self.gradients_bytes:
+            self.account.free("gradients", size)
+
+    def run_optimizer(self, numel: int, *, itemsize: int = 4) -> None:
+        """Steps `numel` elements of `itemsize` bytes: the first step makes their moments, which have that type, too."""
+        settings = self.settings
+        moments = settings.state_bytes if settings.optimizer == "adamw_8bit" else settings.state_bytes * itemsize / 4
+        if not self.account.held("optimizer state"):
+            self.account.allocate("optimizer state", moments * numel)
+        self.account.spike("optimizer temporaries", settings.step_bytes * itemsize / 4 * numel)
 
     @abstractmethod
     def initialize(self) -> None:

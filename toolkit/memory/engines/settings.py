@@ -41,7 +41,6 @@ class EngineSettings:
         accumulation_steps: Micro-batches an optimizer step.
         optimizer: What steps.
         momentum: Whether SGD keeps a buffer.
-        group_numels: Elements of each optimizer parameter group.
         built_partitioned: Whether the model is built under `zero.Init`.
     """
 
@@ -95,15 +94,12 @@ class EngineSettings:
         return self.itemsize if self.low_precision_master else 4
 
     @classmethod
-    def read(
-        cls, config: Mapping[str, Any], *, dp_size: int, uses_torch_adam: bool = False, built_partitioned: bool = True
-    ) -> EngineSettings:
+    def read(cls, config: Mapping[str, Any], *, dp_size: int, built_partitioned: bool = True) -> EngineSettings:
         """Reads a DeepSpeed configuration that holds no "auto" any more.
 
         Args:
             config: As a JSON file has it.
             dp_size: Data-parallel ranks.
-            uses_torch_adam: Whether Adam is torch's own although the configuration does not say so.
             built_partitioned: Whether a stage-3 model is built under `zero.Init`.
         """
         zero = _section(config, "zero_optimization")
@@ -126,7 +122,7 @@ class EngineSettings:
             communication_itemsize=names[communication] if communication else itemsize,
             dp_size=dp_size,
             accumulation_steps=int(config.get("gradient_accumulation_steps", 1)),
-            optimizer=_optimizer_kind(optimizer, torch_adam=uses_torch_adam),
+            optimizer=_optimizer_kind(optimizer),
             momentum=bool(params.get("momentum", 0.0)),
             contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
             reduce_scatter=bool(zero.get("reduce_scatter", True)),
@@ -169,11 +165,11 @@ def _device(section: Mapping[str, Any]) -> Any:
     return device if device in ("cpu", "nvme") else None
 
 
-def _optimizer_kind(section: Mapping[str, Any], *, torch_adam: bool) -> OptimizerKind:
+def _optimizer_kind(section: Mapping[str, Any]) -> OptimizerKind:
     """Names what runs for an optimizer section (engine.py _configure_basic_optimizer)."""
     name = str(section.get("type", "AdamW")).lower()
     if name == "lion":
         return "fused_lion"
     if name == "sgd":
         return "sgd"
-    return "torch_adamw" if torch_adam or _section(section, "params").get("torch_adam") else "fused_adam"
+    return "torch_adamw" if _section(section, "params").get("torch_adam") else "fused_adam"

@@ -23,34 +23,23 @@ class Stage0(Replay):
         account.allocate("parameters", model)
         if settings.itemsize == 4:
             return
-        if not self._fused:
-            largest = max((parameter.numel for parameter in self.trainable), default=0)
+        if self._fused:
+            account.spike("flattening at start", 2 * numel * settings.itemsize)  # the clones and the flat buffer
             account.allocate("master parameters", 4 * numel)
-            account.spike("flattening at start", largest * settings.itemsize)  # p.clone().float(), one at a time
-            self._step_on_zeros()
-            return
-        flat = numel * settings.itemsize
-        with account.temporary("flattening at start", 2 * flat):  # the clones and the flat buffer, beside the model
-            pass
-        account.allocate("master parameters", 4 * numel)
-        self._step_on_zeros()
+        else:
+            account.allocate("master parameters", 4 * numel)
+            account.spike("flattening at start", self.largest_numel * settings.itemsize)  # p.clone().float()
+        # initialize_optimizer_states makes the moments before the first forward pass.
+        with account.temporary("gradients in fp32 at the step", 4 * numel):
+            self.run_optimizer(numel)
 
     @property
     def _fused(self) -> bool:
         return self.settings.optimizer == "fused_adam"
 
-    def _step_on_zeros(self) -> None:
-        """initialize_optimizer_states makes the moments before the first forward pass."""
-        account, settings, numel = self.account, self.settings, self.num_trainable
-        with account.temporary("gradients in fp32 at the step", 4 * numel):
-            account.allocate("optimizer state", settings.state_bytes * numel)
-            account.spike("optimizer temporaries", settings.step_bytes * numel)
-
     def gradient(self, parameter: Parameter, size: int) -> None:
         """Stays until the step; a later micro-batch adds to it in place."""
-        held = self.account.held("gradients") - size
-        if held >= self._whole_gradients():
-            self.account.free("gradients", size)
+        self.keep_gradient(size)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
         """Several ranks reduce copies of up to 5e8 elements (engine.py buffered_allreduce_fallback)."""
@@ -68,18 +57,13 @@ class Stage0(Replay):
         """fp32 copies of all gradients, then their flat buffer, while the 16-bit ones are still there."""
         account, settings, numel = self.account, self.settings, self.num_trainable
         if settings.itemsize == 4:
-            if not account.held("optimizer state"):
-                account.allocate("optimizer state", settings.state_bytes * numel)
-            account.spike("optimizer temporaries", settings.step_bytes * numel)
+            self.run_optimizer(numel)
             account.free_all("gradients")
             return
         account.allocate("gradients in fp32 at the step", 4 * numel)
         if self._fused:
             account.spike("gradients in fp32 at the step", 4 * numel)  # their flat buffer
             account.free_all("gradients")
-        account.spike("optimizer temporaries", settings.step_bytes * numel)
+        self.run_optimizer(numel)
         account.free_all("gradients in fp32 at the step")
         account.free_all("gradients")
-
-    def _whole_gradients(self) -> int:
-        return sum(-(-parameter.size // 512) * 512 for parameter in self.trainable)

@@ -5,7 +5,7 @@ Source: deepspeed runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
@@ -17,52 +17,61 @@ ALIGNMENT = 2
 NORM_ITEMSIZE = 8
 
 
+def partition_numel(numel: int, dp_size: int) -> int:
+    """Gives the elements of each rank's partition of a flat, aligned buffer."""
+    return -(-numel // (ALIGNMENT * dp_size)) * ALIGNMENT
+
+
+def owners(parameters: Iterable[Parameter], partition: int) -> Iterator[tuple[Parameter, range]]:
+    """Gives the ranks whose partitions each parameter touches, in the order of the flat buffer."""
+    offset = 0
+    for parameter in parameters:
+        end = offset + parameter.numel
+        yield parameter, range(offset // partition, (end - 1) // partition + 1)
+        offset = end
+
+
+def gradient_bytes(trace: Trace, settings: EngineSettings) -> list[int]:
+    """Gives, for each rank, the bytes of the whole 16-bit gradients of the parameters that touch its partition."""
+    trainable = [parameter for parameter in trace.parameters if parameter.trainable]
+    partition = partition_numel(sum(parameter.numel for parameter in trainable), settings.dp_size)
+    found = [0] * settings.dp_size
+    for parameter, ranks in owners(trainable, partition):
+        for rank in ranks:
+            found[rank] += parameter.numel * settings.itemsize
+    return found
+
+
 class Stage12(Replay):
     """ZeRO-1 keeps whole gradients until the step's reduction, ZeRO-2 only those of its partition."""
 
     def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
         super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
-        multiple = ALIGNMENT * settings.dp_size
-        self._flat = -(-self.num_trainable // multiple) * multiple
-        self._partition = self._flat // settings.dp_size
-        self._owners = dict(self._place())
+        self._partition = partition_numel(self.num_trainable, settings.dp_size)
+        self._owners = {parameter.name: ranks for parameter, ranks in owners(self.trainable, self._partition)}
         self._mine = [parameter for parameter in self.trainable if self._is_mine(parameter)]
         self._mine_bytes = sum(parameter.numel for parameter in self._mine) * settings.itemsize
         self._compact = settings.accumulation_itemsize > settings.itemsize and settings.zero_stage == 2
         self._filled: list[Parameter] = []
         self._elements = 0
         self._ready = False
+        self._allocated = False
         self._first, self._last = True, True
-        self._large = max((parameter.numel for parameter in self.trainable), default=0)
-
-    def _place(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Gives the first and last partition that each parameter touches."""
-        offset = 0
-        for parameter in self.trainable:
-            end = offset + parameter.numel
-            yield parameter.name, (offset // self._partition, (end - 1) // self._partition)
-            offset = end
 
     def _is_mine(self, parameter: Parameter) -> bool:
-        first, last = self._owners[parameter.name]
-        return first <= self.rank <= last
-
-    @property
-    def partition_bytes(self) -> int:
-        """Bytes of the whole 16-bit gradients of the parameters that touch this rank's partition."""
-        return self._mine_bytes
+        return self.rank in self._owners[parameter.name]
 
     def initialize(self) -> None:
         """The model is flattened on the card: twice its size for a moment (flatten_dense_tensors_aligned)."""
         account, settings = self.account, self.settings
         frozen = sum(parameter.size for parameter in self.trace.parameters if not parameter.trainable)
         account.allocate("parameters", frozen + self.num_trainable * settings.itemsize)
-        account.spike("flattening at start", self._flat * settings.itemsize)
+        account.spike("flattening at start", self._partition * settings.dp_size * settings.itemsize)
         master = self._partition * settings.master_itemsize
         if settings.offload_optimizer:
             # detach().clone() of the 16-bit partition before it leaves for the host.
             account.spike("flattening at start", self._partition * settings.itemsize)
-            account.allocate("offload staging buffer", self._large * settings.itemsize)
+            account.allocate("offload staging buffer", self.largest_numel * settings.itemsize)
             return
         with account.temporary("flattening at start", self._partition * settings.itemsize):
             account.allocate("master parameters", master)
@@ -77,7 +86,7 @@ class Stage12(Replay):
         account, settings = self.account, self.settings
         self._set_up_buckets()
         if settings.zero_stage == 2 or (settings.overlap_comm and self._last):
-            self._into_bucket(parameter, size)
+            self._into_bucket(parameter, "gradients", size)
             return
         if settings.accumulation_itemsize > settings.itemsize:
             account.free("gradients", size)
@@ -97,11 +106,12 @@ class Stage12(Replay):
         count = 2 if self.settings.overlap_comm else 1
         self.account.allocate("reduction buckets", count * self.settings.reduce_bucket_size * staged)
 
-    def _into_bucket(self, parameter: Parameter, size: int) -> None:
+    def _into_bucket(self, parameter: Parameter, cause: str, size: int) -> None:
+        """Copies what is held under `cause` into the bucket; a gradient larger than that stays where it is."""
         if self._elements + parameter.numel > self.settings.reduce_bucket_size:
             self._flush()
         if parameter.numel <= self.settings.reduce_bucket_size and self.settings.contiguous_gradients:
-            self.account.free("gradients", size)
+            self.account.free(cause, size)
         self._filled.append(parameter)
         self._elements += parameter.numel
 
@@ -110,16 +120,12 @@ class Stage12(Replay):
         if not self._filled:
             return
         account, settings = self.account, self.settings
-        touched = {rank for parameter in self._filled for rank in range(*_span(self._owners[parameter.name]))}
-        if (settings.reduce_scatter and len(touched) > 1) or not settings.contiguous_gradients:
-            # allreduce_bucket flattens the slices of several ranks into a copy; one slice is its own flat tensor.
-            copy = self._elements * settings.itemsize
-            extra = self._elements * settings.communication_itemsize
-            account.spike(
-                "reduction buffer", copy + (extra if settings.communication_itemsize != settings.itemsize else 0)
-            )
-        elif settings.communication_itemsize != settings.itemsize:
-            account.spike("reduction buffer", self._elements * settings.communication_itemsize)
+        touched = {rank for parameter in self._filled for rank in self._owners[parameter.name]}
+        # allreduce_bucket flattens the slices of several ranks into a copy; one slice is its own flat tensor.
+        flattens = (settings.reduce_scatter and len(touched) > 1) or not settings.contiguous_gradients
+        casts = settings.communication_itemsize != settings.itemsize
+        copies = flattens * settings.itemsize + casts * settings.communication_itemsize
+        account.spike("reduction buffer", self._elements * copies)
         for parameter in self._filled:
             if self._is_mine(parameter):
                 self._into_partition(parameter)
@@ -142,16 +148,18 @@ class Stage12(Replay):
             account.allocate("gradient partition", self._mine_bytes)
             self._allocated = True
 
-    _allocated = False
-
     def end_backward(self, *, first: bool, last: bool) -> None:
         """independent_gradient_partition_epilogue; ZeRO-1 reduces only now, and only after the last micro-batch."""
         account = self.account
         if self.settings.zero_stage == 1 and not (self.settings.overlap_comm and last):
             if not last:
                 return
+            # reduce_gradients: what was kept moves into the bucket.
+            widened = self.settings.accumulation_itemsize > self.settings.itemsize
+            cause = "accumulated gradients" if widened else "gradients"
             for parameter in self.trainable:
-                self._reduce_whole(parameter)
+                width = self.settings.accumulation_itemsize if widened else parameter.itemsize
+                self._into_bucket(parameter, cause, parameter.numel * width)
         self._flush()
         if self._allocated and not first and account.held("gradient partition") > self._mine_bytes + 512:
             account.free("gradient partition", self._mine_bytes)  # added into the first micro-batch's
@@ -159,18 +167,6 @@ class Stage12(Replay):
         account.free_all("gradients")
         account.free_all("reduction buckets")
         self._ready = False
-
-    def _reduce_whole(self, parameter: Parameter) -> None:
-        """reduce_gradients: a kept gradient moves into the bucket."""
-        if self._elements + parameter.numel > self.settings.reduce_bucket_size:
-            self._flush()
-        if parameter.numel <= self.settings.reduce_bucket_size and self.settings.contiguous_gradients:
-            if self.settings.accumulation_itemsize > self.settings.itemsize:
-                self.account.free("accumulated gradients", parameter.numel * self.settings.accumulation_itemsize)
-            else:
-                self.account.free("gradients", parameter.size)
-        self._filled.append(parameter)
-        self._elements += parameter.numel
 
     def step(self) -> None:
         """Flatten, cast, step: 2 + 4 bytes beside the 2 of the gradients, then Adam's states."""
@@ -192,12 +188,6 @@ class Stage12(Replay):
                 account.free_all("gradients flattened at the step")
         account.free_all("gradient partition")
         account.free_all("accumulated gradients")
-        if not account.held("optimizer state"):
-            account.allocate("optimizer state", self._partition * settings.state_bytes)
-        account.spike("optimizer temporaries", self._partition * settings.step_bytes)
+        self.run_optimizer(self._partition)
         account.free_all("gradients in fp32 at the step")
         account.free_all("gradients flattened at the step")
-
-
-def _span(owners: tuple[int, int]) -> tuple[int, int]:
-    return owners[0], owners[1] + 1
