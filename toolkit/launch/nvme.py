@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import Problem, RunError, raise_all
+from toolkit.plan.optimizer_state import STATE_BYTES
 from toolkit.plan.plan import Plan
 from toolkit.units import format_bytes
 
@@ -20,8 +21,7 @@ SWAP_FOLDER = "zero_stage_3"
 _LOCK = ".toolkit.lock"
 _PAGE_BYTES = 4096  # what O_DIRECT wants a transfer to be a multiple of, on every disk
 _CAP_IPC_LOCK = 14  # linux/capability.h
-# Copies of the trained parameters in fp32: master weights, gradients, and the optimizer's moments.
-_SWAPPED_COPIES = {"adamw": 4, "adamw_torch": 4, "lion": 3, "sgd": 3}
+_GRADIENT_BYTES = 4  # in fp32, beside the optimizer's state
 
 
 def check_nvme(plan: Plan) -> None:
@@ -85,7 +85,7 @@ def swapped_bytes(plan: Plan) -> int | None:
     total = plan.model.num_parameters
     if total is None:
         return None
-    copies = 4 * _SWAPPED_COPIES[plan.job.train.optimizer] if plan.job.train.method == "full" else 0
+    copies = STATE_BYTES[plan.job.train.optimizer] + _GRADIENT_BYTES if plan.job.train.method == "full" else 0
     weights = (4 if plan.settings.precision == "fp32" else 2) if plan.profile.parameters == "nvme" else 0
     return total * (copies + weights) // plan.job.cluster.nodes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, with_config
 
 from toolkit.errors import SpecError
+from toolkit.memory.account import PHASES
+from toolkit.units import format_bytes
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -30,7 +32,17 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """The `memory` object at the end of a metrics.jsonl; bytes, of rank 0."""
+    """One run's prediction and measurement, as metrics.jsonl keeps it under `memory`; bytes, of rank 0.
+
+    Args:
+        gpu: Name in the catalogue.
+        num_ranks: Ranks of the run.
+        predicted: Peak allocated by phase.
+        measured: The same as torch counted it.
+        context_and_nccl_bytes: Predicted memory outside of torch's allocator.
+        reserved_bytes: What torch's allocator held at the end.
+        device_used_bytes: What the driver called used at the end, all processes of the card.
+    """
 
     gpu: str
     num_ranks: int
@@ -49,6 +61,23 @@ class MeasuredRun:
         """Gives predicted over measured, less one, of each phase and of the peak."""
         phases = {phase: self.predicted[phase] / size - 1 for phase, size in self.measured.items() if size}
         return {"peak": max(self.predicted.values()) / max(self.measured.values()) - 1, **phases}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives the object that metrics.jsonl keeps."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """Says it in words."""
+        errors = self.errors()
+        yield f"memory of rank 0, predicted and measured: peak {errors['peak']:+.1%}"
+        for phase in PHASES:
+            if phase in errors:
+                sizes = (format_bytes(said[phase]) for said in (self.predicted, self.measured))
+                yield f"  {phase:<9} {' '.join(f'{size:>11}' for size in sizes)} {errors[phase]:+.1%}"
+        yield (
+            f"  context and NCCL {format_bytes(self.context_and_nccl_bytes)} predicted, "
+            f"{format_bytes(self.outside_bytes)} measured: `toolkit calibrate` learns from it"
+        )
 
 
 _FILE: TypeAdapter[dict[str, Calibration]] = TypeAdapter(dict[str, Calibration])

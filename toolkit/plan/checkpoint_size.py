@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.plan.draft import Draft
+from toolkit.plan.optimizer_state import MASTER_BYTES, moment_bytes
 
 
 def leaves_frozen_out(draft: Draft) -> bool:
@@ -26,16 +27,14 @@ def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
     settings, train = draft.settings, draft.job.train
     width = 4 if settings.precision == "fp32" else 2
     frozen = 0 if leaves_frozen_out(draft) else total - trainable
-    states = {"lion": 4.0, "sgd": 4.0 if train.momentum else 0.0, "adamw_8bit": 2 + 2 * 4 / 256}.get(
-        train.optimizer, 8.0
-    )
+    states = moment_bytes(train)
     strategy = draft.job.parallel.strategy
     if strategy == "ddp":  # moments in the weights' precision, but for those in 8 bit
         scale = 1.0 if train.optimizer == "adamw_8bit" else width / 4
         return int(width * (frozen + trainable) + states * scale * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy
-        return int(width * frozen + (4 + states) * trainable)
+        return int(width * frozen + (MASTER_BYTES + states) * trainable)
     # The bare optimizer of fp32 at stage 0 has no master copy (engine.py _do_optimizer_sanity_check).
-    master = 0 if settings.zero_stage == 0 and settings.precision == "fp32" else 4
+    master = 0 if settings.zero_stage == 0 and settings.precision == "fp32" else MASTER_BYTES
     weights = 0 if settings.zero_stage == 3 else trainable
     return int(width * (frozen + weights) + (master + states) * trainable)

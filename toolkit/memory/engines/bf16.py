@@ -5,8 +5,8 @@ Source: deepspeed runtime/bf16_optimizer.py; chosen by runtime/engine.py _do_opt
 
 from __future__ import annotations
 
-from toolkit.memory.engines.replay import Replay
-from toolkit.memory.engines.stage12 import NORM_ITEMSIZE, partition_numel
+from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
+from toolkit.memory.engines.stage12 import partition_numel
 from toolkit.memory.trace import Parameter
 
 

@@ -14,6 +14,8 @@ from toolkit.memory.trace import Parameter, Trace
 NUM_STEPS = 2
 # Micro-batches that differ: the first of a step, one between, the last.
 MAX_MICRO_STEPS = 3
+# get_norm_dtype() is float64 on CUDA (deepspeed runtime/utils.py).
+NORM_ITEMSIZE = 8
 
 
 class Replay(ABC):

@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.plan.optimizer_state import MOMENT_BYTES
+from toolkit.spec.job import Optimizer
+
 OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
 
-# Bytes of optimizer state a parameter, in fp32: two moments, one, or momentum alone.
-# 8-bit AdamW keeps two bytes, and a 4-byte scale of each for every 256 elements (bitsandbytes optim/optimizer.py
-# Optimizer2State.init_state).
-STATE_BYTES: Mapping[str, float] = {
-    "fused_adam": 8,
-    "torch_adamw": 8,
-    "adamw_8bit": 2 + 2 * 4 / 256,
-    "fused_lion": 4,
-    "sgd": 0,
+# The job's optimizer that each of them is.
+_NAMES: Mapping[OptimizerKind, Optimizer] = {
+    "fused_adam": "adamw",
+    "torch_adamw": "adamw_torch",
+    "adamw_8bit": "adamw_8bit",
+    "fused_lion": "lion",
+    "sgd": "sgd",
 }
 
 # Bytes a parameter of the temporaries of a step: torch's foreach AdamW holds the square root of the second moments
@@ -79,9 +80,7 @@ class EngineSettings:
     @property
     def state_bytes(self) -> float:
         """Bytes of optimizer state a parameter, master copy apart."""
-        if self.optimizer == "sgd":
-            return 4 if self.momentum else 0
-        return STATE_BYTES[self.optimizer]
+        return 0 if self.optimizer == "sgd" and not self.momentum else MOMENT_BYTES[_NAMES[self.optimizer]]
 
     @property
     def step_bytes(self) -> int:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace import Parameter, Trace
 
 # stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements a rank.
 ALIGNMENT = 2
-# get_norm_dtype() is float64 on CUDA (deepspeed runtime/utils.py).
-NORM_ITEMSIZE = 8
 
 
 def partition_numel(numel: int, dp_size: int) -> int:

@@ -10,12 +10,12 @@ import bisect
 import math
 from collections import deque
 
-from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace import Parameter, Trace
 
-# stage3.py _constant_buffered_norm2 buffer_size, elements; get_norm_dtype() is float64.
-NORM_ELEMENTS, NORM_ITEMSIZE = 250_000_000, 8
+# stage3.py _constant_buffered_norm2 buffer_size, elements.
+NORM_ELEMENTS = 250_000_000
 
 
 class Stage3(Replay):
@@ -220,7 +220,6 @@ class _Fetcher:
         self._engine = engine
         self._account = engine.account
         self._settings = engine.settings
-        self._order: list[list[Parameter]] = []
         self._traversed: list[int] = [0]
         self._uses: dict[str, list[int]] = {}
         self._queue: deque[tuple[Parameter, int]] = deque()
@@ -238,8 +237,7 @@ class _Fetcher:
             if getattr(event, "kind", None) != "fetch":
                 continue
             parameters = self._engine.modules.get(placed.name, [])
-            index = len(self._order)
-            self._order.append(parameters)
+            index = len(self._traversed) - 1
             self._traversed.append(self._traversed[-1] + sum(p.numel for p in parameters))
             for parameter in parameters:
                 self._uses.setdefault(parameter.name, []).append(index)
@@ -257,11 +255,7 @@ class _Fetcher:
         missing = [p for p in parameters if p.name not in self._available and p.name not in self._inflight]
         if missing:
             self._gather(missing)
-        for parameter in parameters:
-            gather = self._inflight.pop(parameter.name, None)
-            if gather is not None:
-                gather.wait(parameter)
-                self._available.add(parameter.name)
+        self._wait(parameters)
         fresh = {p.name for p in parameters if self._fetched_for.get(p.name, -1) < self._step}
         dropped: set[str] = set()
         while self._queue and len(dropped) < len(fresh):
@@ -291,7 +285,7 @@ class _Fetcher:
 
     def release(self, parameters: list[Parameter]) -> None:
         """release_sub_module: what is used again within max_reuse_distance elements stays."""
-        reach = self._traversed[min(self._step, len(self._order))] + self._settings.max_reuse_distance
+        reach = self._traversed[min(self._step, len(self._traversed) - 1)] + self._settings.max_reuse_distance
         for parameter in parameters:
             name = parameter.name
             if name in self._engine.persistent or name not in self._available:
@@ -305,17 +299,14 @@ class _Fetcher:
             self._drop(parameter)
 
     def end(self) -> None:
-        """release_backward_leftovers, and prefetches that nobody used."""
+        """release_backward_leftovers."""
         by_name = self._engine.by_name
         for name in [name for name in self._available if name not in self._engine.persistent]:
             self._drop(by_name[name])
 
     def drop_all(self) -> None:
         """_partition_all_parameters before the step."""
-        for name, gather in list(self._inflight.items()):
-            gather.wait(self._engine.by_name[name])
-            self._available.add(name)
-        self._inflight.clear()
+        self._wait([self._engine.by_name[name] for name in self._inflight])
         for name in list(self._available):
             self._drop(self._engine.by_name[name])
 
@@ -325,8 +316,14 @@ class _Fetcher:
         missing = [p for p in parameters if p.name not in self._available]
         if missing:
             self._gather(missing)
-            for parameter in missing:
-                self._inflight.pop(parameter.name).wait(parameter)
+            self._wait(missing)
+
+    def _wait(self, parameters: list[Parameter]) -> None:
+        """Makes those that are being gathered available."""
+        for parameter in parameters:
+            gather = self._inflight.pop(parameter.name, None)
+            if gather is not None:
+                gather.wait(parameter)
                 self._available.add(parameter.name)
 
     def _drop(self, parameter: Parameter) -> None:
