@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_hub import LocalHub, served
 
 from toolkit.spec.dataset import peek
 from toolkit.spec.job import Data
@@ -21,16 +20,10 @@ OLD, NEW = "a" * 40, "b" * 40
 NAMES = {"main": NEW, "v1": OLD, OLD: OLD, NEW: NEW}
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(LocalHub):
     """Answers for org/set as huggingface.co does: one file, whose text names its commit."""
 
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, *, with_body: bool) -> None:
+    def reply(self) -> tuple[int, dict[str, str], bytes]:
         words = self.path.partition("?")[0].split("/")
         commit = next((NAMES[word] for word in words if word in NAMES), NEW)
         file = json.dumps({"text": f"of {commit[0]}"}).encode()
@@ -45,25 +38,13 @@ class Hub(BaseHTTPRequestHandler):
             body = file
         else:
             status, error = 404, "EntryNotFound"
-        self.send_response(status)
-        for name, value in (("X-Error-Code", error), ("ETag", f'"{commit}"'), ("X-Repo-Commit", commit)):
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        pass
+        return status, {"X-Error-Code": error, "ETag": f'"{commit}"', "X-Repo-Commit": commit}, body
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Hub) as address:
+        yield address
 
 
 # In a process of its own: huggingface_hub reads its environment on import.

@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_hub import LocalHub, served
 
 from toolkit.errors import SpecError
 from toolkit.spec.job import Model
@@ -169,44 +168,26 @@ def test_an_unknown_architecture_is_counted_from_its_weights(tmp_path: Path) -> 
     assert (spec.num_parameters, spec.has_weights, spec.architecture) == (96 * 32 + 5, True, None)
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(LocalHub):
     """Answers as the hub does for repositories in each state."""
 
     STATES = (("gated", 403, "GatedRepo"), ("absent", 404, "RepoNotFound"), ("bare", 404, "EntryNotFound"))
 
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, *, with_body: bool) -> None:
+    def reply(self) -> tuple[int, dict[str, str], bytes]:
         status, error = next(((s, e) for name, s, e in self.STATES if f"/{name}/" in self.path), (200, ""))
         if "/no-such-branch/" in self.path:
             status, error = 404, "RevisionNotFound"
         if "/broken/" in self.path:
             status = 400
         body = json.dumps(TINY).encode() if status == 200 else b""
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("X-Error-Code", error)
-        self.send_header("ETag", '"0123456789abcdef0123456789abcdef01234567"')
-        self.send_header("X-Repo-Commit", "a" * 40)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        pass
+        etag = '"0123456789abcdef0123456789abcdef01234567"'
+        return status, {"X-Error-Code": error, "ETag": etag, "X-Repo-Commit": "a" * 40}, body
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Hub) as address:
+        yield address
 
 
 def test_hub_answers_and_then_its_cache(tmp_path: Path, endpoint: str) -> None:

@@ -23,6 +23,7 @@ _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 def answer_sweep(case: Case, options: Sequence[str], *, plot: Path | None, as_json: bool) -> bool:
     """Estimates every combination; says whether any fits."""
+    from toolkit.memory.case import value_text
     from toolkit.memory.sweep import read_axes, sweep
 
     axes = read_axes(options)
@@ -38,7 +39,7 @@ def answer_sweep(case: Case, options: Sequence[str], *, plot: Path | None, as_js
     names = [axis.name for axis in axes]
     table = new_table((*names, *_NUMBERS, ""), right=(*names, *_NUMBERS))
     for row in rows:
-        table.add_row(*(_text(value) for value in row.values.values()), *_cells(row.outcome))
+        table.add_row(*(value_text(value) for value in row.values.values()), *_cells(row.outcome))
     print_table(table)
     if plot is not None:
         print(f"drawn to {plot}")
@@ -132,7 +133,3 @@ def _draw(case: Case, axes: Sequence[Axis], rows: Sequence[SweepRow], path: Path
         cells=cells,
         title=f"{case.model.name} on {case.job.cluster.num_ranks} × {case.gpu.name}",
     )
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

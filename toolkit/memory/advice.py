@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.memory.case import Case
+from toolkit.memory.case import COMMON_GPUS_PER_NODE, Case, value_text
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.plan import Plan
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 # Elements; DeepSpeed's documentation names 5e7 as the small end (configs of ZeRO-Offload).
 SMALL_BUCKET = 50_000_000
-
-# Cards of the largest common machine; past them one adds machines.
-MAX_GPUS_PER_NODE = 8
 
 # Savings below this are rounding, bytes.
 LEAST_SAVING = 16 * MIB
@@ -44,7 +41,7 @@ class Change:
 
     def spell(self, file: DeepSpeedFile | None) -> str:
         """Says what to set: keys of the job, or of the person's own DeepSpeed file where that is their home."""
-        ours = [f"{key}={_text(self.values[key])}" for key in self.shown]
+        ours = [f"{key}={value_text(self.values[key])}" for key in self.shown]
         return ", ".join(
             ours
             if file is None
@@ -176,7 +173,7 @@ def _offloads(plan: Plan) -> Iterator[Change]:
 
 def _more_gpus(plan: Plan) -> Iterator[Change]:
     cluster, batch = plan.job.cluster, plan.settings.batch
-    key = "cluster.gpus_per_node" if cluster.gpus_per_node * 2 <= MAX_GPUS_PER_NODE else "cluster.nodes"
+    key = "cluster.gpus_per_node" if cluster.gpus_per_node * 2 <= COMMON_GPUS_PER_NODE else "cluster.nodes"
     kept = batch.accumulation % 2 == 0
     values = {
         key: 2 * getattr(cluster, key.removeprefix("cluster.")),
@@ -204,7 +201,3 @@ def _decided(plan: Plan, case: Case) -> dict[str, Any]:
     if case.file is None and plan.job.parallel.strategy == "zero":
         decided["parallel.zero_stage"] = settings.zero_stage
     return decided
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -18,6 +18,9 @@ from toolkit.spec.model import ModelSpec, resolve_model
 if TYPE_CHECKING:
     from toolkit.memory.report import MemoryReport
 
+# Cards of the largest common machine; past them one adds machines.
+COMMON_GPUS_PER_NODE = 8
+
 # RAM with which a job resolves whatever it offloads, GiB: the estimate itself says whether the real host holds it.
 _AMPLE_HOST_GIB = 1_000_000.0
 
@@ -127,6 +130,11 @@ class Outcome:
             "zero_stage": None if plan is None else plan.settings.zero_stage,
             "problems": [problem.as_dict() for problem in self.problems],
         }
+
+
+def value_text(value: Any) -> str:
+    """Gives a value of the job as a person writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _put(document: dict[str, Any], path: list[str], value: Any) -> None:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import Problem, SpecError, raise_all
-from toolkit.memory.case import Case, Outcome
+from toolkit.memory.case import COMMON_GPUS_PER_NODE, Case, Outcome
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu, find_in, load_catalogue
 
 if TYPE_CHECKING:
     from toolkit.memory.estimator import Estimator
 
-MAX_GPUS_PER_NODE = 8
 MAX_NODES = 16
 
 
@@ -112,8 +111,8 @@ def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[
 
 def counts(gpu: Gpu) -> tuple[Count, ...]:
     """Gives the counts that are tried, ascending: 1 to 8 cards of one machine, then up to 16 of its usual machines."""
-    found = [Count(nodes=1, gpus_per_node=number) for number in range(1, MAX_GPUS_PER_NODE + 1)]
-    usual = gpu.host.gpus_per_node if gpu.host else MAX_GPUS_PER_NODE
+    found = [Count(nodes=1, gpus_per_node=number) for number in range(1, COMMON_GPUS_PER_NODE + 1)]
+    usual = gpu.host.gpus_per_node if gpu.host else COMMON_GPUS_PER_NODE
     found += [Count(nodes=nodes, gpus_per_node=usual) for nodes in range(2, MAX_NODES + 1)]
     return tuple(sorted(found, key=lambda count: (count.total, count.nodes)))
 

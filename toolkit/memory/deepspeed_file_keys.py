@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from toolkit.errors import Problem
 from toolkit.memory.deepspeed_file_schema import (
@@ -21,7 +21,7 @@ from toolkit.memory.deepspeed_file_schema import (
     UNPRICED,
     FileKeys,
 )
-from toolkit.plan.deepspeed_schema import REMOVED
+from toolkit.plan.deepspeed_schema import REMOVED, leaf_values, schema_paths
 
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,6 @@ def key_problems(config: Mapping[str, Any], *, name: str) -> Iterator[Problem]:
         config: As `normalized` gave it.
         name: Of the file.
     """
-    leaves = dict(_leaves(config))
     removed = [path for path in REMOVED if _lookup(config, path) is not None]
     for path in removed:
         yield Problem(
@@ -61,7 +60,7 @@ def key_problems(config: Mapping[str, Any], *, name: str) -> Iterator[Problem]:
             fix=REMOVED[path] if path.startswith("zero_optimization.") else "Remove it",
             source="deepspeed runtime/config.py _reject_removed_config_keys",
         )
-    autos = {path for path, value in leaves.items() if value == "auto"}
+    autos = auto_paths(config)
     for path in sorted(autos - TRAINER_AUTO - set(OTHER_AUTO)):
         yield Problem(
             code="DS_FILE_AUTO",
@@ -104,7 +103,7 @@ def _typing_problems(config: Mapping[str, Any], *, name: str, settled: set[str])
 
 def _unknown(path: str, *, name: str) -> Problem:
     section, _, _ = path.rpartition(".")
-    siblings = [known for known in _schema_paths(FileKeys) if known.rpartition(".")[0] == section]
+    siblings = [known for known in schema_paths(FileKeys) if known.rpartition(".")[0] == section]
     near = difflib.get_close_matches(path, siblings, n=1)
     return Problem(
         code="DS_FILE_UNKNOWN",
@@ -126,7 +125,7 @@ def without(config: Mapping[str, Any], paths: set[str], prefix: str = "") -> dic
 
 def auto_paths(config: Mapping[str, Any]) -> set[str]:
     """Gives the dotted paths of all values that are "auto"."""
-    return {path for path, value in _leaves(config) if value == "auto"}
+    return {path for path, value in leaf_values(config) if value == "auto"}
 
 
 def _whole_numbers(value: Any) -> Any:
@@ -144,19 +143,3 @@ def _lookup(config: Mapping[str, Any], path: str) -> Any:
             return None
         node = node[part]
     return node
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _schema_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for key, field in model.model_fields.items():
-        yield f"{prefix}{key}"
-        for member in getattr(field.annotation, "__args__", ()):
-            if isinstance(member, type) and issubclass(member, BaseModel):
-                yield from _schema_paths(member, f"{prefix}{key}.")

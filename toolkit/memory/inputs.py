@@ -5,7 +5,7 @@ B: sequences of a micro batch, S: tokens of a sequence.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -24,7 +24,6 @@ from toolkit.spec.job import Packing
 Task = Literal[
     "causal-lm", "sequence-classification", "masked-lm", "seq2seq-lm", "image-classification", "image-text-to-text"
 ]
-TASKS: tuple[Task, ...] = get_args(Task)
 
 Batch = dict[str, torch.Tensor]
 

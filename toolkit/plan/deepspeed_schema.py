@@ -8,7 +8,8 @@ runtime/precision_config.py, comm/config.py, profiling/config.py, monitor/config
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
@@ -180,3 +181,21 @@ REMOVED: dict[str, str] = {
     "zero_optimization.mics_hierarchical_params_gather": "Use zero_hpz_partition_size",
     "zero_optimization.zeropp_loco_param": "Use zero_quantized_gradients alone",
 }
+
+
+def schema_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Gives the dotted paths of all keys of a schema, sections included."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for member in getattr(field.annotation, "__args__", ()):
+            if isinstance(member, type) and issubclass(member, BaseModel):
+                yield from schema_paths(member, f"{prefix}{name}.")
+
+
+def leaf_values(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Gives the values of a configuration that are no sections, each with its dotted path."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from leaf_values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

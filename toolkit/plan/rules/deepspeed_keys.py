@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from toolkit.errors import Problem
-from toolkit.plan.deepspeed_schema import HOMES, REMOVED, DeepSpeedKeys
+from toolkit.plan.deepspeed_schema import HOMES, REMOVED, DeepSpeedKeys, leaf_values, schema_paths
 from toolkit.plan.draft import Draft
 
 
@@ -21,7 +21,7 @@ def known_and_typed(draft: Draft) -> Iterator[Problem]:
     placed = {path for path in _paths(section) if path in HOMES or path in REMOVED}
     for path in sorted(placed):
         yield _misplaced(path)
-    leaves = {path: value for path, value in _leaves(section) if not _inside(path, placed)}
+    leaves = {path: value for path, value in leaf_values(section) if not _inside(path, placed)}
     autos = {path for path, value in leaves.items() if value == "auto"}
     for path in sorted(autos):
         yield Problem(
@@ -66,7 +66,7 @@ def _misplaced(path: str) -> Problem:
 
 def _invalid(path: str, kind: str, message: str, value: Any) -> Problem:
     if kind == "extra_forbidden":
-        known = list(_schema_paths(DeepSpeedKeys))
+        known = list(schema_paths(DeepSpeedKeys))
         near = difflib.get_close_matches(path, [*known, *HOMES], n=1)
         fix = "Remove it"
         if near:
@@ -87,27 +87,11 @@ def _invalid(path: str, kind: str, message: str, value: Any) -> Problem:
     )
 
 
-def _schema_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
-        for member in getattr(field.annotation, "__args__", ()):
-            if isinstance(member, type) and issubclass(member, BaseModel):
-                yield from _schema_paths(member, f"{prefix}{name}.")
-
-
 def _paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in section.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _paths(value, f"{prefix}{key}.")
-
-
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 RULES = (known_and_typed,)
