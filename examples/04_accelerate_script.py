@@ -3,7 +3,8 @@
     accelerate launch --config_file plans/sample/accelerate.yaml examples/04_accelerate_script.py plans/sample/plan.json
 
 `accelerate.yaml` names `deepspeed-accelerate.json`, where batch, precision, accumulation, clipping and ZeRO have their
-one home; the optimizer and the schedule are the script's. The loop is what any Accelerate script looks like.
+one home; the optimizer and the schedule are the script's. The loop is what any Accelerate script looks like. It writes to
+`run-accelerate` beside the plan's own output folder.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ def main() -> None:
 
     plan = tk.Plan.load(options.plan)
     train, settings = plan.job.train, plan.settings
+    folder = plan.output_dir.with_name("run-accelerate")
     if plan.on_cpu:
         PartialState(cpu=True)  # else each process takes itself for the only one (accelerate state.py PartialState)
-    accelerator = Accelerator()  # before the model: ZeRO-3 partitions it as it loads
+    # Before the model: ZeRO-3 partitions it as it loads. The file's accumulation holds; another number here brings a warning.
+    accelerator = Accelerator(gradient_accumulation_steps=settings.batch.accumulation)
     torch.manual_seed(train.seed)
     tokenizer = load_tokenizer(plan)
     with accelerator.main_process_first():  # one rank tokenises, the others open its files
@@ -42,7 +45,7 @@ def main() -> None:
             tokenizer=tokenizer,
             sequence_length=settings.sequence_length,
             seed=train.seed,
-            cache_dir=plan.output_dir / "cache",
+            cache_dir=folder / "cache",
         )
     loader = DataLoader(data.train, batch_size=settings.batch.micro, shuffle=True, collate_fn=Collator.of(data.train))
     model = AutoModelForCausalLM.from_pretrained(
@@ -78,14 +81,13 @@ def main() -> None:
                 if step == num_steps:
                     break
 
-    folder = plan.output_dir / "final-accelerate"
     accelerator.unwrap_model(model).save_pretrained(
-        folder,
+        folder / "final",
         is_main_process=accelerator.is_main_process,
         state_dict=accelerator.get_state_dict(model),  # every rank takes part: ZeRO-3 gathers
     )
     if accelerator.is_main_process:
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder / "final")
     accelerator.end_training()
 
 

@@ -137,27 +137,31 @@ def test_your_own_loop_is_the_same_under_every_launcher(workspace, own_losses, l
 
 @pytest.mark.gloo
 def test_trainer_learns_saves_and_resumes(workspace):
-    run = workspace.folder / "plans/sample/run"
+    run = workspace.folder / "plans/sample/run-trainer"
+    own = sorted(path.name for path in run.with_name("run").glob("*"))
     workspace.run("03", "torchrun")
     logs = json.loads((run / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
     assert logs[9]["loss"] < logs[0]["loss"] - 0.5
-    first = weights(run / "final-trainer")
-    shutil.rmtree(run / "final-trainer")
+    first = weights(run / "final")
+    shutil.rmtree(run / "final")
     shutil.rmtree(run / "checkpoint-10")  # as if the run had ended after its fifth step
     workspace.run("03", "accelerate")
-    second = weights(run / "final-trainer")
+    second = weights(run / "final")
     assert all(torch.allclose(second[name], weight, atol=1e-6) for name, weight in first.items())
     resumed = json.loads((run / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
     assert [entry["loss"] for entry in resumed if "loss" in entry] == pytest.approx(
         [entry["loss"] for entry in logs if "loss" in entry], abs=1e-5
     )
+    assert "complete" in workspace.run("03", "accelerate")  # --resume once more
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-10"}
+    assert sorted(path.name for path in run.with_name("run").glob("*")) == own, "the toolkit's own run is left alone"
 
 
 @pytest.mark.gloo
 @pytest.mark.full
 def test_trainer_under_deepspeeds_launcher(workspace):
     workspace.run("03", "deepspeed")
-    assert weights(workspace.folder / "plans/sample/run/final-trainer")
+    assert weights(workspace.folder / "plans/sample/run-trainer/final")
 
 
 @pytest.mark.gloo
@@ -165,7 +169,7 @@ def test_an_accelerate_script_learns_and_saves(workspace):
     found = losses(workspace.run("04", "accelerate"))
     assert len(found) == 10
     assert found[-1] < found[0] - 0.5
-    folder = workspace.folder / "plans/sample/run/final-accelerate"
+    folder = workspace.folder / "plans/sample/run-accelerate/final"
     assert load_file(folder / "model.safetensors")
     assert weights(folder)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("DeepSpeed", "deepspeed", "torch.distributed", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # DeepSpeed's calls, for every version of torch that it supports; torch 2.13 names newer ones (deepspeed comm/torch.py).
+    renamed = r"`torch\.distributed\.\w+` is deprecated"
+    warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
