@@ -14,6 +14,7 @@ from tiny_plans import RANKS, step_batches, tiny_plan
 from torch.nn import functional
 
 import toolkit as tk
+from toolkit.modeling import linear_cross_entropy
 from toolkit.modeling.build import build_model
 from toolkit.plan.plan import Plan
 
@@ -23,6 +24,9 @@ ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, 
 LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}}
 LORA_SGD = SGD | LORA | {"learning_rate": 0.2, "max_grad_norm": 0.1}
 LORA_HEAD = LORA_SGD | {"lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}
+LORA_ON_HEAD = LORA_SGD | {"lora": {"r": 4, "target_modules": ["q_proj", "lm_head"]}}
+CHUNKED = {"loss": "chunked"}
+CAPPED = {"final_logit_softcapping": 2.0}
 BF16 = {"precision": "bf16"}
 SUMS = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_local_experts": 4}
@@ -74,6 +78,19 @@ def cases() -> dict[str, Case]:
     made["lora adamw zero 3"] = Case(train=ADAM | LORA, stage=3, **CLOSE)
     made["lora and head zero 3"] = Case(train=LORA_HEAD, stage=3)
     made["lora experts zero 3"] = Case(train=LORA_SGD, stage=3, architecture="mixtral")
+    for stage in (0, 1, 2, 3):
+        made[f"chunked loss zero {stage}"] = Case(train=SGD | CHUNKED, stage=stage)
+    for stage in (1, 3):
+        made[f"chunked loss tied zero {stage}"] = Case(train=SGD | CHUNKED, stage=stage, architecture="llama-tied")
+        made[f"chunked loss experts zero {stage}"] = Case(
+            train=SGD | CHUNKED, stage=stage, architecture="mixtral", config=ROUTED
+        )
+        made[f"chunked loss lora on head zero {stage}"] = Case(train=LORA_ON_HEAD | CHUNKED, stage=stage)
+        made[f"chunked loss bf16 zero {stage}"] = Case(train=SGD | BF16 | CHUNKED, stage=stage, **NEAR)
+    made["chunked loss capped zero 3"] = Case(
+        train=SGD | CHUNKED | {"attention": "eager"}, stage=3, architecture="gemma2", config=CAPPED
+    )
+    made["chunked loss lora and head zero 3"] = Case(train=LORA_HEAD | CHUNKED, stage=3)
     made["full-cpu"] = Case(train=ADAM, stage=3, offload="full-cpu", **CLOSE)
     made["activations-cpu zero 3"] = Case(
         train=SGD | {"gradient_checkpointing": True}, stage=3, offload="activations-cpu"
@@ -115,7 +132,7 @@ def reference_loss(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]
 
 def reference(case: Case) -> Course:
     """The course of a case, whatever its ZeRO stage, precision and offload."""
-    told = {"precision": "fp32", "gradient_accumulation_dtype": None, "gradient_checkpointing": False}
+    told = {"loss": "full", "precision": "fp32", "gradient_accumulation_dtype": None, "gradient_checkpointing": False}
     train = {**case.train, **told}
     return _reference(json.dumps([case.architecture, train, case.config, case.packing, case.steps]))
 
@@ -176,6 +193,8 @@ def train_with_engine(rank: int, plan: Plan, packing: str, steps: int) -> Course
 def train_all(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, Any]:
     import traceback
 
+    # Several blocks of the vocabulary and several chunks of tokens, small as the model is.
+    linear_cross_entropy.LEAST_ROWS, linear_cross_entropy.BLOCK_ELEMENTS = 8, 640
     results: dict[str, Any] = {}
     for name, arguments in plans.items():
         try:

@@ -99,6 +99,8 @@ def test_a_share_of_the_layers():
 
 
 def test_activations_on_the_cpu():
+    for loss in ("chunked", "liger"):
+        refused("CONSUMER_LOSS", "train.loss", train={"loss": loss})
     refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
 
 

@@ -26,7 +26,7 @@ from toolkit.plan.deepspeed_schema import REMOVED, DeepSpeedKeys
 OWN = {
     "PARALLEL_SIZE", "OFFLOAD_RATIO", "OFFLOAD_PARTIAL_SIZE", "OFFLOAD_ACTIVATIONS", "LORA_UNUSED", "WARMUP_CONFLICT",
     "LEARNING_RATE_SCALING", "EVAL_WITHOUT_DATA", "PACKING_COMPILE", "OFFLOAD_HOST_MEMORY", "LORA_DROPOUT_EXPERTS",
-    "OFFLOAD_NVME_FROZEN", "ESTIMATE_ONLY",
+    "OFFLOAD_NVME_FROZEN", "ESTIMATE_ONLY", "LOSS_CARD", "LOSS_PRECISION",
 }  # fmt: skip
 SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 

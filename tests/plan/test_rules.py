@@ -23,6 +23,8 @@ BROKEN = [
     ("ATTENTION_CARD", "train.attention", "cpu", {"gpu": "cpu", "train": {"attention": "flash_attention_2", "precision": "bf16"}}),
     ("ATTENTION_PRECISION", "train.attention", "fp32", {"train": {"attention": "flash_attention_2", "precision": "fp32"}}),
     ("ATTENTION_SOFTCAP", "train.attention", "attn_logit_softcapping=50.0", {"model": "gemma-2-2b", "train": {"attention": "sdpa"}}),
+    ("LOSS_CARD", "train.loss", "gpu=cpu", {"gpu": "cpu", "train": {"loss": "liger"}}),
+    ("LOSS_PRECISION", "train.loss", "fp16", {"train": {"loss": "liger", "precision": "fp16"}}),
     ("SEQUENCE_LENGTH", "train.sequence_length", "max_position_embeddings=512", {"train": {"sequence_length": 513}}),
     ("SEQUENCE_LENGTH", "train.sequence_length", "its position table ends", {"model": "gpt2", "train": {"sequence_length": 1025}}),
     ("OPTIMIZER_CARD", "train.optimizer", "lion", {"gpu": "cpu", "train": {"optimizer": "lion"}}),
@@ -108,6 +110,8 @@ ELSEWHERE = {
     "PLAN_UNREADABLE": "test_plan.py",
     "CONSUMER_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
     "CONSUMER_FRACTION": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_LIGER": "test_trainer_config.py",
+    "CONSUMER_LOSS": "test_trainer_config.py, test_accelerate_config.py",
     "CONSUMER_LEARNING_RATE": "test_accelerate_config.py",
     "CONSUMER_POLYNOMIAL": "test_trainer_config.py",
 }

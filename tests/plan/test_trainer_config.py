@@ -130,8 +130,17 @@ def test_zero3_saves_whole_weights():
 def test_what_trainer_cannot_carry():
     refused("CONSUMER_FRACTION", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
     refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
+    refused("CONSUMER_LOSS", "train.loss", train={"loss": "chunked"})
+    assert "silently" in refused("CONSUMER_LIGER", "train.loss", model="gpt2", train={"loss": "liger"}).message
     for share in (True, False, 1.0, 0.0):
         plan_of(train={"gradient_checkpointing": share}).training_arguments()
+
+
+def test_of_ligers_kernels_trainer_uses_the_loss_alone():
+    assert plan_of().training_arguments()["use_liger_kernel"] is False
+    arguments = plan_of(train={"loss": "liger"}).training_arguments()
+    assert arguments["use_liger_kernel"] is True
+    assert [name for name, on in arguments["liger_kernel_config"].items() if on] == ["fused_linear_cross_entropy"]
 
 
 def test_a_polynomial_schedule_that_is_all_warm_up():

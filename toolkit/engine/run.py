@@ -18,7 +18,7 @@ from toolkit.engine.schedule import LearningRate
 from toolkit.engine.stop import StopFlag
 from toolkit.errors import RunError
 from toolkit.groups.world import World, disconnect
-from toolkit.modeling.loss import auxiliary_loss, count_targets, summed_cross_entropy
+from toolkit.modeling.loss import auxiliary_loss, count_targets, token_loss
 from toolkit.plan.plan import Plan
 
 MicroBatch = Mapping[str, torch.Tensor]
@@ -185,10 +185,8 @@ class Run:
             with torch.no_grad():
                 for batch in batches:
                     moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-                    labels_BS = moved.pop("labels")
-                    logits_BSV = self.engine(**moved).logits
-                    sums[0] += summed_cross_entropy(logits_BSV, labels_BS)
-                    sums[1] += count_targets(labels_BS)
+                    sums[0] += token_loss(self._outputs(moved), moved["labels"])
+                    sums[1] += count_targets(moved["labels"])
         finally:
             self.engine.train()
             self.memory.end("evaluation")
@@ -197,9 +195,8 @@ class Run:
 
     def _micro_step(self, batch: dict[str, torch.Tensor], num_targets: torch.Tensor, *, share: float) -> torch.Tensor:
         """Forward and backward; gives this rank's part of the mean loss."""
-        labels_BS = batch.pop("labels")
-        outputs = self.engine(**batch)
-        loss = summed_cross_entropy(outputs.logits, labels_BS) / num_targets
+        outputs = self._outputs(batch)
+        loss = token_loss(outputs, batch["labels"]) / num_targets
         reported = loss.detach()
         dp_size = self.world.grid.dp
         router = auxiliary_loss(outputs, self.model.config)
@@ -212,6 +209,11 @@ class Run:
         self.engine.backward(loss * dp_size, scale_wrt_gas=False)
         self.memory.end("backward")
         return reported
+
+    def _outputs(self, batch: Mapping[str, torch.Tensor]) -> Any:
+        """Runs the model; only one that computes its loss itself is given the labels."""
+        given = batch if self.plan.job.train.loss != "full" else {k: v for k, v in batch.items() if k != "labels"}
+        return self.engine(**given)
 
     def _norm_without_wrapper(self) -> torch.Tensor | None:
         """Gives the gradient norm where DeepSpeed wraps no optimizer (fp32, stage 0) and so keeps none.

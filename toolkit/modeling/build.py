@@ -22,7 +22,9 @@ from transformers.initialization import no_init_weights
 from toolkit.errors import PlanError, SpecError
 from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.modeling.fused_loss import apply_loss
 from toolkit.modeling.initialization import initialize_weights
+from toolkit.modeling.liger import check_installed
 from toolkit.modeling.weights import load_pretrained
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Lora
@@ -54,9 +56,12 @@ def build_model(
 
     Raises:
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
-        PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS.
+        PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
+            LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE.
         CheckpointError: The weights do not fit the model.
     """
+    if plan.job.train.loss == "liger":
+        check_installed()
     dtype = DTYPES[plan.settings.precision]
     config = model_config(plan)
     import_architecture(config, trust_remote_code=plan.job.model.trust_remote_code)
@@ -70,7 +75,7 @@ def build_model(
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
-    """Applies adapters, checkpointing and compilation to a built model, in that order."""
+    """Applies adapters, checkpointing, the loss and compilation to a built model, in that order."""
     train, settings = plan.job.train, plan.settings
     model.config.use_cache = False
     adapted: Any = model
@@ -79,6 +84,7 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
     apply_gradient_checkpointing(
         adapted, fraction=settings.gradient_checkpointing, offload_inputs=plan.profile.activations
     )
+    apply_loss(adapted, train.loss)
     if train.torch_compile:
         compile_layers(model)
     adapted.train()

@@ -41,6 +41,17 @@ def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> t
     )
 
 
+def token_loss(outputs: Any, labels_BS: torch.Tensor) -> torch.Tensor:
+    """Gives the summed cross entropy of a model's outputs: from its logits, or as it computed it from the labels itself.
+
+    Args:
+        outputs: Of a model that was called without labels, or, under `fused_loss.apply_loss`, with them.
+        labels_BS: As `summed_cross_entropy` takes them.
+    """
+    own = getattr(outputs, "loss", None)
+    return own if own is not None else summed_cross_entropy(outputs.logits, labels_BS)
+
+
 def auxiliary_loss(outputs: Any, config: Any) -> torch.Tensor | None:
     """Gives the weighted router loss of a mixture-of-experts model that computes one, else None.
 

@@ -14,6 +14,18 @@ from toolkit.plan.draft import Draft
 # The first version that knows activation_checkpointing; gradient_checkpointing, the only name before, warns since.
 RENAMED_CHECKPOINTING = (5, 23)
 
+# Liger's loss alone: the estimate prices the model's own norms, rotary embeddings and MLPs. What a model type does not know
+# among these is dropped (liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance).
+LIGER_KERNELS = {
+    "fused_linear_cross_entropy": True,
+    "cross_entropy": False,
+    "rope": False,
+    "rms_norm": False,
+    "layer_norm": False,
+    "swiglu": False,
+    "geglu": False,
+}
+
 
 def training_arguments(draft: Draft) -> dict[str, Any]:
     """Gives the keyword arguments of the installed version, with the DeepSpeed configuration under `deepspeed`.
@@ -53,6 +65,8 @@ def training_arguments(draft: Draft) -> dict[str, Any]:
         "report_to": list(train.report_to) or "none",
         "seed": train.seed,
         "torch_compile": train.torch_compile,
+        "use_liger_kernel": train.loss == "liger",
+        "liger_kernel_config": dict(LIGER_KERNELS) if train.loss == "liger" else None,
         "use_cpu": draft.on_cpu,
         "deepspeed": config,
     }

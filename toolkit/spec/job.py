@@ -34,6 +34,7 @@ Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
 Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "lion", "sgd"]
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
+Loss = Literal["full", "chunked", "liger"]
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
 ]
@@ -122,6 +123,8 @@ class Train(Section):
         gradient_accumulation_steps: Micro batches an optimizer step.
         train_batch_size: Sequences an optimizer step over all ranks; two of the three determine the third.
         gradient_checkpointing: Recompute activations: all layers, none, or a fraction of them.
+        loss: `full` computes all logits; `chunked` computes head and cross entropy together, block by block; `liger` does
+            so with the Triton kernel of the liger-kernel package.
         learning_rate_scaling: Multiplies `learning_rate` by the ratio of `train_batch_size` to
             `learning_rate_reference_batch_size` (arXiv 1706.02677), or by its square root (arXiv 1404.5997).
     """
@@ -143,6 +146,7 @@ class Train(Section):
     momentum: ShareBelowOne = 0.0
     gradient_checkpointing: StrictBool | Fraction | None = None
     attention: Attention | None = None
+    loss: Loss = "full"
     learning_rate: PositiveNumber | None = None
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
     learning_rate_reference_batch_size: Count | None = None

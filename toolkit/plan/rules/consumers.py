@@ -12,6 +12,15 @@ from toolkit.plan.settings import Settings
 _NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
 _OWN = "Train with `toolkit train` or a script that calls `tk.initialize`"
 
+# Decoders whose class Liger patches (liger_kernel 0.8.5 transformers/monkey_patch.py MODEL_TYPE_TO_APPLY_LIGER_FN).
+LIGER_MODEL_TYPES = frozenset(
+    {
+        *("deepseek_v2", "deepseek_v3", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+        *("granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "llama4_text", "ministral", "mistral", "mixtral"),
+        *("nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"),
+    }
+)
+
 
 def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
     """Gives every reason for which `consumer` cannot carry the plan; none for `toolkit`."""
@@ -40,6 +49,22 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             ),
             fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {_OWN[0].lower()}{_OWN[1:]}",
             source="transformers modeling_utils.py gradient_checkpointing_enable",
+        )
+    if train.loss == "chunked" or (train.loss == "liger" and consumer == "accelerate"):
+        yield Problem(
+            code="CONSUMER_LOSS",
+            key="train.loss",
+            message=f"loss={train.loss} is computed by our own loop, not by {name}",
+            fix=f"Set train.loss to full{' or liger' if consumer == 'trainer' else ''}, or {_OWN[0].lower()}{_OWN[1:]}",
+        )
+    elif train.loss == "liger" and draft.model.model_type not in LIGER_MODEL_TYPES:
+        yield Problem(
+            code="CONSUMER_LIGER",
+            key="train.loss",
+            message=f"loss=liger with model_type={draft.model.model_type}: {name} has Liger patch the model's class, which it "
+            "does for other types, and leaves this one silently as it is",
+            fix=f"Set train.loss to full, or {_OWN[0].lower()}{_OWN[1:]}",
+            source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
     if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(

@@ -178,8 +178,32 @@ def lora_dropout_on_experts(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def liger_loss(draft: Draft) -> Iterator[Problem]:
+    """Liger's loss is a Triton kernel that computes gradients before the loss is scaled."""
+    if draft.job.train.loss != "liger":
+        return
+    if draft.on_cpu:
+        yield Problem(
+            code="LOSS_CARD",
+            key="train.loss",
+            message=f"loss=liger with gpu={draft.gpu.name}: its kernel is Triton's, which needs a card",
+            fix="Set train.loss to chunked, which needs none and saves as much",
+            source="liger_kernel ops/fused_linear_cross_entropy.py",
+        )
+    if draft.settings.precision == "fp16":
+        yield Problem(
+            code="LOSS_PRECISION",
+            key="train.loss",
+            message="loss=liger with precision=fp16: it computes gradients in the forward pass, summed over all tokens and "
+            "before the loss is scaled, so that they can overflow",
+            fix="Set train.loss to chunked, or train.precision to bf16",
+            source="liger_kernel ops/fused_linear_cross_entropy.py",
+        )
+
+
 RULES = (
     lora_section,
+    liger_loss,
     lora_dropout_on_experts,
     optimizer_keys,
     run_length,

@@ -1,0 +1,46 @@
+"""Liger's fused head and cross entropy: the Triton kernel of the optional package liger-kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.errors import PlanError
+from toolkit.modeling.linear_cross_entropy import LogitMap
+from toolkit.modeling.loss import IGNORED
+
+
+def check_installed() -> None:
+    """Imports the package.
+
+    Raises:
+        PlanError: LOSS_LIGER_PACKAGE when it, or Triton, cannot be imported.
+    """
+    try:
+        import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
+    except ImportError as error:
+        raise PlanError.of(
+            code="LOSS_LIGER_PACKAGE",
+            key="train.loss",
+            message=f"loss=liger needs the package liger-kernel: {str(error).splitlines()[0]}",
+            fix='Install it with `pip install "accelerator-toolkit[liger]"`, or set train.loss to chunked',
+        ) from None
+
+
+def liger_cross_entropy(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_T: torch.Tensor,
+    mapped: LogitMap,
+) -> torch.Tensor:
+    """Does what `linear_cross_entropy` does, with Liger's kernel, whose gradients are computed in the forward pass.
+
+    Source:
+        liger_kernel transformers/fused_linear_cross_entropy.py LigerFusedLinearCrossEntropyLoss.
+    """
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    # (c x) Wᵀ = c (x Wᵀ): the kernel has a cap, but no factor.
+    scaled_TD = hidden_TD * mapped.scale if mapped.scale != 1 else hidden_TD
+    evaluate = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum", softcap=mapped.cap)
+    return evaluate(weight_VD, scaled_TD, targets_T, bias=bias_V)  # type: ignore[no-any-return]
