@@ -7,7 +7,7 @@ import json
 import pytest
 
 from toolkit.cli.app import main
-from toolkit.spec.loader import known_keys
+from toolkit.spec.schema import known_keys
 from toolkit.spec.model import read_catalogue_model
 
 JOB = """

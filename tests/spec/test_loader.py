@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from toolkit.errors import SpecError
 from toolkit.spec.job import Job
-from toolkit.spec.loader import FOREIGN_KEYS, apply_override, known_keys, load_job, load_yaml, parse_job, parse_yaml
+from toolkit.spec.job_problems import FOREIGN_KEYS
+from toolkit.spec.loader import apply_override, load_job, parse_job
+from toolkit.spec.schema import known_keys
+from toolkit.spec.yaml_text import load_yaml, parse_yaml
 
 SMALL = "model: m\ncluster: {gpu: cpu}\n"
 
@@ -170,10 +173,11 @@ def test_a_key_in_the_wrong_section_names_its_section():
     assert problem.fix == "Did you mean parallel.zero_stage"
 
 
-def test_a_key_like_no_other_says_where_the_list_is():
-    problem = only(SMALL + "train: {qqqqqqqq: 1}")
+@pytest.mark.parametrize("word", ["qqqqqqqq", "zenflow", "group_by_length", "save_strategy", "wandb", "autotuning"])
+def test_a_key_like_no_other_says_where_the_list_is(word):
+    problem = only(SMALL + f"train: {{{word}: 1}}")
     assert problem.code == "KEY_UNKNOWN"
-    assert "--keys" in problem.fix
+    assert problem.fix == "Remove it; `toolkit validate --keys` lists what there is"
 
 
 @pytest.mark.parametrize(

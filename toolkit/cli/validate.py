@@ -64,7 +64,7 @@ def validate(
 
 
 def _print_keys(*, as_json: bool) -> None:
-    from toolkit.spec.loader import known_keys
+    from toolkit.spec.schema import known_keys
 
     found = known_keys()
     if as_json:

@@ -6,7 +6,6 @@ Source: deepspeed 0.19.8 runtime/config.py, runtime/config_utils.py; transformer
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from toolkit.memory.deepspeed_file_schema import (
     FileKeys,
 )
 from toolkit.plan.deepspeed_schema import REMOVED, leaf_values, schema_paths
+from toolkit.spec.suggestions import nearest_key
 
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _typing_problems(config: Mapping[str, Any], *, name: str, settled: set[str])
 def _unknown(path: str, *, name: str) -> Problem:
     section, _, _ = path.rpartition(".")
     siblings = [known for known in schema_paths(FileKeys) if known.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(path, siblings, n=1)
+    near = nearest_key(path, siblings)
     return Problem(
         code="DS_FILE_UNKNOWN",
         key=path,

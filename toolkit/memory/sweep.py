@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from toolkit.errors import Problem, SpecError
 from toolkit.memory.case import Case, Outcome
 from toolkit.spec.job import Parallel, Train
 from toolkit.spec.loader import apply_override
+from toolkit.spec.suggestions import nearest_key
 
 if TYPE_CHECKING:
     from toolkit.memory.estimator import Estimator
@@ -104,7 +104,7 @@ def _full_key(key: str) -> str:
     if found and not dot:
         return found[0]
     known = [*sections["train"], *sections["parallel"]]
-    near = difflib.get_close_matches(key.rpartition(".")[2], known, n=2)
+    near = nearest_key(key, known, n=2)
     raise SpecError(
         Problem(
             code="SWEEP_KEY",

@@ -214,5 +214,5 @@ def _squash(name: str) -> str:
 def _closest(wanted: str, names: tuple[str, ...]) -> tuple[str, ...]:
     containing = [name for name in names if wanted and wanted in _squash(name)]
     by_squashed = {_squash(name): name for name in names}
-    similar = difflib.get_close_matches(wanted, by_squashed, n=3, cutoff=0.5)
+    similar = difflib.get_close_matches(wanted, by_squashed, n=3, cutoff=0.6)
     return tuple(dict.fromkeys([*containing, *(by_squashed[match] for match in similar)]))[:5]

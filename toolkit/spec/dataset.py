@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from toolkit.errors import DataError, Problem, raise_all
 from toolkit.spec.dataset_files import SUFFIXES, Kind, read_head
 from toolkit.spec.dataset_formats import Format, as_format, loss_on_problem, record_fault, resolve_format
 from toolkit.spec.job import Data
+from toolkit.spec.suggestions import nearest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_SUFFIXES = {".tsv", ".gz", ".zst", ".zip", ".tar", ".jsonlines", ".ndjson", ".arrow", ".md", ".yaml", ".xlsx"}
@@ -111,7 +111,7 @@ def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problem
     if not path.exists():
         if is_hub_id(name):
             return SourceFacts(name=name, kind="hub", path=None, columns=(), format=wanted, num_bytes=None)
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
+        near = nearest(path.name, (entry.name for entry in path.parent.glob("*")))
         fix = (
             f"Did you mean {path.with_name(near[0])}" if near else "Name an existing file, or a hub id such as org/name"
         )

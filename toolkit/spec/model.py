@@ -306,7 +306,7 @@ def _refuse_revision(model: Model, what: str) -> None:
 
 def _close_names(name: str) -> list[str]:
     tail = name.rstrip("/").rsplit("/", 1)[-1].lower()
-    return difflib.get_close_matches(tail, model_names(), n=3, cutoff=0.5)
+    return difflib.get_close_matches(tail, model_names(), n=3, cutoff=0.6)
 
 
 def _catalogue_hint(name: str) -> str:

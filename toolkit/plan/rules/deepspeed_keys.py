@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed_schema import HOMES, REMOVED, DeepSpeedKeys, leaf_values, schema_paths
 from toolkit.plan.draft import Draft
+from toolkit.spec.suggestions import nearest_key
 
 
 def known_and_typed(draft: Draft) -> Iterator[Problem]:
@@ -67,7 +67,7 @@ def _misplaced(path: str) -> Problem:
 def _invalid(path: str, kind: str, message: str, value: Any) -> Problem:
     if kind == "extra_forbidden":
         known = list(schema_paths(DeepSpeedKeys))
-        near = difflib.get_close_matches(path, [*known, *HOMES], n=1)
+        near = nearest_key(path, [*known, *HOMES])
         fix = "Remove it"
         if near:
             fix = f"Set {HOMES[near[0]]}" if near[0] in HOMES else f"Did you mean deepspeed.{near[0]}"

@@ -1,0 +1,50 @@
+"""Suggestions: a slip finds its name, another word finds none."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.plan.deepspeed_schema import HOMES, DeepSpeedKeys, schema_paths
+from toolkit.spec.schema import known_keys
+from toolkit.spec.suggestions import nearest, nearest_key
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("train.learning_rat", "train.learning_rate"),
+        ("trian.learning_rate", "train.learning_rate"),
+        ("Train.Sequence_Lenght", "train.sequence_length"),
+        ("lr_scheduler", "train.lr_scheduler_type"),
+        ("paralel.zero_stge", "parallel.zero_stage"),
+    ],
+)
+def test_a_slip_in_a_job_key(written, meant):
+    assert nearest_key(written, known_keys()) == [meant]
+
+
+@pytest.mark.parametrize("written", ["zenflow", "train.zenflow", "moe", "autotuning", "data.streaming", "train.wandb"])
+def test_another_word_is_no_slip_of_a_job_key(written):
+    assert nearest_key(written, known_keys(), n=2) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("zero_optimization.reduce_bucket", ["zero_optimization.reduce_bucket_size"]),
+        ("zero_optimization.overlap", ["zero_optimization.overlap_comm"]),
+        ("aio.blocksize", ["aio.block_size"]),
+        ("zero_optimisation", ["zero_optimization"]),
+        ("zero_optimization.zenflow", []),
+        ("zero_optimization.super_offload", []),
+        ("moe", []),
+    ],
+)
+def test_deepspeed_keys(written, meant):
+    assert nearest_key(written, [*schema_paths(DeepSpeedKeys), *HOMES]) == meant
+
+
+def test_file_names_are_compared_whole():
+    assert nearest("job.yml", ["job.yaml", "data.jsonl"]) == ["job.yaml"]
+    assert nearest("mine.yaml", ["other.yaml"]) == []
+    assert nearest("train.jsonl", ["trains.jsonl", "tarin.jsonl", "x"], n=2) == ["trains.jsonl", "tarin.jsonl"]

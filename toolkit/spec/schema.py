@@ -1,0 +1,44 @@
+"""What the schema of a job says of its keys: their paths, and what kind of value each asks for."""
+
+from __future__ import annotations
+
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from toolkit.spec.job import Job
+
+
+def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> tuple[str, ...]:
+    """Gives the dotted path of every key that a job file may hold."""
+    paths: list[str] = []
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = section_of(field.annotation)
+        paths.append(path)
+        if inner is not None:
+            paths.extend(known_keys(inner, f"{path}."))
+    return tuple(paths)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Gives the section that a field of this annotation holds; None where it holds a value."""
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            return member
+    return None
+
+
+def wants_number(annotation: Any) -> bool:
+    """Whether a field of this annotation takes numbers, and no text."""
+    members = [member for member in _members(annotation) if member is not NoneType]
+    return any(member in (int, float) for member in members) and str not in members
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(inner for member in get_args(annotation) for inner in _members(member))
+    if hasattr(annotation, "__metadata__"):
+        return _members(get_args(annotation)[0])
+    return (annotation,)
