@@ -1,6 +1,5 @@
 """Named offload profiles: what leaves the GPU, where it goes, and what that asks of the job.
 
-Sizes below are bytes a parameter P, divided by the N data-parallel ranks, under Adam and 16-bit training.
 Source: deepspeed runtime/zero/stage_1_and_2.py (cpu_offload), runtime/zero/stage3.py (_configure_offloading,
 _create_fp32_partitions), runtime/swap_tensor; arXiv 2101.06840 (ZeRO-Offload), arXiv 2104.07857 (ZeRO-Infinity).
 """
@@ -58,8 +57,8 @@ PROFILES: dict[str, OffloadProfile] = {
             optimizer="cpu",
             min_zero_stage=1,
             explanation=(
-                "the fp32 master copy and the Adam moments (12 P/N bytes) live in host memory and the CPU does the "
-                "step; gradients cross PCIe each step; the host needs about 18 P/N bytes, 20 with accumulation"
+                "the fp32 master copy, the Adam moments and the fp32 gradients live in host memory and the CPU does the "
+                "step; gradients cross PCIe each step; `toolkit estimate` says what a node needs"
             ),
         ),
         OffloadProfile(
@@ -79,7 +78,7 @@ PROFILES: dict[str, OffloadProfile] = {
             min_zero_stage=3,
             explanation=(
                 "parameters wait in pinned host memory too and are fetched layer by layer; the GPU holds live layers "
-                "and activations alone; the host needs about 20 P/N bytes"
+                "and activations alone; `toolkit estimate` says what a node needs"
             ),
         ),
         OffloadProfile(
