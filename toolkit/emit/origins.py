@@ -154,6 +154,7 @@ TRAINER: dict[str, Origin] = {
     "report_to": Origin(("train.report_to",), "none unless the job names one"),
     "seed": Origin(("train.seed",)),
     "torch_compile": Origin(("train.torch_compile",)),
+    "use_liger_kernel": Origin(("train.loss",)),
     "use_cpu": Origin(("cluster.gpu",)),
     "deepspeed": Origin((), "the file beside this one; Trainer compares it with these arguments and finds them equal"),
 }
