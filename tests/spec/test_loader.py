@@ -250,6 +250,25 @@ def test_one_key_is_one_problem(written, key, parts):
     assert len(set(clauses)) == len(clauses)
 
 
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [("tensorboard", ("tensorboard",)), ("[tensorboard]", ("tensorboard",)), ("none", ()), ("[none]", ()), ("[]", ())],
+)
+def test_reporters_are_written_as_training_arguments_takes_them(written, found):
+    assert parse_job(parse_yaml(SMALL + f"train: {{report_to: {written}}}", name="job")).train.report_to == found
+
+
+@pytest.mark.parametrize("written", ["wandb", "all", "[tensorboard, wandb]", "3", "{a: 1}"])
+def test_another_reporter_is_refused(written):
+    problem = only(SMALL + f"train: {{report_to: {written}}}")
+    assert (problem.code, problem.key) == ("KEY_VALUE", "train.report_to")
+    assert "tensorboard" in problem.fix or "list" in problem.fix
+
+
+def test_what_to_do_without_a_reporter_is_said():
+    assert "metrics.jsonl" in only(SMALL + "train: {report_to: wandb}").fix
+
+
 def test_a_literal_lists_what_is_allowed():
     problem = only(SMALL + "parallel: {offload: cpu}")
     for profile in ("none", "optimizer-cpu", "full-nvme"):

@@ -27,6 +27,7 @@ from toolkit.spec.values import (
     ShareBelowOne,
     Word,
     ZeroStage,
+    reporters,
 )
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -41,6 +42,7 @@ Schedule = Literal[
 Packing = Literal["wrapped", "separated", "none"]
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
 LossOn = Literal["all", "completion", "assistant"]
+Reporter = Literal["tensorboard"]
 Offload = Literal[
     "none",
     "optimizer-cpu",
@@ -125,6 +127,7 @@ class Train(Section):
         gradient_checkpointing: Recompute activations: all layers, none, or a fraction of them.
         loss: `full` computes all logits; `chunked` computes head and cross entropy together, block by block; `liger` does
             so with the Triton kernel of the liger-kernel package.
+        report_to: `tensorboard`, beside metrics.jsonl in output_dir, which any other tool can read; or `none`.
         learning_rate_scaling: Multiplies `learning_rate` by the ratio of `train_batch_size` to
             `learning_rate_reference_batch_size` (arXiv 1706.02677), or by its square root (arXiv 1404.5997).
     """
@@ -161,7 +164,7 @@ class Train(Section):
     save_total_limit: Count | None = None
     eval_steps: Count | None = None
     logging_steps: Count = 1
-    report_to: tuple[Literal["tensorboard"], ...] = ()
+    report_to: Annotated[tuple[Reporter, ...], BeforeValidator(reporters)] = ()
     torch_compile: StrictBool = False
     seed: Seed = 0
     output_dir: Folder = Path("runs/job")

@@ -74,6 +74,19 @@ def _nameable(value: Any) -> Any:
     return value
 
 
+def reporters(value: Any) -> Any:
+    """Reads `train.report_to`: one name, a list of them or `none`, as TrainingArguments takes them."""
+    given = [value] if isinstance(value, str) else value
+    if given == ["none"]:
+        return ()
+    if isinstance(given, list | tuple) and any(name != "tensorboard" for name in given):
+        raise ValueError(
+            "give tensorboard or none: no other reporter is supported, but output_dir/metrics.jsonl holds every logged "
+            "step as JSON for any other tool"
+        )
+    return given
+
+
 Word = Annotated[str, AfterValidator(_printable), BeforeValidator(_filled)]
 Name = Annotated[str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled)]
 Folder = Annotated[
