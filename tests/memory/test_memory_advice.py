@@ -11,6 +11,7 @@ from toolkit.memory.case import Case
 from toolkit.memory.estimate import estimate, trace_plan
 from toolkit.memory.estimator import Estimator, trace_key
 from toolkit.spec.job import Job
+from toolkit.units import GIB
 
 
 def case_of(*, ranks=2, gpu="h100-sxm-80gb", train=None, parallel=None, **cluster) -> Case:
@@ -35,6 +36,7 @@ def test_what_is_tried():
     found = changes(case_of(train={"gradient_checkpointing": 0.5, "attention": "eager"}))
     assert found["checkpointing"] == [{"train.gradient_checkpointing": True}]
     assert found["attention"] == [{"train.attention": "sdpa"}]
+    assert found["loss"] == [{"train.loss": "chunked"}, {"train.loss": "liger"}]
     assert found["micro batch"] == [{"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 4}]
     assert found["zero"] == [{"parallel.zero_stage": 3}]
     assert {"parallel.offload": "full-cpu", "parallel.zero_stage": 3} in found["offload"]
@@ -46,8 +48,11 @@ def test_what_is_tried():
 
 def test_what_is_not_tried():
     found = changes(case_of(train={"per_device_train_batch_size": 1}, parallel={"zero_stage": 0}))
-    assert found.keys() == {"zero", "offload", "activations"}
+    assert found.keys() == {"loss", "zero", "offload", "activations"}
     assert "gpus" not in changes(case_of(gpu="cpu"))
+    assert changes(case_of(gpu="cpu"))["loss"] == [{"train.loss": "chunked"}]
+    assert changes(case_of(train={"precision": "fp16"}))["loss"] == [{"train.loss": "chunked"}]
+    assert "loss" not in changes(case_of(train={"loss": "liger"}))
     eight = changes(case_of(ranks=8))
     assert "cluster.nodes" in eight["gpus"][0]
 
@@ -67,6 +72,20 @@ def test_more_cards_that_cannot_keep_the_batch_say_so():
     (change,) = [change for change in candidates(case.plan()) if change.kind == "gpus"]
     assert change.note == "the global batch becomes 24"
     assert case.changed(change.values).plan().settings.batch.train == 24
+
+
+def test_the_loss_is_advised_where_its_logits_make_the_peak_with_what_the_estimate_saves():
+    case = case_of(ranks=8, train={"sequence_length": 4096, "gradient_checkpointing": True}, parallel={"zero_stage": 3})
+    estimator, plan = Estimator(), case.plan()
+    report = estimator.estimate_plan(plan, case)
+    saving = find_savings(estimator, case, plan=plan, report=report)[0]
+    assert saving.to_dict()["set"].keys() == {"train.loss"}
+    changed = estimator.estimate(case.changed(saving.to_dict()["set"]))
+    assert saving.saved_bytes == report.required_bytes - changed.required_bytes > 5 * GIB
+    short = case_of(train={"sequence_length": 64}, parallel={"zero_stage": 1})
+    report = estimator.estimate(short)
+    savings = find_savings(estimator, short, plan=short.plan(), report=report, at_most=9)
+    assert "loss" not in {saving.change.kind for saving in savings}, "the step makes the peak"
 
 
 def test_the_largest_come_first_one_of_each_kind():

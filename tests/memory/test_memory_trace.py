@@ -6,8 +6,12 @@ from traced_models import BATCH, CONFIGS, H100, LENGTH, WAYS, config_of, peaks, 
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama
 
+from toolkit.errors import PlanError
+from toolkit.memory.account import Account
+from toolkit.memory.causes import LOSS
 from toolkit.memory.events import Mark, Run, held
 from toolkit.memory.trace import trace_model
+from toolkit.spec.job import Lora
 
 # Each architecture in one way, and some others; the rest of the product is `full`.
 ZERO3 = "ZeRO-3 with checkpointing"
@@ -18,6 +22,8 @@ QUICK = [
     ("llama", "inputs on the host"),
     ("llama", "LoRA with checkpointing"),
     ("llama", "padded"),
+    ("llama", "chunked loss"),
+    ("llama", "Liger's loss"),
     ("llama", "separated flash"),
     ("mixtral", "fp32"),
 ]
@@ -199,3 +205,37 @@ def test_a_head_of_its_own_costs_logits_in_the_vocabulary():
 
     # fp32 logits, their softmax's gradient and the 16-bit logits or their gradient: 4 + 4 + 2 bytes at least.
     assert peak(40_000) - peak(20_000) >= 64 * 20_000 * 10
+
+
+def peak_causes(trace, phase):
+    account = Account()
+    for name, events in (("forward", trace.forward), ("backward", trace.backward)):
+        account.enter(name)
+        for placed in events:
+            if isinstance(placed.event, Run):
+                account.apply(placed.event)
+    return account.peaks[phase].causes
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_without_logits_the_loss_stays_a_cause_of_its_own_and_shrinks(phase):
+    options = {"micro_batch": 2, "sequence_length": 2048, "device": H100, "marks_modules": True}
+    config = config_of("llama", vocab_size=64_000, max_position_embeddings=2048)
+    sizes = {
+        loss: peak_causes(trace_model(config, loss=loss, **options), phase) for loss in ("full", "chunked", "liger")
+    }
+    logits = 2 * 2048 * 64_000
+    assert sizes["full"][LOSS] == pytest.approx(10 * logits if phase == "forward" else 12 * logits, rel=0.01)
+    for loss in ("chunked", "liger"):
+        assert 0 < sizes[loss].get(LOSS, 0) < 0.2 * sizes["full"][LOSS], loss
+
+
+def test_a_head_with_adapters_is_traced_in_chunks_of_tokens():
+    lora = Lora(r=4, target_modules=("q_proj", "lm_head"))
+    options = {"micro_batch": 2, "sequence_length": 1024, "device": H100, "lora": lora}
+    config = config_of("llama", vocab_size=64_000, max_position_embeddings=2048)
+    full, chunked = (peaks(trace_model(config, loss=loss, **options)) for loss in ("full", "chunked"))
+    assert chunked["backward"] < 0.5 * full["backward"]
+    with pytest.raises(PlanError) as caught:
+        trace_model(config, loss="liger", **options)
+    assert caught.value.codes == ("LOSS_LIGER_HEAD",)

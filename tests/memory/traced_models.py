@@ -110,6 +110,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "separated": {"packing": "separated"},
     "separated flash": {"packing": "separated", "attention": "flash_attention_2"},
     "fp32": {"dtype": torch.float32},
+    "chunked loss": {"loss": "chunked", "marks_modules": True},
+    "Liger's loss": {"loss": "liger", "marks_modules": True},
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.memory.case import COMMON_GPUS_PER_NODE, Case, value_text
+from toolkit.memory.causes import LOSS
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.plan import Plan
@@ -95,8 +96,10 @@ def find_savings(
     # What the plan decided stays, so that a saving is that of the change alone.
     pinned = case.changed(_decided(plan, case))
     for change in candidates(plan):
-        if change.kind == "activations" and case.file is not None:
-            continue  # no key of DeepSpeed: our own checkpointing does it
+        if case.file is not None and (change.kind == "activations" or change.values.get("train.loss") == "chunked"):
+            continue  # no keys of DeepSpeed: our own loop does it
+        if change.kind == "loss" and not _loss_matters(report):
+            continue
         outcome = estimator.attempt(pinned, change.values)
         if outcome.report is None:
             continue
@@ -121,6 +124,10 @@ def candidates(plan: Plan) -> Iterator[Change]:
         yield _one("checkpointing", "train.gradient_checkpointing", True)
     if settings.attention == "eager":
         yield _one("attention", "train.attention", "sdpa")
+    if plan.job.train.loss == "full":
+        yield _one("loss", "train.loss", "chunked")
+        if not plan.on_cpu and settings.precision != "fp16":
+            yield _one("loss", "train.loss", "liger")
     yield from _smaller_micro_batch(plan)
     yield from _higher_stages(plan)
     if plan.job.parallel.strategy == "zero":
@@ -133,6 +140,12 @@ def candidates(plan: Plan) -> Iterator[Change]:
 
 def _one(kind: str, key: str, value: Any) -> Change:
     return Change(kind=kind, values={key: value}, shown=(key,))
+
+
+def _loss_matters(report: MemoryReport) -> bool:
+    """Whether the loss has a part in the peak; a trace that cannot save anything is not made."""
+    rank = report.fullest
+    return rank.phases[rank.limiting_phase].causes.get(LOSS, 0) >= LEAST_SAVING
 
 
 def _higher_stages(plan: Plan) -> Iterator[Change]:

@@ -23,6 +23,7 @@ class Causes:
 
     def __init__(self) -> None:
         self.backward = False
+        self.in_loss = False  # the backward pass has not come to the head's input yet
         self._running: list[str] = []
 
     @property
@@ -30,7 +31,9 @@ class Causes:
         """What a tensor that is born now belongs to."""
         if self._running:
             return self._running[-1]
-        return BACKWARD if self.backward else MODEL
+        if not self.backward:
+            return MODEL
+        return LOSS if self.in_loss else BACKWARD
 
     def push(self, cause: str) -> None:
         """Enters a module."""

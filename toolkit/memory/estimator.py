@@ -99,7 +99,7 @@ def trace_key(plan: Plan) -> str:
             plan.profile.activations,
         ],
         "job": job.model.model_dump(mode="json"),
-        "train": job.train.model_dump(mode="json", include={"method", "lora", "torch_compile"}),
+        "train": job.train.model_dump(mode="json", include={"method", "lora", "loss", "torch_compile"}),
         "data": None if job.data is None else job.data.model_dump(mode="json"),
         "strategy": job.parallel.strategy,
         "kernels": _kernels(plan.gpu),

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from toolkit.modeling.loss import auxiliary_loss, summed_cross_entropy
+from toolkit.modeling.loss import auxiliary_loss, token_loss
 from toolkit.spec.job import Packing
 
 Task = Literal[
@@ -93,7 +93,7 @@ def loss_of(task: Task, outputs: Any, labels: torch.Tensor, config: PreTrainedCo
     """Gives the loss that the engine differentiates: ours for causal language models, else the model's own."""
     if task != "causal-lm":
         return outputs.loss  # type: ignore[no-any-return]
-    loss = summed_cross_entropy(outputs.logits, labels)
+    loss = token_loss(outputs, labels)
     router = auxiliary_loss(outputs, config)
     return loss if router is None else loss + router
 

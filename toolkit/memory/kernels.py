@@ -13,7 +13,8 @@ from transformers import masking_utils
 from transformers.integrations import moe
 
 from toolkit.memory.flash import traced_flash
-from toolkit.memory.stand_ins import Dropout, FusedAttention, GroupedMatmul
+from toolkit.memory.stand_ins import Dropout, FusedAttention, GroupedMatmul, liger_stand_in
+from toolkit.modeling import liger
 
 Kernel = Literal["flash", "cudnn", "efficient", "math"]
 
@@ -24,6 +25,8 @@ EFFICIENT_MIN_CAPABILITY = 5.0  # check_mem_efficient_hardware_support
 CUDNN_MAX_HEAD_DIM = 128  # check_cudnn_tensor_shapes
 CUDNN_LATENT_HEAD_DIMS = (192, 128)  # the same: queries and values of multi-head latent attention
 GROUPED_MM_MIN_CAPABILITY = 8.0  # transformers integrations/moe.py _can_use_grouped_mm
+# liger_kernel ops/fused_linear_cross_entropy.py (0.8.2 and later): addmm into the head's gradient.
+LIGER_IN_PLACE_MIN_CAPABILITY = 8.0
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: 192 < width <= 224, or > 224 with dropout.
 SMALL_SHARED_MEMORY = ((8.6, 8.9), (12.0, 12.1))
 
@@ -177,11 +180,14 @@ def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
     find_packed, grouped_mm = masking_utils.find_packed_sequence_indices, functional.grouped_mm
     can_use_grouped_mm = moe._can_use_grouped_mm
+    check_installed, liger_cross_entropy = liger.check_installed, liger.liger_cross_entropy
     if not packed:
         # On real positions it finds one document and gives None; it cannot read fake ones, and assumes several.
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     functional.scaled_dot_product_attention = _sdpa(device)
     functional.dropout = _dropout
+    liger.check_installed = lambda: None  # nothing of it runs
+    liger.liger_cross_entropy = liger_stand_in(sums_in_place=device.capability >= LIGER_IN_PLACE_MIN_CAPABILITY)
     functional.grouped_mm = _grouped_mm(grouped_mm)
     moe._can_use_grouped_mm = lambda *_: device.capability >= GROUPED_MM_MIN_CAPABILITY
     try:
@@ -190,6 +196,7 @@ def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
     finally:
         functional.scaled_dot_product_attention = attention
         functional.dropout = dropout
+        liger.check_installed, liger.liger_cross_entropy = check_installed, liger_cross_entropy
         functional.grouped_mm = grouped_mm
         moe._can_use_grouped_mm = can_use_grouped_mm
         masking_utils.find_packed_sequence_indices = find_packed

@@ -83,7 +83,7 @@ class Segmenter:
             with self.tracker, self._inputs_on_host():
                 loss = step()
                 self._switch(None)
-                self._causes.backward = True
+                self._causes.backward = self._causes.in_loss = True
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss
                 self._close()
@@ -117,6 +117,8 @@ class Segmenter:
     def _switch(self, owner: Owner) -> None:
         """Ends the current segment and starts another."""
         self._close()
+        if self._causes.backward and owner is not None:
+            self._causes.in_loss = False
         self._owner = owner
 
     def _close(self) -> None:
@@ -154,6 +156,8 @@ class Segmenter:
             cause = cause_of(name, module, within=where[2] if where is not None else None)
             if cause is not None:
                 self._handles += self._causes.hook(module, cause)
+            if cause == LOSS:
+                self._handles.append(module.register_forward_pre_hook(self._end_of_loss))
         if self._marked:
             self._handles += hook_modules(
                 self._model, lambda name, fetch: self._mark("fetch" if fetch else "release", name)
@@ -161,6 +165,12 @@ class Segmenter:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient(name)))
+
+    def _end_of_loss(self, module: nn.Module, args: Any) -> None:
+        """A head takes its input: when that has its gradient, the backward pass of the loss is over."""
+        tensor = _first_tensor(args)
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(lambda _: setattr(self._causes, "in_loss", False))  # type: ignore[no-untyped-call]
 
     def _leave_layers(self, module: nn.Module, args: Any) -> None:
         """A module outside the layers runs: only now has the last layer's call let go of its arguments."""

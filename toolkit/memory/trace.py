@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import PreTrainedConfig
 
 from toolkit.errors import SpecError, ToolkitError
@@ -38,8 +38,9 @@ from toolkit.memory.segments import Segmenter
 from toolkit.memory.values import Answer, no_chance, pass_checks
 from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.modeling.fused_loss import apply_loss
 from toolkit.plan.plan import Plan
-from toolkit.spec.job import Lora, Packing
+from toolkit.spec.job import Lora, Loss, Packing
 
 __all__ = ["Parameter", "Trace", "trace", "trace_model"]
 
@@ -75,6 +76,7 @@ def trace(plan: Plan, *, device: Device, marks_modules: bool | None = None, all_
         packing=data.packing if data is not None else "wrapped",
         checkpointing=settings.gradient_checkpointing,
         offload_inputs=plan.profile.activations,
+        loss=train.loss,
         lora=None if train.method == "full" else train.lora or Lora(),
         quantized=train.method == "qlora",
         marks_modules=settings.zero_stage == 3 if marks_modules is None else marks_modules,
@@ -95,6 +97,7 @@ def trace_model(
     packing: Packing = "wrapped",
     checkpointing: float = 0.0,
     offload_inputs: bool = False,
+    loss: Loss = "full",
     lora: Lora | None = None,
     quantized: bool = False,
     marks_modules: bool = False,
@@ -122,6 +125,7 @@ def trace_model(
         packing: As in `data.packing`: with `none` rows are padded and have a mask.
         checkpointing: Share of the layers that recompute, 0 to 1.
         offload_inputs: Whether the inputs of those wait in host memory.
+        loss: How a causal language model computes its loss.
         lora: Adapters; None trains everything.
         quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
         marks_modules: Whether to mark the hooks of ZeRO-3.
@@ -143,6 +147,7 @@ def trace_model(
         flatten=attention == "flash_attention_2",
         checkpointing=checkpointing,
         offload_inputs=offload_inputs,
+        loss=loss,
         lora=lora,
         quantized=quantized,
         marks_modules=marks_modules,
@@ -183,6 +188,7 @@ class _Request:
     flatten: bool
     checkpointing: float
     offload_inputs: bool
+    loss: Loss
     lora: Lora | None
     quantized: bool
     marks_modules: bool
@@ -205,6 +211,8 @@ class _Request:
             full.tie_weights()
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
+                with unset_fake_temporarily():  # it looks at numbers
+                    apply_loss(model, self.loss)
                 stacks = [in_adapters(model, stack) for stack in stacks]
                 looped = None
                 if has_experts(full.config) and not runs_grouped(full):
@@ -232,7 +240,8 @@ class _Request:
             flatten=self.flatten,
             dtype=self.dtype,
         )
-        outputs = model(**inputs) if self.task == "causal-lm" else model(**inputs, labels=labels)
+        wants_labels = self.task != "causal-lm" or self.loss != "full"
+        outputs = model(**inputs, labels=labels) if wants_labels else model(**inputs)
         with tracing.loss():
             loss = loss_of(self.task, outputs, labels, model.config)
             del outputs

@@ -87,7 +87,7 @@ def chunked_cross_entropy(
     def loss(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(mapped.apply(head(hidden)), targets, ignore_index=IGNORED, reduction="sum")
 
-    for hidden, targets in zip(hidden_TD.split(size), targets_T.split(size), strict=True):
+    for hidden, targets in zip(torch.split(hidden_TD, size), torch.split(targets_T, size), strict=True):
         total = total + checkpoint(loss, hidden, targets, use_reentrant=False)
     return total
 
@@ -107,10 +107,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target_score_T = torch.zeros_like(log_sum_T)
         for rows in _blocks(hidden_TD, weight_VD):
             scores_Tv = mapped.apply(_logits(hidden_TD, weight_VD, bias_V, rows))
-            log_sum_T = torch.logaddexp(log_sum_T, scores_Tv.logsumexp(dim=1))
             inside_T, index_T = _inside(targets_T, rows)
             picked_T = scores_Tv.gather(1, index_T[:, None]).squeeze(1)
             target_score_T += torch.where(inside_T, picked_T, 0)
+            log_sum_T = torch.logaddexp(log_sum_T, _log_sum(scores_Tv))
             del scores_Tv
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, log_sum_T)
         ctx.mapped = mapped
@@ -136,6 +136,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del grad_Tv
         grad_hidden = None if grad_hidden_TD is None else grad_hidden_TD.to(hidden_TD.dtype)
         return grad_hidden, grad_weight_VD, grad_bias_V, None, None
+
+
+def _log_sum(scores_Tv: torch.Tensor) -> torch.Tensor:
+    """Gives `scores_Tv.logsumexp(1)`, which would make a copy, and overwrites the scores."""
+    top_T = scores_Tv.amax(dim=1)
+    return scores_Tv.sub_(top_T[:, None]).exp_().sum(dim=1).log_().add_(top_T)
 
 
 def _block_gradient(
