@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from toolkit.plan.trainer_config import checkpointing_argument
+from toolkit.plan.trainer_config import LIGER_KERNELS, checkpointing_argument
 
 
 class Origin(NamedTuple):
@@ -155,6 +155,11 @@ TRAINER: dict[str, Origin] = {
     "seed": Origin(("train.seed",)),
     "torch_compile": Origin(("train.torch_compile",)),
     "use_liger_kernel": Origin(("train.loss",)),
+    "liger_kernel_config": Origin(("train.loss",)),
+    **{
+        f"liger_kernel_config.{name}": Origin(("train.loss",), "the loss alone, as this run has it")
+        for name in LIGER_KERNELS
+    },
     "use_cpu": Origin(("cluster.gpu",)),
     "deepspeed": Origin((), "the file beside this one; Trainer compares it with these arguments and finds them equal"),
 }
