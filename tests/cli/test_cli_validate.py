@@ -131,6 +131,14 @@ def test_messages_need_a_chat_template(folder, capsys):
     assert codes(capsys) == ["DATA_NO_CHAT_TEMPLATE"]
     write_model(folder, name="instruct", chat_template="{{ messages }}")
     assert validate("model=./model", "model.tokenizer=instruct") == 0
+    assert validate("model=./model", "data.chat_template=chatml") == 0
+
+
+def test_context_that_nothing_reads_is_a_warning(folder, capsys):
+    record = {"prompt": "a", "input": "b", "completion": "c"}
+    (folder / "train.jsonl").write_text(json.dumps(record) + "\n")
+    assert validate() == 0
+    assert "the column input is read by nothing" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_folder_without_a_tokenizer(folder, capsys):

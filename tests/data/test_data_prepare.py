@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from toolkit.data.prepare import prepare
 from toolkit.data.sources import split_rows
@@ -244,3 +245,83 @@ def test_mistakes_of_the_job_are_found_before_loading(build: Any) -> None:
 def test_no_chat_template(write: Writer, build: Any) -> None:
     write([{"messages": [{"role": "user", "content": "hi"}]}])
     assert caught(build, Data(train="train.jsonl")).codes == ("DATA_NO_CHAT_TEMPLATE",)
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "and"}]
+
+
+@pytest.mark.parametrize("loss_on", ["all", "assistant"])
+def test_chatml_for_a_tokenizer_without_a_template(write: Writer, build: Any, tokenizer: Any, loss_on: Any) -> None:
+    write([{"messages": CHAT}])
+    data = Data(train="train.jsonl", packing="none", loss_on=loss_on, chat_template="chatml")
+    prepared = build(data, sequence_length=256)
+    (row,) = prepared.train
+    expected = (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|><eos>\n<|im_start|>user\nand<|im_end|>\n"
+    )
+    assert tokenizer.decode(row["input_ids"]) == expected
+    learned = tokenizer.decode(row["input_ids"][row["labels"] != -100])
+    assert learned == (expected[1:] if loss_on == "all" else "yo<|im_end|><eos>")  # nothing predicts the first token
+    opened = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    assert expected.startswith(opened)
+    assert opened.endswith("<|im_start|>assistant\n")
+
+
+def test_chatml_begins_as_the_tokenizer_begins_its_texts(write: Writer, build: Any, tokenizer: Any) -> None:
+    begins = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tokenizer.convert_tokens_to_ids("<bos>"))])
+    tokenizer.backend_tokenizer.post_processor = begins
+    tokenizer.bos_token = "<bos>"
+    write([{"messages": CHAT[:2]}])
+    prepared = build(Data(train="train.jsonl", packing="none", chat_template="chatml"))
+    assert tokenizer.decode(rows(prepared.train)[0]).startswith("<bos><|im_start|>user\nhi")
+
+
+def test_a_template_file_is_saved_with_the_tokenizer(write: Writer, build: Any, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    write([{"messages": CHAT[:2]}])
+    prepared = build(Data(train="train.jsonl", packing="none", chat_template="mine.jinja"))
+    assert tokenizer.decode(rows(prepared.train)[0]) == "[user] hi\n[assistant] yo\n"
+    tokenizer.save_pretrained(tmp_path / "saved-tokenizer")
+    assert (tmp_path / "saved-tokenizer" / "chat_template.jinja").read_text().startswith("{% for m in messages %}[")
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}")
+    assert caught(build, Data(train="train.jsonl", chat_template="mine.jinja")).codes == ("DATA_CHAT_TEMPLATE_FILE",)
+
+
+def test_alpaca_and_sharegpt_files_train_as_their_own_columns_do(
+    write: Writer, build: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    asked = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    write([asked, asked | {"input": ""}], "alpaca.jsonl")
+    datasets.Dataset.from_list([asked, asked | {"input": ""}]).save_to_disk(tmp_path / "alpaca")
+    data = Data(train="alpaca.jsonl", packing="none", loss_on="completion")
+    prepared = build(data, sequence_length=512)
+    first, second = (tokenizer.decode(row) for row in rows(prepared.train))
+    assert "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n3<eos>" in first
+    assert "### Input" not in second
+    assert {tokenizer.decode(row["input_ids"][row["labels"] != -100]) for row in prepared.train} == {"3<eos>"}
+    assert rows(build(data.model_copy(update={"train": "alpaca"}), sequence_length=512).train) == rows(prepared.train)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    build(data, sequence_length=512)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}.keys() == before.keys()
+
+    write([{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}], "sharegpt.jsonl")
+    write([{"messages": CHAT[:2]}], "own.jsonl")
+    chats = build(
+        Data(train=("sharegpt.jsonl", "own.jsonl"), packing="none", chat_template="chatml"), sequence_length=128
+    )
+    assert len(set(map(tuple, rows(chats.train)))) == 1
+    assert len(chats.train) == 2
+
+
+def test_a_fault_past_the_head_of_an_alpaca_file(write: Writer, build: Any) -> None:
+    record = {"instruction": "Add.", "output": "3"}
+    write([record] * 1200 + [{"instruction": "Add.", "output": None}])
+    error = caught(build, Data(train="train.jsonl"))
+    assert error.codes == ("DATA_TYPE",)
+    assert "record 1201: output is absent" in str(error)
+
+
+def test_columns_that_nothing_reads_are_named(write: Writer, build: Any, texts: list[str]) -> None:
+    write([{"prompt": text, "input": "more", "completion": "x", "id": 3} for text in texts])
+    (warning,) = build(Data(train="train.jsonl", packing="none")).warnings
+    assert "train.jsonl: the column input is read by nothing" in warning

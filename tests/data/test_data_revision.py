@@ -60,7 +60,7 @@ found = []
 for revision in json.loads(sys.argv[1]):
     data = Data(train="org/set", revision=revision)
     try:
-        train, _, _ = load_documents(data, check_data(data), seed=0, cache_dir=Path(sys.argv[2]))
+        train = load_documents(data, check_data(data), seed=0, cache_dir=Path(sys.argv[2])).train
         found.append(train["text"][:])
     except ToolkitError as error:
         found.append([*error.codes, str(error)])

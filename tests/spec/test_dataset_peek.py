@@ -138,9 +138,13 @@ def test_not_utf8(tmp_path: Path) -> None:
     ("record", "fix"),
     [
         ({"promt": "a", "completion": "b"}, "promt to prompt"),
-        ({"instruction": "a", "output": "b"}, "instruction to prompt, output to completion"),
-        ({"conversations": []}, "conversations to messages"),
-        ({"x": 1}, "Give the columns text; prompt and completion; or messages"),
+        ({"question": "a", "answer": "b"}, "Rename question to prompt, answer to completion"),
+        (
+            {"instruction": "a", "input": "c", "response": "b"},
+            "Rename instruction to prompt, response to completion, and append input to prompt in each record where it",
+        ),
+        ({"conversation": []}, 'conversation to messages. Each of its items is {"role": "user", "content": "..."}'),
+        ({"x": 1}, "Give the columns text; prompt and completion; messages; instruction, input and output (Alpaca)"),
     ],
 )
 def test_columns_names_the_closest(tmp_path: Path, record: dict[str, Any], fix: str) -> None:

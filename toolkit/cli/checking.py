@@ -14,6 +14,7 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import resolve_with
 from toolkit.plan.rules.consumers import consumer_problems
 from toolkit.spec.catalogue import find_gpu
+from toolkit.spec.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.spec.dataset import DatasetFacts, peek
 from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Job
@@ -62,10 +63,13 @@ def check(job: Job) -> Verdict:
     if tokenizer is not None:
         facts = _collect(problems, lambda: read_tokenizer_facts(tokenizer))
         if len(problems) == unread and (data is not None or job.model.tokenizer is not None):
-            problems += _tokenizer_problems(tokenizer, facts, None if data is None else data.format)
+            problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
     kept = tuple(dict.fromkeys(problems))
     return Verdict(
-        plan=None if kept else plan, data=data, problems=kept, warnings=tuple(_warnings(job, model, plan, facts))
+        plan=None if kept else plan,
+        data=data,
+        problems=kept,
+        warnings=(*_warnings(job, model, plan, facts), *(data.warnings if data is not None else ())),
     )
 
 
@@ -112,7 +116,9 @@ def _missing_tokenizer(job: Job) -> Iterator[Problem]:
         )
 
 
-def _tokenizer_problems(folder: Path, facts: TokenizerFacts | None, format_: Format | None) -> Iterator[Problem]:
+def _tokenizer_problems(
+    folder: Path, facts: TokenizerFacts | None, job: Job, format_: Format | None
+) -> Iterator[Problem]:
     if facts is None:
         yield Problem(
             code="DATA_NO_TOKENIZER",
@@ -121,12 +127,13 @@ def _tokenizer_problems(folder: Path, facts: TokenizerFacts | None, format_: For
             fix="Set model.tokenizer to a folder with tokenizer.json, or to a hub id",
         )
         return
-    if format_ == "messages" and not facts.has_chat_template:
+    has_template = facts.has_chat_template or (job.data is not None and job.data.chat_template is not None)
+    if format_ == "messages" and not has_template:
         yield Problem(
             code="DATA_NO_CHAT_TEMPLATE",
             key="model.tokenizer",
             message=f"the tokenizer in {folder} has no chat template, which data of the format messages needs",
-            fix="Name the tokenizer of an instruct model in model.tokenizer, or give prompt and completion columns",
+            fix=NO_CHAT_TEMPLATE_FIX,
         )
     if format_ in ("text", "prompt_completion") and facts.eos_token is None:
         yield Problem(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import DataError, Problem
+from toolkit.spec.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.spec.dataset_formats import Format, loss_on_problem, record_fault
 from toolkit.spec.tokenizer import GENERATION_MARK, template_fault
 
@@ -145,8 +146,9 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
         raise DataError.of(code="TOKENIZER_INVALID", key="model.tokenizer", message=message, fix=fix)
     if format_ == "messages" and template is None:
         message = f"the tokenizer {name} has no chat template, which data of the format messages needs"
-        fix = "Name the tokenizer of an instruct model in model.tokenizer, or give prompt and completion columns"
-        problems.append(Problem(code="DATA_NO_CHAT_TEMPLATE", key="model.tokenizer", message=message, fix=fix))
+        problems.append(
+            Problem(code="DATA_NO_CHAT_TEMPLATE", key="model.tokenizer", message=message, fix=NO_CHAT_TEMPLATE_FIX)
+        )
     untagged = template is not None and not GENERATION_MARK.search(template)
     if loss_on == "assistant" and untagged and not getattr(tokenizer, "is_fast", False):
         message = (

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.chat_template import set_chat_template
 from toolkit.data.formats import Tokeniser, check_tokenizer
 from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import load_documents, progress_bars
 from toolkit.data.store import TokenStore, tokenise
 from toolkit.errors import DataError, Problem, raise_all
+from toolkit.spec.chat_template import unused_chat_template
 from toolkit.spec.dataset import check_data
 from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Data
@@ -18,11 +20,15 @@ from toolkit.spec.job import Data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """Sequences ready for the loaders; `train.report` and `eval.report` say what became of the documents."""
+    """Sequences ready for the loaders; `train.report` and `eval.report` say what became of the documents.
+
+    `warnings` names what the sources hold and nothing reads.
+    """
 
     train: PackedDataset
     eval: PackedDataset | None
     format: Format
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(
@@ -44,7 +50,7 @@ def prepare(
 
     Args:
         data: The job's data section.
-        tokenizer: A `transformers` tokenizer.
+        tokenizer: A `transformers` tokenizer; it takes the template of `data.chat_template`, and keeps it.
         sequence_length: Tokens a row.
         seed: Draws what `validation_fraction` holds out.
         cache_dir: Folder for Arrow and token files; shared by ranks or not.
@@ -55,19 +61,22 @@ def prepare(
         progress: Whether to show progress bars.
     Raises:
         DataError: Every problem of `check_data`; DATA_HUB, DATA_REVISION, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
-            DATA_CHAT_TEMPLATE, DATA_SLOW_TOKENIZER, DATA_VOCAB, DATA_NO_TARGETS, DATA_TOO_SMALL.
+            DATA_CHAT_TEMPLATE, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB, DATA_NO_TARGETS, DATA_TOO_SMALL.
     """
     facts = check_data(data, base=base)
+    set_chat_template(tokenizer, data, base=base)
     if facts.format is not None:
         check_tokenizer(tokenizer, format_=facts.format, loss_on=data.loss_on)
     with progress_bars(progress):
-        train, held, format_ = load_documents(data, facts, seed=seed, cache_dir=cache_dir)
+        documents = load_documents(data, facts, seed=seed, cache_dir=cache_dir)
+        format_ = documents.format
+        raise_all(DataError, unused_chat_template(data, format_))
         check_tokenizer(tokenizer, format_=format_, loss_on=data.loss_on)
         tokeniser = Tokeniser(tokenizer=tokenizer, format=format_, loss_on=data.loss_on)
-        stores = {"data.train": tokenise(train, tokeniser, cache_dir=cache_dir, num_proc=num_proc)}
-        if held is not None:
+        stores = {"data.train": tokenise(documents.train, tokeniser, cache_dir=cache_dir, num_proc=num_proc)}
+        if documents.eval is not None:
             part = "data.eval" if data.eval is not None else "data.validation_fraction"
-            stores[part] = tokenise(held, tokeniser, cache_dir=cache_dir, num_proc=num_proc)
+            stores[part] = tokenise(documents.eval, tokeniser, cache_dir=cache_dir, num_proc=num_proc)
     pad_token_id = _padding(tokenizer, vocab_size)
     problems: list[Problem] = []
     packed: list[PackedDataset] = []
@@ -77,7 +86,8 @@ def prepare(
         problems += _vocabulary_problems(store, tokenizer, vocab_size, part=part)
         problems += _size_problems(dataset, data, part=part, needed=train_batch_size if part == "data.train" else 1)
     raise_all(DataError, problems)
-    return PreparedData(train=packed[0], eval=packed[1] if len(packed) > 1 else None, format=format_)
+    held = packed[1] if len(packed) > 1 else None
+    return PreparedData(train=packed[0], eval=held, format=format_, warnings=documents.warnings)
 
 
 def _padding(tokenizer: Any, vocab_size: int | None) -> int:

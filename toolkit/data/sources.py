@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,16 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
 from toolkit.errors import DataError, Problem
-from toolkit.spec.dataset import DatasetFacts, SourceFacts
-from toolkit.spec.dataset_files import first_bad_json_line
-from toolkit.spec.dataset_formats import FORMAT_COLUMNS, Format, resolve_format
+from toolkit.spec.dataset import DatasetFacts, SourceFacts, unread_warning
+from toolkit.spec.dataset_columns import resolve_layout
+from toolkit.spec.dataset_files import PEEK_RECORDS, first_bad_json_line
+from toolkit.spec.dataset_formats import FORMAT_COLUMNS, Format
+from toolkit.spec.dataset_layouts import Layout, unread_columns
 from toolkit.spec.job import Data
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Raised when what a layout is turned into changes: cached files of earlier versions then lie idle.
+_LAYOUT_VERSION = 1
 _BUILDERS = {"jsonl": "json", "json": "json", "txt": "text", "csv": "csv", "parquet": "parquet"}
 
 
@@ -35,7 +42,17 @@ def progress_bars(shown: bool) -> Iterator[None]:
         (datasets.disable_progress_bars if before else datasets.enable_progress_bars)()
 
 
-def load_documents(data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Path) -> tuple[Any, Any | None, Format]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """What the sources of a job hold: a `Dataset` to train on, one to validate on, and what is read by nothing."""
+
+    train: Any
+    eval: Any | None
+    format: Format
+    warnings: tuple[str, ...]
+
+
+def load_documents(data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Path) -> Documents:
     """Loads the training and validation documents, in file order.
 
     One line of a .txt file is one document; its blank lines are dropped when they are tokenised.
@@ -46,24 +63,26 @@ def load_documents(data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Pat
         seed: Draws which documents `validation_fraction` holds out.
         cache_dir: Where `datasets` keeps the Arrow files.
     Returns:
-        Training `Dataset`, validation `Dataset` or None, and the format of both.
+        Both data sets, in one format and in our own columns.
     Raises:
         DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_JSON, DATA_COLUMNS, DATA_FORMAT, DATA_MIXED, DATA_TOO_SMALL.
     """
-    train, format_ = _load_part(facts.train, data, part="train", split=data.split, cache_dir=cache_dir)
+    warnings: list[str] = []
+    load = partial(_load_part, data=data, cache_dir=cache_dir, warnings=warnings)
+    train, format_ = load(facts.train, part="train", split=data.split)
     if data.max_samples is not None:
         train = train.select(range(min(data.max_samples, len(train))))
     if facts.eval:
-        split = data.eval_split or "validation"
-        held, eval_format = _load_part(facts.eval, data, part="eval", split=split, cache_dir=cache_dir)
+        held, eval_format = load(facts.eval, part="eval", split=data.eval_split or "validation")
         if eval_format != format_:
             message = f"data.train is {format_}, but data.eval is {eval_format}"
             raise DataError.of(code="DATA_MIXED", key="data.eval", message=message, fix="Give both the same columns")
-        return train, held, format_
-    if data.validation_fraction is None:
-        return train, None, format_
-    held_rows, train_rows = split_rows(len(train), data.validation_fraction, seed=seed)
-    return train.select(train_rows), train.select(held_rows), format_
+        return Documents(train=train, eval=held, format=format_, warnings=tuple(warnings))
+    held = None
+    if data.validation_fraction is not None:
+        held_rows, train_rows = split_rows(len(train), data.validation_fraction, seed=seed)
+        train, held = train.select(train_rows), train.select(held_rows)
+    return Documents(train=train, eval=held, format=format_, warnings=tuple(warnings))
 
 
 def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -94,16 +113,18 @@ def shuffled(num_rows: int, *, seed: int, stream: int) -> np.ndarray:
 
 
 def _load_part(
-    sources: tuple[SourceFacts, ...], data: Data, *, part: str, split: str, cache_dir: Path
+    sources: tuple[SourceFacts, ...], *, data: Data, part: str, split: str, cache_dir: Path, warnings: list[str]
 ) -> tuple[Any, Format]:
     loaded, formats = [], {}
     for source in sources:
         documents = _load_source(source, data, key=f"data.{part}", split=split, cache_dir=cache_dir)
-        format_ = resolve_format(documents.column_names, data.format, key=f"data.{part}", name=source.name)
-        if isinstance(format_, Problem):
-            raise DataError(format_)
-        formats[source.name] = format_
-        loaded.append(documents.select_columns(list(FORMAT_COLUMNS[format_])))
+        layout = resolve_layout(documents.column_names, data.format, key=f"data.{part}", name=source.name)
+        if isinstance(layout, Problem):
+            raise DataError(layout)
+        formats[source.name] = layout.format
+        if unread := _unread(documents, layout):
+            warnings.append(unread_warning(source.name, unread))
+        loaded.append(_in_own_columns(documents, layout, name=source.name, cache_dir=cache_dir))
     if len(set(formats.values())) > 1:
         listed = ", ".join(f"{name} is {format_}" for name, format_ in formats.items())
         message = f"data.{part} has several formats: {listed}"
@@ -111,6 +132,36 @@ def _load_part(
         raise DataError.of(code="DATA_MIXED", key=f"data.{part}", message=message, fix=fix)
     joined = datasets.concatenate_datasets(loaded) if len(loaded) > 1 else loaded[0]
     return joined, next(iter(formats.values()))
+
+
+def _unread(documents: Any, layout: Layout) -> list[str]:
+    head = documents.select(range(min(PEEK_RECORDS, len(documents))))
+    return [column for column in unread_columns(layout, tuple(documents.column_names)) if any(head[column])]
+
+
+def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Path) -> Any:
+    """Keeps our own columns, or makes them out of those of another layout."""
+    if layout.convert is None:
+        return documents.select_columns(list(FORMAT_COLUMNS[layout.format]))
+    convert, fault_of = layout.convert, layout.fault
+
+    def converted(record: dict[str, Any], index: int) -> dict[str, Any]:
+        if (fault := fault_of(record)) is not None:
+            message, fix = f"{name}, record {index + 1}: {fault}", "Correct or remove the record"
+            raise DataError.of(code="DATA_TYPE", key="data", message=message, fix=fix)
+        return convert(record)
+
+    parts = (str(_LAYOUT_VERSION), documents._fingerprint, layout.name, layout.format)
+    fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    return documents.map(
+        converted,
+        with_indices=True,
+        remove_columns=documents.column_names,
+        cache_file_name=str(cache_dir / f"{layout.name}-{fingerprint}.arrow"),
+        new_fingerprint=fingerprint,  # else of the function, which is another one in each call
+        desc=f"Reading {layout.name}",
+    )
 
 
 def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache_dir: Path) -> Any:

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError, Problem, raise_all
-from toolkit.spec.dataset_files import SUFFIXES, Kind, read_head
-from toolkit.spec.dataset_formats import Format, as_format, loss_on_problem, record_fault, resolve_format
+from toolkit.spec.chat_template import read_chat_template, unused_chat_template
+from toolkit.spec.dataset_columns import resolve_layout
+from toolkit.spec.dataset_files import SUFFIXES, Head, Kind, read_head
+from toolkit.spec.dataset_formats import Format, as_format, loss_on_problem
+from toolkit.spec.dataset_layouts import Layout, unread_columns
 from toolkit.spec.job import Data
 from toolkit.spec.suggestions import nearest
 
@@ -30,6 +33,7 @@ class SourceFacts:
         columns: Names of its columns; empty for the hub.
         format: What its records are; None when only loading it tells.
         num_bytes: Size on disk, bytes; None for the hub.
+        unread: Columns that are not empty, would add to the documents by their names, and are read by nothing.
     """
 
     name: str
@@ -38,6 +42,7 @@ class SourceFacts:
     columns: tuple[str, ...]
     format: Format | None
     num_bytes: int | None
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +59,24 @@ class DatasetFacts:
         return tuple(dict.fromkeys(column for source in self.train for column in source.columns))
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What training would pass over, one sentence a source."""
+        return tuple(unread_warning(source.name, source.unread) for source in self.train + self.eval if source.unread)
+
+    @property
     def num_bytes(self) -> int | None:
         """Size of the local training sources on disk, bytes; None when one lies on the hub."""
         sizes = [source.num_bytes for source in self.train]
         return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def unread_warning(name: str, columns: Sequence[str]) -> str:
+    """Says that columns with context are read by nothing, and what to do."""
+    them, is_ = ("it", "is") if len(columns) == 1 else ("them", "are")
+    return (
+        f"{name}: the column{'s' * (len(columns) > 1)} {', '.join(columns)} {is_} read by nothing: work {them} into the"
+        f" columns that are read, or remove {them}"
+    )
 
 
 def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[Problem, ...]]:
@@ -69,7 +88,7 @@ def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[P
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
         DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
-        DATA_REVISION, DATA_VALIDATION.
+        DATA_REVISION, DATA_VALIDATION, DATA_CHAT_TEMPLATE_FILE, DATA_CHAT_TEMPLATE_UNUSED.
     """
     problems: list[Problem] = []
     root = base or Path.cwd()
@@ -86,6 +105,7 @@ def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[P
         problems.append(_mixed(everything))
     found = next(iter(formats)) if len(formats) == 1 else None
     problems += _combination_problems(data, found, sources)
+    problems += _template_problems(data, root)
     return DatasetFacts(train=tuple(sources["train"]), eval=tuple(sources["eval"]), format=found), tuple(problems)
 
 
@@ -129,18 +149,22 @@ def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problem
     head = read_head(path, kind, key=key, split=split)
     problems += head.problems
     format_ = wanted
+    unread: tuple[str, ...] = ()
     if head.columns:
-        resolved = resolve_format(head.columns, data.format, key=key, name=name)
+        resolved = resolve_layout(head.columns, data.format, key=key, name=name)
         if isinstance(resolved, Problem):
             problems.append(resolved)
             format_ = None
         else:
-            format_ = resolved
+            format_ = resolved.format
             problems += _type_problems(head.records, resolved, key=key, name=name)
-            problems += _blank_problems(head.records, resolved, key=key, name=name)
+            problems += _blank_problems(head.records, format_, key=key, name=name)
+            unread = _unread(resolved, head)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     num_bytes = sum(file.stat().st_size for file in files)
-    return SourceFacts(name=name, kind=kind, path=path, columns=head.columns, format=format_, num_bytes=num_bytes)
+    return SourceFacts(
+        name=name, kind=kind, path=path, columns=head.columns, format=format_, num_bytes=num_bytes, unread=unread
+    )
 
 
 def is_hub_id(name: str) -> bool:
@@ -163,9 +187,9 @@ def _odd_kind(path: Path) -> str:
 
 
 def _type_problems(
-    records: Iterable[tuple[int, dict[str, Any]]], format_: Format, *, key: str, name: str
+    records: Iterable[tuple[int, dict[str, Any]]], layout: Layout, *, key: str, name: str
 ) -> list[Problem]:
-    faults = [(number, fault) for number, record in records if (fault := record_fault(record, format_))]
+    faults = [(number, fault) for number, record in records if (fault := layout.fault(record))]
     if not faults:
         return []
     more = f" (and {len(faults) - 1} more records)" if len(faults) > 1 else ""
@@ -173,9 +197,11 @@ def _type_problems(
         "text": 'Make text a string: {"text": "..."}',
         "prompt_completion": 'Make both strings: {"prompt": "...", "completion": "..."}',
         "messages": 'Write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+        "alpaca": 'Make them strings: {"instruction": "...", "input": "", "output": "..."}',
+        "sharegpt": 'Write {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
     }
     message = f"{name}, record at line {faults[0][0]}: {faults[0][1]}{more}"
-    return [Problem(code="DATA_TYPE", key=key, message=message, fix=shapes[format_])]
+    return [Problem(code="DATA_TYPE", key=key, message=message, fix=shapes[layout.name])]
 
 
 def _blank_problems(
@@ -188,6 +214,14 @@ def _blank_problems(
     return [Problem(code="DATA_EMPTY", key=key, message=message, fix="Name files that hold documents")]
 
 
+def _unread(layout: Layout, head: Head) -> tuple[str, ...]:
+    return tuple(
+        column
+        for column in unread_columns(layout, head.columns)
+        if any(record.get(column) for _, record in head.records)
+    )
+
+
 def _mixed(sources: list[SourceFacts]) -> Problem:
     listed = ", ".join(f"{source.name} is {source.format}" for source in sources if source.format is not None)
     message = f"data has several formats: {listed}"
@@ -197,8 +231,10 @@ def _mixed(sources: list[SourceFacts]) -> Problem:
 def _combination_problems(data: Data, format_: Format | None, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
     """Checks keys against each other: none may be accepted and then not used."""
     problems: list[Problem] = []
-    if format_ is not None and (problem := loss_on_problem(data.loss_on, format_)):
-        problems.append(problem)
+    if format_ is not None:
+        if problem := loss_on_problem(data.loss_on, format_):
+            problems.append(problem)
+        problems += unused_chat_template(data, format_)
     if data.eval is not None and data.validation_fraction is not None:
         message = (
             f"data.validation_fraction={data.validation_fraction} conflicts with data.eval: both name validation data"
@@ -226,6 +262,15 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
             message = f"{key}={split} is read by nothing: local files have no splits"
             problems.append(Problem(code="DATA_SPLIT", key=key, message=message, fix=f"Remove {key}"))
     return problems
+
+
+def _template_problems(data: Data, root: Path) -> tuple[Problem, ...]:
+    try:
+        if data.chat_template is not None:
+            read_chat_template(data.chat_template, base=root)
+    except DataError as error:
+        return error.problems
+    return ()
 
 
 def _revision_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:

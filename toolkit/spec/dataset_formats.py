@@ -1,9 +1,8 @@
-"""The three document formats: which columns make one, and what a record of each must look like."""
+"""The three document formats: the columns of each, and what a record of it must look like."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from toolkit.errors import Problem
@@ -16,53 +15,10 @@ FORMAT_COLUMNS: dict[Format, tuple[str, ...]] = {
 }
 LOSS_ON_FORMAT: dict[str, Format] = {"completion": "prompt_completion", "assistant": "messages"}
 
-# Names that other tools give to our columns.
-_SYNONYMS = {
-    "content": "text", "document": "text", "body": "text",
-    "instruction": "prompt", "question": "prompt", "query": "prompt", "input": "prompt",
-    "response": "completion", "output": "completion", "answer": "completion",
-    "conversations": "messages", "conversation": "messages", "chat": "messages", "dialog": "messages",
-}  # fmt: skip
-
 
 def as_format(name: str) -> Format:
     """Narrows a string to the format that it names."""
     return next(format_ for format_ in get_args(Format) if format_ == name)
-
-
-def resolve_format(columns: Iterable[str], wanted: str, *, key: str, name: str) -> Format | Problem:
-    """Reads the format off the columns, or says why it cannot be what `data.format` asks.
-
-    Args:
-        columns: Names found.
-        wanted: `data.format`.
-        key: Key path that the problem names.
-        name: File or hub id, for the message.
-    Returns:
-        The format; or DATA_COLUMNS, DATA_FORMAT.
-    """
-    found = tuple(columns)
-    fitting = [format_ for format_, needed in FORMAT_COLUMNS.items() if set(needed) <= set(found)]
-    listed = ", ".join(found) or "none"
-    if wanted != "auto":
-        if wanted in fitting:
-            return fitting[fitting.index(wanted)]
-        needed = " and ".join(FORMAT_COLUMNS[as_format(wanted)])
-        if fitting:
-            message = f"data.format={wanted} needs the columns {needed}, but {name} has {listed}: that is {fitting[0]}"
-            return Problem(
-                code="DATA_FORMAT", key="data.format", message=message, fix=f"Set data.format to {fitting[0]}"
-            )
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        message = f"data.format=auto is ambiguous for {name}: its columns {listed} suit {' and '.join(fitting)}"
-        fix = f"Set data.format to one of {', '.join(fitting)}"
-        return Problem(code="DATA_FORMAT", key="data.format", message=message, fix=fix)
-    accepted = "text; prompt and completion; or messages" if wanted == "auto" else needed
-    message = f"columns={listed} of {name} hold no documents: needed are {accepted}"
-    fix = _renames(found) or f"Give the columns {accepted}"
-    return Problem(code="DATA_COLUMNS", key=key, message=message, fix=fix)
 
 
 def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
@@ -114,15 +70,3 @@ def kind_of(value: Any, *, null: str = "absent or null") -> str:
         str: "a string",
     }
     return names.get(type(value), f"a {type(value).__name__}")
-
-
-def _renames(columns: tuple[str, ...]) -> str:
-    """Names the accepted column that each found one was probably meant to be; "" when none is near."""
-    accepted = [name for names in FORMAT_COLUMNS.values() for name in names]
-    meant: dict[str, str] = {}
-    for column in columns:
-        near = difflib.get_close_matches(column.lower(), accepted, n=1, cutoff=0.75)
-        target = near[0] if near else _SYNONYMS.get(column.lower())
-        if target is not None and target != column:
-            meant.setdefault(target, column)
-    return "" if not meant else "Rename " + ", ".join(f"{column} to {target}" for target, column in meant.items())

@@ -182,6 +182,8 @@ class Data(Section):
         eval_split: Split of a hub data set that `eval` reads; `validation` when left out.
         validation_fraction: Share of `train` that is held out for validation.
         format: `text`, `prompt_completion` or `messages`; `auto` reads it off the columns.
+        chat_template: How messages are rendered: `chatml`, or a file with a Jinja template; the tokenizer's own when left
+            out. It is saved and exported with the tokenizer.
         packing: `wrapped`: documents joined by end marks and cut; `separated`: joined, but documents do not see each
             other; `none`: one document a row, padded.
         loss_on: Tokens that count: `all`, `completion` (prompt_completion), `assistant` (messages).
@@ -196,6 +198,7 @@ class Data(Section):
     eval_split: Word | None = None
     validation_fraction: OpenFraction | None = None
     format: DataFormat = "auto"
+    chat_template: Name | None = None
     packing: Packing = "wrapped"
     loss_on: LossOn = "all"
     max_samples: Count | None = None

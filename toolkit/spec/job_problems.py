@@ -28,6 +28,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "batch_size": "train.per_device_train_batch_size or train.train_batch_size",
     "gradient_clipping": "train.max_grad_norm",
     "attn_implementation": "train.attention",
+    "chat_template_path": "data.chat_template",
     "assistant_only_loss": "data.loss_on: assistant",
     "completion_only_loss": "data.loss_on: completion",
     "tensor_parallel_size": "parallel.tensor",

@@ -1,0 +1,42 @@
+"""Gives a tokenizer the chat template that the job names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from toolkit.errors import DataError
+from toolkit.spec.chat_template import CHATML, chat_template_problem, read_chat_template
+from toolkit.spec.job import Data
+
+
+def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -> None:
+    """Sets `tokenizer.chat_template` to what `data.chat_template` names; it is then saved and exported with it.
+
+    Args:
+        tokenizer: A `transformers` tokenizer, changed in place; untouched where the job names no template.
+        data: The job's data section.
+        base: Folder that a relative path starts from; the working directory when None.
+    Raises:
+        DataError: DATA_CHAT_TEMPLATE_FILE, if there is none, or it is no Jinja.
+    """
+    name = data.chat_template
+    if name is None:
+        return
+    template = read_chat_template(name, base=base)
+    if name == CHATML and _begins_texts(tokenizer):  # apply_chat_template adds no mark by itself
+        template = "{{ bos_token }}" + template
+    tokenizer.chat_template = template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(chat_template_problem(name, f"line {error.lineno}: {error.message}")) from None
+    except (jinja2.TemplateError, TypeError, ValueError):
+        pass  # it may want other conversations than this one
+
+
+def _begins_texts(tokenizer: Any) -> bool:
+    begin = tokenizer.bos_token_id
+    return begin is not None and tokenizer("?")["input_ids"][:1] == [begin]

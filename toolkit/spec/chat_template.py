@@ -1,0 +1,84 @@
+"""`data.chat_template`: the template of a tokenizer that has none, or in place of the one it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.errors import DataError, Problem
+from toolkit.spec.dataset_formats import Format
+from toolkit.spec.job import Data
+
+CHATML = "chatml"
+
+# ChatML as Qwen and SmolLM speak it. Each answer ends with the tokenizer's own end mark as well, where that is another,
+# so that generation stops; a beginning mark stands in front where the tokenizer sets one before every text.
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ (message['content'] or '') + '<|im_end|>' }}"
+    "{% if eos_token and eos_token != '<|im_end|>' %}{{ eos_token }}{% endif %}{% endgeneration %}"
+    "{% else %}{{ (message['content'] or '') + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+NO_CHAT_TEMPLATE_FIX = (
+    "Set model.tokenizer to the tokenizer of the model's instruct version, or data.chat_template to chatml or to a file "
+    "with a Jinja template, or give prompt and completion columns"
+)
+
+# Characters of a template file: a hundred times what published ones take.
+_MAX_CHARACTERS = 1_000_000
+
+
+def read_chat_template(name: str, *, base: Path | None = None) -> str:
+    """Gives the text of `data.chat_template`.
+
+    Args:
+        name: `chatml`, or a file.
+        base: Folder that a relative path starts from; the working directory when None.
+    Raises:
+        DataError: DATA_CHAT_TEMPLATE_FILE, if it is no readable text, or empty.
+    """
+    if name == CHATML:
+        return CHATML_TEMPLATE
+    path = (base or Path.cwd()) / name
+    try:
+        if not path.is_file():
+            raise ValueError("there is no such file" if not path.exists() else "it is no file")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS + 1)
+        if not text.strip():
+            raise ValueError("it is empty")
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError(f"it holds more than {_MAX_CHARACTERS:,} characters")
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(chat_template_problem(name, f"{path} cannot be read: {reason}")) from None
+    return text
+
+
+def chat_template_problem(name: str, what: str) -> Problem:
+    """Gives DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is no template."""
+    return Problem(
+        code="DATA_CHAT_TEMPLATE_FILE",
+        key="data.chat_template",
+        message=f"data.chat_template={name}: {what}",
+        fix="Name a UTF-8 file with a Jinja template, or write chatml",
+    )
+
+
+def unused_chat_template(data: Data, format_: Format) -> list[Problem]:
+    """Gives DATA_CHAT_TEMPLATE_UNUSED where no conversation is rendered."""
+    if data.chat_template is None or format_ == "messages":
+        return []
+    return [
+        Problem(
+            code="DATA_CHAT_TEMPLATE_UNUSED",
+            key="data.chat_template",
+            message=f"data.chat_template={data.chat_template} is read by nothing: the data is {format_}",
+            fix="Remove data.chat_template, or give messages",
+        )
+    ]
