@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -309,3 +311,45 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, start):
     supervisor.kill()
     supervisor.wait()
     assert all_gone(*pids)
+
+
+DRAWS = """
+if rank == 0:
+    sys.stderr.write("\\x1b[?25l half a bar")
+    sys.stderr.flush()
+ready()
+wait_for(0, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "presses"),
+    [("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(30)", 0), ("signal.signal(signal.SIGINT, signal.SIG_IGN); (folder / 'deaf').touch(); time.sleep(30)", 2)],
+    ids=["another rank dies", "killed by a second Ctrl-C"],
+)  # fmt: skip
+def test_a_terminal_has_its_cursor_back(tmp_path, end, presses):
+    """Whatever kills the process that drew: the supervisor outlives it."""
+    worker(tmp_path, DRAWS + textwrap.dedent(end))
+    master, slave = pty.openpty()
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        text=True,
+    )
+    os.close(slave)
+    for number in range(presses):
+        while not (tmp_path / "deaf").exists():
+            time.sleep(0.01)
+        time.sleep(0.5 * number + 0.1)
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+        while part := os.read(master, 4096):
+            shown += part
+    os.close(master)
+    assert b"\x1b[?25l half a bar" in shown
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")

@@ -26,6 +26,7 @@ from toolkit.launch.outcome import EndedWorker, RunOutcome, conclude, ended_by_i
 from toolkit.launch.watchdog import Watchdog
 
 _POLL_SECONDS = 0.02
+_SHOW_CURSOR = "\x1b[?25h"
 # `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one press, two signals.
 _SAME_PRESS_SECONDS = 0.3
 
@@ -86,6 +87,16 @@ def _clear(log_dir: Path, ranks: Sequence[int]) -> None:
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be what went away
         print(line, file=sys.stderr, flush=True)
+
+
+def _restore_terminal() -> None:
+    """Gives a terminal its cursor and a new line back, after a process was killed that may have drawn on it."""
+    for stream in (sys.stderr, sys.stdout):
+        with contextlib.suppress(OSError, ValueError):  # it went away, or was closed
+            if stream.isatty():
+                stream.write(f"{_SHOW_CURSOR}\n")
+                stream.flush()
+                return
 
 
 @contextlib.contextmanager
@@ -191,6 +202,8 @@ class _Run:
         status = worker.process.wait()
         self._watchdog.release(worker.process.pid)
         self._running.remove(worker)
+        if status < 0 and worker.log is None:
+            _restore_terminal()
         self.ended.append(
             EndedWorker(
                 rank=worker.rank, status=status, ended_at=time.time(), log_file=worker.log, was_stopped=was_stopped
