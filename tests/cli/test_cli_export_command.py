@@ -173,6 +173,7 @@ def test_scores_that_differ_are_an_error(root, capsys, tmp_path):
     write_manifest(folder, hash_files(folder, list_files(folder)))
     done = export(root, capsys, folder, "--out", tmp_path / "out", code=1)
     assert done["problems"][0]["code"] == "EXPORT_LOGITS"
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4"}, "complete or absent"
     export(root, capsys, folder, "--out", tmp_path / "unchecked", "--no-check-logits")
     (folder / "probe.safetensors").unlink()
     (folder / "manifest.json").unlink()
@@ -180,7 +181,21 @@ def test_scores_that_differ_are_an_error(root, capsys, tmp_path):
     assert "probe.safetensors" not in read_manifest(folder)
     done = export(root, capsys, folder, "--out", tmp_path / "none", "--check-logits", code=2)
     assert done["problems"][0]["code"] == "EXPORT_NO_PROBE"
-    assert export(root, capsys, folder, "--out", tmp_path / "none")["logits_difference"] is None
+    done = export(root, capsys, folder, "--out", tmp_path / "none")
+    assert done["logits_difference"] is None
+    assert done["not_compared"].startswith("this checkpoint holds no scores of the live model")
+
+
+def test_what_was_not_checked_is_said(root, capsys, tmp_path):
+    done = export(root, capsys, "tied-bf16", "--out", tmp_path / "fp32", "--dtype", "fp32")
+    assert done["logits_difference"] is None
+    assert done["not_compared"].startswith("fp32 is not the training precision bf16; --check-logits")
+    done = export(root, capsys, "tied-bf16", "--out", tmp_path / "asked", "--dtype", "fp32", "--check-logits")
+    assert done["logits_difference"] < 0.05
+    assert done["not_compared"] is None
+    assert main(["export", str(root / "tied-bf16"), "--out", str(tmp_path / "told"), "--no-check-logits"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[0] == "checked"]
+    assert line.endswith("sampled values read back; scores not compared: not asked for")
 
 
 def test_refusals(root, capsys, tmp_path):

@@ -59,20 +59,21 @@ def export(
 
     Example: `toolkit export runs/my-job/checkpoint-500 --out my-model`
 
-    JSON keys: folder, kind, dtype, files, num_tensors, num_bytes, untied, verified, logits_difference.
+    JSON keys: folder, kind, dtype, files, num_tensors, num_bytes, untied, verified, logits_difference, not_compared
+    (why the scores were not, else null).
     """
-    from rich.console import Console
     from rich.progress import Progress
 
     from toolkit.checkpoint.layout import step_of
     from toolkit.checkpoint.locate import latest_checkpoint
+    from toolkit.train.progress import SteadyConsole
 
     export_checkpoint = load_exporter()
     size = parse_size(max_shard_size)
     if step_of(checkpoint) is None and list(checkpoint.glob("checkpoint-*")):
         checkpoint = latest_checkpoint(checkpoint)
     target = out or checkpoint.parent / "export"
-    console = Console(stderr=True)
+    console = SteadyConsole(stderr=True)
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("tensors", total=None)
         done = export_checkpoint(
@@ -139,6 +140,7 @@ def export_as_dict(done: Export) -> dict[str, Any]:
         "untied": list(report.untied),
         "verified": report.verified,
         "logits_difference": done.logits_difference,
+        "not_compared": done.not_compared,
     }
 
 
@@ -148,15 +150,20 @@ def describe_scores(difference: float) -> str:
     return f"reloaded, its scores equal the trained model's {near}"
 
 
+def describe_checks(done: Export) -> str:
+    """Says what of an export was checked, and what was not and why."""
+    read = "names, shapes and sampled values read back; "
+    if done.logits_difference is not None:
+        return read + describe_scores(done.logits_difference)
+    return f"{read}scores not compared: {done.not_compared}"
+
+
 def export_fields(done: Export) -> list[tuple[str, str]]:
     """Gives the lines that a person reads."""
     report = done.report
-    checked = "names, shapes and sampled values read back"
-    if done.logits_difference is not None:
-        checked += f"; {describe_scores(done.logits_difference)}"
     return [
         ("export", str(done.folder)),
         ("kind", f"{report.kind}, {report.dtype}"),
         ("size", f"{report.num_tensors} tensors, {format_bytes(report.num_bytes)} in {len(report.files)} file(s)"),
-        ("checked", checked),
+        ("checked", describe_checks(done)),
     ]

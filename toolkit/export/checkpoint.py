@@ -20,6 +20,7 @@ from toolkit.export.export import ExportReport, export_checkpoint
 from toolkit.modeling.build import DTYPES
 from toolkit.plan.checkpoint_size import leaves_frozen_out
 from toolkit.plan.plan import Plan
+from toolkit.units import format_count
 
 # Parameters up to which the export is loaded whole and run on the CPU by default: 8 GB of host memory in fp32.
 CHECK_LOGITS_PARAMETERS = 2_000_000_000
@@ -38,11 +39,13 @@ class Export:
         report: What was written.
         logits_difference: Largest difference between the reloaded export's scores and the live model's, as a share of
             the largest score; None where it was not compared.
+        not_compared: Why it was not; None where it was.
     """
 
     folder: Path
     report: ExportReport
     logits_difference: float | None
+    not_compared: str | None
 
 
 def export(
@@ -83,11 +86,7 @@ def export(
         _verify(source, dtype=dtype, merge_adapter=merge_adapter)
     plan = Plan.load(source / PLAN)
     probe = source / PROBE
-    if check_logits is None:
-        known = plan.model.num_parameters
-        small = known is not None and known <= CHECK_LOGITS_PARAMETERS
-        check_logits = probe.exists() and small and dtype in (None, plan.settings.precision)
-    elif check_logits and not probe.exists():
+    if check_logits and not probe.exists():
         raise CheckpointError.of(
             code="EXPORT_NO_PROBE",
             key=str(source),
@@ -95,6 +94,12 @@ def export(
             fix="Export without comparing logits, or save with `tk.save(run, path, probe=True)`; "
             "`toolkit train` does at a run's end",
         )
+    reason = _why_not_compared(plan, probe, dtype=dtype, asked=check_logits, merge_adapter=merge_adapter)
+    differences: list[float] = []
+
+    def compare(folder: Path, report: ExportReport) -> None:
+        differences.append(_compare(plan, folder, report, probe))
+
     report = export_checkpoint(
         source,
         output_dir,
@@ -105,11 +110,31 @@ def export(
         overwrite=overwrite,
         trust_remote_code=plan.job.model.trust_remote_code,
         progress=progress,
+        inspect=compare if reason is None else None,
     )
-    if report.kind == "adapter" and plan.settings.init == "random":
-        check_logits = False  # the base that it adapts was drawn at random and lies in no folder to reload
-    difference = _compare(plan, report, probe) if check_logits else None
-    return Export(folder=report.output_dir, report=report, logits_difference=difference)
+    difference = differences[0] if differences else None
+    return Export(folder=report.output_dir, report=report, logits_difference=difference, not_compared=reason)
+
+
+def _why_not_compared(
+    plan: Plan, probe: Path, *, dtype: str | None, asked: bool | None, merge_adapter: bool
+) -> str | None:
+    """Says why an export's scores are not compared with the live model's; None where they are."""
+    precision, known = plan.settings.precision, plan.model.num_parameters
+    if asked is False:
+        return "not asked for"
+    if not probe.exists():
+        return "this checkpoint holds no scores of the live model, as that of a run's last step does"
+    if plan.job.train.method == "lora" and plan.settings.init == "random" and not merge_adapter:
+        return "the base that the adapter belongs to was drawn at random, and lies in no folder to reload"
+    if asked:
+        return None
+    if dtype not in (None, precision):
+        return f"{dtype} is not the training precision {precision}; --check-logits compares all the same"
+    if known is None or known > CHECK_LOGITS_PARAMETERS:
+        size = "of unknown size" if known is None else f"of {format_count(known)} parameters"
+        return f"a model {size} takes much of the host; --check-logits compares all the same"
+    return None
 
 
 def _verify(source: Path, *, dtype: str | None, merge_adapter: bool) -> None:
@@ -137,20 +162,20 @@ def logits_difference(model: Any, probe: Path) -> float:
     return float((logits_BSV - held["logits"]).abs().max() / held["logits"].abs().max())
 
 
-def _compare(plan: Plan, report: ExportReport, probe: Path) -> float:
-    difference = logits_difference(_reload(plan, report), probe)
+def _compare(plan: Plan, folder: Path, report: ExportReport, probe: Path) -> float:
+    difference = logits_difference(_reload(plan, folder, report), probe)
     # Not "difference > limit", which a difference that is not a number would pass.
     if not difference <= TOLERANCE[plan.settings.precision]:
         raise CheckError.of(
             code="EXPORT_LOGITS",
             key=str(report.output_dir),
             message=f"the export's scores differ from the trained model's by {difference:.2%} of the largest",
-            fix="Do not use this export; please report it with the model's name",
+            fix="Nothing was put in place; please report it with the model's name",
         )
     return difference
 
 
-def _reload(plan: Plan, report: ExportReport) -> Any:
+def _reload(plan: Plan, folder: Path, report: ExportReport) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -159,11 +184,11 @@ def _reload(plan: Plan, report: ExportReport) -> Any:
     attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
     arguments = {"dtype": DTYPES[plan.settings.precision], "attn_implementation": attention, "trust_remote_code": code}
     if report.kind != "adapter":
-        return AutoModelForCausalLM.from_pretrained(report.output_dir, **arguments).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, **arguments).eval()
     from peft import PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(locate_weights(plan), **arguments)
-    return PeftModel.from_pretrained(base, str(report.output_dir)).eval()
+    return PeftModel.from_pretrained(base, str(folder)).eval()
 
 
 def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:

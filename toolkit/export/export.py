@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from toolkit.errors import CheckError, CheckpointError, Problem, raise_all
+from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.export.adapter import (
     ADAPTER_CONFIG,
     MergedWeights,
@@ -27,12 +26,13 @@ from toolkit.export.adapter import (
     read_adapter_config,
 )
 from toolkit.export.pretrained import PretrainedWeights
-from toolkit.export.writer import Entry, ShardWriter, staged_folder, tensor_bytes
+from toolkit.export.readback import verify_written
+from toolkit.export.writer import Entry, ShardWriter, staged_folder
 from toolkit.export.zero_reader import StoredTensor, ZeroCheckpoint
 from toolkit.modeling.conversion import group_model_keys, revert
 from toolkit.modeling.initialization import tie_weights, tied_keys
-from toolkit.modeling.safetensors_folder import SafetensorsFolder, some
-from toolkit.modeling.weights import full_shapes, schedule_loading
+from toolkit.modeling.safetensors_folder import some
+from toolkit.modeling.weights import full_shapes
 
 Progress = Callable[[int, int], None]
 Kind = Literal["model", "adapter", "merged"]
@@ -82,6 +82,7 @@ def export_checkpoint(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    inspect: Callable[[Path, ExportReport], None] | None = None,
 ) -> ExportReport:
     """Writes a checkpoint of ZeRO 0 to 3 as Hugging Face safetensors, on one CPU process.
 
@@ -102,46 +103,61 @@ def export_checkpoint(
         overwrite: Replace what `output_dir` holds.
         trust_remote_code: Run model code that lies in `model_dir`.
         progress: Called with tensors written and tensors in all.
+        inspect: Called with the finished folder before it takes its place; what it raises leaves nothing behind.
     Raises:
         CheckpointError: EXPORT_LATEST, EXPORT_CONFIG, EXPORT_KEYS, EXPORT_SHAPE, EXPORT_NOT_ADAPTED, EXPORT_EXISTS,
             EXPORT_VERIFY, and those of `ZeroCheckpoint` and `toolkit.export.adapter`.
         RunError: EXPORT_WRITE.
     """
     source = Path(checkpoint_dir)
-    model_dir = model_dir or source / "model"
     target = Path(output_dir).absolute()
     if source.resolve().is_relative_to(target.resolve()):
         raise CheckpointError(_would_be_lost(source, target))
+    opened = _open(source, tag_dir, model_dir or source / "model", peft_dir, trust_remote_code=trust_remote_code)
+    if merge_adapter and opened.peft_model is None:
+        raise CheckpointError(_not_adapted(source))
+    with staged_folder(target, overwrite=overwrite) as folder:
+        plan = _plan(opened, dtype, base_dir=base_dir, merge_adapter=merge_adapter)
+        writer = _write(plan, opened.model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
+        _copy_companions(opened.model_dir, folder, plan, architecture=type(opened.model).__name__)
+        if verify:
+            loaded = _meta_model(folder, trust_remote_code=trust_remote_code) if plan.untied else opened.model
+            verify_written(folder, writer, loaded, adapter_of=opened.peft_model if plan.kind == "adapter" else None)
+        report = ExportReport(
+            output_dir=target,
+            kind=plan.kind,
+            files=tuple(sorted(set(writer.file_of.values()))),
+            num_tensors=len(writer.entries),
+            num_bytes=writer.num_bytes,
+            dtype=plan.dtype_name,
+            untied=plan.untied,
+            verified=verify,
+        )
+        if inspect is not None:
+            inspect(folder, report)
+    return report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A checkpoint whose files are known, and the model on the meta device; the last two for LoRA only."""
+
+    weights: Weights
+    model: PreTrainedModel
+    model_dir: Path
+    lora: Mapping[str, Any]
+    peft_model: nn.Module | None
+
+
+def _open(
+    source: Path, tag_dir: Path | None, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool
+) -> _Opened:
     weights: Weights = ZeroCheckpoint(tag_dir or _latest(source))
     adapted = is_adapted(weights)
-    if merge_adapter and not adapted:
-        raise CheckpointError(_not_adapted(source))
     model = _meta_model(model_dir, trust_remote_code=trust_remote_code)
     lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
     peft_model = _peft_model(_meta_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
-    with staged_folder(target, overwrite=overwrite) as folder:
-        if peft_model is None:
-            plan = _plan_model(weights, model, dtype, kind="model")
-        elif merge_adapter:
-            base = None if base_dir is None else PretrainedWeights(base_dir, model, _trained_dtype(weights))
-            plan = _plan_model(MergedWeights(weights, lora_targets(peft_model), base), model, dtype, kind="merged")
-        else:
-            plan = _plan_adapter(weights, lora, dtype)
-        writer = _write(plan, model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
-        _copy_companions(model_dir, folder, plan, architecture=type(model).__name__)
-        if verify:
-            loaded = _meta_model(folder, trust_remote_code=trust_remote_code) if plan.untied else model
-            _verify(folder, writer, loaded, adapter_of=peft_model if plan.kind == "adapter" else None)
-    return ExportReport(
-        output_dir=target,
-        kind=plan.kind,
-        files=tuple(sorted(set(writer.file_of.values()))),
-        num_tensors=len(writer.entries),
-        num_bytes=writer.num_bytes,
-        dtype=plan.dtype_name,
-        untied=plan.untied,
-        verified=verify,
-    )
+    return _Opened(weights=weights, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +178,16 @@ class _Plan:
 
     def read(self, key: str) -> Tensor:
         return self.weights.read(*self.sources[key])
+
+
+def _plan(opened: _Opened, dtype: torch.dtype | None, *, base_dir: Path | None, merge_adapter: bool) -> _Plan:
+    weights, model = opened.weights, opened.model
+    if opened.peft_model is None:
+        return _plan_model(weights, model, dtype, kind="model")
+    if not merge_adapter:
+        return _plan_adapter(weights, opened.lora, dtype)
+    base = None if base_dir is None else PretrainedWeights(base_dir, model, _trained_dtype(weights))
+    return _plan_model(MergedWeights(weights, lora_targets(opened.peft_model), base), model, dtype, kind="merged")
 
 
 def _plan_model(weights: Weights, model: PreTrainedModel, dtype: torch.dtype | None, *, kind: Kind) -> _Plan:
@@ -246,32 +272,6 @@ def _copy_companions(model_dir: Path, folder: Path, plan: _Plan, *, architecture
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _verify(folder: Path, writer: ShardWriter, model: PreTrainedModel, *, adapter_of: nn.Module | None) -> None:
-    """Matches the written names and shapes as the loading library would, and reads a sample of the values back.
-
-    Raises:
-        CheckError: EXPORT_VERIFY.
-    """
-    if adapter_of is not None:
-        files = SafetensorsFolder(folder, stem="adapter_model")
-        expected = get_peft_model_state_dict(adapter_of, save_embedding_layers=False)
-        shapes = [{key: tuple(value.shape) for key, value in metas.items()} for metas in (expected, files.metas)]
-        faults = [f"{key} {shape}" for key, shape in sorted(shapes[0].items() ^ shapes[1].items())]
-    else:
-        files = SafetensorsFolder(folder)
-        faults = [problem.message for problem in schedule_loading(model, files.metas).problems]
-    for name, digest in writer.digests.items():
-        if hashlib.sha256(tensor_bytes(files.read(name))).hexdigest() != digest:
-            faults.append(f"{name} reads back with other values than were written")
-    if faults:
-        raise CheckError.of(
-            code="EXPORT_VERIFY",
-            key=str(folder),
-            message=f"the exported files do not load as they should: {some(faults)}",
-            fix="Check the disk and export again; nothing was put in place",
-        )
 
 
 def _peft_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
