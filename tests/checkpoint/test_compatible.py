@@ -11,6 +11,7 @@ from tiny_plans import tiny_plan
 
 from toolkit.checkpoint.compatible import layout_problems
 from toolkit.checkpoint.layout import State
+from toolkit.checkpoint.sources import source_problems
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Data
 
@@ -26,7 +27,8 @@ def _changes(tmp_path: Path, *, now: Plan, then: Plan) -> list[tuple[str, str]]:
         saved_at=0.0,
         versions={},
     )
-    return [(problem.code, problem.key or "") for problem in layout_problems(now, tmp_path, state)]
+    problems = [*layout_problems(now, tmp_path, state), *source_problems(now.job, then.job, {}, tmp_path)]
+    return [(problem.code, problem.key or "") for problem in problems]
 
 
 def _zero(**values: Any) -> dict[str, Any]:

@@ -83,13 +83,22 @@ def test_from_job_file_to_export(root, whole):
     assert held[-1]["eval_loss"] < 6
 
 
-def test_a_terminal_without_noise(whole):
+def test_a_terminal_without_noise(root, whole):
     lines = whole.stderr.splitlines()
     assert [line for line in lines if any(word in line for word in NOISE)] == []
+    stages = [line for line in lines if line.endswith(" ...")]
+    assert stages == [
+        f"starting 2 CPU processes; ranks past the first write to {root / 'whole' / 'logs'} ...",
+        "importing torch and DeepSpeed ...",
+        "reading and tokenising the data ...",
+        "building the model ...",
+        f"exporting {root / 'whole' / f'checkpoint-{STEPS}'} ...",
+    ]
     kinds = ("data: ", "model: ", "step ", "saved ")
-    assert [line for line in lines if not line.startswith(kinds)] == []
-    assert lines[0].startswith("data: 32 documents")
-    assert "ZeRO-2, fp32, 2 CPU processes" in lines[1]
+    told = [line for line in lines if line not in stages]
+    assert [line for line in told if not line.startswith(kinds)] == []
+    assert told[0].startswith("data: 32 documents")
+    assert "ZeRO-2, fp32, 2 CPU processes" in told[1]
     assert any(" tokens/s  " in line and f"/{STEPS}  loss " in line for line in lines)
 
 
@@ -131,15 +140,13 @@ def test_interrupted_killed_and_resumed_is_the_same_run(root, whole):
     assert f"resumed from {last} at step" in done.stderr
     assert curve(out) == curve(root / "whole")
     assert [path.name for path in list_checkpoints(out)] == ["checkpoint-60", "checkpoint-80"]
-    shown = done.stdout.split()
-    assert shown == [
-        "metrics",
-        str(out / "metrics.jsonl"),
-        "checkpoint",
-        str(out / "checkpoint-80"),
-        "export",
-        str(out / "export"),
-    ]
+    shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert shown.pop("checked").endswith("its scores equal the trained model's exactly")
+    assert shown == {
+        "metrics": str(out / "metrics.jsonl"),
+        "checkpoint": str(out / "checkpoint-80"),
+        "export": str(out / "export"),
+    }
     exports = [(root / name / "export" / "model.safetensors").read_bytes() for name in ("broken", "whole")]
     assert exports[0] == exports[1]
 
@@ -222,8 +229,86 @@ def test_dry_run(root, capsys):
     assert main(["train", str(job), "--dry-run", *options]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"train {job} {' '.join(options)}")
     assert main(["train", str(job), "--dry-run", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"plan", "deepspeed", "command"}
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) == {"plan", "deepspeed", "command", "warnings"}
+    assert answer["warnings"] == []
     assert files(root) == before
+
+
+def test_a_dry_run_refuses_what_a_start_would(root, whole, capsys, tmp_path):
+    def dry(job: object, *sets: str) -> list[str]:
+        options = [word for item in sets for word in ("--set", item)]
+        code, lines = refused(root, capsys, job, "--dry-run", *options)
+        assert code in (2, 3)
+        return codes(lines)
+
+    job = write_job(root, "dry")
+    (tmp_path / "file").write_text("")
+    assert dry(root / "whole.yaml") == ["OUTPUT_EXISTS"]
+    assert dry(job, f"train.output_dir={tmp_path / 'file'}") == ["OUTPUT_PATH"]
+    assert dry(job, "train.output_dir=/proc/runs") == ["OUTPUT_WRITE"]
+    assert codes(refused(root, capsys, job, "--set", "train.output_dir=/proc/runs")[1]) == ["OUTPUT_WRITE"]
+    assert dry(job, "cluster.nodes=2") == ["LAUNCH_NODES"]
+    assert main(["train", str(root / "whole.yaml"), "--dry-run", "--overwrite"]) == 0
+    assert (root / "whole" / "metrics.jsonl").exists()
+
+
+def test_a_dry_run_warns_of_what_this_machine_lacks(root, capsys):
+    """Jobs for other machines are checked on laptops."""
+    job = write_job(root, "dry")
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        sets = [
+            f"cluster.master_port={holder.getsockname()[1]}",
+            "cluster.gpu=h100-sxm-80gb",
+            "cluster.gpus_per_node=99",
+        ]
+        options = [word for item in sets for word in ("--set", item)]
+        assert main(["train", str(job), "--dry-run", "--json", *options]) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert [line.rpartition("[")[2] for line in warnings] == ["LAUNCH_CARDS]", "PORT_IN_USE]"]
+    assert all(line.startswith("a start on this machine would be refused: ") for line in warnings)
+
+
+def test_a_run_that_is_complete_is_not_trained_further(root, whole, capsys):
+    job, out = root / "whole.yaml", root / "whole"
+    before = (out / "metrics.jsonl").read_bytes()
+    exported = (out / "export" / "config.json").stat().st_mtime_ns
+    last = out / f"checkpoint-{STEPS}"
+    line = f"the run is complete: step {STEPS} of {STEPS} is in {last}, and nothing is left to train"
+    for options in ((), ("--stop-after", STEPS)):
+        assert main(["train", str(job), "--resume_from_checkpoint", "latest", *map(str, options)]) == 0
+        captured = capsys.readouterr()
+        assert captured.err.splitlines() == [line]
+        assert captured.out.split() == [
+            *("metrics", str(out / "metrics.jsonl"), "checkpoint", str(last), "export", str(out / "export")),
+        ]
+    assert (out / "export" / "config.json").stat().st_mtime_ns == exported, "it is there"
+    assert main(["train", str(job), "--resume", "latest", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+    moved = root / "export-aside"
+    (out / "export").rename(moved)
+    done = run_toolkit(root, "train", job, "--resume", "latest", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["exit_code"], answer["export"], answer["next_command"]) == (0, str(out / "export"), None)
+    assert done.stderr.splitlines() == [line, f"exporting {last} ..."]
+    assert (out / "export" / "model.safetensors").read_bytes() == (moved / "model.safetensors").read_bytes()
+    assert (out / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(moved)
+
+
+def test_data_that_moved_does_not_stop_a_resume(root, whole, capsys, tmp_path):
+    job, moved = root / "whole.yaml", tmp_path / "elsewhere.jsonl"
+    shutil.copyfile(root / "data.jsonl", moved)
+    options = ["--resume", str(root / "whole" / "checkpoint-60"), "--dry-run", "--set", f"data.train={moved}"]
+    assert main(["train", str(job), *options]) == 0
+    capsys.readouterr()
+    moved.write_text('{"text": "other"}\n')
+    code, lines = refused(root, capsys, job, *options)
+    assert (code, codes(lines)) == (2, ["CHECKPOINT_DATA"])
 
 
 def test_an_earlier_run_is_kept(root, whole, capsys):
@@ -234,7 +319,7 @@ def test_an_earlier_run_is_kept(root, whole, capsys):
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
-    from toolkit.cli.train import checked_plan
+    from toolkit.cli.train_checks import checked_plan
     from toolkit.train.checks import guard_output
 
     plan = checked_plan(write_job(root, "old"), [f"train.output_dir={tmp_path}"])
@@ -248,7 +333,8 @@ def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
 
 def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
     from toolkit.checkpoint.layout import State
-    from toolkit.cli.train import checked_plan, is_finished, last_checkpoint
+    from toolkit.cli.train_checks import checked_plan
+    from toolkit.cli.train_end import is_finished, last_checkpoint
 
     plan = checked_plan(write_job(root, "damaged"), [f"train.output_dir={tmp_path}"])
     values = {"num_steps": 9, "zero_stage": 2, "world_size": 2, "train_batch_size": 8, "versions": {}}
@@ -342,9 +428,11 @@ def test_resumes_that_cannot_be(root, whole, capsys, tmp_path):
     assert "warm-start" in text
     assert f"toolkit export {last}" in text
     assert resume(last, "train.seed=1")[0] == ["CHECKPOINT_DATA"]
-    code, lines = refused(root, capsys, job, "--resume_from_checkpoint", last, "--stop-after", STEPS)
+    code, lines = refused(
+        root, capsys, job, "--resume_from_checkpoint", root / "whole" / "checkpoint-60", "--stop-after", 60
+    )
     assert (code, codes(lines)) == (2, ["STOP_AFTER"])
-    assert f"give at least {STEPS + 1}" in lines[0]
+    assert "give at least 61" in lines[0]
 
 
 def test_help_names_what_a_person_needs(capsys):

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from toolkit.cli.app import main
-from toolkit.spec.schema import known_keys
 from toolkit.spec.model import read_catalogue_model
+from toolkit.spec.schema import known_keys
 
 JOB = """
 model: llama-3.1-8b
@@ -190,9 +190,57 @@ def test_a_plan_file_in_place_of_a_job(folder, capsys):
 
 def test_keys(capsys):
     assert main(["validate", "--keys"]) == 0
-    assert capsys.readouterr().out.split() == list(known_keys())
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.split()[:1] == ["train.optimizer"]]
+    for part in ("adamw, adamw_torch", "  adamw  ", "adamw is DeepSpeed's kernel"):
+        assert part in line
     assert main(["validate", "--keys", "--json"]) == 0
-    assert "train.sequence_length" in json.loads(capsys.readouterr().out)["keys"]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["keys"] == [key["path"] for key in answer["described"]] == list(known_keys())
+    described = {key.pop("path"): key for key in answer["described"]}
+    assert described["cluster.gpu"]["default"] == "required"
+    assert described["cluster.gpus_per_node"] == {
+        "values": "whole number",
+        "default": "1",
+        "meaning": "Cards, or processes under cpu, of each node.",
+    }
+    assert described["data.train"]["values"] == "text or list of text"
+    assert described["data.packing"]["meaning"].endswith("none: one document a row, padded.")
+
+
+UNREADABLE = {
+    "a misspelt key": (["train.max_stepz=5"], ["KEY_UNKNOWN"]),
+    "a wrong value": (["train.seed=abc"], ["KEY_VALUE"]),
+    "no model": (["model="], ["KEY_VALUE"]),
+    "two": (["train.max_stepz=5", "cluster.gpus_per_node=many"], ["KEY_VALUE", "KEY_UNKNOWN"]),
+    "a whole section": (["parallel=3"], ["KEY_VALUE"]),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_can_be_read_is_checked_beside_what_cannot(folder, capsys, name):
+    sets, expected = UNREADABLE[name]
+    sound = [] if name == "no model" else ["model=./absent"]
+    assert validate(*sets, *sound, "cluster.gpu=h1000", "data.train=absent.jsonl") == 2
+    rest = ["MODEL_NOT_FOUND"] * len(sound) + ["GPU_UNKNOWN", "DATA_NOT_FOUND"]
+    assert codes(capsys) == [*expected, *rest]
+
+
+def test_rules_are_checked_beside_an_unknown_key(folder, capsys):
+    wrong = ["parallel.zero_stage=3", "train.min_learning_rate_ratio=0.1"]
+    assert validate(*wrong) == 2
+    alone = codes(capsys)
+    assert alone
+    assert validate(*wrong, "train.logging_stepz=2") == 2
+    assert codes(capsys) == ["KEY_UNKNOWN", *alone]
+
+
+def test_no_rule_is_held_against_the_default_of_what_cannot_be_read(folder, capsys):
+    batch = ["train.train_batch_size=24", "train.gradient_accumulation_steps=8"]
+    assert validate(*batch, "train.per_device_train_batch_size=1") == 2
+    assert codes(capsys) == ["BATCH_EQUATION"], "else the test below says nothing"
+    assert validate(*batch, "train.per_device_train_batch_siz=3", "train.per_device_train_batch_size=") == 2
+    assert codes(capsys) == ["KEY_UNKNOWN"]
 
 
 @pytest.mark.parametrize("arguments", [(), ("job.yaml", "--keys"), ("--keys", "--explain")])

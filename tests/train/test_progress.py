@@ -15,7 +15,7 @@ from tiny_plans import tiny_plan
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
 from toolkit.train import progress
-from toolkit.train.progress import Silent, Terminal, describe_devices
+from toolkit.train.progress import Silent, SteadyConsole, Terminal, describe_devices
 
 
 class Clock:
@@ -76,7 +76,7 @@ def test_a_bar_on_a_terminal(width: int) -> None:
         reporter.start(done=0, total=50)
         reporter.update(_record(25))
         reporter.say("step 25: validation loss 2.0000")
-        reporter._bar.refresh()
+        reporter._live.refresh()
     shown = out.getvalue()
     for part in ("25/50", "loss 2.5000  12,346 tokens/s  3.00 GiB", "left", "━"):
         assert part in shown
@@ -125,3 +125,42 @@ def test_devices_in_words() -> None:
     assert describe_devices(tiny_plan(ranks=2)) == "2 CPU processes"
     job = {"model": "llama-3.1-8b", "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 8}}
     assert describe_devices(resolve(Job.model_validate(job))) == "8 × h100-sxm-80gb"
+
+
+def test_stages_are_lines_where_there_is_no_terminal() -> None:
+    reporter, out = _reporter(terminal=False)
+    with reporter:
+        reporter.stage("importing torch")
+        reporter.stage("building the model")
+    assert out.getvalue().splitlines() == ["importing torch ...", "building the model ..."]
+
+
+def test_a_stage_is_one_live_line_on_a_terminal_and_makes_way_for_the_bar(clock: Clock) -> None:
+    reporter, out = _reporter(terminal=True)
+    with reporter:
+        reporter.stage("importing torch")
+        clock.now += 3
+        reporter._live.refresh()
+        reporter.say("data: 3 documents")
+        assert "importing torch (3.0 s)" in out.getvalue()
+        assert "importing torch ...\n" not in out.getvalue()
+        reporter.start(done=0, total=7)
+        began = out.tell()
+        reporter._live.refresh()
+    assert "0/7" in out.getvalue()[began:]
+    assert "importing" not in out.getvalue()[began:]
+
+
+def test_the_cursor_is_never_hidden() -> None:
+    """A process that is killed while it draws cannot show it again."""
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as out:
+        reporter = Terminal(SteadyConsole(file=out, highlight=False))
+        with reporter:
+            reporter.stage("importing torch")
+            reporter.start(done=0, total=7)
+            reporter._live.refresh()
+            shown = os.read(master, 65536)
+    os.close(master)
+    assert b"0/7" in shown
+    assert b"\x1b[?25l" not in shown

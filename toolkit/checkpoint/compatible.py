@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.checkpoint.layout import PLAN, State
 from toolkit.checkpoint.manifest import read_manifest, size_problems
+from toolkit.checkpoint.sources import source_problems
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.plan.plan import Plan
 
@@ -23,8 +24,19 @@ def check_resumable(plan: Plan, folder: Path) -> State:
     """
     raise_all(CheckpointError, size_problems(folder, read_manifest(folder)))
     state = State.load(folder)
-    raise_all(CheckpointError, layout_problems(plan, folder, state))
+    saved = Plan.load(folder / PLAN)
+    moved = source_problems(plan.job, saved.job, state.sources, folder)
+    raise_all(CheckpointError, [*layout_problems(plan, folder, state), *moved])
     return state
+
+
+def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
+    """Gives the length of the run that a plan would make of a checkpoint; None where only reading the data tells."""
+    if plan.settings.max_steps is not None:
+        return plan.settings.max_steps
+    saved = Plan.load(folder / PLAN).settings
+    is_same = saved.max_steps is None and saved.num_train_epochs == plan.settings.num_train_epochs
+    return state.num_steps if is_same else None
 
 
 def layout_problems(plan: Plan, folder: Path, state: State) -> list[Problem]:
@@ -105,19 +117,11 @@ def _order_values(plan: Plan, saved: Plan) -> Iterator[tuple[str, Any, Any]]:
     yield "train.train_batch_size", plan.settings.batch.train, saved.settings.batch.train
     yield "train.sequence_length", plan.settings.sequence_length, saved.settings.sequence_length
     yield "train.seed", plan.job.train.seed, saved.job.train.seed
-    yield "model.tokenizer", plan.job.model.tokenizer, saved.job.model.tokenizer
     now, then = plan.job.data, saved.job.data
     if now is None or then is None:
         return
     for name in ("name", "revision", "split", "validation_fraction", "format", "packing", "loss_on", "max_samples"):
         yield f"data.{name}", getattr(now, name), getattr(then, name)
-    yield "data.train", _sources(now.train), _sources(then.train)
-    yield "data.eval", _sources(now.eval), _sources(then.eval)
-
-
-def _sources(named: str | tuple[str, ...] | None) -> str | None:
-    """Gives the same for a file and for a list of that file alone."""
-    return named if named is None or isinstance(named, str) else ", ".join(named)
 
 
 def _shown(section: Any) -> Any:

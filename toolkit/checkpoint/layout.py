@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class State:
         train_batch_size: Sequences an optimizer step.
         saved_at: Seconds since the epoch.
         versions: Library versions that wrote the checkpoint.
+        sources: What the run reads, as `toolkit.checkpoint.sources.identify` gives it; earlier versions kept none.
     """
 
     step: int
@@ -52,6 +53,7 @@ class State:
     train_batch_size: int
     saved_at: float
     versions: dict[str, str]
+    sources: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Writes `state.json`."""

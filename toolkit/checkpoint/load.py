@@ -7,13 +7,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from toolkit.checkpoint.compatible import layout_problems
-from toolkit.checkpoint.layout import State, tag_of
+from toolkit.checkpoint.layout import PLAN, State, tag_of
 from toolkit.checkpoint.manifest import checksum_problems, read_manifest, share, size_problems
 from toolkit.checkpoint.random_state import load_random_state
+from toolkit.checkpoint.sources import source_problems
 from toolkit.checkpoint.swapped import restore_unswapped
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
 from toolkit.plan.checkpoint_size import leaves_frozen_out
+from toolkit.plan.plan import Plan
 
 
 def load(run: Run, path: str | Path) -> State:
@@ -63,6 +65,9 @@ def _verify_together(run: Run, folder: Path) -> None:
         manifest = read_manifest(folder)
         mine = share(manifest, rank=run.world.rank, world_size=run.world.size)
         problems = size_problems(folder, manifest) or checksum_problems(folder, manifest, mine)
+        if run.world.is_main and not problems:  # one rank, for it may have to read all of the data
+            saved, state = Plan.load(folder / PLAN), State.load(folder)
+            problems = list(source_problems(run.plan.job, saved.job, state.sources, folder))
     except ToolkitError as error:
         problems = list(error.problems)
     found: list[list[Problem] | None] = [None] * run.world.size

@@ -15,6 +15,7 @@ from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, State, sync_f
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.checkpoint.probe import record_probe
 from toolkit.checkpoint.random_state import save_random_state
+from toolkit.checkpoint.sources import Sources, identify
 from toolkit.checkpoint.swapped import finish_swapped
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
@@ -23,7 +24,9 @@ from toolkit.units import format_bytes
 from toolkit.version import installed_version
 
 
-def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = False) -> Path:
+def save(
+    run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = False, sources: Sources | None = None
+) -> Path:
     """Saves a run so that it resumes exactly, or leaves nothing under `path`.
 
     Args:
@@ -31,6 +34,8 @@ def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = Fal
         path: Folder of the checkpoint, on a file system that all ranks share; replaced if it exists.
         tokenizer: Saved beside the model's configuration, for the export.
         probe: Also keeps a few scores of the live model, with which the export can be compared; one forward pass.
+        sources: Of rank 0: what the run reads, from `toolkit.checkpoint.sources.identify`; found out now when left out,
+            which reads all of the data files.
 
     Returns:
         The folder.
@@ -53,7 +58,7 @@ def save(run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = Fal
             finish_swapped(run.engine, partial / tag_of(run.step_count), rank=run.world.rank)
         save_random_state(partial, rank=run.world.rank)
         if run.world.is_main:
-            _write_plan(run, partial)
+            _write_plan(run, partial, identify(run.plan.job) if sources is None else dict(sources))
             _write_model_files(run, partial / MODEL, tokenizer)
         if probe:
             record_probe(run, partial)
@@ -95,7 +100,7 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
         raise verdict[0]
 
 
-def _write_plan(run: Run, partial: Path) -> None:
+def _write_plan(run: Run, partial: Path, sources: dict[str, list[dict[str, Any]]]) -> None:
     settings = run.plan.settings
     run.plan.save(partial / PLAN)
     State(
@@ -107,6 +112,7 @@ def _write_plan(run: Run, partial: Path) -> None:
         saved_at=time.time(),
         versions={name: version(name) for name in ("torch", "deepspeed", "transformers")}
         | {"toolkit": installed_version()},
+        sources=sources,
     ).save(partial)
     assert (partial / LATEST).exists(), "DeepSpeed names its tag in `latest`"
 

@@ -31,27 +31,35 @@ class Verdict:
     """What a look at a job found.
 
     Args:
+        job: None where some of its keys cannot be read.
         plan: None when there are problems.
         data: None without a data section.
         problems: Everything that stops the job.
         warnings: What a person should know and may want, one sentence each.
     """
 
+    job: Job | None
     plan: Plan | None
     data: DatasetFacts | None
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
 
 
-def check(job: Job) -> Verdict:
-    """Checks model, card, plan, placement, data files and tokenizer; never stops at the first fault."""
+def check(job: Job, *, rules: bool = True) -> Verdict:
+    """Checks model, card, plan, placement, data files and tokenizer; never stops at the first fault.
+
+    Args:
+        job: What to check.
+        rules: Whether plan and placement are checked; else only what each key names.
+    """
     problems: list[Problem] = []
     model = _collect(problems, lambda: resolve_model(job.model))
     gpu = _collect(problems, lambda: find_gpu(job.cluster.gpu))
     plan = None
-    if model is not None and gpu is not None:
+    if model is not None and gpu is not None and rules:
         plan = _collect(problems, lambda: resolve_with(job, model=model, gpu=gpu))
-    _collect(problems, lambda: place_job(job))
+    if rules:
+        _collect(problems, lambda: place_job(job))
     data = None
     if job.data is not None:
         data, found = peek(job.data)
@@ -66,6 +74,7 @@ def check(job: Job) -> Verdict:
             problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
     kept = tuple(dict.fromkeys(problems))
     return Verdict(
+        job=job,
         plan=None if kept else plan,
         data=data,
         problems=kept,

@@ -51,7 +51,9 @@ def quickstart(
     _claim(out, overwrite=overwrite)
     _say(1, "writing a model, a tokenizer and a data set", as_json)
     job = write_quickstart_job(out, cpu=cpu, processes=processes, zero_stage=zero_stage)
-    from toolkit.cli.train import Call, checked_plan, report, run_workers
+    from toolkit.cli.train import run_workers
+    from toolkit.cli.train_checks import checked_plan
+    from toolkit.cli.train_end import Call, report
     from toolkit.train.progress import describe_devices
 
     plan = checked_plan(job, None)

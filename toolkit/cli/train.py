@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_job
-from toolkit.cli.output import print_fields, print_json
-from toolkit.errors import (
-    INTERRUPTED_EXIT_CODE,
-    CheckpointError,
-    PlanError,
-    Problem,
-    SpecError,
-    ToolkitError,
-    raise_all,
-)
+from toolkit.cli.options import JobArgument, JsonOption, SetOption
+from toolkit.cli.output import print_json, warn
+from toolkit.cli.train_checks import ResumePoint, check_dry_run, check_start, checked_plan, resume_point
+from toolkit.cli.train_end import Call, complete_line, export_finished, finish_complete, is_finished, report, say
+from toolkit.errors import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
     from toolkit.launch.outcome import RunOutcome
     from toolkit.plan.plan import Plan
-
-LATEST = "latest"
 
 
 def register(app: typer.Typer) -> None:
@@ -76,63 +66,35 @@ def train(
     there is nothing left to do).
     """
     from toolkit.checkpoint.locate import recover
-    from toolkit.train.checks import guard_output
+    from toolkit.train.checks import check_stop_after
+    from toolkit.train.worker import leave
 
     resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
     call = Call(job=job, overrides=tuple(overrides or ()), stop_after=stop_after, no_export=no_export)
     plan = checked_plan(job, overrides)
     if resume is not None and not dry_run:
         recover(plan.output_dir)
-    checkpoint = _checkpoint(plan, resume, stop_after)
-    if dry_run:
-        _show(plan, call.command(checkpoint, overwrite=overwrite), checkpoint, as_json=as_json)
-        return
-    resuming = checkpoint is not None
+    point = resume_point(plan, resume)
     rank = _rank()
-    if rank is None:
-        check_start(plan)
-    if not rank:
-        guard_output(plan, resuming=resuming, overwrite=overwrite)
-    if rank is not None:
-        outcome = _run_as_rank(plan, checkpoint, stop_after)
-        if rank != 0:
-            _leave(outcome.exit_code)
-    else:
-        outcome = run_workers(plan, checkpoint=checkpoint, stop_after=stop_after)
+    if point is not None and point.is_complete and not dry_run:
+        if not rank:
+            finish_complete(plan, point, no_export=no_export, as_json=as_json)
+        return
+    if point is not None and not point.is_complete:
+        check_stop_after(stop_after, point.step)
+    if dry_run:
+        _show(plan, call, point, overwrite=overwrite, as_json=as_json)
+        return
+    outcome = _run(plan, None if point is None else point.folder, rank=rank, stop_after=stop_after, overwrite=overwrite)
+    if rank:
+        leave(outcome.exit_code)
     exported = None
     if outcome.exit_code == 0 and not no_export and is_finished(plan):
-        exported = _export_or_explain(plan)
+        exported = export_finished(plan)
     report(plan, outcome, call=call, exported=exported, as_json=as_json)
     if rank is not None:
-        _leave(outcome.exit_code)
+        leave(outcome.exit_code)
     raise typer.Exit(outcome.exit_code)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What a person gave that the command to go on must repeat."""
-
-    job: Path
-    overrides: tuple[str, ...] = ()
-    stop_after: int | None = None
-    no_export: bool = False
-
-    def command(self, checkpoint: Path | None = None, *, overwrite: bool = False, step: int = 0) -> str:
-        """Gives the command as shell text.
-
-        Args:
-            checkpoint: Where it goes on.
-            overwrite: Whether it replaces an earlier run.
-            step: Optimizer steps that are done: a --stop-after that is reached is left out.
-        """
-        words = ["toolkit", "train", str(self.job)]
-        for override in self.overrides:
-            words += ["--set", override]
-        words += ["--resume_from_checkpoint", str(checkpoint)] if checkpoint else []
-        words += ["--overwrite"] if overwrite else []
-        words += ["--stop-after", str(self.stop_after)] if (self.stop_after or 0) > step else []
-        words += ["--no-export"] if self.no_export else []
-        return shlex.join(words)
 
 
 def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overwrite: bool) -> str | None:
@@ -149,46 +111,19 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
     return named
 
 
-def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
-    """Reads a job and makes every check that needs no torch, training's own included.
+def _run(
+    plan: Plan, checkpoint: Path | None, *, rank: int | None, stop_after: int | None, overwrite: bool
+) -> RunOutcome:
+    """Trains: as all ranks of this machine, or as the one that a launcher made of this process."""
+    from toolkit.train.checks import guard_output
 
-    Raises:
-        SpecError, PlanError: With all problems at once.
-    """
-    from toolkit.cli.checking import check
-    from toolkit.spec.pretrained import weight_problems
-    from toolkit.train.checks import data_section_problems
-
-    written = read_job(job, overrides)
-    verdict = check(written)
-    raise_all(PlanError, [*verdict.problems, *data_section_problems(written)])
-    plan = verdict.plan
-    assert plan is not None
-    weights = () if plan.settings.init == "random" else weight_problems(plan.model)
-    raise_all(PlanError, [*weights, *tokenizer_problems(plan)])
-    return plan
-
-
-def tokenizer_problems(plan: Plan) -> tuple[Problem, ...]:
-    """Says early that the job names no tokenizer."""
-    from toolkit.train.tokenizer import tokenizer_source
-
-    try:
-        tokenizer_source(plan)
-    except SpecError as error:
-        return error.problems
-    return ()
-
-
-def check_start(plan: Plan) -> None:
-    """Says before anything is written or deleted what the launch would say after.
-
-    Raises:
-        RunError: LAUNCH_NODES, PORT_IN_USE.
-    """
-    from toolkit.launch.local import check_launchable
-
-    check_launchable(plan)
+    if rank is None:
+        check_start(plan)
+    if not rank:
+        guard_output(plan, resuming=checkpoint is not None, overwrite=overwrite)
+    if rank is not None:
+        return _run_as_rank(plan, checkpoint, stop_after)
+    return run_workers(plan, checkpoint=checkpoint, stop_after=stop_after)
 
 
 def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) -> RunOutcome:
@@ -196,7 +131,10 @@ def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) 
     from toolkit.checkpoint.locate import remove_leftovers
     from toolkit.cli.local_run import log_folder, run_on_this_node
     from toolkit.emit.files import emit
+    from toolkit.train.progress import describe_devices
 
+    others = "" if plan.grid.world_size == 1 else f"; ranks past the first write to {log_folder(plan)}"
+    say(f"starting {describe_devices(plan)}{others} ...")
     emit(plan, plan.output_dir / "configs")
     argv = [sys.executable, "-m", "toolkit.train.worker", "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan))]
@@ -205,99 +143,6 @@ def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) 
         # No worker lives any more; half a checkpoint may be what fills the disk.
         remove_leftovers(plan.output_dir)
     return outcome
-
-
-def is_finished(plan: Plan) -> bool:
-    """Whether the last checkpoint of output_dir is that of the run's last step."""
-    from toolkit.checkpoint.layout import State
-
-    last = last_checkpoint(plan)
-    if last is None:
-        return False
-    state = State.load(last)
-    return state.num_steps is not None and state.step >= state.num_steps
-
-
-def _export_or_explain(plan: Plan) -> Path | None:
-    """Exports a finished run, or says why not: the run itself is safe either way."""
-    from toolkit.cli.output import print_problems
-
-    try:
-        return export_last(plan)
-    except ToolkitError as error:
-        print_problems(error.problems, as_json=False)
-        return None
-
-
-def export_last(plan: Plan) -> Path:
-    """Exports the last checkpoint of a finished run to output_dir/export."""
-    from toolkit.checkpoint.locate import latest_checkpoint
-    from toolkit.cli.export import load_exporter
-
-    export = load_exporter()
-    # The run's own processes have hashed this checkpoint a moment ago.
-    return export(
-        latest_checkpoint(plan.output_dir), plan.output_dir / "export", overwrite=True, verify_first=False
-    ).folder
-
-
-def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Path | None, as_json: bool) -> None:
-    """Says how the run ended and what lies where, or how to go on."""
-    from toolkit.cli.local_run import outcome_as_dict, print_failure
-
-    print_failure(outcome)
-    last = last_checkpoint(plan)
-    finished = outcome.exit_code == 0 and is_finished(plan)
-    command = None if finished else _next_command(plan, call, last)
-    if as_json:
-        value: dict[str, Any] = outcome_as_dict(plan, outcome)
-        value["checkpoint"] = None if last is None else str(last)
-        value["export"] = None if exported is None else str(exported)
-        value["next_command"] = command
-        print_json(value)
-        return
-    if outcome.exit_code == 0:
-        fields = [("metrics", str(plan.output_dir / "metrics.jsonl")), ("checkpoint", str(last))]
-        print_fields(fields if exported is None else [*fields, ("export", str(exported))])
-    if command is not None:
-        what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with:"
-        print(f"{what if last else 'Nothing was saved yet. Start again with:'}\n  {command}", file=sys.stderr)
-
-
-def last_checkpoint(plan: Plan) -> Path | None:
-    """Gives the last complete checkpoint of output_dir that says where it stood, if any."""
-    from toolkit.checkpoint.layout import State
-    from toolkit.checkpoint.locate import list_checkpoints
-
-    for folder in reversed(list_checkpoints(plan.output_dir)):
-        try:
-            State.load(folder)
-        except CheckpointError:
-            continue  # damaged: a report must not fail on it
-        return folder
-    return None
-
-
-def _next_command(plan: Plan, call: Call, last: Path | None) -> str:
-    from toolkit.checkpoint.layout import State
-    from toolkit.train.checks import held_output
-
-    if last is None:
-        return call.command(overwrite=bool(held_output(plan.output_dir)))
-    return call.command(last, step=State.load(last).step)
-
-
-def _checkpoint(plan: Plan, resume: str | None, stop_after: int | None) -> Path | None:
-    """Gives the checkpoint to go on from, checked as far as that needs no torch."""
-    if resume is None:
-        return None
-    from toolkit.checkpoint.compatible import check_resumable
-    from toolkit.checkpoint.locate import latest_checkpoint
-    from toolkit.train.checks import check_stop_after
-
-    folder = latest_checkpoint(plan.output_dir) if resume == LATEST else Path(resume)
-    check_stop_after(stop_after, check_resumable(plan, folder).step)
-    return folder
 
 
 def _session_options(checkpoint: Path | None, stop_after: int | None) -> list[str]:
@@ -325,22 +170,24 @@ def _run_as_rank(plan: Plan, checkpoint: Path | None, stop_after: int | None) ->
     return RunOutcome(exit_code=code, interrupted=code == INTERRUPTED_EXIT_CODE, failure=None)
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends a rank without waiting for threads of collectives in which other ranks may still be."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _show(plan: Plan, command: str, checkpoint: Path | None, *, as_json: bool) -> None:
+def _show(plan: Plan, call: Call, point: ResumePoint | None, *, overwrite: bool, as_json: bool) -> None:
+    """Says what would run, and what would be refused."""
+    is_complete = point is not None and point.is_complete
+    warnings = [] if is_complete else check_dry_run(plan, resuming=point is not None, overwrite=overwrite)
+    command = call.command(None if point is None else point.folder, overwrite=overwrite)
     if as_json:
-        print_json({"plan": plan.to_dict(), "deepspeed": plan.deepspeed_config(), "command": command})
+        configuration = plan.deepspeed_config()
+        print_json({"plan": plan.to_dict(), "deepspeed": configuration, "command": command, "warnings": warnings})
         return
     from toolkit.train.progress import describe_devices
 
     print(plan.explain())
     print()
+    if point is not None and point.is_complete:
+        print(complete_line(point))
+        return
     print(f"would start {describe_devices(plan)} and write to {plan.output_dir}")
-    if checkpoint is not None:
-        print(f"would resume from {checkpoint}")
+    if point is not None:
+        print(f"would resume from {point.folder}")
     print(f"start with:  {command}")
+    warn(warnings)

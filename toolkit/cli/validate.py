@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption, read_job
-from toolkit.cli.output import print_fields, print_json, warn
+from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption
+from toolkit.cli.output import new_table, print_fields, print_json, print_table, warn
 
 if TYPE_CHECKING:
     from toolkit.cli.checking import Verdict
@@ -24,7 +24,9 @@ def validate(
     job: OptionalJobArgument = None,
     overrides: SetOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="List every value, where it came from, and why.")] = False,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key that a job file may hold.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List every key that a job file may hold, its values, default and meaning.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check a job: keys, plan, placement, data files, tokenizer. All problems at once; no GPU and no torch.
@@ -33,7 +35,7 @@ def validate(
 
     JSON keys: problems (code, key, message, fix, source), and when there are none warnings, model, cluster, batch
     (train, micro, accumulation, dp_size, tokens), precision, sequence_length, zero_stage, offload, data; choices with
-    --explain; keys alone with --keys.
+    --explain; keys and described (path, values, default, meaning) with --keys.
     """
     if keys:
         if job is not None or overrides or explain:
@@ -44,10 +46,10 @@ def validate(
         return
     if job is None:
         raise typer.BadParameter("name a job file", param_hint="JOB")
-    from toolkit.cli.checking import check
+    from toolkit.cli.salvage import check_file
     from toolkit.errors import ToolkitError, raise_all
 
-    verdict = check(read_job(job, overrides))
+    verdict = check_file(job, overrides)
     if verdict.plan is None:
         if not as_json:
             warn(verdict.warnings)
@@ -64,13 +66,20 @@ def validate(
 
 
 def _print_keys(*, as_json: bool) -> None:
-    from toolkit.spec.schema import known_keys
+    from dataclasses import asdict
 
-    found = known_keys()
+    from toolkit.cli.keys import describe_keys
+
+    found = list(describe_keys())
     if as_json:
-        print_json({"keys": list(found)})
-    else:
-        print("\n".join(found))
+        print_json({"keys": [key.path for key in found], "described": [asdict(key) for key in found]})
+        return
+    table = new_table(("key", "values", "default", "meaning"))
+    for key in found:
+        table.add_row(key.path, key.values, key.default, key.meaning)
+    print_table(table)
+    print("No default: the rest of the job decides (`toolkit validate JOB --explain` shows how), or it is not used.")
+    print("No meaning: the name is that of transformers' TrainingArguments or peft's LoraConfig, and means the same.")
 
 
 def _summary(plan: Plan, data: DatasetFacts | None) -> list[tuple[str, str]]:

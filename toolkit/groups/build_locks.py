@@ -25,11 +25,9 @@ def check_build_locks(environment: Mapping[str, str], *, now: float | None = Non
     Source:
         torch utils/file_baton.py FileBaton.wait, utils/cpp_extension.py _get_build_directory.
     """
-    root = environment.get("TORCH_EXTENSIONS_DIR")
-    folder = Path(root) if root else Path(environment.get("HOME", "/")) / ".cache" / "torch_extensions"
     moment = time.time() if now is None else now
     problems = []
-    for lock in sorted(folder.glob("**/lock")):
+    for lock in sorted(extensions_folder(environment).glob("**/lock")):
         try:
             age = moment - lock.stat().st_mtime
         except OSError:  # its owner has just removed it
@@ -45,3 +43,9 @@ def check_build_locks(environment: Mapping[str, str], *, now: float | None = Non
                 )
             )
     raise_all(RunError, problems)
+
+
+def extensions_folder(environment: Mapping[str, str]) -> Path:
+    """Gives the folder below which torch compiles extensions."""
+    root = environment.get("TORCH_EXTENSIONS_DIR")
+    return Path(root) if root else Path(environment.get("HOME", "/")) / ".cache" / "torch_extensions"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from toolkit.errors import Problem
+from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu, load_catalogue
 
 
@@ -14,17 +16,59 @@ def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
     Args:
         environment: Whose CUDA_VISIBLE_DEVICES limits the number of cards; this process's own when left out.
     """
+    return [name for name in visible_cards(environment) or () if name is not None]
+
+
+def too_few_cards(plan: Plan, environment: Mapping[str, str] | None = None) -> Iterator[Problem]:
+    """Says that this machine has fewer cards than a plan has ranks; nothing where the driver cannot be asked."""
+    found = None if plan.on_cpu else visible_cards(environment)
+    wanted = plan.job.cluster.gpus_per_node
+    if found is not None and len(found) < wanted:
+        yield Problem(
+            code="LAUNCH_CARDS",
+            key="cluster.gpus_per_node",
+            message=f"gpus_per_node={wanted}, but this machine lets processes use {len(found)}",
+            fix="Lower cluster.gpus_per_node, mend CUDA_VISIBLE_DEVICES, or start on another machine",
+            source="nvmlDeviceGetCount",
+        )
+
+
+def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> Iterator[Problem]:
+    """Says how this machine's cards differ from those of a plan: none, too few, or others."""
+    if plan.on_cpu:
+        return
+    found = visible_cards(environment)
+    if found is None:
+        yield Problem(
+            code="LAUNCH_CARDS",
+            key="cluster.gpu",
+            message=f"gpu={plan.gpu.name}, but this machine has no NVIDIA driver",
+            fix="Start on a machine with the cards of the job",
+        )
+        return
+    yield from too_few_cards(plan, environment)
+    others = sorted({name or "a card that the catalogue lacks" for name in found} - {plan.gpu.name})
+    if others:
+        yield Problem(
+            code="LAUNCH_CARDS",
+            key="cluster.gpu",
+            message=f"gpu={plan.gpu.name}, but this machine has {', '.join(others)}",
+            fix="Set cluster.gpu to the card that the job runs on, for which it was planned and estimated",
+        )
+
+
+def visible_cards(environment: Mapping[str, str] | None = None) -> list[str | None] | None:
+    """Gives the catalogue name, or None, of each NVIDIA card that processes may use; None where there is no driver."""
     import pynvml
 
     visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     limit = (
         None if visible is None else len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     )
-
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        return None
     try:
         found = []
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -34,8 +78,7 @@ def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
             except pynvml.NVMLError:  # a card that is lost, or that tells nothing of its memory
                 continue
-            match = match_gpu(name if isinstance(name, str) else name.decode(), int(memory))
-            found += [match] if match else []
+            found.append(match_gpu(name if isinstance(name, str) else name.decode(), int(memory)))
         return found[:limit]
     finally:
         pynvml.nvmlShutdown()

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit.errors import RunError
+from toolkit.errors import RunError, raise_all
+from toolkit.launch.devices import too_few_cards
 from toolkit.launch.environment import worker_environment
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome
@@ -33,7 +34,7 @@ def launch_local(
         extra_environment: Variables beyond the worker's own.
 
     Raises:
-        RunError: LAUNCH_NODES for a plan of several nodes; PORT_IN_USE; NVME_FOLDER, NVME_DIRECT, NVME_SPACE,
+        RunError: LAUNCH_NODES for a plan of several nodes; LAUNCH_CARDS; PORT_IN_USE; NVME_FOLDER, NVME_DIRECT, NVME_SPACE,
             NVME_MEMLOCK, NVME_IN_USE.
     """
     check_launchable(plan)
@@ -60,10 +61,21 @@ def launch_local(
 
 
 def check_launchable(plan: Plan) -> None:
-    """Checks what can be known before anything is written: one node, a free port, a disk that can be swapped to.
+    """Checks what can be known before anything is written: one node, its cards, a free port, a disk to swap to.
 
     Raises:
-        RunError: LAUNCH_NODES, PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
+        RunError: LAUNCH_NODES, LAUNCH_CARDS, PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
+    """
+    check_one_node(plan)
+    raise_all(RunError, too_few_cards(plan))
+    check_machine(plan)
+
+
+def check_one_node(plan: Plan) -> None:
+    """Refuses a plan of several nodes.
+
+    Raises:
+        RunError: LAUNCH_NODES.
     """
     cluster = plan.job.cluster
     if cluster.nodes > 1:
@@ -73,6 +85,14 @@ def check_launchable(plan: Plan) -> None:
             message=f"nodes={cluster.nodes}: this command starts the processes of one machine",
             fix="Run `toolkit emit JOB.yaml --out DIR` and start its torchrun command on each node",
         )
-    if cluster.master_port is not None:
-        check_port(cluster.master_port)
+
+
+def check_machine(plan: Plan) -> None:
+    """Checks that this machine's port and disk are free for a plan.
+
+    Raises:
+        RunError: PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
+    """
+    if plan.job.cluster.master_port is not None:
+        check_port(plan.job.cluster.master_port)
     check_nvme(plan)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.checkpoint.layout import step_of
-from toolkit.errors import PlanError, Problem
+from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Job
 
@@ -40,29 +41,47 @@ def check_stop_after(stop_after: int | None, step: int) -> None:
 
 
 def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
-    """Keeps a new run from mixing with, or deleting, what an earlier one left in output_dir.
+    """Keeps a new run from mixing with what an earlier one left in output_dir; with `overwrite`, deletes that.
 
     Raises:
-        PlanError: OUTPUT_EXISTS.
+        PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
     """
+    raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
+    folder = plan.output_dir
+    if resuming or not overwrite or not held_output(folder):
+        return
+    for name in (*held_output(folder), "export", "tensorboard"):
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[Problem]:
+    """Says that output_dir holds an earlier run, or cannot be written."""
     folder = plan.output_dir
     held = held_output(folder)
-    if resuming or not held:
-        return
-    if not overwrite:
-        raise PlanError.of(
+    if held and not resuming and not overwrite:
+        yield Problem(
             code="OUTPUT_EXISTS",
             key="train.output_dir",
             message=f"output_dir={folder} holds an earlier run: {', '.join(held[:4])}{' ...' if len(held) > 4 else ''}",
             fix="Go on with --resume_from_checkpoint latest (in Python `resume=FOLDER`), choose another train.output_dir, or "
             "delete it, as --overwrite does",
         )
-    for name in (*held, "export", "tensorboard"):
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    nearest = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path("/"))
+    try:
+        # Tried, not read off the permissions: a disk may be read-only, over quota or gone.
+        with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=nearest):
+            pass
+    except OSError as error:
+        yield Problem(
+            code="OUTPUT_WRITE",
+            key="train.output_dir",
+            message=f"output_dir={folder}: nothing can be written in {nearest}: {error.strerror}",
+            fix="Set train.output_dir to a folder that you may write",
+        )
 
 
 def held_output(folder: Path) -> list[str]:

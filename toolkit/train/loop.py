@@ -6,29 +6,34 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.checkpoint.layout import checkpoint_name
+from toolkit.checkpoint.layout import State, checkpoint_name
 from toolkit.checkpoint.load import load
 from toolkit.checkpoint.locate import remove_leftovers, rotate
 from toolkit.checkpoint.save import save
-from toolkit.data.prepare import PreparedData, prepare
-from toolkit.engine.initialize import initialize
+from toolkit.checkpoint.sources import Sources, identify
+from toolkit.data.prepare import PreparedData
+from toolkit.engine.initialize import initialize, locate_weights
 from toolkit.engine.run import Run
 from toolkit.errors import PlanError, RunError, raise_all
+from toolkit.groups.patience import patiently
 from toolkit.groups.world import World, connect, disconnect
 from toolkit.plan.plan import Plan
 from toolkit.train.checks import check_stop_after, data_section_problems, guard_output
+from toolkit.train.kernels import kernel_to_compile
 from toolkit.train.memory_check import compare_memory
 from toolkit.train.metrics import Meter, MetricsWriter
-from toolkit.train.progress import Reporter, Silent, Terminal, describe_devices
+from toolkit.train.preparation import prepare_in_turn
+from toolkit.train.progress import Reporter, Silent, Terminal
+from toolkit.train.summary import describe_data, describe_model
 from toolkit.train.tokenizer import load_tokenizer
-from toolkit.units import format_bytes, format_count, format_seconds
+from toolkit.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,7 @@ def train(
         resume: Checkpoint to go on from.
         stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
             run's beginning, also when it resumes.
-        reporter: Where progress goes; by default the terminal of rank 0.
+        reporter: Where progress goes, entered by the caller; by default the terminal of rank 0.
 
     Returns:
         How it ended; the same on every rank.
@@ -74,8 +79,11 @@ def train(
     try:
         if resume is None:
             _guard_together(plan, world)
-        with reporter or (Terminal() if world.is_main else Silent()) as shown:
-            return _train(plan, world, shown, resume=resume, stop_after=stop_after)
+        with ExitStack() as stack:
+            if reporter is None:
+                own: Reporter = Terminal() if world.is_main else Silent()
+                reporter = stack.enter_context(own)
+            return _train(plan, world, reporter, resume=resume, stop_after=stop_after)
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, which a destruction would wait for
             disconnect(world)
@@ -94,67 +102,57 @@ def _guard_together(plan: Plan, world: World) -> None:
 
 
 def _train(plan: Plan, world: World, reporter: Reporter, *, resume: Path | None, stop_after: int | None) -> TrainResult:
+    reporter.stage("reading and tokenising the data")
     tokenizer = load_tokenizer(plan)
     data = prepare_in_turn(plan, world, tokenizer)
+    sources = _identify(plan, world, resume)
     reporter.say(describe_data(data))
     began = time.perf_counter()
-    with initialize(plan, world=world) as run:
-        _say_model(run, reporter, seconds=time.perf_counter() - began)
+    with _build(plan, world, reporter) as run:
+        reporter.say(describe_model(run, seconds=time.perf_counter() - began))
         if resume is not None:
+            reporter.stage(f"loading {resume}")
             load(run, resume)
             reporter.say(f"resumed from {resume} at step {run.step_count}")
-        return _Loop(run, data, tokenizer, reporter, stop_after=stop_after).go()
+        loop = _Loop(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
+        if resume is not None and run.step_count >= loop.num_steps:
+            reporter.say(f"the run is complete: step {run.step_count} of {loop.num_steps}")
+            return loop.result(resume)
+        return loop.go()
 
 
-def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
-    """Tokenises on rank 0 while the others wait, then lets them open its files."""
-    assert plan.job.data is not None
-    prepared: PreparedData | None = None
-    error: Exception | None = None
-    for turn in (True, False):
-        if world.is_main == turn:
-            try:
-                prepared = prepare(
-                    plan.job.data,
-                    tokenizer=tokenizer,
-                    sequence_length=plan.settings.sequence_length,
-                    seed=plan.job.train.seed,
-                    cache_dir=plan.output_dir / "cache",
-                    train_batch_size=plan.settings.batch.train,
-                    vocab_size=plan.model.vocab_size,
-                )
-            except Exception as caught:  # the others must not wait for a rank that has failed
-                error = caught
-        world.agree(error)
-    assert prepared is not None
-    return prepared
+def _identify(plan: Plan, world: World, resume: Path | None) -> Sources:
+    """Gives what the checkpoints will say of the run's data, on rank 0; the content of a large file takes a while."""
+    known = {} if resume is None else State.load(resume).sources
+    return patiently(world, lambda: identify(plan.job, known=known) if world.is_main else {})
 
 
-def describe_data(data: PreparedData) -> str:
-    """Says what packing made of the documents, in one line."""
-    report = data.train.report
-    parts = [
-        f"data: {report.documents:,} documents, {report.sequences:,} sequences, {report.tokens:,} tokens, "
-        f"{report.target_tokens:,} of them learned"
-    ]
-    if report.truncated and data.train.packing != "wrapped":
-        parts.append(f"{report.truncated:,} documents cut")
-    if report.dropped_documents or report.dropped_sequences:
-        parts.append(f"{report.dropped_documents:,} documents and {report.dropped_sequences:,} sequences dropped")
-    if report.padding_fraction:
-        parts.append(f"{report.padding_fraction:.0%} padding")
-    if data.eval is not None:
-        parts.append(f"{len(data.eval):,} sequences to validate on")
-    return "; ".join(parts)
+def _build(plan: Plan, world: World, reporter: Reporter) -> Run:
+    weights = None
+    if plan.settings.init == "pretrained":
+        if plan.model.path is None:
+            reporter.stage(f"fetching what the cache lacks of {plan.model.name}")
+        weights = patiently(world, lambda: locate_weights(plan))
+    kernel = kernel_to_compile(plan) if world.is_main else None
+    then = "" if kernel is None else f", then compiling DeepSpeed's {kernel} (about a minute, the first time only)"
+    reporter.stage(f"building the model{then}")
+    return initialize(plan, world=world, weights=weights)
 
 
 class _Loop:
     """One session of a run, from its first step to its last checkpoint."""
 
     def __init__(
-        self, run: Run, data: PreparedData, tokenizer: Any, reporter: Reporter, *, stop_after: int | None
+        self,
+        run: Run,
+        data: PreparedData,
+        tokenizer: Any,
+        reporter: Reporter,
+        *,
+        sources: Sources,
+        stop_after: int | None,
     ) -> None:
-        self.stop_after = stop_after
+        self.stop_after, self.sources = stop_after, sources
         self.run, self.data, self.tokenizer, self.reporter = run, data, tokenizer, reporter
         self.plan = run.plan
         self.batches = run.loader(data.train)
@@ -163,13 +161,17 @@ class _Loop:
         self.last_loss: float | None = None
         self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
 
+    @property
+    def num_steps(self) -> int:
+        assert self.run.num_steps is not None, "the loader has fixed it"
+        return self.run.num_steps
+
     def go(self) -> TrainResult:
         run = self.run
-        assert run.num_steps is not None
         check_stop_after(self.stop_after, run.step_count)
         if run.world.is_main:
             remove_leftovers(self.plan.output_dir)
-        self.reporter.start(done=run.step_count, total=run.num_steps)
+        self.reporter.start(done=run.step_count, total=self.num_steps)
         started_at = logged_at = run.step_count
         try:
             with _stop_on_interrupt(run):
@@ -192,12 +194,15 @@ class _Loop:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
+        return self.result(self.plan.output_dir / checkpoint_name(run.step_count))
+
+    def result(self, checkpoint: Path) -> TrainResult:
         return TrainResult(
-            step=run.step_count,
-            num_steps=run.num_steps,
+            step=self.run.step_count,
+            num_steps=self.num_steps,
             loss=self.last_loss,
-            checkpoint=self.plan.output_dir / checkpoint_name(run.step_count),
-            interrupted=run.should_stop and run.step_count < run.num_steps,
+            checkpoint=checkpoint,
+            interrupted=self.run.should_stop and self.run.step_count < self.num_steps,
         )
 
     def _log(self, loss: torch.Tensor, num_steps: int) -> None:
@@ -254,7 +259,7 @@ class _Loop:
         run, step = self.run, self.run.step_count
         folder = self.plan.output_dir / checkpoint_name(step)
         began = time.perf_counter()
-        save(run, folder, tokenizer=self.tokenizer, probe=probe)
+        save(run, folder, tokenizer=self.tokenizer, probe=probe, sources=self.sources)
         run.memory.end("save")
         self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
         if run.world.is_main:
@@ -282,18 +287,3 @@ def _stop_on_interrupt(run: Run) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _say_model(run: Run, reporter: Reporter, *, seconds: float) -> None:
-    total = trainable = 0
-    for parameter in run.model.parameters():
-        count = getattr(parameter, "ds_numel", parameter.numel())
-        total += count
-        trainable += count if parameter.requires_grad else 0
-    share = "" if trainable == total else f", {format_count(trainable)} of them trained"
-    plan = run.plan
-    reporter.say(
-        f"model: {plan.model.name}, {format_count(total)} parameters{share}; ZeRO-{plan.settings.zero_stage}, "
-        f"{plan.settings.precision}, {describe_devices(plan)}; "
-        f"built in {format_seconds(seconds)}, {format_bytes(run.memory.peak_bytes)}"
-    )

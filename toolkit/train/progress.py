@@ -7,8 +7,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.spinner import Spinner
 from rich.text import Text
 
 from toolkit.plan.plan import Plan
@@ -16,6 +18,14 @@ from toolkit.units import format_bytes, format_seconds
 
 # Without a terminal a line this often is enough to see that a run lives, and does not fill a log.
 LINE_SECONDS = 10.0
+
+
+class SteadyConsole(Console):
+    """A console whose cursor stays visible under a bar: no process that dies while it draws leaves a hidden one."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leaves the cursor as it is."""
+        return False
 
 
 class Reporter(Protocol):
@@ -29,6 +39,9 @@ class Reporter(Protocol):
 
     def say(self, text: str) -> None:
         """Prints one line above the bar."""
+
+    def stage(self, text: str) -> None:
+        """Shows what the run is at until the next stage, or until steps are counted."""
 
     def start(self, *, done: int, total: int) -> None:
         """Begins counting optimizer steps."""
@@ -59,6 +72,9 @@ class Silent:
     def say(self, text: str) -> None:
         """Prints nothing."""
 
+    def stage(self, text: str) -> None:
+        """Shows nothing."""
+
     def start(self, *, done: int, total: int) -> None:
         """Shows nothing."""
 
@@ -87,7 +103,7 @@ class Terminal:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = console or SteadyConsole(stderr=True, highlight=False)
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -95,24 +111,44 @@ class Terminal:
             TextColumn("{task.fields[numbers]}"),
             TimeLeftColumn(),
             console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
         )
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._stage: Spinner | None = None
+        self._stage_text, self._stage_began = "", 0.0
         self._task: Any = None
         self._total = 0
         self._first = 0
         self._began = self._last_line = time.monotonic()
+        self._live = Live(console=self._console, transient=True, refresh_per_second=10, get_renderable=self._picture)
 
     def __enter__(self) -> Self:
-        with suppress(OSError):
-            self._bar.start()
+        if self._is_live:
+            with suppress(OSError):
+                self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(OSError):
-            self._bar.stop()
+            self._live.stop()
+
+    def stage(self, text: str) -> None:
+        """Shows what the run is at: on a live line with a spinner, or as a line where there is no terminal."""
+        if not self._is_live:
+            self.say(f"{text} ...")
+            return
+        self._stage_text, self._stage_began = text, time.monotonic()
+        self._stage = Spinner("dots")
+
+    def _picture(self) -> RenderableType:
+        """Gives what the live line shows now."""
+        if self._task is not None:
+            return self._bar.get_renderable()
+        if self._stage is None:
+            return Text()
+        self._stage.update(text=Text(f"{self._stage_text} ({format_seconds(time.monotonic() - self._stage_began)})"))
+        return self._stage
 
     def say(self, text: str) -> None:
         """Prints one line above the bar."""
@@ -125,8 +161,7 @@ class Terminal:
         self._total, self._first = total, done
         self._began = time.monotonic()
         self._last_line = float("-inf")
-        with suppress(OSError):
-            self._task = self._bar.add_task("train", total=total, completed=done, first=done, numbers="")
+        self._task = self._bar.add_task("train", total=total, completed=done, first=done, numbers="")
 
     def update(self, record: dict[str, Any]) -> None:
         """Shows the metrics of a step: on the bar, or as a line now and then; the last step is a line on both."""
@@ -136,10 +171,9 @@ class Terminal:
             f"{format_bytes(record['peak_allocated_bytes'])}"
         )
         if self._task is not None:
-            with suppress(OSError):
-                self._bar.update(self._task, completed=step, numbers=numbers)
+            self._bar.update(self._task, completed=step, numbers=numbers)
         now = time.monotonic()
-        is_due = not self._console.is_terminal and now - self._last_line >= LINE_SECONDS
+        is_due = not self._is_live and now - self._last_line >= LINE_SECONDS
         if not is_due and step != self._total:
             return
         self._last_line = now

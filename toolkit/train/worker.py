@@ -8,11 +8,13 @@ import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE, ToolkitError
 from toolkit.launch.environment import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
 from toolkit.plan.plan import Plan
+from toolkit.train.progress import Silent, Terminal
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,18 +47,25 @@ def quiet_warnings() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
 
 
-def _train(options: argparse.Namespace) -> int:
-    # torch, DeepSpeed and transformers load here, once the arguments are known to be good.
-    from toolkit.train.loop import train
+def leave(code: int) -> NoReturn:
+    """Ends a rank without waiting for threads of collectives in which other ranks may still be."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a terminal closed while the run saved and ended is no failure of it
+            stream.flush()
+    os._exit(code)
 
-    result = train(Plan.load(options.plan), resume=options.resume, stop_after=options.stop_after)
+
+def _train(options: argparse.Namespace) -> int:
+    plan = Plan.load(options.plan)
+    identity = rank_from_environment(os.environ)
+    with Terminal() if identity is None or identity.rank == 0 else Silent() as reporter:
+        reporter.stage("importing torch and DeepSpeed")
+        # They load here, once the arguments are known to be good.
+        from toolkit.train.loop import train
+
+        result = train(plan, resume=options.resume, stop_after=options.stop_after, reporter=reporter)
     return INTERRUPTED_EXIT_CODE if result.interrupted else 0
 
 
 if __name__ == "__main__":
-    # A rank that ends while others are in a collective must not wait for their threads at exit.
-    code = main()
-    with suppress(OSError):  # the terminal was closed while the run saved and ended: that is no failure of it
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    leave(main())

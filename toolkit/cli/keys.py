@@ -1,0 +1,100 @@
+"""What a job file may hold: each key with the values that it takes, its default and its meaning."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from toolkit.spec.job import Job
+
+_ARGUMENT = re.compile(r"^(\w+): (.*)$")
+_WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", dict: "section"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key of a job file.
+
+    Args:
+        path: Such as `train.max_steps`.
+        values: What it takes, in words.
+        default: As YAML shows it; empty where the rest of the job decides, or nothing is meant; `required`.
+        meaning: One sentence; empty where the name is transformers' and means what it means there.
+    """
+
+    path: str
+    values: str
+    default: str
+    meaning: str
+
+
+def describe_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[Key]:
+    """Gives every key, in the order of the sections."""
+    meanings = _meanings(section)
+    for name, field in section.model_fields.items():
+        inner = next((member for member in _members(field.annotation) if _is_section(member)), None)
+        summary = "" if inner is None else (inspect.getdoc(inner) or "").partition("\n")[0].replace("`", "")
+        yield Key(
+            path=f"{prefix}{name}",
+            values="section" if inner else _values(field.annotation),
+            default="required" if field.is_required() else "" if inner else _shown(field.get_default()),
+            meaning=meanings.get(name, summary),
+        )
+        if inner is not None:
+            yield from describe_keys(inner, f"{prefix}{name}.")
+
+
+def _meanings(section: type[BaseModel]) -> dict[str, str]:
+    """Reads the `Args` of a section's docstring."""
+    found: dict[str, str] = {}
+    last = ""
+    for line in (inspect.getdoc(section) or "").partition("Args:\n")[2].splitlines():
+        text = line.strip()
+        started = _ARGUMENT.match(text)
+        if started is not None and started[1] in section.model_fields:
+            last = started[1]
+            found[last] = started[2]
+        elif last and text:
+            found[last] += f" {text}"
+    return {name: text.replace("`", "") for name, text in found.items()}
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(inner for member in get_args(annotation) for inner in _members(member))
+    if hasattr(annotation, "__metadata__"):
+        return _members(get_args(annotation)[0])
+    return (annotation,)
+
+
+def _is_section(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, BaseModel)
+
+
+def _values(annotation: Any) -> str:
+    words = dict.fromkeys(_word(member) for member in _members(annotation) if member is not NoneType)
+    return " or ".join(words)
+
+
+def _word(member: Any) -> str:
+    origin = get_origin(member)
+    if origin is Literal:
+        return ", ".join(map(str, get_args(member)))
+    if origin is tuple:
+        return f"list of {_values(get_args(member)[0])}"
+    return _WORDS.get(origin or member, getattr(member, "__name__", str(member)).lower())
+
+
+def _shown(default: Any) -> str:
+    if default is None or default is PydanticUndefined or default == {}:
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "[]" if default == () else str(default)

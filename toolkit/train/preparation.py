@@ -1,0 +1,34 @@
+"""The data of a run: on every rank, and tokenised once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.data.prepare import PreparedData, prepare
+from toolkit.groups.patience import patiently
+from toolkit.groups.world import World
+from toolkit.plan.plan import Plan
+
+
+def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
+    """Tokenises on rank 0 while the others wait, however long it takes, then lets them open its files."""
+    data = plan.job.data
+    assert data is not None
+
+    def work() -> PreparedData:
+        return prepare(
+            data,
+            tokenizer=tokenizer,
+            sequence_length=plan.settings.sequence_length,
+            seed=plan.job.train.seed,
+            cache_dir=plan.output_dir / "cache",
+            train_batch_size=plan.settings.batch.train,
+            vocab_size=plan.model.vocab_size,
+        )
+
+    first = patiently(world, lambda: work() if world.is_main else None)
+    # Ranks without a disk in common tokenise for themselves, and take as long.
+    rest = patiently(world, lambda: None if world.is_main else work())
+    prepared = first or rest
+    assert prepared is not None
+    return prepared
