@@ -1,7 +1,7 @@
 """Models with other heads than a language model's, mixtures of experts, and models that cannot be traced."""
 
 import json
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -10,8 +10,10 @@ from transformers import AutoConfig
 
 import toolkit as tk
 from toolkit.errors import PlanError, SpecError
+from toolkit.memory.estimate import estimate, trace_plan
 from toolkit.memory.events import held
 from toolkit.memory.trace import trace, trace_model
+from toolkit.modeling.build import model_config
 
 ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 5, "num_decoder_layers": 4, "num_heads": 4, "vocab_size": 64}
@@ -200,3 +202,59 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path, as_folder):
 def test_parameters_that_a_model_makes_in_fp32_are_cast():
     made = trace_model(config_of("deepseek_v3"), micro_batch=1, sequence_length=8, device=H100, dtype=torch.float16)
     assert {parameter.itemsize for parameter in made.parameters} == {2}
+
+
+def mixtral_plan(**train):
+    job = {
+        "model": {"name": "mixtral-8x7b", "init": "random"},
+        "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 8},
+        "train": {"sequence_length": 1024, "per_device_train_batch_size": 1, **train},
+        "parallel": {"zero_stage": 3},
+    }
+    return tk.resolve(tk.Job.model_validate(job))
+
+
+def test_the_worst_routing_is_priced_where_the_routing_matters(monkeypatch):
+    plan = mixtral_plan()
+    grouped = estimate(plan)
+    assert grouped.worst_routing_peak_bytes == grouped.peak_allocated_bytes, "rows do not depend on who is chosen"
+    balanced = trace_plan(plan, marks_modules=True)
+    assert balanced.has_experts
+    assert not balanced.depends_on_routing
+
+    def one_by_one(plan):
+        config = model_config(plan)
+        config._experts_implementation = "eager"
+        return config
+
+    monkeypatch.setattr("toolkit.memory.trace.model_config", one_by_one)
+    looped = estimate(plan)
+    worst = trace_plan(plan, marks_modules=True, routing="worst")
+    assert worst.depends_on_routing
+    assert looped.worst_routing_peak_bytes == estimate(plan, traced=worst).peak_allocated_bytes
+    assert looped.to_dict()["worst_routing_peak_bytes"] == looped.worst_routing_peak_bytes
+
+
+def test_a_dense_model_has_no_worst_routing():
+    job = {"model": {"name": "smollm2-135m", "init": "random"}, "cluster": {"gpu": "h100-sxm-80gb"}}
+    assert estimate(tk.resolve(tk.Job.model_validate(job))).worst_routing_peak_bytes is None
+
+
+def test_linear_attention_says_that_it_is_traced_without_its_kernels(monkeypatch):
+    from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    assert not any("Linear attention" in line for line in traced("mixtral").assumptions)
+    before = traced("qwen3_next")
+    (sentence,) = [line for line in before.assumptions if "Linear attention" in line]
+    assert "causal-conv1d and flash-linear-attention" in sentence
+
+    package = "fla"
+
+    @wraps(modeling.torch_chunk_gated_delta_rule)
+    def installed(*args, **kwargs):
+        raise AssertionError(f"{package} cannot run on fake tensors")
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", installed)
+    traced.cache_clear()
+    assert traced("qwen3_next") == before, "also where the package is installed"
+    assert modeling.torch_chunk_gated_delta_rule is installed

@@ -71,11 +71,12 @@ def estimate(
 
     Example: `toolkit estimate job.yaml`, `toolkit estimate job.yaml --sweep sequence_length=2048,4096 --plot sweep.png`
 
-    JSON keys: fits, fits_gpu, fits_host, peak_allocated_bytes, allocator, allocator_slack_bytes, context_and_nccl_bytes,
-    required_bytes, gpu_capacity_bytes, host_bytes_per_node, host_bytes_per_rank, host_capacity_bytes, checkpoint_bytes,
-    limiting_phase, limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, phases:
-    allocated_bytes, causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits). With
-    --sweep: fits, keys, rows; with --compare: fits, strategies; with --gpus: fits, gpus; each row has its figures.
+    JSON keys: fits, fits_gpu, fits_host, peak_allocated_bytes, allocator, allocator_slack_bytes,
+    context_and_nccl_bytes, required_bytes, gpu_capacity_bytes, host_bytes_per_node, host_bytes_per_rank,
+    host_capacity_bytes, checkpoint_bytes, worst_routing_peak_bytes (null without experts), limiting_phase,
+    limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, phases: allocated_bytes,
+    causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits). With --sweep: fits,
+    keys, rows; with --compare: fits, strategies; with --gpus: fits, gpus; each row has its figures.
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
     case = _read_case(job, overrides or [], deepspeed_config, built_partitioned=not no_zero_init)

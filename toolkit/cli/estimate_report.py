@@ -37,6 +37,8 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     print_fields(_host(report))
     print(f"\nDisk: {format_bytes(report.checkpoint_bytes)} a checkpoint")
     print(f"Traced {report.num_traced_layers} of {report.num_layers} layers; the others repeat these")
+    if report.worst_routing_peak_bytes is not None:
+        print(f"At worst, all tokens choosing the same experts: {_worst_routing(report)}")
     _print_savings(report, savings)
     if report.assumptions:
         print("\nAssumed")
@@ -57,6 +59,12 @@ def _compare(name: str, needed: int, capacity: int | None) -> str:
     room = capacity - needed
     rest = f"{format_bytes(room)} left" if room >= 0 else f"{format_bytes(-room)} too much"
     return f"{name} {format_bytes(needed)} of {format_bytes(capacity)}, {rest}"
+
+
+def _worst_routing(report: MemoryReport) -> str:
+    worst, peak = report.worst_routing_peak_bytes or 0, report.peak_allocated_bytes
+    same = worst <= peak
+    return f"peak {format_bytes(max(worst, peak))}{', the same' if same else f', {format_bytes(worst - peak)} more'}"
 
 
 def _print_phases(report: MemoryReport) -> None:

@@ -21,6 +21,7 @@ from toolkit.memory.host import HostReport, host_bytes, pinned
 from toolkit.memory.kernels import Device
 from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
+from toolkit.memory.routing import Routing
 from toolkit.memory.trace import Trace, trace
 from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.plan import Plan
@@ -62,6 +63,7 @@ def estimate(
     *,
     deepspeed_config: Mapping[str, Any] | None = None,
     traced: Trace | None = None,
+    worst: Trace | None = None,
     calibration: Calibration | None = None,
     built_partitioned: bool = True,
     allocator: Allocator | None = None,
@@ -72,6 +74,7 @@ def estimate(
         plan: What will run.
         deepspeed_config: A DeepSpeed configuration without "auto", in place of the plan's own.
         traced: A trace of the same model, batch and checkpointing, to save its time.
+        worst: Another, of the routing that needs most memory; read only where `traced` depends on the routing.
         calibration: What was measured on the machine at hand.
         built_partitioned: Whether a stage-3 model is built under `zero.Init`, as ours are.
         allocator: How torch's allocator is set; the plan's, which our launches set, when left out.
@@ -81,12 +84,8 @@ def estimate(
     """
     settings = engine_settings(plan, deepspeed_config, built_partitioned=built_partitioned)
     events = traced or trace_plan(plan, marks_modules=settings.zero_stage == 3)
-    accounts = replay_ranks(
-        events,
-        settings,
-        strategy=plan.job.parallel.strategy,
-        workspace=workspace_bytes(capability(plan.gpu)),
-    )
+    strategy, workspace = plan.job.parallel.strategy, workspace_bytes(capability(plan.gpu))
+    accounts = replay_ranks(events, settings, strategy=strategy, workspace=workspace)
     phases = {rank: _phases(account) for rank, account in accounts.items()}
     ranks = tuple(
         RankReport(rank=rank, coordinate=plan.grid.coordinate(rank), phases=phases[dp])
@@ -94,6 +93,10 @@ def estimate(
         for dp in [plan.grid.coordinate(rank).dp]
     )
     peak = max(rank.peak_allocated_bytes for rank in ranks)
+    worst_peak = peak if events.has_experts else None
+    if events.depends_on_routing:
+        unbalanced = worst or trace_plan(plan, marks_modules=settings.zero_stage == 3, routing="worst")
+        worst_peak = _peak(replay_ranks(unbalanced, settings, strategy=strategy, workspace=workspace))
     around = overhead(
         peak,
         num_communicators=int(plan.grid.world_size > 1),
@@ -114,6 +117,7 @@ def estimate(
         ),
         num_traced_layers=events.num_traced_layers,
         num_layers=events.num_layers,
+        worst_routing_peak_bytes=worst_peak,
         assumptions=(
             *events.assumptions,
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
@@ -136,13 +140,14 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
         yield "under torch's default allocator the slack is the largest share that measured runs reserved on top"
 
 
-def trace_plan(plan: Plan, *, marks_modules: bool) -> Trace:
+def trace_plan(plan: Plan, *, marks_modules: bool, routing: Routing = "balanced") -> Trace:
     """Traces a plan's model on its card; marks serve every ZeRO stage and change no figure of the lower ones.
 
     Raises:
         PlanError: TRACE_FAILED.
     """
-    return trace(plan, device=Device(capability=capability(plan.gpu)), marks_modules=marks_modules)
+    device = Device(capability=capability(plan.gpu))
+    return trace(plan, device=device, marks_modules=marks_modules, routing=routing)
 
 
 def engine_settings(
@@ -188,6 +193,10 @@ def capability(gpu: Gpu) -> float:
         return float(text)
     except ValueError:
         return 8.0
+
+
+def _peak(accounts: Mapping[int, Account]) -> int:
+    return max(peak.allocated_bytes for account in accounts.values() for peak in account.peaks.values())
 
 
 def _phases(account: Account) -> dict[str, PhaseReport]:

@@ -12,6 +12,7 @@ from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
 from toolkit.memory.estimate import capability, estimate, trace_plan
 from toolkit.memory.report import MemoryReport
+from toolkit.memory.routing import Routing
 from toolkit.memory.trace import Trace
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
@@ -51,10 +52,12 @@ class Estimator:
     def estimate_plan(self, plan: Plan, case: Case) -> MemoryReport:
         """Estimates a plan that `case` resolved to."""
         calibration = self._calibrations.get(plan.gpu.name)
+        traced = self._trace(plan)
         report = estimate(
             plan,
             deepspeed_config=None if case.file is None else case.file.resolved(plan),
-            traced=self._trace(plan),
+            traced=traced,
+            worst=self._trace(plan, routing="worst") if traced.depends_on_routing else None,
             calibration=calibration,
             built_partitioned=case.built_partitioned,
             # A script with its own file is not started by us, and torch's default holds.
@@ -75,13 +78,13 @@ class Estimator:
         except ToolkitError as error:
             return Outcome(plan=plan, problems=error.problems)
 
-    def _trace(self, plan: Plan) -> Trace:
-        key = trace_key(plan)
+    def _trace(self, plan: Plan, *, routing: Routing = "balanced") -> Trace:
+        key = f"{routing} {trace_key(plan)}"
         if key not in self._traces:
             settings = plan.settings
             self._notify(f"tracing {plan.model.name}, {settings.batch.micro} × {settings.sequence_length} tokens")
             # Always with ZeRO-3's marks, so that one trace serves every stage.
-            self._traces[key] = trace_plan(plan, marks_modules=True)
+            self._traces[key] = trace_plan(plan, marks_modules=True, routing=routing)
         return self._traces[key]
 
 

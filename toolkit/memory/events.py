@@ -117,6 +117,8 @@ class Trace:
         num_layers: Layers that they stand for.
         host_copies: Bytes of each layer input that waits in pinned host memory for its backward pass.
         assumptions: What of the data or the installation the sizes suppose, as sentences.
+        has_experts: Whether tokens choose experts.
+        depends_on_routing: Whether what they choose changes the sizes.
     """
 
     parameters: tuple[Parameter, ...]
@@ -128,6 +130,8 @@ class Trace:
     tied: tuple[tuple[str, str], ...] = ()
     host_copies: tuple[int, ...] = ()
     assumptions: tuple[str, ...] = ()
+    has_experts: bool = False
+    depends_on_routing: bool = False
 
 
 @dataclass(slots=True)

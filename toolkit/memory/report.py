@@ -60,6 +60,7 @@ class MemoryReport:
         num_traced_layers: Layers that were run on fake tensors.
         num_layers: Layers that they stand for.
         assumptions: What the estimate takes for granted, one sentence each.
+        worst_routing_peak_bytes: Peak of the fullest rank if all tokens choose the same experts; None without experts.
     """
 
     ranks: tuple[RankReport, ...]
@@ -72,6 +73,7 @@ class MemoryReport:
     num_traced_layers: int
     num_layers: int
     assumptions: tuple[str, ...]
+    worst_routing_peak_bytes: int | None = None
 
     @property
     def fullest(self) -> RankReport:
@@ -129,6 +131,7 @@ class MemoryReport:
             "host_bytes_per_rank": dict(self.host.bytes_per_rank),
             "host_capacity_bytes": self.host.capacity_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
+            "worst_routing_peak_bytes": self.worst_routing_peak_bytes,
             "limiting_phase": self.limiting_phase,
             "limiting_rank": self.fullest.rank,
             "num_traced_layers": self.num_traced_layers,

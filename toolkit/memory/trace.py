@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device
 from toolkit.memory.inputs import PADDED, Task, loss_of, make_batch
 from toolkit.memory.kernels import Device, cuda_kernels
 from toolkit.memory.layers import Stack, find_stacks, prune
+from toolkit.memory.linear_attention import describe, without_packages
 from toolkit.memory.routing import (
     LoopedExperts,
     Routing,
@@ -45,13 +46,21 @@ from toolkit.spec.job import Lora, Loss, Packing
 __all__ = ["Parameter", "Trace", "trace", "trace_model"]
 
 
-def trace(plan: Plan, *, device: Device, marks_modules: bool | None = None, all_layers: bool = False) -> Trace:
+def trace(
+    plan: Plan,
+    *,
+    device: Device,
+    marks_modules: bool | None = None,
+    routing: Routing = "balanced",
+    all_layers: bool = False,
+) -> Trace:
     """Traces one micro-batch of a plan.
 
     Args:
         plan: What runs.
         device: Card, which decides on kernels.
         marks_modules: Whether to mark the hooks of ZeRO-3; by default if the plan's stage is 3.
+        routing: How tokens spread over experts.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
     Raises:
@@ -80,6 +89,7 @@ def trace(plan: Plan, *, device: Device, marks_modules: bool | None = None, all_
         lora=None if train.method == "full" else train.lora or Lora(),
         quantized=train.method == "qlora",
         marks_modules=settings.zero_stage == 3 if marks_modules is None else marks_modules,
+        routing=routing,
         trust_remote_code=trusted,
         all_layers=all_layers,
     )
@@ -220,10 +230,13 @@ class _Request:
                 answers: list[Answer] = [no_chance, *([pass_checks] if seeing else []), *([looped] if looped else [])]
                 tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
                 running = tracing
-                tracing.run(lambda: self._step(model, running))
+                with without_packages(model) as replaced:
+                    tracing.run(lambda: self._step(model, running))
                 padded = self.packing == "none" and self.task != "image-classification"
-                assumed = (*assumptions(model, looped), *((PADDED,) if padded else ()))
-                return _whole(model, stacks, tracing, assumed)
+                assumed = (*assumptions(model, looped), *describe(replaced), *((PADDED,) if padded else ()))
+                made = _whole(model, stacks, tracing, assumed)
+                asked = looped is not None and looped.asked
+                return made and replace(made, has_experts=asked or runs_grouped(model), depends_on_routing=asked)
         except ToolkitError:
             raise
         except Exception as error:
