@@ -57,6 +57,7 @@ def choose_kernel(
     device: Device,
     dropout: float = 0.0,
     causal: bool = True,
+    enable_gqa: bool = True,
 ) -> Kernel:
     """Names the kernel that `scaled_dot_product_attention` runs on a CUDA card when gradients are needed.
 
@@ -68,13 +69,18 @@ def choose_kernel(
         device: The card.
         dropout: Probability.
         causal: Whether the upper triangle is masked by flag.
+        enable_gqa: Whether fewer key and value heads may be shared; without it, heads that differ in number are
+            broadcast, which no fused kernel does (check_batch_size_and_num_heads_dense).
 
     Source:
         sdp_utils.cpp select_sdp_backend: the first that can, of cuDNN (Hopper and Blackwell), flash, efficient, math.
     """
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and not enable_gqa:
+        return "math"
     fits = _Shapes(
         half=query.dtype in (torch.bfloat16, torch.float16),
-        grouped=key.shape[1] != query.shape[1],
+        grouped=grouped,
         masked=mask is not None,
         width=query.shape[-1],
         value_width=value.shape[-1],
@@ -137,7 +143,16 @@ def _sdpa(device: Device) -> Callable[..., torch.Tensor]:
         heads, kv_heads = query.shape[-3], key.shape[-3]
         if heads % kv_heads or (heads != kv_heads and kv_heads != 1 and not enable_gqa):
             raise ValueError(f"{heads} query heads cannot share {kv_heads} key and value heads")
-        kernel = choose_kernel(query, key, value, attn_mask, device=device, dropout=dropout_p, causal=is_causal)
+        kernel = choose_kernel(
+            query,
+            key,
+            value,
+            attn_mask,
+            device=device,
+            dropout=dropout_p,
+            causal=is_causal,
+            enable_gqa=enable_gqa,
+        )
         if kernel == "math":
             return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

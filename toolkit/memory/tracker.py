@@ -18,6 +18,15 @@ from toolkit.memory.events import Owner, Recorder, Release
 from toolkit.memory.values import Answer
 
 
+# Bytes that a CUDA kernel takes for its first argument beside the result, which is all that fake tensors show:
+# grad * output (cuda/SoftMax.cu softmax_backward_cuda_out), isneginf of the scores (transformers/attention.cpp
+# _safe_softmax).
+WITHIN_CALL: Mapping[Any, Callable[[torch.Tensor], int]] = {
+    torch.ops.aten._softmax_backward_data.default: lambda gradient: gradient.nbytes,
+    torch.ops.aten._safe_softmax.default: lambda scores: scores.numel(),
+}
+
+
 @dataclass(slots=True)
 class _Storage:
     watch: weakref.ref[Any]
@@ -84,7 +93,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._watch(leaf)
+        within = WITHIN_CALL.get(function)
+        if within is not None and not self._on_host:
+            self._pass_through(in_blocks(within(args[0])))
         return result
+
+    def _pass_through(self, size: int) -> None:
+        """Notes what a call takes beside its result and releases before it returns."""
+        cause = self._cause()
+        self._recorder.change(cause, size)
+        self._recorder.change(cause, -size)
 
     def hand_over(self, tensor: torch.Tensor) -> int:
         """Stops counting a tensor's storage, which an engine takes over; gives its bytes."""

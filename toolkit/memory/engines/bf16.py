@@ -5,7 +5,7 @@ Source: deepspeed runtime/bf16_optimizer.py; chosen by runtime/engine.py _do_opt
 
 from __future__ import annotations
 
-from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
+from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.stage12 import partition_numel
 from toolkit.memory.trace import Parameter
 
@@ -35,6 +35,5 @@ class Bf16(Replay):
         self.account.spike("gradients in fp32 at the step", 4 * self.largest_numel)
 
     def step(self) -> None:
-        """Norms in fp64, then the optimizer on views of the fp32 gradients."""
-        self.account.spike("gradient norm in fp64", NORM_ITEMSIZE * self.largest_numel)
+        """The optimizer on views of the fp32 gradients, whose norms need no copy (utils.py get_global_norm_of_tensors)."""
         self.run_optimizer(self._partition)

@@ -37,6 +37,7 @@ class Fsdp2(Replay):
         self._held_gather = 0
         self._held_reduce = 0
         self._with_gradients: set[str] = set()
+        self._unreduced: set[str] = set()
         self._reduces = True
         self._backward = False
 
@@ -64,8 +65,12 @@ class Fsdp2(Replay):
         self._current = None
 
     def begin_backward(self, *, first: bool, last: bool) -> None:
-        """Only the last micro-batch reduces (Accelerator.accumulate: set_requires_gradient_sync)."""
+        """Only the last micro-batch reduces (Accelerator.accumulate: set_requires_gradient_sync).
+
+        The root's _post_forward has let go of the last all-gather's output (_fsdp_state.py).
+        """
         self._leave()
+        self._drop_gather()
         self._backward, self._reduces = True, last
 
     def module(self, name: str, *, fetch: bool, backward: bool) -> None:
@@ -89,16 +94,22 @@ class Fsdp2(Replay):
             self.account.allocate("all-gather buffers", self._whole(group))
 
     def _unshard(self, group: str) -> None:
-        """The output of an all-gather lives until the copy out of the next one (AllGatherState)."""
+        """In the forward pass the output of an all-gather lives until the copy out of the next one (AllGatherState)."""
         if group in self._gathered:
             return
         self._prefetch(group)
         if self.settings.dp_size > 1:
-            self.account.free("all-gather buffers", self._held_gather)
+            self._drop_gather()
             self._held_gather = self._whole(group)
         self.account.allocate("parameters gathered", self._whole(group))
+        if self._backward:
+            self._drop_gather()
         self._prefetched.discard(group)
         self._gathered.add(group)
+
+    def _drop_gather(self) -> None:
+        self.account.free("all-gather buffers", self._held_gather)
+        self._held_gather = 0
 
     def _leave(self) -> None:
         """post_forward reshards, but for the last group; post_backward reduces and reshards."""
@@ -114,8 +125,11 @@ class Fsdp2(Replay):
             self.account.free("parameters gathered", self._whole(group))
 
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """Whole, until its group has been through."""
+        """Whole, until its group has been through; added in place to what a micro-batch has left that did not reduce."""
         self._with_gradients.add(self._group(parameter.module))
+        if parameter.name in self._unreduced:
+            self.account.free("gradients", size)
+        self._unreduced.add(parameter.name)
 
     def _reduce(self, group: str) -> None:
         """foreach_reduce: a flat copy, which lives until the next group's."""
@@ -132,6 +146,7 @@ class Fsdp2(Replay):
         account.spike("gradient partition being cast", settings.itemsize * shard)
         account.allocate("gradient partition", MASTER_ITEMSIZE * shard)
         self._with_gradients.discard(group)
+        self._unreduced.difference_update(p.name for p in trainable)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
         """What is left of gathers and reductions goes."""

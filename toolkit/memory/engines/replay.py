@@ -68,6 +68,8 @@ class Replay(ABC):
         self.begin_backward(first=first, last=last)
         self._replay(self.trace.backward)
         self.end_backward(first=first, last=last)
+        if not last:
+            self.account.enter("step")  # engine.step() is called after each micro-batch, and does nothing yet
 
     def _replay(self, events: Sequence[Placed]) -> None:
         apply, account = self.account.apply, self.account

@@ -42,8 +42,8 @@ class Stage0(Replay):
         self.keep_gradient(size)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """Several ranks reduce copies of up to 5e8 elements (engine.py buffered_allreduce_fallback)."""
-        if not last or self.settings.dp_size == 1:
+        """Copies of up to 5e8 elements are reduced, by a single rank too (engine.py buffered_allreduce_fallback)."""
+        if not last:
             return
         most, numel = 0, 0
         for parameter in self.trainable:

@@ -125,11 +125,21 @@ class Stage12(Replay):
         copies = flattens * settings.itemsize + casts * settings.communication_itemsize
         account.spike("reduction buffer", self._elements * copies)
         for parameter in self._filled:
+            if not settings.contiguous_gradients and not settings.offload_optimizer and not self._compact:
+                self._keep_or_clear(parameter)
+                continue
             if self._is_mine(parameter):
                 self._into_partition(parameter)
             if parameter.numel > settings.reduce_bucket_size or not settings.contiguous_gradients:
                 account.free("gradients", parameter.size)
         self._filled, self._elements = [], 0
+
+    def _keep_or_clear(self, parameter: Parameter) -> None:
+        """reduce_ipg_grads without contiguous_gradients: a gradient of the partition stays as it is, others go."""
+        self.account.free("gradients", parameter.size)
+        if self._is_mine(parameter):
+            self._allocated = True
+            self.account.allocate("gradient partition", parameter.size)
 
     def _into_partition(self, parameter: Parameter) -> None:
         account, settings = self.account, self.settings

@@ -39,6 +39,7 @@ class Stage3(Replay):
         self._elements = 0
         self._kept = 0
         self._last = True
+        self._secondary: set[str] = set()
         self._offloaded = settings.offload_optimizer is not None
 
     def _group(self) -> list[int]:
@@ -60,7 +61,11 @@ class Stage3(Replay):
         if settings.built_partitioned:
             if settings.offload_param is None:
                 account.allocate("parameter partitions", stored)
-            account.spike("parameters being partitioned", largest)
+            for parameter in self.trace.parameters:
+                self.keep_secondary(parameter)
+            # A head that will be tied is made and partitioned first, as a parameter of its own.
+            tied = max((self._partitions[name] * self.by_name[name].itemsize for _, name in self.trace.tied), default=0)
+            account.spike("parameters being partitioned", largest + (0 if settings.offload_param else tied))
         else:
             # engine.py _configure_distributed_model moves the whole model to the card first (DeepSpeed #4527).
             with account.temporary("parameters before partitioning", sum(p.size for p in self.trace.parameters)):
@@ -79,8 +84,11 @@ class Stage3(Replay):
             account.allocate("reduction buckets", settings.reduce_bucket_size * settings.communication_itemsize)
         if not self._offloaded:
             account.allocate("gradient partition", self._numel * settings.accumulation_itemsize)
-        # create_reduce_and_remove_grad_hooks gathers one parameter at a time.
-        account.spike("parameters gathered", max((p.size for p in self.trainable), default=0))
+        # create_reduce_and_remove_grad_hooks gathers one parameter at a time; a partition on the host is copied first.
+        biggest = max(self.trainable, key=lambda parameter: parameter.numel, default=None)
+        if biggest is not None:
+            copied = self._partitions[biggest.name] * biggest.itemsize if settings.offload_param else 0
+            account.spike("parameters gathered", biggest.size + copied)
         self._fetcher.prepare()
 
     def _resident_groups(self) -> list[int]:
@@ -98,11 +106,7 @@ class Stage3(Replay):
         return self._sub_groups[kept:] if self.settings.offload_optimizer == "cpu" else []
 
     def begin_forward(self) -> None:
-        """reset_step; hpZ keeps a second shard, of 1/hpz, from the first gather of a step until the optimizer's."""
-        settings = self.settings
-        if settings.hpz_partition_size > 1 and not self.account.held("secondary partitions"):
-            shards = (math.ceil(p.numel / settings.hpz_partition_size) * p.itemsize for p in self.trace.parameters)
-            self.account.allocate("secondary partitions", sum(shards))
+        """reset_step."""
         self._fetcher.begin()
 
     def begin_backward(self, *, first: bool, last: bool) -> None:
@@ -166,10 +170,10 @@ class Stage3(Replay):
         """One sub-group at a time: 2 + 4 bytes a parameter of it, beside the gradient partition."""
         account, settings = self.account, self.settings
         self._fetcher.drop_all()
-        account.free_all("secondary partitions")  # invalidate_secondary_tensor
         if not self._offloaded:
-            # has_overflow: isinf is (abs(x) == inf), a copy and a mask of the whole gradient partition.
-            account.spike("overflow check", self._numel * (settings.accumulation_itemsize + 1))
+            if settings.fp16:
+                # has_overflow: isinf is (abs(x) == inf), a copy and a mask of the whole gradient partition.
+                account.spike("overflow check", self._numel * (settings.accumulation_itemsize + 1))
             largest = max((self._partitions[p.name] for p in self.trainable), default=0)
             account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
         first_step = not account.held("optimizer state")
@@ -178,7 +182,7 @@ class Stage3(Replay):
             if first_step:
                 account.allocate("optimizer state", resident * settings.state_bytes)
             account.spike("optimizer temporaries", max(self._resident_groups(), default=0) * settings.step_bytes)
-            self._fetcher.restore_persistent()
+            self._end_step()
             return
         for partition in self._sub_groups:
             cast = settings.accumulation_itemsize != settings.master_itemsize
@@ -191,7 +195,24 @@ class Stage3(Replay):
             account.spike("optimizer temporaries", partition * settings.step_bytes)
             account.free_all("gradients in fp32 at the step")
             account.free_all("gradients flattened at the step")
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """_post_step: persistent parameters are gathered again, then invalidate_secondary_tensor."""
         self._fetcher.restore_persistent()
+        self.account.free_all("secondary partitions")
+        self._secondary.clear()
+
+    def keep_secondary(self, parameter: Parameter) -> None:
+        """hpZ: a parameter that is partitioned leaves a second shard, of 1/hpz, until the step ends.
+
+        Source:
+            partition_parameters.py _partition_param_sec.
+        """
+        size = self.settings.hpz_partition_size
+        if size > 1 and parameter.name not in self._secondary:
+            self._secondary.add(parameter.name)
+            self.account.allocate("secondary partitions", math.ceil(parameter.numel / size) * parameter.itemsize)
 
     def partition(self, parameter: Parameter) -> int:
         """Elements of a parameter that each rank stores."""
@@ -327,6 +348,7 @@ class _Fetcher:
                 self._available.add(parameter.name)
 
     def _drop(self, parameter: Parameter) -> None:
+        self._engine.keep_secondary(parameter)
         self._available.discard(parameter.name)
         self._num_available -= parameter.numel
         if self._engine.gathers:
