@@ -1,0 +1,102 @@
+"""What README.md shows is there: commands, options, files, folders, names; its job is sound and its estimate current."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+import yaml
+
+import toolkit as tk
+from toolkit.cli.app import build_app, main
+from toolkit.cli.checking import check
+from toolkit.spec.loader import parse_job
+from toolkit.spec.model import model_names, read_catalogue_model
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("toolkit ")]
+
+
+def test_the_job_is_sound(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (block,) = blocks("yaml")
+    document = yaml.safe_load(block)
+    (name,) = [known for known in model_names() if read_catalogue_model(known).hub_id == document["model"]]
+    assert f"--set model={name}" in TEXT
+    assert check(parse_job(document | {"model": name})).problems == ()
+
+
+def test_every_command_has_the_options_that_are_shown():
+    root = typer.main.get_command(build_app())
+    assert len(commands()) >= 10
+    for line in commands():
+        name, *words = shlex.split(line)[1:]
+        command = root.commands[name]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= known, line
+
+
+def test_every_command_is_in_the_table():
+    named = set(re.findall(r"`(?:toolkit )?([a-z]+)[ `]", "\n".join(re.findall(r"^\| `.*?\|", TEXT, re.MULTILINE))))
+    visible = {name for name, command in typer.main.get_command(build_app()).commands.items() if not command.hidden}
+    assert visible <= named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:examples|tests|benchmarks|configs|docs)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_tree_lists_every_package():
+    tree = TEXT.split("## The tree")[1].split("```")[1]
+    packages = {path.parent.name for path in (ROOT / "toolkit").glob("*/__init__.py")}
+    assert set(re.findall(r"^  (\w+)/ ", tree, re.MULTILINE)) == packages
+    for folder in re.findall(r"^(\w+)/", tree, re.MULTILINE):
+        assert (ROOT / folder).is_dir()
+
+
+def test_the_python_names_exist():
+    (block,) = blocks("python")
+    tree = ast.parse(block)
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tk"}
+    assert used
+    assert used <= set(dir(tk))
+
+
+def test_the_estimate_is_what_the_command_prints(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    (shown,) = [block for block in blocks("text") if block.startswith("$ toolkit estimate")]
+    command, _, expected = shown.partition("\n")
+    assert main(shlex.split(command)[2:]) == 0
+    texts, numbers = zip(*(read(text) for text in (capsys.readouterr().out, expected)), strict=True)
+    assert texts[0] == texts[1]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.02, abs=1)  # other versions of torch trace a little else
+
+
+def read(text: str) -> tuple[list[str], list[float]]:
+    """A text's lines with # for each number, whatever the spaces between words; and the numbers."""
+    words = [" ".join(line.split()) for line in text.splitlines() if line.strip() and "─" not in line]
+    number = re.compile(r"\d[\d,]*(?:\.\d+)?")
+    return [number.sub("#", line) for line in words], [
+        float(found.replace(",", "")) for found in number.findall("\n".join(words))
+    ]
