@@ -51,6 +51,18 @@ def test_files_that_moved_are_the_same(files: Path) -> None:
     ], "earlier versions recorded no content"
 
 
+def test_a_chat_template_is_known_by_content_or_by_its_name(files: Path) -> None:
+    path = files / "chat.jinja"
+    path.write_text("{{ messages }}")
+    then = _job(train="org/set", chat_template=str(path))
+    recorded = identify(then)
+    path.write_text("{{ messages }}!")
+    assert _problems(then, then, recorded) == [("CHECKPOINT_DATA", "data.chat_template")]
+    named = _job(train="org/set", chat_template="chatml")
+    assert _problems(named, named, identify(named)) == []
+    assert _problems(_job(train="org/set"), named, identify(named)) == [("CHECKPOINT_DATA", "data.chat_template")]
+
+
 def test_a_file_that_changed_under_its_name_is_another(files: Path) -> None:
     job = _job(train=str(files / "a.jsonl"))
     recorded = identify(job)

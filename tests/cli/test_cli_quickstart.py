@@ -72,7 +72,7 @@ def test_what_a_person_sees(journey):
     assert re.search(r"loss \d\.\d{4}  [\d,]+ tokens/s  [\d.]+ MiB +[\d.]+ s left", CONTROL.sub("", shown))
     # What stays when the bar has gone: each line after its last rewriting.
     lines = [line.rstrip("\r").rpartition("\r")[2].strip() for line in CONTROL.sub("", shown).split("\n")]
-    kinds = ("[", "data: ", "model: ", "step ", "saved ", "resumed from ")
+    kinds = ("[", "starting ", "data: ", "model: ", "step ", "saved ", "resumed from ")
     fields = ("job file", "plan", "configs", "metrics", "checkpoint", "export", "checked", "time")
     assert [line for line in lines if line and not line.startswith((*kinds, *fields))] == []
     assert [line.split("]")[0] for line in lines if line.startswith("[")] == [f"[{number}/5" for number in range(1, 6)]

@@ -51,7 +51,7 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
         results[f"second-{stage}"] = _run(root, f"parts-{stage}", resume="checkpoint-3", **sections)
     results["over"] = _run(root, "whole-2", parallel={"zero_stage": 2}, train={"weight_decay": 0.1})
     results["again"] = _run(root, "parts-2", resume="checkpoint-8", train={"weight_decay": 0.1})
-    results["too-early"] = _run(root, "parts-2", resume="checkpoint-8", stop_after=8, train={"weight_decay": 0.1})
+    results["too-early"] = _run(root, "parts-2", resume="checkpoint-4", stop_after=4, train={"weight_decay": 0.1})
     lora = {"method": "lora", "lora": {"r": 4, "lora_dropout": 0.1}}
     results["lora"] = _run(root, "lora", train=lora)
     results["lora-first"] = _run(root, "lora-parts", stop_after=4, train=lora)

@@ -17,6 +17,7 @@ from toolkit.spec.job import Job
 # Key of the job to its sources in order, as JSON: name, num_bytes, modified_ns, sha256; the last three are None on the hub.
 Sources = Mapping[str, list[dict[str, Any]]]
 
+_OF_DATA = frozenset({"data.train", "data.eval", "data.chat_template"})
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
@@ -24,7 +25,7 @@ _TOKENIZER_FILES = (
 
 
 def identify(job: Job, *, known: Sources | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Gives the content of a job's data files, and of the tokenizer it names.
+    """Gives the content of a job's data files, and of the tokenizer and the chat template that it names.
 
     Args:
         job: Its relative paths start from the working directory.
@@ -44,7 +45,7 @@ def source_problems(job: Job, saved: Job, recorded: Sources, folder: Path) -> It
         folder: The checkpoint.
     """
     now, names, former = identify(job, known=recorded), _names(job), _names(saved)
-    unasked = {"data.train", "data.eval"} if job.data is None or saved.data is None else set()  # a script of one's own
+    unasked = _OF_DATA if job.data is None or saved.data is None else frozenset()  # a script of one's own
     for key in sorted({*names, *former} - unasked):
         before, after = former.get(key, ()), names.get(key, ())
         if key not in recorded:
@@ -71,7 +72,7 @@ def source_problems(job: Job, saved: Job, recorded: Sources, folder: Path) -> It
 def _names(job: Job) -> dict[str, tuple[str, ...]]:
     named: dict[str, str | tuple[str, ...] | None] = {"model.tokenizer": job.model.tokenizer}
     if job.data is not None:
-        named |= {"data.train": job.data.train, "data.eval": job.data.eval}
+        named |= {key: getattr(job.data, key.removeprefix("data.")) for key in sorted(_OF_DATA)}
     return {key: (value,) if isinstance(value, str) else value for key, value in named.items() if value is not None}
 
 
