@@ -7,6 +7,7 @@ import pytest
 import torch
 from traced_models import H100, config_of, peaks, traced
 from transformers import AutoConfig
+from transformers.models.llama import modeling_llama
 
 import toolkit as tk
 from toolkit.errors import PlanError, SpecError
@@ -41,6 +42,12 @@ GEMMA3 = {
     "boi_token_index": 61,
     "eoi_token_index": 62,
 }
+IDEFICS3 = {
+    "text_config": {**GEMMA3["text_config"], "model_type": "llama"},
+    "vision_config": {**ENCODER, **IMAGES},
+    "scale_factor": 2,
+    "image_token_id": 60,
+}
 TASKS = {
     "t5": ("seq2seq-lm", "t5", T5),
     "bart": ("seq2seq-lm", "bart", BART),
@@ -49,6 +56,7 @@ TASKS = {
     "bert-classifier": ("sequence-classification", "bert", {**ENCODER, "vocab_size": 64}),
     "llama-classifier": ("sequence-classification", "llama", {**ENCODER, "vocab_size": 64, "pad_token_id": 0}),
     "gemma3-sees": ("image-text-to-text", "gemma3", GEMMA3),
+    "idefics3-sees": ("image-text-to-text", "idefics3", IDEFICS3),
 }
 
 
@@ -137,11 +145,27 @@ def failed(config, **options):
     return problem
 
 
-def test_a_model_that_asks_for_values_is_named_with_its_module():
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
-    problem = failed(AutoConfig.for_model("jetmoe", vocab_size=64, hidden_size=32, num_hidden_layers=3, **experts))
+def test_a_model_that_asks_for_values_is_named_with_its_module(monkeypatch):
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, hidden: hidden[hidden.sum(-1) > 0])
+    problem = failed(config_of("llama"))
     assert problem.code == "TRACE_FAILED"
-    assert "model.layers.0.self_attention.experts" in problem.message
+    assert "model.layers.0.mlp (LlamaMLP)" in problem.message
+    assert "depend on the values of tensors" in problem.fix
+
+
+def jetmoe(**options):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
+    config = AutoConfig.for_model("jetmoe", vocab_size=64, hidden_size=32, num_hidden_layers=6, **experts)
+    return trace_model(config, **{"micro_batch": 1, "sequence_length": 66, "device": H100} | options)
+
+
+def test_experts_that_cut_their_rows_by_a_list():
+    few, whole = jetmoe(), jetmoe(all_layers=True)
+    assert (few.forward, few.backward) == (whole.forward, whole.backward)
+    assert few.num_traced_layers < few.num_layers == 6
+    assert few.depends_on_routing
+    assert "same number of tokens" in few.assumptions[0]
+    assert "same ones" in jetmoe(routing="worst").assumptions[0]
 
 
 def test_sizes_that_do_not_fit_are_named_with_their_module():
@@ -161,7 +185,9 @@ def test_attention_that_the_architecture_lacks():
 def test_images_whose_size_the_config_does_not_say():
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8}
     problem = failed(AutoConfig.for_model("qwen2_vl", vision_config=vision), task="image-text-to-text")
-    assert (problem.code, "image_size" in problem.message) == ("TRACE_FAILED", True)
+    assert problem.code == "TRACE_FAILED"
+    assert "images of model_type=qwen2_vl_vision have no size of their own" in problem.message
+    assert "image_size" in problem.message
 
 
 def test_a_failed_backward_pass_says_so(monkeypatch):

@@ -18,12 +18,17 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from toolkit.errors import PlanError
 from toolkit.modeling.loss import auxiliary_loss, token_loss
 from toolkit.spec.job import Packing
 
 Task = Literal[
     "causal-lm", "sequence-classification", "masked-lm", "seq2seq-lm", "image-classification", "image-text-to-text"
 ]
+
+# Models that take a list of images for each sequence (transformers models/idefics3/modeling_idefics3.py
+# get_image_features): shape (sequences, images, channels, height, width). One image a sequence is traced.
+SEVERAL_IMAGES = ("idefics2", "idefics3", "smolvlm")
 
 Batch = dict[str, torch.Tensor]
 
@@ -83,7 +88,8 @@ def make_batch(
     if task == "sequence-classification":
         return inputs, _tokens((shape[0],))
     if task == "image-text-to-text":
-        inputs["pixel_values"] = _pixels(getattr(config, "vision_config", config), micro_batch, dtype)
+        pixels = _pixels(getattr(config, "vision_config", config), micro_batch, dtype)
+        inputs["pixel_values"] = pixels[:, None] if config.model_type in SEVERAL_IMAGES else pixels
     if task == "seq2seq-lm":
         inputs["decoder_input_ids"] = _tokens(shape)  # DataCollatorForSeq2Seq makes them from the labels
     return inputs, _tokens(shape)
@@ -103,6 +109,14 @@ def _tokens(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _pixels(config: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
-    size = config.image_size
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise PlanError.of(
+            code="TRACE_FAILED",
+            key="model",
+            message=f"the model cannot be traced: images of model_type={config.model_type} have no size of their own "
+            "(its configuration has no image_size), and what a batch takes depends on that of each",
+            fix="Choose a model whose images have one size",
+        )
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return torch.zeros((count, config.num_channels, height, width), dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,14 +28,16 @@ class LoopedExperts:
     """Answers what a loop over experts asks of the routing, which fake tensors do not know.
 
     Such loops take the experts that were hit from `mask.sum(...).nonzero()` and each one's tokens from
-    `torch.where(mask[expert])`, a mask of shape (choices, tokens).
+    `torch.where(mask[expert])`, a mask of shape (choices, tokens); or they cut the rows by the list
+    `gates.sum(0).tolist()`, gates of shape (tokens, experts).
 
     Args:
         config: Of the model.
         routing: How tokens spread.
 
     Source:
-        transformers models/dbrx/modeling_dbrx.py DbrxExperts.forward, and others without `use_experts_implementation`.
+        transformers models/dbrx/modeling_dbrx.py DbrxExperts.forward, models/jetmoe/modeling_jetmoe.py
+        JetMoeTopKGating.forward, and others without `use_experts_implementation`.
     """
 
     def __init__(self, config: PreTrainedConfig, routing: Routing) -> None:
@@ -44,17 +46,32 @@ class LoopedExperts:
         self._counts = _expert_counts(config)
         self._num_hit = 1
         self._num_choices = max(_choices(config), default=1)
+        self._shares: Iterator[int] = iter(())
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Gives the result of an operation whose result depends on the routing; NotImplemented for any other."""
         aten = torch.ops.aten
         if function is aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 0
+            return False if args[0].dtype == torch.bool else next(self._shares, 0)
+        if function is aten.sum.dim_IntList and args[0].ndim == 2 and args[0].shape[1] in self._counts:
+            if not args[0].is_floating_point() and tuple(args[1]) == (0,):
+                self._shares = self._share_out(*args[0].shape)
+            return NotImplemented
         if function is not aten.nonzero.default:
             return NotImplemented
         self.asked = True
         mask = args[0]
         return mask.new_empty((self._rows(mask.shape), mask.ndim), dtype=torch.int64)
+
+    def _share_out(self, num_tokens: int, num_experts: int) -> Iterator[int]:
+        """Gives how many rows each expert gets, one expert after the other; what asks has to do with experts."""
+        rows = num_tokens * self._num_choices
+        for expert in range(num_experts):
+            self.asked = True
+            if self.routing == "worst":
+                yield num_tokens if expert < self._num_choices else 0
+            else:
+                yield rows // num_experts + (expert < rows % num_experts)
 
     def _rows(self, shape: torch.Size) -> int:
         if len(shape) == 1:  # experts that were hit; one class more than experts stands for none

@@ -35,7 +35,12 @@ def no_chance(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def pass_checks(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Answers True or 1, so that checks pass: vision-language models count image tokens to compare them to features."""
+    """Answers True or 1, so that checks pass: vision-language models count image tokens to compare them to features.
+
+    All images are real ones, none is padding (transformers models/idefics3/modeling_idefics3.py get_image_features).
+    """
+    if function is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool and args[1][0].ndim == 1:
+        return torch.empty_like(args[0])
     if function is not aten._local_scalar_dense.default:
         return NotImplemented
     return True if args[0].dtype == torch.bool else 1
