@@ -17,7 +17,7 @@ import argparse
 from pathlib import Path
 
 import toolkit as tk
-from toolkit.train.loop import prepare_in_turn
+from toolkit.train.preparation import prepare_in_turn
 from toolkit.train.tokenizer import load_tokenizer
 
 
