@@ -27,6 +27,7 @@ from toolkit.launch.watchdog import Watchdog
 
 _POLL_SECONDS = 0.02
 _SHOW_CURSOR = "\x1b[?25h"
+_CLEAR_LINE = "\r\x1b[2K"
 # `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one press, two signals.
 _SAME_PRESS_SECONDS = 0.3
 
@@ -86,7 +87,8 @@ def _clear(log_dir: Path, ranks: Sequence[int]) -> None:
 
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be what went away
-        print(line, file=sys.stderr, flush=True)
+        # A bar of the first rank may stand on the line; it is drawn again on the next.
+        print(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
 
 
 def _restore_terminal() -> None:
@@ -225,8 +227,8 @@ class _Run:
         if number == last and time.monotonic() - at < _SAME_PRESS_SECONDS:
             return
         if self.interrupted or self._stopping:
-            _tell(f"{number.name}: the workers are killed")
             self.kill_all()
+            _tell(f"{number.name}: the workers were killed")
             return
         self.interrupted = True
         _tell(f"{number.name}: each rank ends its step and saves; once more to kill them")

@@ -157,7 +157,7 @@ class _Loop:
         self.plan = run.plan
         self.batches = run.loader(data.train)
         self.meter = Meter(self.plan, run.memory)
-        self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count) if run.world.is_main else None
+        self.metrics: MetricsWriter | None = None
         self.last_loss: float | None = None
         self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
 
@@ -169,8 +169,9 @@ class _Loop:
     def go(self) -> TrainResult:
         run = self.run
         check_stop_after(self.stop_after, run.step_count)
-        if run.world.is_main:
+        if run.world.is_main:  # it cuts off what an earlier session wrote past this step: not before this one is sound
             remove_leftovers(self.plan.output_dir)
+            self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count)
         self.reporter.start(done=run.step_count, total=self.num_steps)
         started_at = logged_at = run.step_count
         try:
