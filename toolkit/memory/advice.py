@@ -100,6 +100,8 @@ def find_savings(
             continue  # no keys of DeepSpeed: our own loop does it
         if change.kind == "loss" and not _loss_matters(report):
             continue
+        if change.kind == "evaluation" and report.limiting_phase != "evaluation":
+            continue
         outcome = estimator.attempt(pinned, change.values)
         if outcome.report is None:
             continue
@@ -128,6 +130,8 @@ def candidates(plan: Plan) -> Iterator[Change]:
         yield _one("loss", "train.loss", "chunked")
         if not plan.on_cpu and settings.precision != "fp16":
             yield _one("loss", "train.loss", "liger")
+    if settings.eval_steps is not None and settings.per_device_eval_batch_size > 1:
+        yield _one("evaluation", "train.per_device_eval_batch_size", settings.per_device_eval_batch_size // 2)
     yield from _smaller_micro_batch(plan)
     yield from _higher_stages(plan)
     if plan.job.parallel.strategy == "zero":

@@ -64,6 +64,7 @@ def estimate(
     deepspeed_config: Mapping[str, Any] | None = None,
     traced: Trace | None = None,
     worst: Trace | None = None,
+    evaluated: Trace | None = None,
     calibration: Calibration | None = None,
     built_partitioned: bool = True,
     allocator: Allocator | None = None,
@@ -75,6 +76,7 @@ def estimate(
         deepspeed_config: A DeepSpeed configuration without "auto", in place of the plan's own.
         traced: A trace of the same model, batch and checkpointing, to save its time.
         worst: Another, of the routing that needs most memory; read only where `traced` depends on the routing.
+        evaluated: Another, of the evaluation; read only if the plan has any.
         calibration: What was measured on the machine at hand.
         built_partitioned: Whether a stage-3 model is built under `zero.Init`, as ours are.
         allocator: How torch's allocator is set; the plan's, which our launches set, when left out.
@@ -86,7 +88,11 @@ def estimate(
     events = traced or trace_plan(plan, marks_modules=settings.zero_stage == 3)
     strategy, workspace = plan.job.parallel.strategy, workspace_bytes(capability(plan.gpu))
     accounts = replay_ranks(events, settings, strategy=strategy, workspace=workspace)
-    phases = {rank: _phases(account) for rank, account in accounts.items()}
+    evaluations: dict[int, Account] = {}
+    if plan.settings.eval_steps is not None:
+        passes = evaluated or trace_plan(plan, marks_modules=settings.zero_stage == 3, evaluation=True)
+        evaluations = replay_ranks(passes, settings, strategy=strategy, workspace=workspace)
+    phases = {rank: _phases(account, evaluations.get(rank)) for rank, account in accounts.items()}
     ranks = tuple(
         RankReport(rank=rank, coordinate=plan.grid.coordinate(rank), phases=phases[dp])
         for rank in range(plan.grid.world_size)
@@ -134,20 +140,18 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
         yield "torch.compile is priced as eager execution, which holds no less"
     if settings.quantized_weights:
         yield "zero_quantized_weights is priced as if gathers were not quantized"
-    if plan.settings.eval_steps is not None:
-        yield f"evaluation, with {plan.settings.per_device_eval_batch_size} sequences a rank, is not priced"
     if allocator == "native" and not plan.on_cpu:
         yield "under torch's default allocator the slack is the largest share that measured runs reserved on top"
 
 
-def trace_plan(plan: Plan, *, marks_modules: bool, routing: Routing = "balanced") -> Trace:
+def trace_plan(plan: Plan, *, marks_modules: bool, routing: Routing = "balanced", evaluation: bool = False) -> Trace:
     """Traces a plan's model on its card; marks serve every ZeRO stage and change no figure of the lower ones.
 
     Raises:
         PlanError: TRACE_FAILED.
     """
     device = Device(capability=capability(plan.gpu))
-    return trace(plan, device=device, marks_modules=marks_modules, routing=routing)
+    return trace(plan, device=device, marks_modules=marks_modules, routing=routing, evaluation=evaluation)
 
 
 def engine_settings(
@@ -199,10 +203,15 @@ def _peak(accounts: Mapping[int, Account]) -> int:
     return max(peak.allocated_bytes for account in accounts.values() for peak in account.peaks.values())
 
 
-def _phases(account: Account) -> dict[str, PhaseReport]:
+def _phases(account: Account, evaluation: Account | None) -> dict[str, PhaseReport]:
+    """Gives the peak of each phase; of an engine that ran evaluations alone, that between its optimizer steps."""
+    peaks = dict(account.peaks)
+    if evaluation is not None:
+        saved = peaks.pop("save")
+        peaks |= {"evaluation": evaluation.peaks["forward"], "save": saved}
     return {
         name: PhaseReport(allocated_bytes=peak.allocated_bytes, causes=dict(peak.causes))
-        for name, peak in account.peaks.items()
+        for name, peak in peaks.items()
     }
 
 

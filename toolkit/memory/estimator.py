@@ -58,6 +58,7 @@ class Estimator:
             deepspeed_config=None if case.file is None else case.file.resolved(plan),
             traced=traced,
             worst=self._trace(plan, routing="worst") if traced.depends_on_routing else None,
+            evaluated=None if plan.settings.eval_steps is None else self._trace(plan, evaluation=True),
             calibration=calibration,
             built_partitioned=case.built_partitioned,
             # A script with its own file is not started by us, and torch's default holds.
@@ -78,13 +79,14 @@ class Estimator:
         except ToolkitError as error:
             return Outcome(plan=plan, problems=error.problems)
 
-    def _trace(self, plan: Plan, *, routing: Routing = "balanced") -> Trace:
-        key = f"{routing} {trace_key(plan)}"
+    def _trace(self, plan: Plan, *, routing: Routing = "balanced", evaluation: bool = False) -> Trace:
+        key = f"{routing} {plan.settings.per_device_eval_batch_size if evaluation else 0} {trace_key(plan)}"
         if key not in self._traces:
             settings = plan.settings
-            self._notify(f"tracing {plan.model.name}, {settings.batch.micro} × {settings.sequence_length} tokens")
+            micro = settings.per_device_eval_batch_size if evaluation else settings.batch.micro
+            self._notify(f"tracing {plan.model.name}, {micro} × {settings.sequence_length} tokens")
             # Always with ZeRO-3's marks, so that one trace serves every stage.
-            self._traces[key] = trace_plan(plan, marks_modules=True, routing=routing)
+            self._traces[key] = trace_plan(plan, marks_modules=True, routing=routing, evaluation=evaluation)
         return self._traces[key]
 
 

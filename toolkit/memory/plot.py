@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import SpecError
-from toolkit.memory.account import PHASES
 from toolkit.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -75,11 +74,12 @@ def plot_report(report: MemoryReport, path: Path, *, title: str = "") -> None:
     figure = _figure(width=9.0, height=5.2)
     axes = figure.subplots()
     rank = report.fullest
-    bottoms = [0.0] * len(PHASES)
+    phases = list(rank.phases)
+    bottoms = [0.0] * len(phases)
     for colour, (cause, sizes) in zip(_COLOURS, _stacked(report).items(), strict=False):
-        axes.bar(PHASES, sizes, bottom=bottoms, color=colour, label=cause, width=0.62, edgecolor="white", linewidth=0.4)
+        axes.bar(phases, sizes, bottom=bottoms, color=colour, label=cause, width=0.62, edgecolor="white", linewidth=0.4)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    for phase, height in zip(PHASES, bottoms, strict=True):
+    for phase, height in zip(phases, bottoms, strict=True):
         bold = "bold" if phase == report.limiting_phase else "normal"
         axes.annotate(f"{height:.1f}", (phase, height), ha="center", va="bottom", fontsize=9, fontweight=bold)
     around = (report.allocator_slack_bytes + report.context_and_nccl_bytes) / GIB
@@ -168,9 +168,9 @@ def _stacked(report: MemoryReport) -> dict[str, list[float]]:
         for cause, size in phase.causes.items():
             largest[cause] = max(largest.get(cause, 0), size)
     named = sorted(largest, key=lambda cause: -largest[cause])[:MAX_CAUSES]
-    made = {cause: [phases[phase].causes.get(cause, 0) / GIB for phase in PHASES] for cause in named}
+    made = {cause: [phases[phase].causes.get(cause, 0) / GIB for phase in phases] for cause in named}
     if len(largest) > len(named):
-        whole = [sum(phases[phase].causes.values()) / GIB for phase in PHASES]
+        whole = [sum(phase.causes.values()) / GIB for phase in phases.values()]
         made[OTHER] = [total - sum(sizes) for total, sizes in zip(whole, zip(*made.values(), strict=True), strict=True)]
     return made
 

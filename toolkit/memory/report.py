@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.memory.account import PHASES
 from toolkit.memory.device import Allocator
 from toolkit.memory.host import HostReport
 from toolkit.topology.grid import Coordinate
@@ -27,7 +26,7 @@ class RankReport:
     Args:
         rank: Global rank.
         coordinate: Its place in the grid.
-        phases: `init`, `forward`, `backward`, `step`, `save`.
+        phases: `init`, `forward`, `backward`, `step`, `evaluation` if the job has any, `save`.
     """
 
     rank: int
@@ -42,7 +41,7 @@ class RankReport:
     @property
     def limiting_phase(self) -> str:
         """The phase with the highest peak; the first of several."""
-        return max(PHASES, key=lambda phase: self.phases[phase].allocated_bytes)
+        return max(self.phases, key=lambda phase: self.phases[phase].allocated_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

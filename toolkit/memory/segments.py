@@ -71,20 +71,22 @@ class Segmenter:
             self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner, answers=answers
         )
 
-    def run(self, step: Callable[[], torch.Tensor]) -> None:
+    def run(self, step: Callable[[], torch.Tensor], *, backward: bool = True) -> None:
         """Runs forward and backward.
 
         Args:
             step: Runs the model on a batch that it makes, and gives the loss.
+            backward: Whether the backward pass follows; without it no gradients are prepared for either.
         """
         self.tracker.ignore([*self._model.parameters(), *self._model.buffers()])
         self._hook()
         try:
-            with self.tracker, self._inputs_on_host():
+            with self.tracker, self._inputs_on_host(), torch.set_grad_enabled(backward):
                 loss = step()
                 self._switch(None)
-                self._causes.backward = self._causes.in_loss = True
-                loss.backward()  # type: ignore[no-untyped-call]
+                if backward:
+                    self._causes.backward = self._causes.in_loss = True
+                    loss.backward()  # type: ignore[no-untyped-call]
                 del loss
                 self._close()
         finally:

@@ -52,6 +52,7 @@ def trace(
     device: Device,
     marks_modules: bool | None = None,
     routing: Routing = "balanced",
+    evaluation: bool = False,
     all_layers: bool = False,
 ) -> Trace:
     """Traces one micro-batch of a plan.
@@ -61,6 +62,7 @@ def trace(
         device: Card, which decides on kernels.
         marks_modules: Whether to mark the hooks of ZeRO-3; by default if the plan's stage is 3.
         routing: How tokens spread over experts.
+        evaluation: Traces a micro-batch of validation data: no gradients.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
     Raises:
@@ -77,7 +79,7 @@ def trace(
         raise unknown_architecture(error, plan.model.name, trust_remote_code=trusted) from error
     return trace_model(
         config,
-        micro_batch=settings.batch.micro,
+        micro_batch=settings.per_device_eval_batch_size if evaluation else settings.batch.micro,
         sequence_length=settings.sequence_length,
         dtype=DTYPES[settings.precision],
         attention=settings.attention,
@@ -90,6 +92,7 @@ def trace(
         quantized=train.method == "qlora",
         marks_modules=settings.zero_stage == 3 if marks_modules is None else marks_modules,
         routing=routing,
+        evaluation=evaluation,
         trust_remote_code=trusted,
         all_layers=all_layers,
     )
@@ -112,6 +115,7 @@ def trace_model(
     quantized: bool = False,
     marks_modules: bool = False,
     routing: Routing = "balanced",
+    evaluation: bool = False,
     trust_remote_code: bool = False,
     all_layers: bool = False,
 ) -> Trace:
@@ -140,6 +144,7 @@ def trace_model(
         quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
         marks_modules: Whether to mark the hooks of ZeRO-3.
         routing: How tokens spread over experts that run one after the other; others do not depend on it.
+        evaluation: Runs forward alone, without gradients and in evaluation mode.
         trust_remote_code: Whether the model's own code may run.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
@@ -162,6 +167,7 @@ def trace_model(
         quantized=quantized,
         marks_modules=marks_modules,
         routing=routing,
+        evaluation=evaluation,
         trust_remote_code=trust_remote_code,
     )
     with _quiet(), cuda_kernels(device, packed=packing == "separated"):
@@ -203,6 +209,7 @@ class _Request:
     quantized: bool
     marks_modules: bool
     routing: Routing
+    evaluation: bool
     trust_remote_code: bool
 
     def trace(self, config: PreTrainedConfig, *, all_layers: bool) -> Trace | None:
@@ -223,6 +230,7 @@ class _Request:
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
                 with unset_fake_temporarily():  # it looks at numbers
                     apply_loss(model, self.loss)
+                model.train(not self.evaluation)
                 stacks = [in_adapters(model, stack) for stack in stacks]
                 looped = None
                 if has_experts(full.config) and not runs_grouped(full):
@@ -231,7 +239,7 @@ class _Request:
                 tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
                 running = tracing
                 with without_packages(model) as replaced:
-                    tracing.run(lambda: self._step(model, running))
+                    tracing.run(lambda: self._step(model, running), backward=not self.evaluation)
                 padded = self.packing == "none" and self.task != "image-classification"
                 assumed = (*assumptions(model, looped), *describe(replaced), *((PADDED,) if padded else ()))
                 made = _whole(model, stacks, tracing, assumed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from toolkit.engine.run import Run
-from toolkit.memory.account import PHASES
 from toolkit.memory.calibration import MeasuredRun
 
 
@@ -27,7 +26,7 @@ def compare_memory(run: Run) -> MeasuredRun | None:
         gpu=run.plan.gpu.name,
         num_ranks=run.world.size,
         predicted={phase: part.allocated_bytes for phase, part in report.ranks[0].phases.items()},
-        measured={phase: size for phase, size in run.memory.peaks.items() if phase in PHASES},
+        measured={phase: size for phase, size in run.memory.peaks.items() if phase in report.ranks[0].phases},
         context_and_nccl_bytes=report.context_and_nccl_bytes,
         reserved_bytes=int(torch.cuda.memory_reserved(run.world.device)),
         device_used_bytes=total - free,
