@@ -90,6 +90,10 @@ def cases() -> dict[str, Case]:
     made["chunked loss capped zero 3"] = Case(
         train=SGD | CHUNKED | {"attention": "eager"}, stage=3, architecture="gemma2", config=CAPPED
     )
+    made["chunked loss lora zero 3"] = Case(train=LORA_SGD | CHUNKED, stage=3)
+    made["chunked loss checkpointing full-cpu"] = Case(
+        train=ADAM | CHUNKED | {"gradient_checkpointing": True}, stage=3, offload="full-cpu", **CLOSE
+    )
     made["chunked loss lora and head zero 3"] = Case(train=LORA_HEAD | CHUNKED, stage=3)
     made["full-cpu"] = Case(train=ADAM, stage=3, offload="full-cpu", **CLOSE)
     made["activations-cpu zero 3"] = Case(
