@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,31 +15,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from toolkit.errors import CheckpointError, Problem, raise_all
-from toolkit.export.adapter import (
-    ADAPTER_CONFIG,
-    MergedWeights,
-    Weights,
-    adapter_names,
-    is_adapted,
-    lora_targets,
-    read_adapter_config,
-)
-from toolkit.export.pretrained import PretrainedWeights
+from toolkit.errors import CheckpointError, Problem
+from toolkit.export.adapter import ADAPTER_CONFIG, Weights, is_adapted, read_adapter_config
+from toolkit.export.contents import Contents, Kind, Opened, choose_contents
 from toolkit.export.readback import verify_written
 from toolkit.export.writer import Entry, ShardWriter, staged_folder
-from toolkit.export.zero_reader import StoredTensor, ZeroCheckpoint
-from toolkit.modeling.conversion import group_model_keys, revert
-from toolkit.modeling.initialization import tie_weights, tied_keys
-from toolkit.modeling.safetensors_folder import some
-from toolkit.modeling.weights import full_shapes
+from toolkit.export.zero_reader import ZeroCheckpoint
+from toolkit.modeling.conversion import revert
+from toolkit.modeling.initialization import tie_weights
 
 Progress = Callable[[int, int], None]
-Kind = Literal["model", "adapter", "merged"]
 _SAMPLES = 16  # tensors whose bytes are read back
 _GENERATION = frozenset({"config.json", "generation_config.json"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
-_OF_THIS_JOB = "Put the config.json of this very job into the checkpoint's folder model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +105,7 @@ def export_checkpoint(
     if merge_adapter and opened.peft_model is None:
         raise CheckpointError(_not_adapted(source))
     with staged_folder(target, overwrite=overwrite) as folder:
-        plan = _plan(opened, dtype, base_dir=base_dir, merge_adapter=merge_adapter)
+        plan = choose_contents(opened, dtype, base_dir=base_dir, merge_adapter=merge_adapter)
         writer = _write(plan, opened.model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
         _copy_companions(opened.model_dir, folder, plan, architecture=type(opened.model).__name__)
         if verify:
@@ -138,94 +126,19 @@ def export_checkpoint(
     return report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
-    """A checkpoint whose files are known, and the model on the meta device; the last two for LoRA only."""
-
-    weights: Weights
-    model: PreTrainedModel
-    model_dir: Path
-    lora: Mapping[str, Any]
-    peft_model: nn.Module | None
-
-
 def _open(
     source: Path, tag_dir: Path | None, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool
-) -> _Opened:
+) -> Opened:
     weights: Weights = ZeroCheckpoint(tag_dir or _latest(source))
     adapted = is_adapted(weights)
     model = _meta_model(model_dir, trust_remote_code=trust_remote_code)
     lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
     peft_model = _peft_model(_meta_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
-    return _Opened(weights=weights, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """What will be written: groups of model keys (or adapter names) that are read and converted together."""
-
-    kind: Kind
-    weights: Weights
-    sources: Mapping[str, tuple[str, torch.dtype]]  # key to the weights' name and the dtype to write
-    groups: tuple[tuple[str, ...], ...]
-    dtype_name: str
-    untied: tuple[str, ...] = ()
-    adapter_config: Mapping[str, Any] | None = None
-
-    def meta(self, key: str) -> Tensor:
-        name, dtype = self.sources[key]
-        return torch.empty(self.weights.tensors[name].shape, dtype=dtype, device="meta")
-
-    def read(self, key: str) -> Tensor:
-        return self.weights.read(*self.sources[key])
-
-
-def _plan(opened: _Opened, dtype: torch.dtype | None, *, base_dir: Path | None, merge_adapter: bool) -> _Plan:
-    weights, model = opened.weights, opened.model
-    if opened.peft_model is None:
-        return _plan_model(weights, model, dtype, kind="model")
-    if not merge_adapter:
-        return _plan_adapter(weights, opened.lora, dtype)
-    base = None if base_dir is None else PretrainedWeights(base_dir, model, _trained_dtype(weights))
-    return _plan_model(MergedWeights(weights, lora_targets(opened.peft_model), base), model, dtype, kind="merged")
-
-
-def _plan_model(weights: Weights, model: PreTrainedModel, dtype: torch.dtype | None, *, kind: Kind) -> _Plan:
-    wanted = full_shapes(model)
-    raise_all(CheckpointError, _disagreements(weights, wanted))
-    stored = weights.tensors
-    tied = tied_keys(model)
-    untied = tuple(key for key, owner in tied.items() if stored[key].owner != stored[owner].owner)
-    left_out = {*tied.keys() - set(untied), *(model._keys_to_ignore_on_save or ())}
-    keys = [key for key in wanted if key not in left_out]
-    sources = {key: (key, _written_dtype(stored[key], dtype)) for key in keys}
-    embedding = next(iter(sources.values()))[1]
-    metas = {key: torch.empty(stored[key].shape, dtype=sources[key][1], device="meta") for key in keys}
-    return _Plan(
-        kind=kind,
-        weights=weights,
-        sources=sources,
-        groups=group_model_keys(model, metas),
-        dtype_name=str(embedding).removeprefix("torch."),
-        untied=untied,
-    )
-
-
-def _plan_adapter(weights: Weights, config: Mapping[str, Any], dtype: torch.dtype | None) -> _Plan:
-    names = adapter_names(weights)
-    sources = {key: (name, _written_dtype(weights.tensors[name], dtype)) for key, name in names.items()}
-    return _Plan(
-        kind="adapter",
-        weights=weights,
-        sources=sources,
-        groups=tuple((key,) for key in sources),
-        dtype_name=str(next(iter(sources.values()))[1]).removeprefix("torch."),
-        adapter_config={**config, "inference_mode": True},
-    )
+    return Opened(weights=weights, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
 
 
 def _write(
-    plan: _Plan, model: PreTrainedModel, folder: Path, *, max_shard_size_bytes: int, progress: Progress | None
+    plan: Contents, model: PreTrainedModel, folder: Path, *, max_shard_size_bytes: int, progress: Progress | None
 ) -> ShardWriter:
     entries: list[Entry] = []
     for group in plan.groups:
@@ -248,11 +161,11 @@ def _write(
     return writer
 
 
-def _reverted(plan: _Plan, model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _reverted(plan: Contents, model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors if plan.kind == "adapter" else revert(model, tensors)
 
 
-def _copy_companions(model_dir: Path, folder: Path, plan: _Plan, *, architecture: str) -> None:
+def _copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architecture: str) -> None:
     """Copies tokenizer and generation settings, and writes the config with the dtype of the weights."""
     skipped = {ADAPTER_CONFIG, *(_GENERATION if plan.kind == "adapter" else ())}
     for path in sorted(model_dir.iterdir()):
@@ -295,29 +208,6 @@ def _meta_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     return model
 
 
-def _disagreements(weights: Weights, wanted: Mapping[str, Tensor]) -> Iterable[Problem]:
-    stored = weights.tensors
-    for message, keys in (
-        ("the checkpoint lacks", sorted(wanted.keys() - stored.keys())),
-        ("the model has no place for", sorted(stored.keys() - wanted.keys())),
-    ):
-        if keys:
-            yield Problem(
-                code="EXPORT_KEYS",
-                key=keys[0],
-                message=f"{message} {len(keys)} tensor{'s' * (len(keys) > 1)}: {some(keys)}",
-                fix=_OF_THIS_JOB,
-            )
-    for key in wanted.keys() & stored.keys():
-        if tuple(wanted[key].shape) != stored[key].shape:
-            yield Problem(
-                code="EXPORT_SHAPE",
-                key=key,
-                message=f"{key} has shape {stored[key].shape} in the checkpoint and {tuple(wanted[key].shape)} by the config",
-                fix=_OF_THIS_JOB,
-            )
-
-
 def _latest(checkpoint_dir: Path) -> Path:
     latest = checkpoint_dir / "latest"
     try:
@@ -348,15 +238,6 @@ def _not_adapted(source: Path) -> Problem:
         message=f"merge_adapter=True, but {source} holds no LoRA weights",
         fix="Leave merge_adapter out",
     )
-
-
-def _trained_dtype(weights: Weights) -> torch.dtype:
-    """The training dtype: that of the first adapter matrix."""
-    return next(stored.dtype for name, stored in weights.tensors.items() if ".lora_" in name)
-
-
-def _written_dtype(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
 
 
 def _spread(length: int, count: int) -> list[int]:
