@@ -1,6 +1,7 @@
 """Measures what jobs take of real cards, with the plain DeepSpeed engine or Accelerate: no code of the toolkit trains.
 
-Of the toolkit a run takes the DeepSpeed configuration of its plan, and, for LoRA, the adapters. Each case of the list is
+Of the toolkit a run takes the DeepSpeed configuration of its plan, the adapters of LoRA and the losses that are not the
+model's own. Each case of the list is
 a randomly initialised model that trains a few steps in processes of its own, one a card; single-card cases run side by
 side, one on each card, and the next ones import what they need meanwhile. One JSON object a run is written, with the
 memory of every rank by phase.
@@ -8,8 +9,8 @@ memory of every rank by phase.
     python benchmarks/measure.py tests/data/cards/cases.yaml --out rows.jsonl
     python benchmarks/measure.py tests/data/cards/cases.yaml --out rows.jsonl --only gemma3-zero2 --caps
 
-With `--caps`, cases marked `caps` run twice more: with torch's allocator held to A, what the estimate says that a card
-must have less context and NCCL, and to 0.95 A.
+With `--caps`, cases marked `caps` run again with torch's allocator held to shares of A, which is what the estimate says
+that a card must have, less context and NCCL.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ def quantized(config: Any, plan: Any, device: Any) -> Any:
 
 
 def finish_model(model: Any, plan: Any) -> Any:
+    from toolkit.modeling.fused_loss import apply_loss
+
     train = plan.job.train
     if train.method != "full":
         from toolkit.modeling.adapters import apply_lora
@@ -139,6 +142,7 @@ def finish_model(model: Any, plan: Any) -> Any:
         model = apply_lora(model, train.lora or Lora(), seed=0)
     if plan.settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    apply_loss(model, train.loss)
     model.train()
     return model
 
@@ -217,11 +221,13 @@ def accelerate_steps(case: Mapping[str, Any], plan: Any, device: Any, meter: Met
     )
     with no_init_weights():
         model = construct(build_config(case, plan), plan)
+    model.tie_weights()
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)
     model = finish_model(model, plan)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = client_optimizer(plan, model) or torch.optim.AdamW(trainable, lr=1e-5)
+    optimizer = client_optimizer(plan, model) or torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-5
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
     meter.end("init")
     for batch in random_batches(plan, device):
@@ -289,12 +295,6 @@ def rank_main(case_file: Path, out: Path) -> None:
     import transformers.modeling_layers
     from transformers import AutoModelForCausalLM
 
-    if case.get("liger"):
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(
-            rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True
-        )
     plan = plan_of(case, out.parent / "model")
     # zero.Init replaces torch's constructors, under which an architecture must not be imported for the first time.
     AutoModelForCausalLM._model_mapping[type(build_config(case, plan))]
@@ -419,13 +419,13 @@ class Running:
         return row
 
 
-def expand(cases: list[dict[str, Any]], limits: Mapping[str, int], *, caps: bool) -> list[dict[str, Any]]:
+def expand(cases: list[dict[str, Any]], limits: Mapping[str, int], *, caps: list[float]) -> list[dict[str, Any]]:
     """Puts the capped runs of a case behind it."""
     runs = []
     for case in cases:
         runs.append(case)
-        if caps and case.get("caps") and case["id"] in limits:
-            for cap in (1.0, 0.95):
+        if case.get("caps") and case["id"] in limits:
+            for cap in caps:
                 runs.append({**case, "cap": cap, "cap_bytes": int(cap * limits[case["id"]])})
     return runs
 
@@ -481,7 +481,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("rows.jsonl"), help="appended to, one JSON object a run")
     parser.add_argument("--only", nargs="+", default=None, metavar="ID", help="these cases alone")
     parser.add_argument("--worlds", nargs="+", type=int, default=None, metavar="N", help="cases of so many cards alone")
-    parser.add_argument("--caps", action="store_true", help="run cases marked `caps` under A and 0.95 A, too")
+    parser.add_argument(
+        "--caps",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="SHARE",
+        help="run cases marked `caps` under shares of A, too",
+    )
     parser.add_argument("--predict", action="store_true", help="print what the estimate says, and measure nothing")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further run after so long")
     parser.add_argument("--rank", nargs=2, type=Path, metavar=("CASE", "OUT"), help=argparse.SUPPRESS)

@@ -17,8 +17,11 @@ Allocator = Literal["expandable", "native"]
 
 # Device memory outside of torch's allocator at the end of a run on one card: context, loaded kernels, NCCL's start.
 CONTEXT_BYTES = int(1.70 * GIB)
-# The same on four cards, less the above: one communicator over NVLink.
+# The same on two and on four cards, less the above: the first communicator over NVLink.
 COMMUNICATOR_BYTES = int(0.37 * GIB)
+# Each further one, once it has run an all-reduce, an all-gather and a reduce-scatter: eight more, one by one, on two H200
+# (run `communicators-2` of tests/data/cards).
+FURTHER_COMMUNICATOR_BYTES = int(0.475 * GIB)
 
 # With expandable segments, runs finished under a cap of 1.01 times their peak allocated memory.
 EXPANDABLE_SLACK = 0.01
@@ -57,9 +60,11 @@ def overhead(
     """
     known = calibration or Calibration()
     context = known.context_bytes if known.context_bytes is not None else CONTEXT_BYTES
-    communicator = known.communicator_bytes if known.communicator_bytes is not None else COMMUNICATOR_BYTES
+    learned = known.communicator_bytes
+    first, each = (COMMUNICATOR_BYTES, FURTHER_COMMUNICATOR_BYTES) if learned is None else (learned, learned)
     share = EXPANDABLE_SLACK if allocator == "expandable" else NATIVE_SLACK
+    communicators = min(num_communicators, 1) * first + max(num_communicators - 1, 0) * each
     return Overhead(
-        context_and_nccl_bytes=context + num_communicators * communicator,
+        context_and_nccl_bytes=context + communicators,
         slack_bytes=int(share * peak_allocated_bytes),
     )

@@ -105,7 +105,8 @@ def estimate(
         worst_peak = _peak(replay_ranks(unbalanced, settings, strategy=strategy, workspace=workspace))
     around = overhead(
         peak,
-        num_communicators=int(plan.grid.world_size > 1),
+        # hpZ gathers over groups of its own.
+        num_communicators=int(plan.grid.world_size > 1) + int(settings.hpz_partition_size > 1),
         allocator=allocator or plan.allocator,
         calibration=calibration,
     )

@@ -17,7 +17,6 @@ from toolkit.memory.account import in_blocks
 from toolkit.memory.events import Owner, Recorder, Release
 from toolkit.memory.values import Answer
 
-
 # Bytes that a CUDA kernel takes for its first argument beside the result, which is all that fake tensors show:
 # grad * output (cuda/SoftMax.cu softmax_backward_cuda_out), isneginf of the scores (transformers/attention.cpp
 # _safe_softmax).
