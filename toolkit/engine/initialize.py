@@ -153,3 +153,5 @@ def quiet_libraries() -> None:
     # DeepSpeed's calls, for every version of torch that it supports; torch 2.13 names newer ones (deepspeed comm/torch.py).
     renamed = r"`torch\.distributed\.\w+` is deprecated"
     warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
+    # peft's call, under transformers from 5.23 on (peft peft_model.py PeftModel.__init__).
+    warnings.filterwarnings("ignore", message=r"`is_gradient_checkpointing` is deprecated", category=FutureWarning)
