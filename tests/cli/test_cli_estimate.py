@@ -224,7 +224,12 @@ def test_a_file_decides_on_stage_and_offload(capsys, folder):
     init = [report["ranks"][0]["phases"]["init"]["allocated_bytes"] for report in (found, unpartitioned)]
     assert init[1] > init[0]
     assert main(["estimate", "job.yaml", "--deepspeed-config", "ds.json"]) == 0
-    assert "ZeRO-3, under ds.json" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "ZeRO-3, under ds.json" in lines[0]
+    verdict = next(number for number, line in enumerate(lines) if line.startswith("It fits"))
+    line = "zero_stage=3 of ds.json in place of the job's 2"
+    assert line in lines[1:verdict], "before the numbers that rest on it"
+    assert f"  {line}" not in lines
 
 
 def test_a_file_that_contradicts_the_job(capsys, folder):

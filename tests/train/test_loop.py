@@ -17,8 +17,9 @@ from toolkit.checkpoint.locate import list_checkpoints
 from toolkit.errors import ToolkitError
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
-from toolkit.train.loop import TrainResult, train
+from toolkit.train.loop import train
 from toolkit.train.progress import Silent
+from toolkit.train.session import TrainResult
 
 pytestmark = pytest.mark.gloo
 

@@ -28,6 +28,9 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
         f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: {strategy}, {offload}, "
         f"{settings.precision}, micro batch {settings.batch.micro} × {settings.sequence_length} tokens"
     )
+    notes = () if case.file is None else case.file.notes(case.job)
+    for note in notes:  # what stands in place of the job's values comes before the numbers that rest on it
+        print(note)
     print(verdict(report))
     _print_phases(report)
     _print_causes(report)
@@ -40,9 +43,10 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     if report.worst_routing_peak_bytes is not None:
         print(f"At worst, all tokens choosing the same experts: {_worst_routing(report)}")
     _print_savings(report, savings)
-    if report.assumptions:
+    assumed = [line for line in report.assumptions if line not in notes]
+    if assumed:
         print("\nAssumed")
-        for line in report.assumptions:
+        for line in assumed:
             print(f"  {line}")
 
 
