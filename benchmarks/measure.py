@@ -49,12 +49,10 @@ def read_cases(path: Path) -> list[dict[str, Any]]:
     return [{"world": 1, **case, "config": models.get(case["model"])} for case in document["cases"]]
 
 
-def plan_of(case: Mapping[str, Any], folder: Path, *, gpu: str = "h100-sxm-80gb") -> Any:
-    """Gives the plan of a case; the config.json of its model, if it has one of its own, is written into `folder`."""
-    from toolkit.plan.resolve import resolve_with
-    from toolkit.spec.catalogue import find_gpu
+def estimated_case(case: Mapping[str, Any], folder: Path, *, gpu: str = "h100-sxm-80gb") -> Any:
+    """Gives a case as the estimate takes it; the config.json of a model of its own is written into `folder`."""
+    from toolkit.memory.case import Case
     from toolkit.spec.loader import parse_job
-    from toolkit.spec.model import resolve_model
 
     name = case["model"]
     if case.get("config") is not None:
@@ -68,8 +66,7 @@ def plan_of(case: Mapping[str, Any], folder: Path, *, gpu: str = "h100-sxm-80gb"
         "parallel": case.get("parallel", {}),
         "deepspeed": case.get("deepspeed", {}),
     }
-    job = parse_job(document)
-    return resolve_with(job, model=resolve_model(job.model), gpu=find_gpu(job.cluster.gpu), to_run=False)
+    return Case.of(parse_job(document))
 
 
 # ------------------------------------------------------------------------------------------------------------ a rank
@@ -222,8 +219,8 @@ def accelerate_steps(case: Mapping[str, Any], plan: Any, device: Any, meter: Met
     with no_init_weights():
         model = construct(build_config(case, plan), plan)
     model.tie_weights()
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, 0.01)
+    # No name may keep a parameter: FSDP2 puts shards in place of them, and what is referred to stays.
+    torch._foreach_fill_([parameter.detach() for parameter in model.parameters()], 0.01)
     model = finish_model(model, plan)
     optimizer = client_optimizer(plan, model) or torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-5
@@ -295,7 +292,7 @@ def rank_main(case_file: Path, out: Path) -> None:
     import transformers.modeling_layers
     from transformers import AutoModelForCausalLM
 
-    plan = plan_of(case, out.parent / "model")
+    plan = estimated_case(case, out.parent / "model").plan()
     # zero.Init replaces torch's constructors, under which an architecture must not be imported for the first time.
     AutoModelForCausalLM._model_mapping[type(build_config(case, plan))]
     print("ready", flush=True)
@@ -433,13 +430,13 @@ def expand(cases: list[dict[str, Any]], limits: Mapping[str, int], *, caps: list
 def predict(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Estimates each case; one that cannot be estimated says why."""
     from toolkit.errors import ToolkitError
-    from toolkit.memory.estimate import estimate
+    from toolkit.memory.estimator import Estimator
 
-    found = {}
+    estimator, found = Estimator(), {}
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             try:
-                report = estimate(plan_of(case, Path(folder)))
+                report = estimator.estimate(estimated_case(case, Path(folder)))
             except (ToolkitError, ValueError) as error:
                 found[case["id"]] = {"failed": str(error)[:500]}
                 continue

@@ -23,8 +23,15 @@ COMMUNICATOR_BYTES = int(0.37 * GIB)
 # (run `communicators-2` of tests/data/cards).
 FURTHER_COMMUNICATOR_BYTES = int(0.475 * GIB)
 
-# With expandable segments, runs finished under a cap of 1.01 times their peak allocated memory.
-EXPANDABLE_SLACK = 0.01
+# With expandable segments 21 runs under a cap of 1.03 to 1.05 times their peak finished, and 12 of 13 under 1.01 (the
+# 13th lacked 5 MiB of 12.6 GiB); all 24 under less than their peak failed (tests/data/cards). What torch cannot reuse as
+# it lies it gives back and maps anew, in most steps; with room enough runs reserve what that would save.
+EXPANDABLE_SLACK = 0.03
+TIGHT_EXPANDABLE = (
+    "on a card with no more than is required torch gives freed memory back and maps it anew in most steps: 21 measured "
+    "runs took 0 to 40 % longer a step, 9 % at the median; with room they reserve 11 % more than their peak at the "
+    "median, and 40 % at most"
+)
 # Torch's default allocator cuts blocks to size and cannot join what lies apart: 20 measured runs reserved 5 to 36 % more
 # than they allocated. (The same 8B run: 71 GiB reserved by default, 56 with expandable segments, for 52.5 allocated.)
 NATIVE_SLACK = 0.36

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.memory.account import Account
 from toolkit.memory.calibration import Calibration
-from toolkit.memory.device import Allocator, overhead, workspace_bytes
+from toolkit.memory.device import TIGHT_EXPANDABLE, Allocator, overhead, workspace_bytes
 from toolkit.memory.engines.bf16 import Bf16
 from toolkit.memory.engines.ddp import Ddp
 from toolkit.memory.engines.fsdp2 import Fsdp2
@@ -17,7 +17,7 @@ from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage0 import Stage0
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import Stage12, gradient_bytes
-from toolkit.memory.host import HostReport, host_bytes, pinned
+from toolkit.memory.host import HostReport, host_bytes, host_bytes_without_zero, pinned
 from toolkit.memory.kernels import Device
 from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
@@ -141,6 +141,8 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
         yield "torch.compile is priced as eager execution, which holds no less"
     if settings.quantized_weights:
         yield "zero_quantized_weights is priced as if gathers were not quantized"
+    if allocator == "expandable":
+        yield TIGHT_EXPANDABLE
     if allocator == "native" and not plan.on_cpu:
         yield "under torch's default allocator the slack is the largest share that measured runs reserved on top"
 
@@ -229,8 +231,7 @@ def _host(plan: Plan, events: Trace, settings: EngineSettings, *, peak_bytes: in
         host_groups=Stage3(events, settings, workspace_bytes=0).host_groups if settings.zero_stage == 3 else (),
     )
     if plan.job.parallel.strategy != "zero":
-        # Each process has the whole model in host memory before it moves or is sharded.
-        found = {"process": found["process"], "weights": sum(parameter.size for parameter in events.parameters)}
+        found = host_bytes_without_zero(events, settings, upcast=plan.job.parallel.strategy == "fsdp2")
     if events.host_copies:
         found["layer inputs"] = sum(map(pinned, events.host_copies))
     if plan.on_cpu:  # the ranks' tensors are host memory, too

@@ -76,7 +76,8 @@ def host_bytes(
     found = {"process": PROCESS_BYTES}
     if settings.zero_stage == 3:
         stored = sum(math.ceil(p.numel / settings.dp_size) * p.itemsize for p in trace.parameters)
-        found |= _stage3(settings, partition_numel, stored, host_groups)
+        trained = sum(math.ceil(p.numel / settings.dp_size) * p.itemsize for p in trace.parameters if p.trainable)
+        found |= _stage3(settings, partition_numel, stored, trained, host_groups)
     elif settings.offload_optimizer:
         itemsize, master, held = settings.itemsize, settings.master_itemsize, _holder(settings)
         found["master parameters"] = held(master * partition_numel)
@@ -95,7 +96,21 @@ def _holder(settings: EngineSettings) -> Callable[[float], int]:
     return pinned if settings.pin_memory else int
 
 
-def _stage3(settings: EngineSettings, numel: int, stored: int, host_groups: Sequence[int]) -> dict[str, int]:
+def host_bytes_without_zero(trace: Trace, settings: EngineSettings, *, upcast: bool) -> dict[str, int]:
+    """Gives a rank's host memory under DDP or FSDP2: each process has the whole model before it moves or is sharded.
+
+    Args:
+        trace: The model.
+        settings: What the engine's memory depends on.
+        upcast: Whether what trains becomes fp32 on the host (accelerate utils/fsdp_utils.py fsdp2_prepare_model).
+    """
+    whole = sum(p.numel * (4 if upcast and p.trainable else p.itemsize) for p in trace.parameters)
+    return {"process": PROCESS_BYTES, "weights at the start": max(0, PROCESS_START_BYTES + whole - PROCESS_BYTES)}
+
+
+def _stage3(
+    settings: EngineSettings, numel: int, stored: int, trained: int, host_groups: Sequence[int]
+) -> dict[str, int]:
     found: dict[str, int] = {}
     held = _holder(settings)
     if settings.offload_optimizer == "cpu":
@@ -117,7 +132,7 @@ def _stage3(settings: EngineSettings, numel: int, stored: int, host_groups: Sequ
         found["parameter swap buffers"] = held(size)
         found["parameters kept in memory"] = min(settings.max_in_cpu * settings.itemsize, stored)
     else:
-        # defragment() sends all partitions through the host, before what comes after needs the host.
+        # defragment() sends the partitions that train through the host, before what comes after needs the host.
         later = PROCESS_BYTES + sum(found.values())
-        found["parameter partitions at the start"] = max(0, PROCESS_START_BYTES + stored - later)
+        found["parameter partitions at the start"] = max(0, PROCESS_START_BYTES + trained - later)
     return found

@@ -7,6 +7,8 @@ mark_variable_ready_dense, finalize_backward), torch/optim/adamw.py _multi_tenso
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.trace import Parameter
 
@@ -23,8 +25,23 @@ class Ddp(Replay):
         total = sum(parameter.size for parameter in self.trace.parameters)
         account.allocate("parameters", total)
         if self.settings.dp_size > 1:
-            account.spike("broadcast at start", min(total, BROADCAST_BYTES))
+            account.spike("broadcast at start", self._broadcast_bytes())
             account.allocate("reduction buckets", sum(parameter.size for parameter in self.trainable))
+
+    def _broadcast_bytes(self) -> int:
+        """Two flat copies are under way at a time, each closed once it is full; a parameter alone needs no copy.
+
+        Source:
+            torch/csrc/distributed/c10d/comm.cpp broadcast_coalesced; reducer.cpp compute_bucket_assignment_by_size.
+        """
+        copies, size, count = [0], 0, 0
+        for parameter in self.trace.parameters:
+            size, count = size + parameter.size, count + 1
+            if size >= BROADCAST_BYTES:
+                copies.append(size if count > 1 else 0)
+                size, count = 0, 0
+        copies.append(size if count > 1 else 0)
+        return max(first + second for first, second in pairwise(copies))
 
     def gradient(self, parameter: Parameter, size: int) -> None:
         """Stays until the step; a later micro-batch adds to it in place."""

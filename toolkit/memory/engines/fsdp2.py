@@ -36,8 +36,9 @@ class Fsdp2(Replay):
         self._current: str | None = None
         self._held_gather = 0
         self._held_reduce = 0
-        self._with_gradients: set[str] = set()
+        # Parameters whose gradient waits whole, and those of them to which the micro-batch at hand has added.
         self._unreduced: set[str] = set()
+        self._arrived: set[str] = set()
         self._reduces = True
         self._backward = False
 
@@ -54,10 +55,12 @@ class Fsdp2(Replay):
         return sum(math.ceil(parameter.numel / self.settings.dp_size) for parameter in parameters)
 
     def initialize(self) -> None:
-        """fully_shard moves a group to the card in fp32 and keeps this rank's shard of it."""
-        for parameters in self._groups.values():
-            self.account.spike("parameters being sharded", MASTER_ITEMSIZE * sum(p.numel for p in parameters))
-            self.account.allocate("master parameters", MASTER_ITEMSIZE * self._shard(parameters))
+        """Shards, fp32 where they train; then each parameter comes whole, in turn (fsdp2_load_full_state_dict)."""
+        frozen = [parameter for parameter in self.trace.parameters if not parameter.trainable]
+        self.account.allocate("master parameters", MASTER_ITEMSIZE * self._shard(self.trainable))
+        self.account.allocate("frozen parameters", self.settings.itemsize * self._shard(frozen))
+        whole = (p.numel * (MASTER_ITEMSIZE if p.trainable else p.itemsize) for p in self.trace.parameters)
+        self.account.spike("parameters being sharded", max(whole, default=0))
 
     def begin_forward(self) -> None:
         """Nothing is gathered yet."""
@@ -126,17 +129,17 @@ class Fsdp2(Replay):
 
     def gradient(self, parameter: Parameter, size: int) -> None:
         """Whole, until its group has been through; added in place to what a micro-batch has left that did not reduce."""
-        self._with_gradients.add(self._group(parameter.module))
         if parameter.name in self._unreduced:
             self.account.free("gradients", size)
         self._unreduced.add(parameter.name)
+        self._arrived.add(parameter.name)
 
     def _reduce(self, group: str) -> None:
-        """foreach_reduce: a flat copy, which lives until the next group's."""
-        if group not in self._with_gradients or not self._reduces:
+        """foreach_reduce: a flat copy of the gradients that are there, which lives until the next group's."""
+        trainable = [parameter for parameter in self._groups[group] if parameter.name in self._arrived]
+        if not trainable or not self._reduces:
             return
         account, settings = self.account, self.settings
-        trainable = [parameter for parameter in self._groups[group] if parameter.trainable]
         padded = sum(math.ceil(p.numel / settings.dp_size) * settings.dp_size for p in trainable) * settings.itemsize
         account.allocate("reduction buffer", padded)
         account.free("gradients", sum(in_blocks(p.size) for p in trainable))
@@ -145,14 +148,16 @@ class Fsdp2(Replay):
         shard = self._shard(trainable)
         account.spike("gradient partition being cast", settings.itemsize * shard)
         account.allocate("gradient partition", MASTER_ITEMSIZE * shard)
-        self._with_gradients.discard(group)
-        self._unreduced.difference_update(p.name for p in trainable)
+        names = {parameter.name for parameter in trainable}
+        self._unreduced -= names
+        self._arrived -= names
 
     def end_backward(self, *, first: bool, last: bool) -> None:
         """What is left of gathers and reductions goes."""
         self._leave()
-        for group in list(self._with_gradients):
+        for group in self._groups:
             self._reduce(group)
+        self._arrived.clear()
         for group in list(self._gathered):
             self._gathered.discard(group)
             self.account.free("parameters gathered", self._whole(group))
