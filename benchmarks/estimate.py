@@ -1,6 +1,6 @@
 """How right the memory estimate is beside those of DeepSpeed and Accelerate, and how long it takes.
 
-    python benchmarks/estimate.py accuracy          # every measured run of tests/data/h100.jsonl, as a Markdown table
+    python benchmarks/estimate.py accuracy          # measured runs of tests/data/h100.jsonl and cards, as Markdown tables
     python benchmarks/estimate.py speed             # llama-3.1-405b on 1,024 cards and others: seconds and memory
 
 DeepSpeed's is `estimate_zero2_model_states_mem_needs` or `estimate_zero3_model_states_mem_needs`, Accelerate's the
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +31,96 @@ SPEED = {
 }
 
 
+Row = tuple[str, int, dict[str, int | None]]
+
+
 def accuracy() -> None:
     """Prints predicted and measured peaks."""
+    with tempfile.TemporaryDirectory() as folder:
+        print_table(plain_rows(Path(folder)))
+        print_table(card_rows(Path(folder)))
+
+
+def plain_rows(folder: Path) -> Iterator[Row]:
+    """Gives the runs of tests/data/h100.jsonl: what ran, the measured peak, what each estimator says; bytes."""
     sys.path.insert(0, str(ROOT / "tests" / "memory"))
     from measured import measured_runs, plan_of
 
     from toolkit.memory.estimate import estimate
+
+    for run in measured_runs():
+        case, total = run["case"], run["parameters"]
+        largest = run["model"].get("vocab_size", 0) * run["model"].get("hidden_size", 0)  # only stage 3 asks
+        offload = bool(case.get("offload_optimizer"))
+        found = {
+            "toolkit": estimate(plan_of(run, folder)).peak_allocated_bytes,
+            "DeepSpeed": deepspeed_says(case["zero"], total, largest, run["world"], offload=offload),
+            "Accelerate": accelerate_says(total, case.get("dtype", "bf16")),
+        }
+        yield describe(run), run["peak_allocated_bytes"], found
+
+
+def card_rows(folder: Path) -> Iterator[Row]:
+    """The same of tests/data/cards, runs without a cap."""
+    from measure import estimated_case, read_cases
+
+    from toolkit.memory.estimator import Estimator
+
+    cards = ROOT / "tests" / "data" / "cards"
+    cases = {case["id"]: case for case in read_cases(cards / "cases.yaml")}
+    estimator = Estimator()
+    for run in map(json.loads, (cards / "runs.jsonl").read_text(encoding="utf-8").splitlines()):
+        if "cap_bytes" in run:
+            continue
+        case = estimated_case(cases[run["id"]], folder)
+        plan = case.plan()
+        total, largest = count_parameters(plan)
+        offload, params = plan.profile.optimizer is not None, plan.profile.parameters is not None
+        zero = plan.job.parallel.strategy == "zero"
+        found = {
+            "toolkit": estimator.estimate(case).peak_allocated_bytes,
+            "DeepSpeed": deepspeed_says(
+                plan.settings.zero_stage if zero else 0,
+                total,
+                largest,
+                run["world"],
+                offload=offload,
+                parameters=params,
+            ),
+            "Accelerate": accelerate_says(total, plan.settings.precision),
+        }
+        yield run["id"], max(rank["peak_allocated_bytes"] for rank in run["ranks"]), found
+
+
+def count_parameters(plan: Any) -> tuple[int, int]:
+    """Gives the parameters of a plan's model and of its largest layer."""
+    import torch
+
+    from toolkit.modeling.build import construct, model_config
+
+    with torch.device("meta"):
+        model = construct(model_config(plan), dtype=torch.bfloat16)
+    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    return sum(parameter.numel() for parameter in model.parameters()), largest
+
+
+def print_table(rows: Iterable[Row]) -> None:
+    """Prints one row a run, and each estimator's errors."""
     from toolkit.units import GIB
 
     errors: dict[str, list[float]] = {"toolkit": [], "DeepSpeed": [], "Accelerate": []}
     print("| run | measured GiB | toolkit | DeepSpeed | Accelerate |\n|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        for run in measured_runs():
-            measured = run["peak_allocated_bytes"]
-            found = {
-                "toolkit": estimate(plan_of(run, Path(folder))).peak_allocated_bytes,
-                "DeepSpeed": deepspeed_says(run),
-                "Accelerate": accelerate_says(run),
-            }
-            cells = []
-            for name, size in found.items():
-                if size is None:
-                    cells.append("–")
-                    continue
-                errors[name].append(abs(size / measured - 1))
-                cells.append(f"{size / GIB:.2f} ({size / measured - 1:+.1%})")
-            print(f"| {describe(run)} | {measured / GIB:.2f} | {' | '.join(cells)} |")
-    for name, each in errors.items():
-        print(f"{name}: median error {statistics.median(each):.2%}, worst {max(each):.2%}, of {len(each)} runs")
+    for name, measured, found in rows:
+        cells = []
+        for who, size in found.items():
+            if size is None:
+                cells.append("–")
+                continue
+            errors[who].append(abs(size / measured - 1))
+            cells.append(f"{size / GIB:.2f} ({size / measured - 1:+.1%})")
+        print(f"| {name} | {measured / GIB:.2f} | {' | '.join(cells)} |")
+    for who, each in errors.items():
+        print(f"{who}: median error {statistics.median(each):.2%}, worst {max(each):.2%}, of {len(each)} runs")
 
 
 def describe(run: dict[str, Any]) -> str:
@@ -72,28 +135,27 @@ def describe(run: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def deepspeed_says(run: dict[str, Any]) -> int | None:
-    """Gives DeepSpeed's own estimate of a card's memory, bytes; it has none for stage 0."""
+def deepspeed_says(
+    stage: int, total: int, largest: int, num_gpus: int, *, offload: bool, parameters: bool = False
+) -> int | None:
+    """Gives DeepSpeed's own estimate of a card's memory, bytes; it has none for stages 0 and 1."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
-    case, total = run["case"], run["parameters"]
-    offload = bool(case.get("offload_optimizer"))
-    common = {"num_gpus_per_node": run["world"], "num_nodes": 1, "cpu_offload": offload}
-    if case["zero"] == 3:
-        largest = run["model"]["vocab_size"] * run["model"]["hidden_size"]
-        return int(estimate_zero3_model_states_mem_needs(total, largest, cpu_offload_params=False, **common)[1])
-    if case["zero"] == 2:
+    common = {"num_gpus_per_node": num_gpus, "num_nodes": 1, "cpu_offload": offload}
+    if stage == 3:
+        return int(estimate_zero3_model_states_mem_needs(total, largest, cpu_offload_params=parameters, **common)[1])
+    if stage == 2:
         return int(estimate_zero2_model_states_mem_needs(total, **common)[1])
     return None
 
 
-def accelerate_says(run: dict[str, Any]) -> int:
+def accelerate_says(total: int, precision: str) -> int:
     """Gives what `accelerate estimate-memory` prints for training the model on one card, bytes."""
     from accelerate.commands.estimate import estimate_training_usage
 
-    precision = "float16" if run["case"].get("dtype") == "fp16" else "bfloat16"
-    return int(max(estimate_training_usage(4 * run["parameters"], precision).values()))
+    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    return int(max(estimate_training_usage(4 * total, names[precision]).values()))
 
 
 def speed() -> None:

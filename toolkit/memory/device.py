@@ -28,9 +28,8 @@ FURTHER_COMMUNICATOR_BYTES = int(0.475 * GIB)
 # it lies it gives back and maps anew, in most steps; with room enough runs reserve what that would save.
 EXPANDABLE_SLACK = 0.03
 TIGHT_EXPANDABLE = (
-    "on a card with no more than is required torch gives freed memory back and maps it anew in most steps: 21 measured "
-    "runs took 0 to 40 % longer a step, 9 % at the median; with room they reserve 11 % more than their peak at the "
-    "median, and 40 % at most"
+    "with no more than is required torch maps freed memory anew in most steps: 21 measured runs took 0 to 40 % longer a "
+    "step, 9 % at the median; with room, runs reserve 11 % more than their peak at the median, 40 % at most"
 )
 # Torch's default allocator cuts blocks to size and cannot join what lies apart: 20 measured runs reserved 5 to 36 % more
 # than they allocated. (The same 8B run: 71 GiB reserved by default, 56 with expandable segments, for 52.5 allocated.)
