@@ -287,6 +287,35 @@ def test_a_template_file_is_saved_with_the_tokenizer(write: Writer, build: Any, 
     assert caught(build, Data(train="train.jsonl", chat_template="mine.jinja")).codes == ("DATA_CHAT_TEMPLATE_FILE",)
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x", "no system role"),
+        ("{{ messages[0].content / 2 }}", "unsupported operand"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ strftime_later() }}", "'strftime_later' is undefined"),
+    ],
+)
+def test_a_conversation_that_the_template_refuses_is_named(
+    write: Writer, build: Any, tmp_path: Path, template: str, reason: str
+) -> None:
+    (tmp_path / "mine.jinja").write_text(template)
+    system = {"role": "system", "content": "Be kind."}
+    write([{"messages": [system, *CHAT[:2]]}])
+    for loss_on in ("all", "assistant"):
+        data = Data(train="train.jsonl", packing="none", loss_on=loss_on, chat_template="mine.jinja")
+        error = caught(build, data)
+        assert error.codes == ("DATA_CHAT_TEMPLATE",)
+        assert "record 1 of the data" in str(error)
+        assert reason in str(error)
+
+
+def test_a_template_without_end_of_nesting_is_refused(write: Writer, build: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ (" * 3000)
+    write([{"messages": CHAT[:2]}])
+    assert caught(build, Data(train="train.jsonl", chat_template="mine.jinja")).codes == ("DATA_CHAT_TEMPLATE_FILE",)
+
+
 def test_alpaca_and_sharegpt_files_train_as_their_own_columns_do(
     write: Writer, build: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

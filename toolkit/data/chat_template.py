@@ -11,6 +11,14 @@ from toolkit.errors import DataError
 from toolkit.spec.chat_template import CHATML, chat_template_problem, read_chat_template
 from toolkit.spec.job import Data
 
+# A template is a program: what rendering one raises, by its own word (`raise_exception`) or by a slip in it.
+TEMPLATE_FAULTS = (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+
+
+def reason_of(error: BaseException) -> str:
+    """Gives the first line of what a template raised, or the name of its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
 
 def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -> None:
     """Sets `tokenizer.chat_template` to what `data.chat_template` names; it is then saved and exported with it.
@@ -32,8 +40,10 @@ def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except jinja2.TemplateSyntaxError as error:
-        raise DataError(chat_template_problem(name, f"line {error.lineno}: {error.message}")) from None
-    except (jinja2.TemplateError, TypeError, ValueError):
+        raise DataError(chat_template_problem(name, f"line {error.lineno}: {reason_of(error)}")) from None
+    except RecursionError:
+        raise DataError(chat_template_problem(name, "it is nested too deep")) from None
+    except TEMPLATE_FAULTS:
         pass  # it may want other conversations than this one
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.data.chat_template import TEMPLATE_FAULTS, reason_of
 from toolkit.errors import DataError, Problem
 from toolkit.spec.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.spec.dataset_formats import Format, loss_on_problem, record_fault
@@ -43,9 +44,10 @@ class Tokeniser:
                 message = f"record {index + 1} of the data: {fault}"
                 fix = "Correct or remove the record"
                 raise DataError.of(code="DATA_TYPE", key="data", message=message, fix=fix)
-        documents = {"text": self._texts, "prompt_completion": self._pairs, "messages": self._chats}[self.format](
-            records
-        )
+        if self.format == "messages":
+            documents = self._chats(records, indices)
+        else:
+            documents = self._texts(records) if self.format == "text" else self._pairs(records)
         return {"input_ids": [ids for ids, _ in documents], "targets": [targets for _, targets in documents]}
 
     def _texts(self, records: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
@@ -70,12 +72,20 @@ class Tokeniser:
             documents.append((ids, [on_prompt] * len(prompt) + [1] * (len(ids) - len(prompt))))
         return documents
 
-    def _chats(self, records: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    def _chats(self, records: list[dict[str, Any]], indices: list[int]) -> list[tuple[list[int], list[int]]]:
         tokenise = self._whole_chat
         if self.loss_on == "assistant":
             tagged = GENERATION_MARK.search(chat_template(self.tokenizer) or "") is not None
             tokenise = self._tagged_chat if tagged else self._located_chat
-        return [tokenise(record["messages"]) for record in records]
+        documents = []
+        for index, record in zip(indices, records, strict=True):
+            try:
+                documents.append(tokenise(record["messages"]))
+            except TEMPLATE_FAULTS as error:  # many templates demand that roles alternate, or know no system message
+                message = f"record {index + 1} of the data: the chat template does not render it: {reason_of(error)}"
+                fix = "Correct or remove the record, or set data.chat_template to a template that takes it"
+                raise DataError.of(code="DATA_CHAT_TEMPLATE", key="data", message=message, fix=fix) from error
+        return documents
 
     def _whole_chat(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
