@@ -59,13 +59,14 @@ def random_batches(plan: Any, device: Any, rank: int) -> Any:
         yield [{"input_ids": micro, "labels": micro} for micro in ids]
 
 
-def toolkit_steps(plan: Any) -> Any:
+def toolkit_steps(plan: Any, memory: dict[str, Any]) -> Any:
     with tk.initialize(plan) as run:
         for batch in random_batches(plan, run.world.device, run.world.rank):
             yield float(run.step(batch))
+            memory["peak"] = run.memory.peak_bytes  # torch's own counter is read and reset at each phase
 
 
-def bare_steps(plan: Any) -> Any:
+def bare_steps(plan: Any, memory: dict[str, Any]) -> Any:
     import contextlib
 
     import deepspeed
@@ -114,6 +115,7 @@ def bare_steps(plan: Any) -> Any:
             engine.backward(loss)
             engine.step()
         yield float(loss.detach())
+        memory["peak"] = torch.cuda.max_memory_allocated() if cuda else 0
     torch.distributed.destroy_process_group()
 
 
@@ -122,8 +124,10 @@ def measure(plan: Any, mode: str, out: Path) -> None:
     import torch
 
     seconds, losses = [], []
+    memory: dict[str, Any] = {}
+    steps = toolkit_steps if mode == "toolkit" else bare_steps
     start = time.perf_counter()
-    for loss in toolkit_steps(plan) if mode == "toolkit" else bare_steps(plan):
+    for loss in steps(plan, memory):
         now = time.perf_counter()
         seconds.append(now - start)
         losses.append(loss)
@@ -140,7 +144,7 @@ def measure(plan: Any, mode: str, out: Path) -> None:
         "step_seconds": round(step, 4),
         "step_seconds_all": [round(value, 4) for value in warm],
         "tokens_per_second_per_rank": round(tokens / step, 1),
-        "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else None,
+        "peak_allocated_gib": round(memory["peak"] / 2**30, 3) if cuda else None,
         "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3) if cuda else None,
         "host_peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         "first_loss": round(losses[0], 4),
