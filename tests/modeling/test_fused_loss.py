@@ -137,6 +137,42 @@ def test_gradients_in_16_bit_are_rounded_as_those_of_the_logits(dtype):
         assert (ours - true).norm() < 1.5 * (theirs - true).norm()
 
 
+@pytest.mark.parametrize(
+    "trained", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_only_what_is_trained_has_a_gradient(trained, num_tokens):
+    """33 words in blocks of 21 or 700, with every second token masked."""
+    draw = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=draw, dtype=torch.float32) for shape in ((num_tokens, 8), (33, 8), (33,))]
+    targets = torch.randint(0, 33, (num_tokens,), generator=draw)
+    targets[1::2] = -100
+    mapped = LogitMap(scale=-0.5, cap=3.0)
+
+    def gradients(dtype, evaluate):
+        made = [leaf.to(dtype, copy=True).requires_grad_(wanted) for leaf, wanted in zip(leaves, trained, strict=True)]
+        evaluate(*made).backward()
+        return [leaf.grad for leaf in made]
+
+    def dense(hidden, weight, bias):
+        scores = 3.0 * torch.tanh(-0.5 * (hidden @ weight.T + bias) / 3.0)
+        return torch.nn.functional.cross_entropy(scores, targets, reduction="sum")
+
+    found = gradients(torch.float32, lambda h, w, b: linear_cross_entropy(h, w, b, targets, mapped))
+    for ours, true, wanted in zip(found, gradients(torch.float64, dense), trained, strict=True):
+        assert (ours is not None) == wanted
+        if wanted:
+            torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_derivative_is_refused():
+    hidden = torch.randn(4, 8, requires_grad=True)
+    loss = linear_cross_entropy(hidden, torch.randn(64, 8), None, torch.arange(4), LogitMap())
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
 def test_a_head_inside_another_module_is_refused_by_name():
     config = AutoConfig.for_model("bert", is_decoder=True, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
     with pytest.raises(PlanError, match="BertLMHeadModel: its head is not a module") as caught:

@@ -40,7 +40,9 @@ def liger_cross_entropy(
     """
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    # (c x) Wᵀ = c (x Wᵀ): the kernel has a cap, but no factor.
-    scaled_TD = hidden_TD * mapped.scale if mapped.scale != 1 else hidden_TD
+    # (c x) Wᵀ + c b = c (x Wᵀ + b): the kernel has a cap, but no factor.
+    if mapped.scale != 1:
+        hidden_TD = hidden_TD * mapped.scale
+        bias_V = None if bias_V is None else bias_V * mapped.scale
     evaluate = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum", softcap=mapped.cap)
-    return evaluate(weight_VD, scaled_TD, targets_T, bias=bias_V)  # type: ignore[no-any-return]
+    return evaluate(weight_VD, hidden_TD, targets_T, bias=bias_V)  # type: ignore[no-any-return]

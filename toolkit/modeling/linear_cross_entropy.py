@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -58,7 +59,8 @@ def linear_cross_entropy(
     """Sums the cross entropy of `hidden_TD @ weight_VD.T + bias_V`, of which one block of the vocabulary exists at a time.
 
     The vocabulary is cut, not the tokens: so each row of the head's gradient is one product, rounded once, as without
-    blocks. The backward pass computes the scores again.
+    blocks. That of `hidden_TD` adds one product a block, in fp32. The backward pass computes the scores again, and has
+    no derivative of its own.
 
     Args:
         hidden_TD: What the head takes. Shape (tokens, width).
@@ -117,6 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.where(counts_T, log_sum_T - target_score_T, 0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         hidden_TD, weight_VD, bias_V, targets_T, log_sum_T = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
