@@ -205,6 +205,7 @@ def test_keys(capsys):
         "meaning": "Cards, or processes under cpu, of each node.",
     }
     assert described["data.train"]["values"] == "text or list of text"
+    assert not [path for path, key in described.items() if not key["meaning"]]
     assert described["data.packing"]["meaning"].endswith("none: one document a row, padded.")
 
 

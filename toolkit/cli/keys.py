@@ -26,7 +26,7 @@ class Key:
         path: Such as `train.max_steps`.
         values: What it takes, in words.
         default: As YAML shows it; empty where the rest of the job decides, or nothing is meant; `required`.
-        meaning: One sentence; empty where the name is transformers' and means what it means there.
+        meaning: One sentence, from the `Args` of the section's docstring.
     """
 
     path: str

@@ -79,7 +79,6 @@ def _print_keys(*, as_json: bool) -> None:
         table.add_row(key.path, key.values, key.default, key.meaning)
     print_table(table)
     print("No default: the rest of the job decides (`toolkit validate JOB --explain` shows how), or it is not used.")
-    print("No meaning: the name is that of transformers' TrainingArguments or peft's LoraConfig, and means the same.")
 
 
 def _summary(plan: Plan, data: DatasetFacts | None) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from toolkit.spec.job import Data
 CHATML = "chatml"
 
 # ChatML as Qwen and SmolLM speak it. Each answer ends with the tokenizer's own end mark as well, where that is another,
-# so that generation stops; a beginning mark stands in front where the tokenizer sets one before every text.
+# so that generation stops. `toolkit.data.chat_template` puts a beginning mark in front for tokenizers that use one.
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"

@@ -104,7 +104,17 @@ class Cluster(Section):
 
 
 class Lora(Section):
-    """LoRA by peft's names (arXiv 2106.09685)."""
+    """LoRA by peft's names (arXiv 2106.09685): W x + s B A x, where W is frozen.
+
+    Args:
+        r: Rank: rows of A, columns of B.
+        lora_alpha: s is `lora_alpha` / `r`.
+        lora_dropout: Share of x that is dropped before A, 0 up to but not 1.
+        target_modules: Names of the layers that are adapted, or a regular expression for whole module names; `all-linear`:
+            every linear layer but the head.
+        modules_to_save: Modules that are trained whole beside the adapters, such as `lm_head`.
+        use_rslora: Makes s `lora_alpha` / √`r` (arXiv 2312.03732).
+    """
 
     r: Count = 16
     lora_alpha: PositiveNumber = 32
@@ -119,17 +129,43 @@ class Train(Section):
 
     Args:
         method: All weights; LoRA adapters; LoRA over weights in NF4 (QLoRA), which can be estimated, not trained.
-        optimizer: `adamw` is DeepSpeed's kernel, `adamw_torch` torch's; `adamw_8bit` can be estimated, not trained.
         sequence_length: Tokens a sequence.
         per_device_train_batch_size: Micro batch: sequences a data-parallel rank and forward pass.
         gradient_accumulation_steps: Micro batches an optimizer step.
         train_batch_size: Sequences an optimizer step over all ranks; two of the three determine the third.
+        per_device_eval_batch_size: Sequences a data-parallel rank and forward pass when evaluating.
+        precision: Number format of the computation; 16 bit keeps an fp32 copy of what is trained.
+        gradient_accumulation_dtype: Number format in which the gradients of micro batches add up.
+        optimizer: `adamw` is DeepSpeed's kernel, `adamw_torch` torch's; `adamw_8bit` can be estimated, not trained.
+        weight_decay: Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the
+            gradient); norms and biases keep theirs.
+        adam_beta1: Decay of the first moment, in Lion of the update.
+        adam_beta2: Decay of the second moment, in Lion of its one moment.
+        adam_epsilon: Added to the root of the second moment.
+        momentum: Of `sgd`.
         gradient_checkpointing: Recompute activations: all layers, none, or a fraction of them.
+        attention: `eager` writes all scores out; `sdpa` is torch's fused kernels; `flash_attention_2` the flash-attn package.
         loss: `full` computes all logits; `chunked` computes head and cross entropy together, block by block; `liger` does
             so with the Triton kernel of the liger-kernel package.
-        report_to: `tensorboard`, beside metrics.jsonl in output_dir, which any other tool can read; or `none`.
+        learning_rate: Peak, after the warm-up.
         learning_rate_scaling: Multiplies `learning_rate` by the ratio of `train_batch_size` to
             `learning_rate_reference_batch_size` (arXiv 1706.02677), or by its square root (arXiv 1404.5997).
+        learning_rate_reference_batch_size: Sequences an optimizer step for which `learning_rate` was tuned.
+        lr_scheduler_type: How the rate goes on after the warm-up; `constant` has none.
+        min_learning_rate_ratio: Share of the peak at which `cosine_with_min_lr` ends.
+        warmup_steps: Optimizer steps in which the rate rises from 0 to its peak.
+        warmup_ratio: The same as a share of all steps.
+        max_grad_norm: Largest L2 norm of the whole gradient, above which it is scaled down; 0 never does.
+        max_steps: Optimizer steps of the run.
+        num_train_epochs: Passes over the data, in place of `max_steps`.
+        save_steps: Optimizer steps between checkpoints; one is written at the end in any case.
+        save_total_limit: Checkpoints that stay; older ones are deleted.
+        eval_steps: Optimizer steps between evaluations; one is made at the end in any case.
+        logging_steps: Optimizer steps between lines of metrics.jsonl.
+        report_to: `tensorboard`, beside metrics.jsonl in output_dir, which any other tool can read; or `none`.
+        torch_compile: Compiles the model with torch.compile.
+        seed: Of data order, dropout, adapters, and weights under `model.init: random`.
+        output_dir: Folder of metrics, checkpoints and export; relative to the working directory.
     """
 
     method: Method = "full"
