@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,12 @@ from torch._inductor.exc import InductorError
 
 from toolkit.errors import PlanError, SpecError, ToolkitError
 from toolkit.groups.world import connect
+from toolkit.memory.kernels import Device
+from toolkit.memory.trace import trace
 from toolkit.modeling.build import build_model, construct, import_architecture, model_config
 from toolkit.plan.plan import Plan
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job
 from toolkit.topology.grid import Grid
 
 CPU = torch.device("cpu")
@@ -117,6 +124,22 @@ def test_a_configuration_without_a_causal_model_is_refused() -> None:
         import_architecture(ViTConfig())
     assert caught.value.codes == ("MODEL_CLASS",)
     assert "vit" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [("hidden_size", 17, "17"), ("tie_word_embeddings", None, "tie_word_embeddings"), ("dtype", "int9", "int9")],
+)
+def test_a_config_json_that_transformers_refuses_is_named(tmp_path: Path, key: str, value: Any, named: str) -> None:
+    config = tiny_config("llama").to_dict() | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = Job(model={"name": str(tmp_path), "init": "random"}, cluster={"gpu": "cpu"}, train={"sequence_length": 8})
+    plan = resolve(job)
+    for use in (model_config, partial(trace, device=Device(capability=9.0))):
+        with pytest.raises(SpecError, match=named) as caught:
+            use(plan)
+        assert caught.value.codes == ("MODEL_CONFIG_INVALID",)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_missing_attention_package_is_named() -> None:

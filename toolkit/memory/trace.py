@@ -66,7 +66,7 @@ def trace(
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
     Raises:
-        SpecError: MODEL_CLASS when transformers does not know the architecture.
+        SpecError: MODEL_CLASS when transformers does not know the architecture; MODEL_CONFIG_INVALID.
         PlanError: TRACE_FAILED, with the module in which the model cannot run on fake tensors; and what `build_model`
             raises.
     """
@@ -76,6 +76,8 @@ def trace(
         config = model_config(plan)
         import_architecture(config, trust_remote_code=trusted)
     except (ValueError, SpecError) as error:
+        if isinstance(error, SpecError) and error.codes == ("MODEL_CONFIG_INVALID",):
+            raise
         raise unknown_architecture(error, plan.model.name, trust_remote_code=trusted) from error
     return trace_model(
         config,

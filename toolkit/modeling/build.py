@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -92,23 +93,40 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
 
 
 def model_config(plan: Plan) -> PreTrainedConfig:
-    """Gives the transformers configuration of the plan's model, with the plan's attention."""
+    """Gives the transformers configuration of the plan's model, with the plan's attention.
+
+    Raises:
+        SpecError: MODEL_CLASS; MODEL_CONFIG_INVALID for values that transformers refuses and planning does not read.
+    """
+    try:
+        config = _read_config(plan)
+    except (StrictDataclassError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise SpecError.of(
+            code="MODEL_CONFIG_INVALID",
+            key="model",
+            message=f"transformers cannot use the config.json of {plan.model.name}: {reason}",
+            fix="Correct that value, or download config.json again",
+            source="transformers configuration_utils.py",
+        ) from error
+    config._attn_implementation = plan.settings.attention
+    return config
+
+
+def _read_config(plan: Plan) -> PreTrainedConfig:
     spec = plan.model
     raw = dict(spec.config)
     if spec.path is not None and Path(spec.path).is_dir():
-        config = AutoConfig.from_pretrained(spec.path, trust_remote_code=plan.job.model.trust_remote_code)
-    elif "auto_map" in raw and spec.hub_id is not None:
-        config = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(spec.path, trust_remote_code=plan.job.model.trust_remote_code)
+    if "auto_map" in raw and spec.hub_id is not None:
+        return AutoConfig.from_pretrained(
             spec.hub_id, revision=spec.revision, trust_remote_code=plan.job.model.trust_remote_code
         )
-    else:
-        model_type = raw.pop("model_type")
-        try:
-            config = AutoConfig.for_model(model_type, **raw)
-        except ValueError as error:
-            raise _no_class(model_type) from error
-    config._attn_implementation = plan.settings.attention
-    return config
+    model_type = raw.pop("model_type")
+    try:
+        return AutoConfig.for_model(model_type, **raw)
+    except ValueError as error:
+        raise _no_class(model_type) from error
 
 
 def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
