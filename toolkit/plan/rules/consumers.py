@@ -10,7 +10,7 @@ from toolkit.plan.draft import Draft
 from toolkit.plan.settings import Settings
 
 _NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
-_OWN = "Train with `toolkit train` or a script that calls `tk.initialize`"
+_OWN = "train with `toolkit train` or a script that calls `tk.initialize`"
 
 # Decoders whose class Liger patches (liger_kernel 0.8.5 transformers/monkey_patch.py MODEL_TYPE_TO_APPLY_LIGER_FN).
 LIGER_MODEL_TYPES = frozenset(
@@ -36,7 +36,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
                 f"gradient_checkpointing={fraction:g} is a share of the layers: {name} has them checkpointed by "
                 "transformers, which takes every n-th layer (`every_n_layers`) and no share"
             ),
-            fix=f"Set it to true or false, with `every_n_layers` in a script of yours, or {_OWN[0].lower()}{_OWN[1:]}",
+            fix=f"Set it to true or false, with `every_n_layers` in a script of yours, or {_OWN}",
             source="transformers modeling_utils.py _set_gradient_checkpointing",
         )
     if draft.profile.activations:
@@ -47,25 +47,10 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
                 f"offload=activations-cpu moves the inputs of checkpointed layers by a function of our own: for {name} "
                 "transformers has another (`offload`), which our files do not turn on"
             ),
-            fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {_OWN[0].lower()}{_OWN[1:]}",
+            fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {_OWN}",
             source="transformers modeling_utils.py gradient_checkpointing_enable",
         )
-    if train.loss == "chunked" or (train.loss == "liger" and consumer == "accelerate"):
-        yield Problem(
-            code="CONSUMER_LOSS",
-            key="train.loss",
-            message=f"loss={train.loss} is computed by our own loop, not by {name}",
-            fix=f"Set train.loss to full{' or liger' if consumer == 'trainer' else ''}, or {_OWN[0].lower()}{_OWN[1:]}",
-        )
-    elif train.loss == "liger" and draft.model.model_type not in LIGER_MODEL_TYPES:
-        yield Problem(
-            code="CONSUMER_LIGER",
-            key="train.loss",
-            message=f"loss=liger with model_type={draft.model.model_type}: {name} has Liger patch the model's class, which it "
-            "does for other types, and leaves this one silently as it is",
-            fix=f"Set train.loss to full, or {_OWN[0].lower()}{_OWN[1:]}",
-            source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
-        )
+    yield from _loss_problems(draft, consumer)
     if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(
             code="CONSUMER_POLYNOMIAL",
@@ -80,6 +65,26 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             key="train.learning_rate_scaling",
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
+        )
+
+
+def _loss_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
+    name, train = _NAMES[consumer], draft.job.train
+    if train.loss == "chunked" or (train.loss == "liger" and consumer == "accelerate"):
+        yield Problem(
+            code="CONSUMER_LOSS",
+            key="train.loss",
+            message=f"loss={train.loss} is computed by our own loop, not by {name}",
+            fix=f"Set train.loss to full{' or liger' if consumer == 'trainer' else ''}, or {_OWN}",
+        )
+    elif train.loss == "liger" and draft.model.model_type not in LIGER_MODEL_TYPES:
+        yield Problem(
+            code="CONSUMER_LIGER",
+            key="train.loss",
+            message=f"loss=liger with model_type={draft.model.model_type}: {name} has Liger patch the model's class, which it "
+            "does for other types, and leaves this one silently as it is",
+            fix=f"Set train.loss to full, or {_OWN}",
+            source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
 
 
