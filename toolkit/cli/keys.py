@@ -6,13 +6,14 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from toolkit.spec.job import Job
+from toolkit.spec.schema import members_of, section_of
 
 _ARGUMENT = re.compile(r"^(\w+): (.*)$")
 _WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", dict: "section"}
@@ -39,7 +40,7 @@ def describe_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[
     """Gives every key, in the order of the sections."""
     meanings = _meanings(section)
     for name, field in section.model_fields.items():
-        inner = next((member for member in _members(field.annotation) if _is_section(member)), None)
+        inner = section_of(field.annotation)
         summary = "" if inner is None else (inspect.getdoc(inner) or "").partition("\n")[0].replace("`", "")
         yield Key(
             path=f"{prefix}{name}",
@@ -66,20 +67,8 @@ def _meanings(section: type[BaseModel]) -> dict[str, str]:
     return {name: text.replace("`", "") for name, text in found.items()}
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) in (Union, UnionType):
-        return tuple(inner for member in get_args(annotation) for inner in _members(member))
-    if hasattr(annotation, "__metadata__"):
-        return _members(get_args(annotation)[0])
-    return (annotation,)
-
-
-def _is_section(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, BaseModel)
-
-
 def _values(annotation: Any) -> str:
-    words = dict.fromkeys(_word(member) for member in _members(annotation) if member is not NoneType)
+    words = dict.fromkeys(_word(member) for member in members_of(annotation) if member is not NoneType)
     return " or ".join(words)
 
 

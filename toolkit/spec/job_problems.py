@@ -44,7 +44,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "num_nodes": "cluster.nodes",
     "use_peft": "train.method: lora",
     "lora_r": "train.lora.r",
-    "load_in_4bit": "nothing yet: this version trains full weights and LoRA",
+    "load_in_4bit": "train.method: qlora, which can be estimated, not trained",
     "model_name_or_path": "model",
     "gradient_checkpointing_enable": "train.gradient_checkpointing",
 }

@@ -24,7 +24,7 @@ def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> tuple[str, .
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Gives the section that a field of this annotation holds; None where it holds a value."""
-    for member in _members(annotation):
+    for member in members_of(annotation):
         if isinstance(member, type) and issubclass(member, BaseModel):
             return member
     return None
@@ -32,13 +32,14 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 def wants_number(annotation: Any) -> bool:
     """Whether a field of this annotation takes numbers, and no text."""
-    members = [member for member in _members(annotation) if member is not NoneType]
+    members = [member for member in members_of(annotation) if member is not NoneType]
     return any(member in (int, float) for member in members) and str not in members
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def members_of(annotation: Any) -> tuple[Any, ...]:
+    """Gives the types that a field of this annotation takes: those of a union, without what validates them."""
     if get_origin(annotation) in (Union, UnionType):
-        return tuple(inner for member in get_args(annotation) for inner in _members(member))
+        return tuple(inner for member in get_args(annotation) for inner in members_of(member))
     if hasattr(annotation, "__metadata__"):
-        return _members(get_args(annotation)[0])
+        return members_of(get_args(annotation)[0])
     return (annotation,)

@@ -89,7 +89,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
-    """Parses YAML text whose top level is a mapping; `name` stands for it in errors."""
+    """Parses YAML text whose top level is a mapping; `name` stands for it in errors.
+
+    Raises:
+        SpecError: YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE, YAML_NOT_MAPPING.
+    """
     try:
         value = parse_value(text, name=name)
     except yaml.YAMLError as error:
