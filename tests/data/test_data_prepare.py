@@ -329,9 +329,9 @@ def test_alpaca_and_sharegpt_files_train_as_their_own_columns_do(
     assert "### Input" not in second
     assert {tokenizer.decode(row["input_ids"][row["labels"] != -100]) for row in prepared.train} == {"3<eos>"}
     assert rows(build(data.model_copy(update={"train": "alpaca"}), sequence_length=512).train) == rows(prepared.train)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     build(data, sequence_length=512)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}.keys() == before.keys()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()} == before
 
     write([{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}], "sharegpt.jsonl")
     write([{"messages": CHAT[:2]}], "own.jsonl")

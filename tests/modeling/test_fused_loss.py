@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
@@ -202,14 +204,12 @@ def test_what_a_model_does_to_its_logits_is_found_without_its_weights():
     assert find_logit_map(model, "lm_head", "chunked") == LogitMap(cap=30.0)
 
 
-def test_liger_without_its_package():
-    try:
-        import liger_kernel  # noqa: F401
-    except ImportError:
-        with pytest.raises(PlanError, match="liger-kernel") as caught:
-            apply_loss(tiny_model("llama"), "liger")
-        assert caught.value.codes == ("LOSS_LIGER_PACKAGE",)
-        assert "[liger]" in caught.value.problems[0].fix
+def test_liger_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # installed or not, it cannot be imported now
+    with pytest.raises(PlanError, match="liger-kernel") as caught:
+        apply_loss(tiny_model("llama"), "liger")
+    assert caught.value.codes == ("LOSS_LIGER_PACKAGE",)
+    assert "[liger]" in caught.value.problems[0].fix
 
 
 @pytest.mark.gpu

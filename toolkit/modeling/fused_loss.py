@@ -72,6 +72,11 @@ def apply_loss(model: Any, loss: Loss) -> None:
 def find_logit_map(model: PreTrainedModel, head_path: str, loss: Loss) -> LogitMap:
     """Finds what a model does to its head's output, by running its outermost forward pass alone on known numbers.
 
+    Args:
+        model: On any device, meta included: none of its weights is read.
+        head_path: Name of the head among its own modules.
+        loss: For the error.
+
     Raises:
         PlanError: LOSS_ARCHITECTURE where it is neither nothing nor a factor nor a cap.
     """

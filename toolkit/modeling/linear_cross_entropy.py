@@ -82,6 +82,16 @@ def chunked_cross_entropy(
 
     For heads that are more than one linear layer, such as LoRA around one: each chunk is computed again in the backward
     pass.
+
+    Args:
+        head: Module that gives scores of shape (tokens, vocabulary).
+        hidden_TD: What the head takes. Shape (tokens, width).
+        targets_T: Class of each token, -100 where nothing is to be learned.
+        mapped: What the model does to the head's output.
+        vocab_size: Scores a token, which set the tokens of a chunk.
+
+    Returns:
+        Scalar fp32.
     """
     size = max(1, BLOCK_ELEMENTS // vocab_size)
     total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
