@@ -297,6 +297,13 @@ def test_a_run_that_is_complete_is_not_trained_further(root, whole, capsys):
     assert done.stderr.splitlines() == [line, f"exporting {last} ..."]
     assert (out / "export" / "model.safetensors").read_bytes() == (moved / "model.safetensors").read_bytes()
     assert (out / "metrics.jsonl").read_bytes() == before
+
+    weights = out / "export" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    done = run_toolkit(root, "train", job, "--resume", "latest")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [line, f"exporting {last} ..."], "a damaged export is none"
+    assert weights.read_bytes() == (moved / "model.safetensors").read_bytes()
     shutil.rmtree(moved)
 
 

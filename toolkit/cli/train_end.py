@@ -114,9 +114,13 @@ def say(line: str) -> None:
 
 
 def _is_export_of(folder: Path, point: ResumePoint) -> bool:
-    """Whether an export was written since the checkpoint: an extended run leaves that of its first end behind."""
+    """Whether a whole export was written since the checkpoint: an extended run leaves that of its first end behind."""
+    from toolkit.spec.weights import find_weights, read_header
+
     written = [path.stat().st_mtime for path in folder.glob("*config.json")]
-    return bool(written) and min(written) >= point.saved_at
+    if not written or min(written) < point.saved_at:
+        return False
+    return find_weights(folder).loadable or read_header(folder / "adapter_model.safetensors") is not None
 
 
 def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | None, as_json: bool) -> None:
