@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
 
 import pytest
@@ -105,6 +107,18 @@ def test_adapters(lora):
             if "lora_B" in name:
                 weight.normal_()
     compare(adapted)
+
+
+def test_a_copy_runs_its_own_layers_and_head():
+    model = tiny_model("llama")
+    apply_loss(model, "chunked")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+        found, own = (made(input_ids=tokens(), labels=labels()).loss for made in (copied, model))
+    num_targets = int((labels()[:, 1:] != -100).sum())
+    assert float(found) == pytest.approx(num_targets * math.log(64))
+    assert float(own) != pytest.approx(float(found), rel=1e-3)
 
 
 def test_nothing_to_learn_is_a_loss_of_zero():

@@ -30,7 +30,8 @@ from toolkit.spec.job import Loss
 PROBE = (-41.0, -7.5, -0.5, 0.0, 0.25, 3.0, 19.0, 64.0)
 PROBE_TOLERANCE = 1e-5
 
-HeadLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Head, hidden states and targets to the loss.
+HeadLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def apply_loss(model: Any, loss: Loss) -> None:
@@ -52,17 +53,18 @@ def apply_loss(model: Any, loss: Loss) -> None:
     path = _head_path(inner, loss)
     mapped = find_logit_map(inner, path, loss)
     evaluate = _head_loss(inner.get_submodule(path), mapped, loss)
-    own_forward = inner.forward
+    # The model and its head are looked up in each call, so that a deep copy runs its own.
+    own_forward = inner.forward.__func__
 
     def forward(self: PreTrainedModel, *args: Any, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
         if labels is None:
-            return own_forward(*args, **inputs)
+            return own_forward(self, *args, **inputs)
         with _without_head(self, path) as taken:
-            outputs = own_forward(*args, **inputs)
+            outputs = own_forward(self, *args, **inputs)
         [hidden_BSD] = taken.inputs
         targets_BS = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         return MoeCausalLMOutputWithPast(
-            loss=evaluate(hidden_BSD.flatten(0, -2), targets_BS.flatten()),
+            loss=evaluate(self.get_submodule(path), hidden_BSD.flatten(0, -2), targets_BS.flatten()),
             aux_loss=getattr(outputs, "aux_loss", None),
         )
 
@@ -180,7 +182,7 @@ def _head_loss(head: Any, mapped: LogitMap, loss: Loss) -> HeadLoss:
     if linear is not None:
         linear.forward = MethodType(_forward_with_targets, linear)  # type: ignore[method-assign]
         fused = liger.liger_cross_entropy if loss == "liger" else linear_cross_entropy
-        return lambda hidden, targets: head(hidden, targets, mapped, fused)
+        return lambda head, hidden, targets: head(hidden, targets, mapped, fused)
     if loss == "liger":
         raise PlanError.of(
             code="LOSS_LIGER_HEAD",
@@ -190,7 +192,7 @@ def _head_loss(head: Any, mapped: LogitMap, loss: Loss) -> HeadLoss:
             source="liger_kernel ops/fused_linear_cross_entropy.py",
         )
     width = getattr(head, "out_features", None) or head.weight.shape[0]
-    return lambda hidden, targets: chunked_cross_entropy(head, hidden, targets, mapped, vocab_size=width)
+    return lambda head, hidden, targets: chunked_cross_entropy(head, hidden, targets, mapped, vocab_size=width)
 
 
 def _trained_linear(head: Any) -> nn.Linear | None:
