@@ -307,6 +307,21 @@ def test_a_run_that_is_complete_is_not_trained_further(root, whole, capsys):
     shutil.rmtree(moved)
 
 
+def test_ctrl_c_while_it_exports_says_how_to_export(root, whole, tmp_path):
+    out, last = root / "whole", root / "whole" / f"checkpoint-{STEPS}"
+    (out / "export").rename(tmp_path / "aside")
+    before = {path.name for path in out.iterdir()}
+    process = start_toolkit(root, "train", root / "whole.yaml", "--resume", "latest")
+    while {path.name for path in out.iterdir()} == before and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == f"  toolkit export {last} --overwrite"
+    assert {path.name for path in out.iterdir()} == before, "nothing is left behind"
+    (tmp_path / "aside").rename(out / "export")
+
+
 def test_data_that_moved_does_not_stop_a_resume(root, whole, capsys, tmp_path):
     job, moved = root / "whole.yaml", tmp_path / "elsewhere.jsonl"
     shutil.copyfile(root / "data.jsonl", moved)

@@ -75,12 +75,16 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
     from toolkit.cli.export import describe_checks, load_exporter
 
     source = checkpoint or latest_checkpoint(plan.output_dir)
-    say(f"exporting {source} ...")
     try:
+        say(f"exporting {source} ...")
         done = load_exporter()(source, plan.output_dir / "export", overwrite=True, verify_first=verify_first)
     except ToolkitError as error:
         print_problems(error.problems, as_json=False)
         return None
+    except KeyboardInterrupt:
+        command = shlex.join(["toolkit", "export", str(source), "--overwrite"])
+        say(f"the export was stopped, but the run is whole in {source}. Export it with:\n  {command}")
+        raise
     return Exported(folder=done.folder, checked=describe_checks(done))
 
 
