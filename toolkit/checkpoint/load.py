@@ -14,6 +14,7 @@ from toolkit.checkpoint.sources import source_problems
 from toolkit.checkpoint.swapped import restore_unswapped
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
+from toolkit.groups.patience import patiently
 from toolkit.plan.checkpoint_size import leaves_frozen_out
 from toolkit.plan.plan import Plan
 
@@ -60,17 +61,23 @@ def load(run: Run, path: str | Path) -> State:
 
 def _verify_together(run: Run, folder: Path) -> None:
     """Checks sizes and checksums, a share of the files a rank, and raises the same on all ranks."""
-    problems: list[Problem]
-    try:
-        manifest = read_manifest(folder)
-        mine = share(manifest, rank=run.world.rank, world_size=run.world.size)
-        problems = size_problems(folder, manifest) or checksum_problems(folder, manifest, mine)
-        if run.world.is_main and not problems:  # one rank, for it may have to read all of the data
-            saved, state = Plan.load(folder / PLAN), State.load(folder)
-            problems = list(source_problems(run.plan.job, saved.job, state.sources, folder))
-    except ToolkitError as error:
-        problems = list(error.problems)
+    # Files of the checkpoint, and on one rank all of the data, may have to be read.
+    problems = patiently(run.world, lambda: _problems_seen(run, folder))
     found: list[list[Problem] | None] = [None] * run.world.size
     dist.all_gather_object(found, problems)
     unique = {(problem.code, problem.message): problem for part in found if part for problem in part}
     raise_all(CheckpointError, unique.values())
+
+
+def _problems_seen(run: Run, folder: Path) -> list[Problem]:
+    """Gives what is wrong with this rank's share of a checkpoint, and on rank 0 with what the run reads."""
+    try:
+        manifest = read_manifest(folder)
+        mine = share(manifest, rank=run.world.rank, world_size=run.world.size)
+        problems = size_problems(folder, manifest) or checksum_problems(folder, manifest, mine)
+        if problems or not run.world.is_main:
+            return list(problems)
+        saved, state = Plan.load(folder / PLAN), State.load(folder)
+        return list(source_problems(run.plan.job, saved.job, state.sources, folder))
+    except ToolkitError as error:
+        return list(error.problems)

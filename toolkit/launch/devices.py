@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from toolkit.errors import Problem
 from toolkit.plan.plan import Plan
@@ -14,7 +14,7 @@ def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
     """Gives the catalogue name of each NVIDIA card that processes may use here and the catalogue holds.
 
     Args:
-        environment: Whose CUDA_VISIBLE_DEVICES limits the number of cards; this process's own when left out.
+        environment: Whose CUDA_VISIBLE_DEVICES chooses the cards; this process's own when left out.
     """
     return [name for name in visible_cards(environment) or () if name is not None]
 
@@ -62,26 +62,52 @@ def visible_cards(environment: Mapping[str, str] | None = None) -> list[str | No
     import pynvml
 
     visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
-    limit = (
-        None if visible is None else len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    )
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None
     try:
-        found = []
+        found: dict[str, str | None] = {}
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                name = pynvml.nvmlDeviceGetName(handle)
+                name, identity = (_text(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
             except pynvml.NVMLError:  # a card that is lost, or that tells nothing of its memory
                 continue
-            found.append(match_gpu(name if isinstance(name, str) else name.decode(), int(memory)))
-        return found[:limit]
+            found[identity] = match_gpu(name, int(memory))
+        return [found[identity] for identity in chosen_cards(list(found), visible)]
     finally:
         pynvml.nvmlShutdown()
+
+
+def _text(name: str | bytes) -> str:
+    return name if isinstance(name, str) else name.decode()
+
+
+def chosen_cards(identities: Sequence[str], visible: str | None) -> list[str]:
+    """Gives the cards that CUDA_VISIBLE_DEVICES names, by number or by the start of an identity.
+
+    What follows the first that it does not know is not seen.
+
+    >>> chosen_cards(["GPU-a1", "GPU-b2", "GPU-c3"], "2,GPU-a,7,1")
+    ['GPU-c3', 'GPU-a1']
+
+    Source:
+        CUDA C++ Programming Guide, CUDA environment variables. Numbers are taken in the order of the bus.
+    """
+    if visible is None:
+        return list(identities)
+    chosen: list[str] = []
+    for entry in map(str.strip, visible.split(",")):
+        if entry.isdigit():
+            named = [identities[int(entry)]] if int(entry) < len(identities) else []
+        else:
+            named = [identity for identity in identities if entry and identity.startswith(entry)]
+        if len(named) != 1:
+            break
+        chosen += named
+    return chosen
 
 
 def match_gpu(driver_name: str, memory_bytes: int) -> str | None:
