@@ -1,4 +1,7 @@
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,19 @@ def test_a_failure_keeps_the_old_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError), staged_folder(target, overwrite=False):
         pass
+
+
+def test_what_killed_exports_left_is_removed(tmp_path):
+    target = tmp_path / "out[1]"
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    script = (
+        "import sys; from pathlib import Path; from toolkit.export.writer import staged_folder\n"
+        f"with staged_folder(Path(sys.argv[1]), overwrite=False) as staged:\n    (staged / 'part').touch(); {kill}"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(target)], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    with staged_folder(target, overwrite=False) as own:
+        assert not left.exists()
+        with staged_folder(tmp_path / "other", overwrite=False):
+            assert own.exists(), "of a process that lives"
+    assert {path.name for path in tmp_path.iterdir()} == {"out[1]", "other"}

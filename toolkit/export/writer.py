@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -177,8 +180,10 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
             message=f"{target} exists and is not empty",
             fix="Name a new folder, or pass overwrite=True (--overwrite) to replace it",
         )
-    staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    host = socket.gethostname()
+    staged = target.with_name(f".{target.name}.partial-{host}-{os.getpid()}")
+    replaced = target.with_name(f".{target.name}.replaced-{host}-{os.getpid()}")
+    _remove_abandoned(target, host)
     try:
         with _disk(target):
             staged.mkdir(parents=True)
@@ -196,6 +201,15 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
                 shutil.rmtree(replaced, ignore_errors=True)
             else:
                 replaced.unlink()
+
+
+def _remove_abandoned(target: Path, host: str) -> None:
+    """Removes what killed exports to `target` have left: a hidden folder as large as the model each."""
+    stem = f".{target.name}.partial-{host}-"
+    for path in target.parent.glob(f"{glob.escape(stem)}*"):
+        pid = path.name.removeprefix(stem)
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
