@@ -24,13 +24,13 @@ def test_a_strategy_sets_stage_offload_and_checkpointing():
         "parallel.zero_stage": 1,
         "parallel.offload": "none",
         "parallel.offload_ratio": None,
-        "train.gradient_checkpointing": False,
-    }
+    }, "checkpointing stays as the job has it"
     assert second.values["parallel.offload"] == "full-cpu"
     assert third.values["parallel.offload"] == "optimizer-cpu"
     assert third.values["train.gradient_checkpointing"] is True
-    (fourth,) = read_strategies("ddp-checkpointing")
+    (fourth,) = read_strategies("ddp-no-checkpointing")
     assert (fourth.values["parallel.strategy"], fourth.values["parallel.zero_stage"]) == ("ddp", None)
+    assert fourth.values["train.gradient_checkpointing"] is False
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def test_a_strategy_sets_stage_offload_and_checkpointing():
         ("zero3-", "COMPARE_STRATEGY"),
         ("zero3-offload-full-offload", "COMPARE_STRATEGY"),
         ("zero3-offload-offload", "COMPARE_STRATEGY"),
+        ("zero3-checkpointing-no-checkpointing", "COMPARE_STRATEGY"),
         ("fsdp2-offload", "COMPARE_STRATEGY"),
         ("zero3,zero3", "COMPARE_STRATEGY"),
         ("tp2", "COMPARE_NOT_BUILT"),

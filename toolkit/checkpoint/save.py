@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
 from importlib.metadata import version
@@ -122,11 +123,41 @@ def _write_model_files(run: Run, folder: Path, tokenizer: Any) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.save_pretrained(folder)
     if getattr(base, "generation_config", None) is not None:
-        base.generation_config.save_pretrained(folder)
+        generation_config(base.generation_config, tokenizer, fresh=run.plan.settings.init == "random").save_pretrained(
+            folder
+        )
     for adapter in getattr(model, "peft_config", {}).values():
         adapter.save_pretrained(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def generation_config(own: Any, tokenizer: Any, *, fresh: bool) -> Any:
+    """Gives a model's generation config with the special tokens of the tokenizer that it was trained with.
+
+    Training learns the tokenizer's end mark, so generation must stop there; the marks at which a pretrained model stopped
+    before stay beside it, as in transformers trainer.py _align_special_tokens.
+
+    Args:
+        own: The model's; it is left as it is.
+        tokenizer: None changes nothing.
+        fresh: Whether the weights were drawn, so that no other mark has a meaning.
+    """
+    aligned = copy.deepcopy(own)
+    if tokenizer is None:
+        return aligned
+    end = tokenizer.eos_token_id
+    if end is not None:
+        known = [] if fresh or own.eos_token_id is None else own.eos_token_id
+        others = [token for token in (known if isinstance(known, list) else [known]) if token != end]
+        aligned.eos_token_id = [end, *others] if others else end
+    for name in ("bos_token_id", "pad_token_id"):
+        value = getattr(tokenizer, name)
+        if value is not None:
+            setattr(aligned, name, value)
+        elif fresh:
+            setattr(aligned, name, None)
+    return aligned
 
 
 def _publish(run: Run, partial: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.cli.output import new_table, print_fields, print_table
@@ -28,6 +28,7 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
         f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: {strategy}, {offload}, "
         f"{settings.precision}, micro batch {settings.batch.micro} × {settings.sequence_length} tokens"
     )
+    print("; ".join(_shape(plan)))
     notes = () if case.file is None else case.file.notes(case.job)
     for note in notes:  # what stands in place of the job's values comes before the numbers that rest on it
         print(note)
@@ -48,6 +49,17 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
         print("\nAssumed")
         for line in assumed:
             print(f"  {line}")
+
+
+def _shape(plan: Plan) -> Iterator[str]:
+    """Says what else of a job decides on memory, chosen or defaulted."""
+    train, settings = plan.job.train, plan.settings
+    yield {"full": "all weights train", "lora": "LoRA", "qlora": "QLoRA"}[train.method]
+    share = settings.gradient_checkpointing
+    yield "gradient checkpointing " + ("on" if share == 1 else "off" if share == 0 else f"of {share:.0%} of the layers")
+    yield f"accumulation {settings.batch.accumulation}"
+    if train.loss != "full":
+        yield f"{train.loss} loss"
 
 
 def verdict(report: MemoryReport) -> str:

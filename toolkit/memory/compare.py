@@ -13,7 +13,7 @@ from toolkit.memory.case import Case, Outcome
 if TYPE_CHECKING:
     from toolkit.memory.estimator import Estimator
 
-_NAME = re.compile(r"(zero[0-3]|ddp|fsdp2)((?:-(?:offload|full-offload|checkpointing))*)")
+_NAME = re.compile(r"(zero[0-3]|ddp|fsdp2)((?:-(?:offload|full-offload|no-checkpointing|checkpointing))*)")
 _UNBUILT = re.compile(r"(?:tp|pp)\d+.*")
 
 # What a suffix sets.
@@ -21,6 +21,7 @@ _SUFFIXES: dict[str, dict[str, Any]] = {
     "offload": {"parallel.offload": "optimizer-cpu"},
     "full-offload": {"parallel.offload": "full-cpu"},
     "checkpointing": {"train.gradient_checkpointing": True},
+    "no-checkpointing": {"train.gradient_checkpointing": False},
 }
 # Which stages have the partitions that an offload moves (plan/offload.py PROFILES).
 _STAGES_OF = {"offload": ("zero1", "zero2", "zero3"), "full-offload": ("zero3",)}
@@ -73,11 +74,12 @@ def _parts(name: str) -> tuple[str, tuple[str, ...]] | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    suffixes = tuple(re.findall(r"full-offload|offload|checkpointing", match[2]))
+    suffixes = tuple(re.findall(r"full-offload|offload|no-checkpointing|checkpointing", match[2]))
     offloads = {"offload", "full-offload"} & set(suffixes)
     if any(match[1] not in _STAGES_OF[suffix] for suffix in offloads):
         return None
-    if len(set(suffixes)) < len(suffixes) or len(offloads) > 1:
+    both = {"checkpointing", "no-checkpointing"} <= set(suffixes)
+    if len(set(suffixes)) < len(suffixes) or len(offloads) > 1 or both:
         return None
     return match[1], suffixes
 
@@ -91,7 +93,6 @@ def _strategy(name: str) -> Strategy:
         "parallel.zero_stage": int(base[-1]) if base.startswith("zero") else None,
         "parallel.offload": "none",
         "parallel.offload_ratio": None,
-        "train.gradient_checkpointing": False,
     }
     for suffix in suffixes:
         values |= _SUFFIXES[suffix]
@@ -112,6 +113,6 @@ def _no_strategy(name: str, *, twice: bool = False) -> Problem:
         code="COMPARE_STRATEGY",
         key="--compare",
         message=f"--compare {name!r} " + ("is named twice" if twice else "is no strategy"),
-        fix="Name zero0 to zero3, ddp or fsdp2, each once; after it -checkpointing, after zero1 to zero3 -offload, and "
+        fix="Name zero0 to zero3, ddp or fsdp2, each once; after it -checkpointing or -no-checkpointing (else as the job has it), after zero1 to zero3 -offload, and "
         "after zero3 -full-offload",
     )
