@@ -24,9 +24,14 @@ from toolkit.spec.job import Job
 
 
 def _is_built(name: str) -> bool:
-    """Whether DeepSpeed has compiled an extension on this machine; async_io takes minutes."""
+    """Whether DeepSpeed has compiled an extension for this very torch; async_io takes minutes, and anew for another."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    return any(root.glob(f"**/{name}/{name}.so"))
+    torch_folder = str(Path(torch.__file__).parent)
+    return any(
+        torch_folder in (library.parent / "build.ninja").read_text(encoding="utf-8")
+        for library in root.glob(f"**/{name}/{name}.so")
+        if (library.parent / "build.ninja").exists()
+    )
 
 
 pytestmark = [
