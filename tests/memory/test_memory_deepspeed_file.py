@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from zero3_file import BOTH_OFFLOADS, ZERO_3
 
 from toolkit.errors import PlanError, SpecError
 from toolkit.memory.case import Case
@@ -23,20 +24,7 @@ DOCUMENTED = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
     },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
+    "zero_optimization": {**ZERO_3, **BOTH_OFFLOADS},
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "steps_per_print": 2e3,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from zero3_file import BOTH_OFFLOADS, ZERO_3
 
 import toolkit as tk
 from toolkit.memory.case import Case
@@ -100,21 +101,6 @@ def test_the_loss_alone_each_way():
     assert 3.09 < loss_alone("chunked") < 3.5
 
 
-ZERO_3 = {
-    "stage": 3,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
-ON_CPU = {"device": "cpu", "pin_memory": True}
-
-
 def test_llama_3_8b_in_full_on_8_cards_of_24_gb():
     """LlamaFactory #5977, fp16 and its own files: stage 3 is out of memory; with both offloads nvidia-smi shows 13 GB.
 
@@ -138,9 +124,8 @@ def test_llama_3_8b_in_full_on_8_cards_of_24_gb():
         "gradient_accumulation_steps": "auto",
         "fp16": {"enabled": "auto"},
     }
-    offloads = {"offload_optimizer": ON_CPU, "offload_param": ON_CPU}
     estimator, found = Estimator(), {}
-    for name, zero in {"none": ZERO_3, "both": ZERO_3 | offloads}.items():
+    for name, zero in {"none": ZERO_3, "both": ZERO_3 | BOTH_OFFLOADS}.items():
         file = DeepSpeedFile.of({**common, "zero_optimization": zero})
         found[name] = estimator.estimate(Case.of(tk.Job.model_validate(job), file=file))
     assert not found["none"].fits_gpu

@@ -22,12 +22,17 @@ def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
 def too_few_cards(plan: Plan, environment: Mapping[str, str] | None = None) -> Iterator[Problem]:
     """Says that this machine has fewer cards than a plan has ranks; nothing where the driver cannot be asked."""
     found = None if plan.on_cpu else visible_cards(environment)
+    if found is not None:
+        yield from _too_few(plan, len(found))
+
+
+def _too_few(plan: Plan, num_cards: int) -> Iterator[Problem]:
     wanted = plan.job.cluster.gpus_per_node
-    if found is not None and len(found) < wanted:
+    if num_cards < wanted:
         yield Problem(
             code="LAUNCH_CARDS",
             key="cluster.gpus_per_node",
-            message=f"gpus_per_node={wanted}, but this machine lets processes use {len(found)}",
+            message=f"gpus_per_node={wanted}, but this machine lets processes use {num_cards}",
             fix="Lower cluster.gpus_per_node, mend CUDA_VISIBLE_DEVICES, or start on another machine",
             source="nvmlDeviceGetCount",
         )
@@ -46,7 +51,7 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
             fix="Start on a machine with the cards of the job",
         )
         return
-    yield from too_few_cards(plan, environment)
+    yield from _too_few(plan, len(found))
     others = sorted({name or "a card that the catalogue lacks" for name in found} - {plan.gpu.name})
     if others:
         yield Problem(

@@ -219,19 +219,11 @@ def _phases(account: Account, evaluation: Account | None) -> dict[str, PhaseRepo
 
 
 def _host(plan: Plan, events: Trace, settings: EngineSettings, *, peak_bytes: int) -> HostReport:
-    trainable = [parameter for parameter in events.parameters if parameter.trainable]
-    numel = -(-sum(parameter.numel for parameter in trainable) // settings.dp_size)
-    largest = max((parameter.numel for parameter in trainable), default=0)
     gib = plan.job.cluster.host_memory_gib or (plan.gpu.host.host_memory_gib if plan.gpu.host else None)
-    found = host_bytes(
-        events,
-        settings,
-        partition_numel=numel,
-        largest_numel=largest,
-        host_groups=Stage3(events, settings, workspace_bytes=0).host_groups if settings.zero_stage == 3 else (),
-    )
-    if plan.job.parallel.strategy != "zero":
-        found = host_bytes_without_zero(events, settings, upcast=plan.job.parallel.strategy == "fsdp2")
+    if plan.job.parallel.strategy == "zero":
+        found = _host_under_zero(events, settings)
+    else:
+        found = host_bytes_without_zero(events, upcast=plan.job.parallel.strategy == "fsdp2")
     if events.host_copies:
         found["layer inputs"] = sum(map(pinned, events.host_copies))
     if plan.on_cpu:  # the ranks' tensors are host memory, too
@@ -240,4 +232,15 @@ def _host(plan: Plan, events: Trace, settings: EngineSettings, *, peak_bytes: in
         bytes_per_rank=found,
         ranks_per_node=plan.job.cluster.gpus_per_node,
         capacity_bytes=None if gib is None else int(gib * GIB),
+    )
+
+
+def _host_under_zero(events: Trace, settings: EngineSettings) -> dict[str, int]:
+    trainable = [parameter for parameter in events.parameters if parameter.trainable]
+    return host_bytes(
+        events,
+        settings,
+        partition_numel=-(-sum(parameter.numel for parameter in trainable) // settings.dp_size),
+        largest_numel=max((parameter.numel for parameter in trainable), default=0),
+        host_groups=Stage3(events, settings, workspace_bytes=0).host_groups if settings.zero_stage == 3 else (),
     )

@@ -96,12 +96,11 @@ def _holder(settings: EngineSettings) -> Callable[[float], int]:
     return pinned if settings.pin_memory else int
 
 
-def host_bytes_without_zero(trace: Trace, settings: EngineSettings, *, upcast: bool) -> dict[str, int]:
+def host_bytes_without_zero(trace: Trace, *, upcast: bool) -> dict[str, int]:
     """Gives a rank's host memory under DDP or FSDP2: each process has the whole model before it moves or is sharded.
 
     Args:
         trace: The model.
-        settings: What the engine's memory depends on.
         upcast: Whether what trains becomes fp32 on the host (accelerate utils/fsdp_utils.py fsdp2_prepare_model).
     """
     whole = sum(p.numel * (4 if upcast and p.trainable else p.itemsize) for p in trace.parameters)
