@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, is_plan_file, read_job
 from toolkit.cli.output import print_json
-from toolkit.errors import SpecError
+from toolkit.errors import INTERRUPTED_EXIT_CODE, SpecError
 
 if TYPE_CHECKING:
     from toolkit.memory.case import Case
@@ -105,7 +108,7 @@ def estimate(
 @contextmanager
 def estimating(*, as_json: bool) -> Iterator[Estimator]:
     """Gives an estimator; says on a terminal what it is doing, for its imports and traces take seconds."""
-    with warnings.catch_warnings():
+    with _left_at_once(), warnings.catch_warnings():
         # What libraries tell each other of their next versions; nobody who estimates a job can mend it.
         warnings.simplefilter("ignore", FutureWarning)
         if as_json or not sys.stderr.isatty():
@@ -115,6 +118,33 @@ def estimating(*, as_json: bool) -> Iterator[Estimator]:
 
         with Console(stderr=True).status("loading torch and transformers") as status:
             yield _make_estimator(status.update)
+
+
+@contextmanager
+def _left_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end the process where it stands: an estimate has nothing to lose.
+
+    An exception would be raised amid the imports of torch and transformers, which take it for a missing package, or
+    die of it in C++.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    from toolkit.launch.supervisor import restore_terminal
+
+    def leave(*_: object) -> None:
+        try:
+            restore_terminal()  # the status line hides the cursor
+        finally:
+            os._exit(INTERRUPTED_EXIT_CODE)
+
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _make_estimator(notify: Callable[[str], None]) -> Estimator:

@@ -91,7 +91,7 @@ def _tell(line: str) -> None:
         print(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
 
 
-def _restore_terminal() -> None:
+def restore_terminal() -> None:
     """Gives a terminal its cursor and a new line back, after a process was killed that may have drawn on it."""
     for stream in (sys.stderr, sys.stdout):
         with contextlib.suppress(OSError, ValueError):  # it went away, or was closed
@@ -205,7 +205,7 @@ class _Run:
         self._watchdog.release(worker.process.pid)
         self._running.remove(worker)
         if status < 0 and worker.log is None:
-            _restore_terminal()
+            restore_terminal()
         self.ended.append(
             EndedWorker(
                 rank=worker.rank, status=status, ended_at=time.time(), log_file=worker.log, was_stopped=was_stopped
