@@ -65,6 +65,13 @@ def test_what_silently_reorders_the_shards(tmp_path: Path, name: str) -> None:
     assert _changes(tmp_path, now=now, then=now) == []
 
 
+def test_float8_is_not_in_what_is_saved(tmp_path: Path) -> None:
+    fp8, bf16, fp32 = (tiny_plan(train={"precision": precision}) for precision in ("fp8", "bf16", "fp32"))
+    assert _changes(tmp_path, now=fp8, then=fp8) == []
+    assert _changes(tmp_path, now=fp8, then=bf16) == _changes(tmp_path, now=bf16, then=fp8) == []
+    assert _changes(tmp_path, now=fp8, then=fp32) == [("CHECKPOINT_LAYOUT", "train.precision")]
+
+
 def test_what_is_off_anyway_may_be_written_out(tmp_path: Path) -> None:
     assert _changes(tmp_path, now=tiny_plan(**_zero(round_robin_gradients=False)), then=tiny_plan()) == []
 

@@ -12,7 +12,7 @@ from toolkit.plan.draft import Draft
 from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import resolve_with
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Attention, Job, Loss, Model, Offload, Optimizer, Precision, Schedule
+from toolkit.spec.job import Attention, Dtype, Fp8Recipe, Job, Loss, Model, Offload, Optimizer, Precision, Schedule
 from toolkit.spec.model import ModelSpec, resolve_model
 
 H100, V100, CPU = "h100-sxm-80gb", "v100-sxm-16gb", "cpu"
@@ -99,7 +99,8 @@ TRAIN = {
     "train_batch_size": st.integers(1, 64),
     "per_device_eval_batch_size": st.integers(1, 4),
     "precision": literal(Precision),
-    "gradient_accumulation_dtype": literal(Precision),
+    "fp8": st.builds(dict, recipe=literal(Fp8Recipe)),
+    "gradient_accumulation_dtype": literal(Dtype),
     # The 8-bit one can be estimated, not trained: no configuration of the libraries is made of it.
     "optimizer": st.sampled_from([name for name in Optimizer.__args__ if name != "adamw_8bit"]),
     "weight_decay": st.floats(0, 1),

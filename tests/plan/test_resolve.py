@@ -24,6 +24,8 @@ DEFAULTS = [
     ("train.train_batch_size", {"train": {"per_device_train_batch_size": 4}}, 8, "8 = 4 micro × 1"),
     ("train.per_device_eval_batch_size", {"train": {"per_device_train_batch_size": 3}}, 3, "training micro batch"),
     ("train.gradient_accumulation_dtype", {}, "bf16", "training precision"),
+    ("train.gradient_accumulation_dtype", {"train": {"precision": "fp8"}}, "bf16", "in bf16"),
+    ("train.fp8.recipe", {"train": {"precision": "fp8"}}, "tensorwise", "the fastest"),
     ("parallel.zero_stage", {}, 2, "since they fit"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b"}, 3, "must be sharded"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 3}, 3, "must be sharded"),
@@ -155,3 +157,17 @@ def test_resolve_finds_model_and_card():
 
 def test_equal_jobs_give_equal_plans():
     assert plan_of(train={"seed": 1}) == plan_of(train={"seed": 1})
+
+
+def test_fp8_is_bf16_but_for_its_products():
+    fp8, bf16 = (plan_of(train={"precision": precision}, parallel={"zero_stage": 1}) for precision in ("fp8", "bf16"))
+    assert fp8.settings.dtype == bf16.settings.dtype == "bf16"
+    assert fp8.deepspeed_config() == bf16.deepspeed_config()
+    wide = {"precision": "fp8", "gradient_accumulation_dtype": "fp32"}
+    assert plan_of(train=wide, parallel={"zero_stage": 1}).uses_bf16_optimizer
+    assert "run in float8" in fp8.explain()
+    assert "emulated" not in fp8.explain()
+    assert "float8" not in bf16.explain()
+    assert "multiplied in fp32" in plan_of(gpu=CPU, train={"precision": "fp8"}).explain()
+    written = choice(plan_of(train={"precision": "fp8", "fp8": {"recipe": "rowwise"}}), "train.fp8")
+    assert (written.value, written.source) == ({"recipe": "rowwise"}, "job")

@@ -19,6 +19,8 @@ BROKEN = [
     ("PARALLEL_SIZE", "parallel.pipeline", "pipeline=2", {"parallel": {"pipeline": 2}}),
     ("PRECISION_CARD", "train.precision", V100, {"gpu": V100, "train": {"precision": "bf16"}}),
     ("PRECISION_CARD", "train.precision", "fp16", {"gpu": "cpu", "train": {"precision": "fp16"}}),
+    ("PRECISION_CARD", "train.precision", "no float8 units", {"gpu": "a100-sxm-80gb", "train": {"precision": "fp8"}}),
+    ("FP8_UNUSED", "train.fp8", "precision=bf16", {"train": {"fp8": {"recipe": "rowwise"}}}),
     ("ATTENTION_CARD", "train.attention", V100, {"gpu": V100, "train": {"attention": "flash_attention_2"}}),
     ("ATTENTION_CARD", "train.attention", "cpu", {"gpu": "cpu", "train": {"attention": "flash_attention_2", "precision": "bf16"}}),
     ("ATTENTION_PRECISION", "train.attention", "fp32", {"train": {"attention": "flash_attention_2", "precision": "fp32"}}),
@@ -110,6 +112,7 @@ ELSEWHERE = {
     "PLAN_UNREADABLE": "test_plan.py",
     "CONSUMER_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
     "CONSUMER_FRACTION": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_FP8": "test_trainer_config.py, test_accelerate_config.py",
     "CONSUMER_LIGER": "test_trainer_config.py",
     "CONSUMER_LOSS": "test_trainer_config.py, test_accelerate_config.py",
     "CONSUMER_LEARNING_RATE": "test_accelerate_config.py",
@@ -132,8 +135,8 @@ def test_a_broken_rule_is_the_only_problem(code, key, part, job):
 
 
 def test_every_code_of_the_package_is_triggered_by_a_test():
-    triggered = {row[0] for row in BROKEN} | set(ELSEWHERE) | {"OFFLOAD_PARTIAL_SIZE", "STRATEGY_KEY", "QLORA_STAGE"}
-    assert codes_in_source() == triggered
+    alone = {"OFFLOAD_PARTIAL_SIZE", "STRATEGY_KEY", "QLORA_STAGE", "FP8_STRATEGY", "FP8_METHOD"}
+    assert codes_in_source() == {row[0] for row in BROKEN} | set(ELSEWHERE) | alone
     for code, files in ELSEWHERE.items():
         for name in files.split(", "):
             assert code in (Path(__file__).parent / name).read_text(encoding="utf-8")
@@ -151,6 +154,22 @@ def test_keys_of_deepspeed_say_nothing_to_another_strategy():
 def test_packed_weights_cannot_be_partitioned(parallel):
     found = problems_of(train={"method": "qlora"}, parallel=parallel)
     assert "QLORA_STAGE" in {problem.code for problem in found}
+
+
+@pytest.mark.parametrize(
+    ("code", "job"),
+    [
+        ("FP8_STRATEGY", {"parallel": {"strategy": "ddp"}}),
+        ("FP8_STRATEGY", {"parallel": {"strategy": "fsdp2"}}),
+        ("FP8_METHOD", {"train": {"method": "qlora"}}),
+    ],
+)
+def test_float8_is_estimated_for_no_engine_but_ours(code, job):
+    with_fp8 = {**job, "train": {"precision": "fp8", **job.get("train", {})}}
+    found = {problem.code: problem for problem in problems_of(**with_fp8)}
+    assert set(found) == {"ESTIMATE_ONLY", code}
+    assert found[code].key == "train.precision"
+    assert code not in {problem.code for problem in problems_of(**job)}
 
 
 def test_a_partial_offload_of_a_model_of_unknown_size():
@@ -193,6 +212,9 @@ SOUND = [
     {"deepspeed": {"prescale_gradients": True, **zero_keys(reduce_scatter=False)}},
     {"deepspeed": {"gradient_predivide_factor": 2, "communication_data_type": "fp32", "steps_per_print": 5, **zero_keys(reduce_scatter=False)}},
     {"deepspeed": {"prescale_gradients": False}},
+    {"gpu": "l4-24gb", "train": {"precision": "fp8", "fp8": {"recipe": "rowwise"}, "torch_compile": True}},
+    {"gpu": "cpu", "train": {"precision": "fp8", "method": "lora"}, "parallel": {"zero_stage": 3}},
+    {"train": {"precision": "fp8", "gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"bf16": {"immediate_grad_update": True}}},
     {"gpu": V100, "train": {"precision": "fp16"}, "deepspeed": {"fp16": {"hysteresis": 1, "loss_scale_window": 100}}},
     {"ranks": 4, "parallel": {"zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2, zero_quantized_weights=True)},
     {"nvme_path": "/local", "parallel": {"offload": "full-nvme"}, "deepspeed": {"aio": {"queue_depth": 32}, **zero_keys(offload_optimizer={"buffer_count": 8, "pipeline_write": True})}},

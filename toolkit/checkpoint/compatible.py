@@ -87,7 +87,8 @@ def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, 
     now, then = plan.job.train, saved.job.train
     yield "cluster.gpus_per_node × cluster.nodes", plan.grid.world_size, state.world_size
     yield "parallel.zero_stage", plan.settings.zero_stage, state.zero_stage
-    yield "train.precision", plan.settings.precision, saved.settings.precision
+    if plan.settings.dtype != saved.settings.dtype:  # fp8 is in the products alone, not in what is saved
+        yield "train.precision", plan.settings.precision, saved.settings.precision
     yield "train.method", now.method, then.method
     if now.method == then.method == "lora":
         yield "train.lora", _shown(now.lora), _shown(then.lora)
@@ -99,7 +100,7 @@ def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, 
     if settled.zero_stage != before.zero_stage:
         return
     if settled.zero_stage in (1, 2):  # which optimizer holds the master weights, and in which order
-        if settled.precision == before.precision:  # the dtype follows it: one cause, one problem
+        if settled.dtype == before.dtype:  # it follows the dtype: one cause, one problem
             name = "train.gradient_accumulation_dtype"
             yield name, settled.gradient_accumulation_dtype, before.gradient_accumulation_dtype
         yield "deepspeed.zero_optimization.round_robin_gradients", _round_robin(plan), _round_robin(saved)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from toolkit.engine.run import Run
+from toolkit.modeling.fp8 import without_fp8
 
 PROBE = "probe.safetensors"
 
@@ -24,13 +25,15 @@ def probe_tokens(vocab_size: int) -> torch.Tensor:
 def record_probe(run: Run, folder: Path) -> None:
     """Writes `input_ids` and `logits` of the live model; all ranks run the forward pass, rank 0 writes.
 
+    Products in fp8 run in bf16 here: an export holds bf16 weights, and who loads it multiplies them so.
+
     Collectives:
         Those of a forward pass under ZeRO-3.
     """
     ids_BS = probe_tokens(run.plan.model.vocab_size)
     run.engine.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_fp8(run.model):
             logits_BSV = run.engine(input_ids=ids_BS.to(run.world.device)).logits
     finally:
         run.engine.train()

@@ -108,6 +108,9 @@ def estimate(
 @contextmanager
 def estimating(*, as_json: bool) -> Iterator[Estimator]:
     """Gives an estimator; says on a terminal what it is doing, for its imports and traces take seconds."""
+    from toolkit.train.worker import quiet_torchao
+
+    quiet_torchao()
     with _left_at_once(), warnings.catch_warnings():
         # What libraries tell each other of their next versions; nobody who estimates a job can mend it.
         warnings.simplefilter("ignore", FutureWarning)

@@ -65,13 +65,13 @@ def export(
     Args:
         checkpoint: Folder that `tk.save` or `toolkit train` wrote.
         output_dir: Created whole at the end, or not at all.
-        dtype: Of the weights; the training precision when left out. fp32 reads the master weights.
+        dtype: Of the weights; the training precision when left out, bf16 after fp8. fp32 reads the master weights.
         max_shard_size_bytes: Above it a new file begins.
         merge_adapter: LoRA: write the base with the adapter merged into it, not the adapter.
         overwrite: Replace what `output_dir` holds.
         check_logits: Reload the export and compare its scores with those that the live model left in the checkpoint.
             By default where the checkpoint has them, the dtype is the training precision, and the model has at most
-            two billion parameters.
+            two billion parameters. After fp8 training both are computed in bf16, in which the weights lie.
         verify_first: Compare the checksums of the files that the export reads, and the sizes of all, before. `toolkit
             train` does without for the checkpoint that its own processes have hashed a moment ago: that would read
             every byte once more to learn what is known. The export itself is read back and compared either way.
@@ -120,7 +120,7 @@ def _why_not_compared(
     plan: Plan, probe: Path, *, dtype: str | None, asked: bool | None, merge_adapter: bool
 ) -> str | None:
     """Says why an export's scores are not compared with the live model's; None where they are."""
-    precision, known = plan.settings.precision, plan.model.num_parameters
+    own, known = plan.settings.dtype, plan.model.num_parameters
     if asked is False:
         return "not asked for"
     if not probe.exists():
@@ -129,8 +129,8 @@ def _why_not_compared(
         return "the base that the adapter belongs to was drawn at random, and lies in no folder to reload"
     if asked:
         return None
-    if dtype not in (None, precision):
-        return f"{dtype} is not the training precision {precision}; --check-logits compares all the same"
+    if dtype not in (None, own):
+        return f"{dtype} is not the training precision {own}; --check-logits compares all the same"
     if known is None or known > CHECK_LOGITS_PARAMETERS:
         size = "of unknown size" if known is None else f"of {format_count(known)} parameters"
         return f"a model {size} takes much of the host; --check-logits compares all the same"
@@ -146,7 +146,7 @@ def _verify(source: Path, *, dtype: str | None, merge_adapter: bool) -> None:
         raise
     # Below stage 3 the module's own copy has every weight in the training dtype; the optimizer's files, six times as
     # large in bf16, hold the rest: fp32 masters, from which adapters are merged, and moments.
-    module_will_do = settings.zero_stage < 3 and dtype in (None, settings.precision) and not merge_adapter
+    module_will_do = settings.zero_stage < 3 and dtype in (None, settings.dtype) and not merge_adapter
     verify_checkpoint(source, unread=_is_optimizer_file if module_will_do else None)
 
 
@@ -165,7 +165,7 @@ def logits_difference(model: Any, probe: Path) -> float:
 def _compare(plan: Plan, folder: Path, report: ExportReport, probe: Path) -> float:
     difference = logits_difference(_reload(plan, folder, report), probe)
     # Not "difference > limit", which a difference that is not a number would pass.
-    if not difference <= TOLERANCE[plan.settings.precision]:
+    if not difference <= TOLERANCE[plan.settings.dtype]:
         raise CheckError.of(
             code="EXPORT_LOGITS",
             key=str(report.output_dir),
@@ -182,7 +182,7 @@ def _reload(plan: Plan, folder: Path, report: ExportReport) -> Any:
     disable_progress_bar()
     code = plan.job.model.trust_remote_code
     attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
-    arguments = {"dtype": DTYPES[plan.settings.precision], "attn_implementation": attention, "trust_remote_code": code}
+    arguments = {"dtype": DTYPES[plan.settings.dtype], "attn_implementation": attention, "trust_remote_code": code}
     if report.kind != "adapter":
         return AutoModelForCausalLM.from_pretrained(folder, **arguments).eval()
     from peft import PeftModel

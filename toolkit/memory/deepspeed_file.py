@@ -104,8 +104,8 @@ class DeepSpeedFile:
         optimizer = self.config.get("optimizer")
         filled: dict[str, Any] = {
             **{key: ours[key] for key in _BATCH},
-            "bf16": {"enabled": settings.precision == "bf16"},
-            "fp16": {"enabled": settings.precision == "fp16"},
+            "bf16": {"enabled": settings.dtype == "bf16"},
+            "fp16": {"enabled": settings.dtype == "fp16"},
             # Without a section of its own, the optimizer is that of the training arguments.
             "optimizer": ours["optimizer"] if optimizer is None else {"params": _shared(optimizer, ours["optimizer"])},
         }
@@ -205,6 +205,14 @@ class DeepSpeedFile:
                 message=f"{self.name} is for DeepSpeed, but the job's strategy={job.parallel.strategy}",
                 fix="Set parallel.strategy to zero, or leave the file out",
             )
+        if job.train.precision == "fp8":
+            yield Problem(
+                code="DS_FILE_CONTRADICTS",
+                key="train.precision",
+                message=f"{self.name} is of a script of its own, but the job's precision=fp8 is applied by `toolkit train` alone",
+                fix="Set train.precision to bf16, or leave the file out",
+            )
+            return
         if all((self.config.get(name) or {}).get("enabled") is True for name in ("bf16", "fp16")):
             yield Problem(
                 code="DS_FILE_CONTRADICTS",

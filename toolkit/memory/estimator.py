@@ -104,10 +104,11 @@ def trace_key(plan: Plan) -> str:
             plan.profile.activations,
         ],
         "job": job.model.model_dump(mode="json"),
-        "train": job.train.model_dump(mode="json", include={"method", "lora", "loss", "torch_compile"}),
+        "train": job.train.model_dump(mode="json", include={"method", "lora", "loss", "torch_compile", "fp8"}),
         "data": None if job.data is None else job.data.model_dump(mode="json"),
         "strategy": job.parallel.strategy,
         "kernels": _kernels(plan.gpu),
+        "emulated": plan.on_cpu and settings.precision == "fp8",
     }
     return json.dumps(parts, sort_keys=True, default=str)
 

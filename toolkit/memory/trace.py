@@ -39,9 +39,10 @@ from toolkit.memory.segments import Segmenter
 from toolkit.memory.values import Answer, no_chance, pass_checks
 from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.modeling.fp8 import apply_fp8
 from toolkit.modeling.fused_loss import apply_loss
 from toolkit.plan.plan import Plan
-from toolkit.spec.job import Lora, Loss, Packing
+from toolkit.spec.job import Fp8, Lora, Loss, Packing
 
 __all__ = ["Parameter", "Trace", "trace", "trace_model"]
 
@@ -83,7 +84,9 @@ def trace(
         config,
         micro_batch=settings.per_device_eval_batch_size if evaluation else settings.batch.micro,
         sequence_length=settings.sequence_length,
-        dtype=DTYPES[settings.precision],
+        dtype=DTYPES[settings.dtype],
+        fp8=(train.fp8 or Fp8()) if settings.precision == "fp8" else None,
+        fp8_emulated=plan.on_cpu,
         attention=settings.attention,
         device=device,
         packing=data.packing if data is not None else "wrapped",
@@ -107,6 +110,8 @@ def trace_model(
     micro_batch: int,
     sequence_length: int,
     dtype: torch.dtype = torch.bfloat16,
+    fp8: Fp8 | None = None,
+    fp8_emulated: bool = False,
     attention: str = "sdpa",
     device: Device,
     packing: Packing = "wrapped",
@@ -136,6 +141,8 @@ def trace_model(
         micro_batch: Sequences, or images.
         sequence_length: Tokens of a sequence.
         dtype: Of the parameters.
+        fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
+        fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
         attention: `eager`, `sdpa` or `flash_attention_2`.
         device: Card, which decides on kernels.
         packing: As in `data.packing`: with `none` rows are padded and have a mask.
@@ -160,6 +167,8 @@ def trace_model(
         micro_batch=micro_batch,
         sequence_length=sequence_length,
         dtype=dtype,
+        fp8=fp8,
+        fp8_emulated=fp8_emulated,
         packing=packing,
         flatten=attention == "flash_attention_2",
         checkpointing=checkpointing,
@@ -202,6 +211,8 @@ class _Request:
     micro_batch: int
     sequence_length: int
     dtype: torch.dtype
+    fp8: Fp8 | None
+    fp8_emulated: bool
     packing: Packing
     flatten: bool
     checkpointing: float
@@ -230,7 +241,9 @@ class _Request:
             full.tie_weights()
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
-                with unset_fake_temporarily():  # it looks at numbers
+                with unset_fake_temporarily():  # they look at numbers, or make modules without storage
+                    if self.fp8 is not None:
+                        apply_fp8(model, self.fp8, emulate=self.fp8_emulated)
                     apply_loss(model, self.loss)
                 model.train(not self.evaluation)
                 stacks = [in_adapters(model, stack) for stack in stacks]

@@ -23,12 +23,14 @@ from transformers.initialization import no_init_weights
 from toolkit.errors import PlanError, SpecError
 from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.modeling.fp8 import apply_fp8, check_device
+from toolkit.modeling.fp8 import check_installed as check_fp8_installed
 from toolkit.modeling.fused_loss import apply_loss
 from toolkit.modeling.initialization import initialize_weights
 from toolkit.modeling.liger import check_installed
 from toolkit.modeling.weights import load_pretrained
 from toolkit.plan.plan import Plan
-from toolkit.spec.job import Lora
+from toolkit.spec.job import Fp8, Lora
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -58,12 +60,15 @@ def build_model(
     Raises:
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
-            LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE.
+            LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS.
         CheckpointError: The weights do not fit the model.
     """
     if plan.job.train.loss == "liger":
         check_installed()
-    dtype = DTYPES[plan.settings.precision]
+    if plan.settings.precision == "fp8":
+        check_fp8_installed()
+        check_device(device)
+    dtype = DTYPES[plan.settings.dtype]
     config = model_config(plan)
     import_architecture(config, trust_remote_code=plan.job.model.trust_remote_code)
     with _partitioned(plan, dp_group), no_init_weights(), torch.device(device):
@@ -76,12 +81,14 @@ def build_model(
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
-    """Applies adapters, checkpointing, the loss and compilation to a built model, in that order."""
+    """Applies adapters, float8 products, checkpointing, the loss and compilation to a built model, in that order."""
     train, settings = plan.job.train, plan.settings
     model.config.use_cache = False
     adapted: Any = model
     if train.method == "lora":
         adapted = apply_lora(model, train.lora or Lora(), seed=train.seed)
+    if settings.precision == "fp8":
+        apply_fp8(adapted, train.fp8 or Fp8(), emulate=plan.on_cpu)
     apply_gradient_checkpointing(
         adapted, fraction=settings.gradient_checkpointing, offload_inputs=plan.profile.activations
     )

@@ -28,14 +28,14 @@ def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
     """
     raise_all(PlanError, consumer_problems(draft, consumer))
     settings = draft.settings
-    precision = settings.precision
+    dtype = settings.dtype
     config: dict[str, Any] = {
         "train_batch_size": settings.batch.train,
         "train_micro_batch_size_per_gpu": settings.batch.micro,
         "gradient_accumulation_steps": settings.batch.accumulation,
         "gradient_clipping": draft.job.train.max_grad_norm,
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16"},
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16"},
         "data_types": {"grad_accum_dtype": settings.gradient_accumulation_dtype},
         "zero_optimization": _zero_section(draft, consumer),
     }

@@ -50,7 +50,7 @@ class Draft:
         settings = self.settings
         return (
             settings.zero_stage == 1
-            and settings.precision == "bf16"
+            and settings.dtype == "bf16"
             and settings.gradient_accumulation_dtype == "fp32"
             and self.profile.optimizer is None
         )

@@ -24,6 +24,12 @@ from toolkit.topology.grid import Grid
 
 SCHEMA_VERSION = 1
 
+_FP8 = (
+    "precision fp8: the products of the decoder layers' linear modules run in float8; parameters, gradients, the optimizer "
+    "and all else as in bf16"
+)
+_EMULATED = "; on CPU they are emulated: rounded to float8, multiplied in fp32"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Draft):
@@ -76,6 +82,7 @@ class Plan(Draft):
             f"{self.model.name} on {self.job.cluster.num_ranks} × {self.gpu.name}",
             f"batch: {self.settings.batch}",
             f"offload {self.profile.name}: {self.profile.explanation}",
+            *([_FP8 + (_EMULATED if self.on_cpu else "")] if self.settings.precision == "fp8" else []),
             "",
         ]
         width = max((len(choice.key) for choice in self.choices), default=0)

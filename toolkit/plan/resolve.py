@@ -14,7 +14,7 @@ from toolkit.plan.rules import RULES, RUN_RULES
 from toolkit.plan.rules.training import unread
 from toolkit.plan.settings import Choice, Settings, Source
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Job, Precision
+from toolkit.spec.job import Dtype, Fp8, Job, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
 from toolkit.units import format_bytes, format_count
 
@@ -120,6 +120,9 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
     train, parallel = job.train, job.parallel
     on_cpu = gpu.backend == "gloo"
     precision = chooser.choose("train.precision", train.precision, *_default_precision(gpu))
+    dtype: Dtype = "bf16" if precision == "fp8" else precision
+    if precision == "fp8" and train.fp8 is None:
+        chooser.choose("train.fp8.recipe", None, Fp8().recipe, "one scale a matrix, the fastest of torchao's recipes")
     sequence_length = chooser.choose(
         "train.sequence_length",
         train.sequence_length,
@@ -128,7 +131,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
     )
     batch = _decide_batch(job, sequence_length, chooser)
     accumulation_dtype = chooser.choose(
-        "train.gradient_accumulation_dtype", train.gradient_accumulation_dtype, precision, "the training precision"
+        "train.gradient_accumulation_dtype", train.gradient_accumulation_dtype, dtype, _accumulation_reason(precision)
     )
     zero_stage = chooser.choose("parallel.zero_stage", parallel.zero_stage, *_default_stage(job, model, gpu, precision))
     attention = chooser.choose("train.attention", train.attention, *_default_attention(model))
@@ -206,6 +209,10 @@ def _default_precision(gpu: Gpu) -> tuple[Precision, str]:
     if gpu.supports("bf16"):
         return "bf16", f"{gpu.name} computes in bf16, which needs no loss scaling"
     return "fp16", f"{gpu.name} has no bf16"
+
+
+def _accumulation_reason(precision: Precision) -> str:
+    return "fp8 leaves parameters and gradients in bf16" if precision == "fp8" else "the training precision"
 
 
 def _default_attention(model: ModelSpec) -> tuple[Any, str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, TypeAdapter
 
 from toolkit.plan.batch import Batch
-from toolkit.spec.job import Attention, Job, Precision
+from toolkit.spec.job import Attention, Dtype, Job, Precision
 from toolkit.spec.values import Count, Fraction, NonNegativeCount, ZeroStage
 
 Source = Literal["job", "default", "derived", "deepspeed"]
@@ -61,7 +61,7 @@ class Settings:
     sequence_length: Count
     init: Literal["pretrained", "random"]
     precision: Precision
-    gradient_accumulation_dtype: Precision
+    gradient_accumulation_dtype: Dtype
     zero_stage: ZeroStage
     gradient_checkpointing: Fraction
     attention: Attention
@@ -77,6 +77,11 @@ class Settings:
     offload_ratio: Fraction
     sub_group_size: PositiveInt
     reduce_bucket_size: PositiveInt
+
+    @property
+    def dtype(self) -> Dtype:
+        """Number format of parameters and gradients: that of the precision, and bf16 under fp8."""
+        return "bf16" if self.precision == "fp8" else self.precision
 
     def to_dict(self) -> dict[str, Any]:
         """Gives a JSON object; `from_dict` reads it back."""

@@ -30,7 +30,9 @@ from toolkit.spec.values import (
     reporters,
 )
 
-Precision = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
+Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
 Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "lion", "sgd"]
@@ -124,6 +126,18 @@ class Lora(Section):
     use_rslora: StrictBool = False
 
 
+class Fp8(Section):
+    """How matrices are rounded to float8 (arXiv 2209.05433), by torchao's names.
+
+    Args:
+        recipe: `tensorwise`: one scale a matrix; e4m3 for activations and weights, e5m2, of wider range, for gradients: the
+            fastest. `rowwise`: a scale a row, a power of two, and e4m3 for all. `rowwise_with_gw_hp`: the same, but the
+            products that give weight gradients stay in bf16: the most exact.
+    """
+
+    recipe: Fp8Recipe = "tensorwise"
+
+
 class Train(Section):
     """How to train. `None` means: `resolve` decides and explains.
 
@@ -134,7 +148,9 @@ class Train(Section):
         gradient_accumulation_steps: Micro batches an optimizer step.
         train_batch_size: Sequences an optimizer step over all ranks; two of the three determine the third.
         per_device_eval_batch_size: Sequences a data-parallel rank and forward pass when evaluating.
-        precision: Number format of the computation; 16 bit keeps an fp32 copy of what is trained.
+        precision: Number format of the computation; 16 bit keeps an fp32 copy of what is trained. `fp8` is `bf16` but for
+            the matrix products of the linear layers inside the decoder layers, which run in float8 through torchao.
+        fp8: How these products round; only with `precision: fp8`.
         gradient_accumulation_dtype: Number format in which the gradients of micro batches add up.
         optimizer: `adamw` is DeepSpeed's kernel, `adamw_torch` torch's; `adamw_8bit` can be estimated, not trained.
         weight_decay: Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the
@@ -176,7 +192,8 @@ class Train(Section):
     train_batch_size: Count | None = None
     per_device_eval_batch_size: Count | None = None
     precision: Precision | None = None
-    gradient_accumulation_dtype: Precision | None = None
+    fp8: Fp8 | None = None
+    gradient_accumulation_dtype: Dtype | None = None
     optimizer: Optimizer = "adamw"
     weight_decay: NonNegativeNumber = 0.0
     adam_beta1: ShareBelowOne = 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import warnings
@@ -45,6 +46,16 @@ def quiet_warnings() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
+    quiet_torchao()
+
+
+def quiet_torchao() -> None:
+    """Hides what torchao, where it is installed, logs as transformers imports it.
+
+    It names each of its own kernels that cannot run on this machine, and torch each of its old calls.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def leave(code: int) -> NoReturn:

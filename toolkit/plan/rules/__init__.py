@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
-from toolkit.plan.rules import data, deepspeed_effect, deepspeed_keys, estimate_only, hardware, training, zero
+from toolkit.plan.rules import data, deepspeed_effect, deepspeed_keys, estimate_only, fp8, hardware, training, zero
 
 Rule = Callable[[Draft], Iterable[Problem]]
 
@@ -14,6 +14,7 @@ RULES: tuple[Rule, ...] = (
     *hardware.RULES,
     *zero.RULES,
     *training.RULES,
+    *fp8.RULES,
     *data.RULES,
     *deepspeed_keys.RULES,
     *deepspeed_effect.RULES,

@@ -50,6 +50,15 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {_OWN}",
             source="transformers modeling_utils.py gradient_checkpointing_enable",
         )
+    if draft.settings.precision == "fp8":
+        yield Problem(
+            code="CONSUMER_FP8",
+            key="train.precision",
+            message=f"precision=fp8 is applied to the model by our own loop: {name} would train in bf16 with our files, and with "
+            "its own fp8 switch convert other layers",
+            fix=f"Set train.precision to bf16, or {_OWN}",
+            source="accelerate accelerator.py _prepare_deepspeed, utils/ao.py convert_model_to_fp8_ao",
+        )
     yield from _loss_problems(draft, consumer)
     if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(

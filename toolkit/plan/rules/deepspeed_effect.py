@@ -55,9 +55,9 @@ def of_effect(draft: Draft) -> Iterator[Problem]:
 def _without_effect(draft: Draft) -> Iterator[tuple[str, str, str]]:
     section, settings = draft.job.deepspeed, draft.settings
     yield from _zero_without_effect(draft, _mapping(section, "zero_optimization"))
-    for precision in ("fp16", "bf16"):
-        if precision in section and settings.precision != precision:
-            yield precision, f"precision={settings.precision}", f"Set train.precision to {precision}"
+    for dtype in ("fp16", "bf16"):
+        if dtype in section and settings.dtype != dtype:
+            yield dtype, f"precision={settings.precision}", f"Set train.precision to {dtype}"
     fp16, bf16 = _mapping(section, "fp16"), _mapping(section, "bf16")
     if settings.precision == "fp16" and fp16.get("loss_scale"):
         for key in _DYNAMIC_SCALE_KEYS:
@@ -67,7 +67,7 @@ def _without_effect(draft: Draft) -> Iterator[tuple[str, str, str]]:
                     f"loss_scale={fp16['loss_scale']}",
                     "Set fp16.loss_scale to 0, which scales dynamically",
                 )
-    if settings.precision == "bf16":
+    if settings.dtype == "bf16":
         if "check_grad_overflow" in bf16 and (settings.zero_stage not in (1, 2) or draft.uses_bf16_optimizer):
             yield "bf16.check_grad_overflow", _optimizer_of(draft), "Set parallel.zero_stage to 2"
         if "immediate_grad_update" in bf16 and not draft.uses_bf16_optimizer:

@@ -28,16 +28,19 @@ def parallel_sizes(draft: Draft) -> Iterator[Problem]:
 
 
 def precision_of_card(draft: Draft) -> Iterator[Problem]:
-    """The card computes in the precision (engine.py _do_sanity_check)."""
+    """The card computes in the precision (engine.py _do_sanity_check); CPUs emulate fp8."""
     precision = draft.settings.precision
-    if not draft.gpu.supports(precision):
+    if not draft.gpu.supports(draft.settings.dtype if draft.on_cpu else precision):
         valid = [name for name in ("bf16", "fp16", "fp32") if draft.gpu.supports(name)]
         yield Problem(
             code="PRECISION_CARD",
             key="train.precision",
-            message=f"precision={precision} is not supported by gpu={draft.gpu.name}",
+            message=f"precision={precision} is not supported by gpu={draft.gpu.name}"
+            + (": it has no float8 units" if precision == "fp8" else ""),
             fix=f"Set train.precision to one of {', '.join(valid)}",
-            source="deepspeed runtime/engine.py _do_sanity_check",
+            source="torch aten/src/ATen/native/cuda/ScaledBlas.cpp"
+            if precision == "fp8"
+            else "deepspeed runtime/engine.py _do_sanity_check",
         )
 
 

@@ -92,15 +92,16 @@ def offload_activations(draft: Draft) -> Iterator[Problem]:
 
 def accumulation_dtype(draft: Draft) -> Iterator[Problem]:
     """Gradients accumulate in the training precision or in fp32, and in fp32 only under ZeRO."""
-    dtype, precision = draft.settings.gradient_accumulation_dtype, draft.settings.precision
-    if dtype not in (precision, "fp32"):
+    settings = draft.settings
+    dtype, precision, own = settings.gradient_accumulation_dtype, settings.precision, settings.dtype
+    if dtype not in (own, "fp32"):
         yield Problem(
             code="ACCUMULATION_DTYPE",
             key="train.gradient_accumulation_dtype",
             message=f"gradient_accumulation_dtype={dtype} with precision={precision}: gradients would lose what they hold",
-            fix=f"Set it to {precision}" + ("" if precision == "fp32" else " or fp32"),
+            fix=f"Set it to {own}" + ("" if own == "fp32" else " or fp32"),
         )
-    elif dtype != precision and draft.settings.zero_stage == 0:
+    elif dtype != own and settings.zero_stage == 0:
         yield Problem(
             code="ACCUMULATION_STAGE",
             key="train.gradient_accumulation_dtype",
