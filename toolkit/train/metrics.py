@@ -73,7 +73,8 @@ class Meter:
     """Measures throughput and memory between two calls of `read`.
 
     Args:
-        plan: Gives FLOPs a token and the card's rate, for the model FLOPs utilisation (MFU).
+        plan: Gives FLOPs a token and the card's rate in its precision, for the model FLOPs utilisation (MFU). That of fp8
+            is measured against the rate of fp8, though the head, attention and experts run in bf16.
         memory: This rank's peaks.
     """
 
