@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model, tokens
+from tiny_plans import tiny_plan
 from torch import nn
 
 from toolkit.errors import PlanError
+from toolkit.modeling import build
 from toolkit.modeling import fp8 as module_under_test
 from toolkit.modeling.adapters import apply_lora
-from toolkit.modeling.build import compile_layers
+from toolkit.modeling.build import build_model, compile_layers
 from toolkit.modeling.fp8 import apply_fp8, check_device, fp8_layers, without_fp8
 from toolkit.spec.job import Fp8, Lora
 
@@ -239,6 +241,21 @@ def test_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         apply_fp8(tiny_model("llama"), Fp8(), emulate=True)
     assert caught.value.codes == ("FP8_PACKAGE",)
     assert "[fp8]" in caught.value.problems[0].fix
+
+
+def test_a_build_fails_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tiny_plan(train={"precision": "fp8"}, parallel={"zero_stage": 0}, config=SIZES)
+    assert len(list(fp8_layers(build_model(plan, device=torch.device("cpu"))))) == 14
+    monkeypatch.setattr(build, "construct", lambda *arguments, **options: pytest.fail("the model was built"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(PlanError) as caught:
+        build_model(plan, device=torch.device("cuda", 0))
+    assert caught.value.codes == ("FP8_CAPABILITY",)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(PlanError) as caught:
+        build_model(plan, device=torch.device("cpu"))
+    assert caught.value.codes == ("FP8_PACKAGE",)
 
 
 def test_a_card_without_float8_units_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,8 @@ def test_fp8_is_bf16_but_for_its_products():
     assert plan_of(train=wide, parallel={"zero_stage": 1}).uses_bf16_optimizer
     assert "run in float8" in fp8.explain()
     assert "emulated" not in fp8.explain()
+    assert "without torch_compile" in fp8.explain()
+    assert "without torch_compile" not in plan_of(train={"precision": "fp8", "torch_compile": True}).explain()
     assert "float8" not in bf16.explain()
     assert "multiplied in fp32" in plan_of(gpu=CPU, train={"precision": "fp8"}).explain()
     written = choice(plan_of(train={"precision": "fp8", "fp8": {"recipe": "rowwise"}}), "train.fp8")

@@ -29,6 +29,8 @@ _FP8 = (
     "and all else as in bf16"
 )
 _EMULATED = "; on CPU they are emulated: rounded to float8, multiplied in fp32"
+# torchao float8/README.md: its speedups are those of compiled models.
+_UNFUSED = "; without torch_compile each matrix is rounded in several passes, and fp8 can be slower than bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ class Plan(Draft):
             f"{self.model.name} on {self.job.cluster.num_ranks} × {self.gpu.name}",
             f"batch: {self.settings.batch}",
             f"offload {self.profile.name}: {self.profile.explanation}",
-            *([_FP8 + (_EMULATED if self.on_cpu else "")] if self.settings.precision == "fp8" else []),
+            *([self._float8()] if self.settings.precision == "fp8" else []),
             "",
         ]
         width = max((len(choice.key) for choice in self.choices), default=0)
@@ -90,6 +92,11 @@ class Plan(Draft):
             value = json.dumps(choice.value)
             lines.append(f"{choice.key:<{width}}  {value:<12}  {choice.source}: {choice.reason}")
         return "\n".join(lines)
+
+    def _float8(self) -> str:
+        if self.on_cpu:
+            return _FP8 + _EMULATED
+        return _FP8 + ("" if self.job.train.torch_compile else _UNFUSED)
 
     def to_dict(self) -> dict[str, Any]:
         """Gives a JSON object that `from_dict` reads back into an equal plan."""

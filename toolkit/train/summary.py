@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.data.prepare import PreparedData
 from toolkit.engine.run import Run
+from toolkit.modeling.fp8 import fp8_layers
 from toolkit.train.progress import describe_devices
 from toolkit.units import format_bytes, format_count, format_seconds
 
@@ -35,8 +36,10 @@ def describe_model(run: Run, *, seconds: float) -> str:
         trainable += count if parameter.requires_grad else 0
     share = "" if trainable == total else f", {format_count(trainable)} of them trained"
     plan = run.plan
+    in_fp8 = sum(1 for _ in fp8_layers(run.model))
+    precision = plan.settings.precision + (f" in {in_fp8} linear layers" if in_fp8 else "")
     return (
         f"model: {plan.model.name}, {format_count(total)} parameters{share}; ZeRO-{plan.settings.zero_stage}, "
-        f"{plan.settings.precision}, {describe_devices(plan)}; "
+        f"{precision}, {describe_devices(plan)}; "
         f"built in {format_seconds(seconds)}, {format_bytes(run.memory.peak_bytes)}"
     )
