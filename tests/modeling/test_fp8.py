@@ -10,6 +10,7 @@ import torch
 from tiny_models import tiny_model, tokens
 from tiny_plans import tiny_plan
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import PlanError
 from toolkit.modeling import build
@@ -134,6 +135,22 @@ def test_each_product_is_that_of_rounded_factors(recipe: str, emulate: bool, tok
     )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)  # a unit of bf16
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_factors_lie_as_the_kernels_of_cards_want_them(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own checks of shapes, strides and scales for CUDA, which its shape functions make without a card."""
+    monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
+    model = tiny_model("llama", **SIZES).to(torch.bfloat16)
+    apply_fp8(model, Fp8(recipe=recipe), emulate=False)
+    layer = model.model.layers[0].mlp.up_proj
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        layer.weight = nn.Parameter(fake.from_tensor(layer.weight.data))
+        for rows in (64, 30, 1):
+            x = torch.empty(rows, 32, dtype=torch.bfloat16, requires_grad=True)
+            output = layer(x)
+            gradients = torch.autograd.grad(output, (x, layer.weight), torch.empty_like(output))
+            assert [tuple(value.shape) for value in (output, *gradients)] == [(rows, 48), (rows, 32), (48, 32)]
 
 
 def test_recipes_differ() -> None:
