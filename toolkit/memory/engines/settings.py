@@ -75,6 +75,7 @@ class EngineSettings:
     nvme_param_buffer_size: int
     max_in_cpu: int
     low_precision_master: bool
+    memory_efficient_linear: bool
     built_partitioned: bool
 
     @property
@@ -145,6 +146,7 @@ class EngineSettings:
             max_in_cpu=int(offload_param.get("max_in_cpu", 1e9)),
             low_precision_master=bool(_section(config, "bf16").get("bf16_master_weights_and_grads", False))
             or bool(_section(config, "fp16").get("fp16_master_weights_and_grads", False)),
+            memory_efficient_linear=bool(zero.get("memory_efficient_linear", True)),
             built_partitioned=built_partitioned,
         )
 
