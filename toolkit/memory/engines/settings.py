@@ -124,7 +124,9 @@ class EngineSettings:
             accumulation_steps=int(config.get("gradient_accumulation_steps", 1)),
             optimizer=_optimizer_kind(optimizer),
             momentum=bool(params.get("momentum", 0.0)),
-            contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
+            # stage_1_and_2.py sets it under offload, whatever the file says.
+            contiguous_gradients=bool(zero.get("contiguous_gradients", True))
+            or (stage in (1, 2) and _device(offload_optimizer) is not None),
             reduce_scatter=bool(zero.get("reduce_scatter", True)),
             reduce_bucket_size=int(zero.get("reduce_bucket_size", 5e8)),
             overlap_comm=stage == 3 if overlap is None else bool(overlap),
