@@ -36,6 +36,8 @@ from typing import Any
 
 import yaml
 
+from toolkit.launch.environment import ALLOCATOR
+
 CASE_TIMEOUT_SECONDS = 110
 PREFETCHED = 2
 PHASES = ("init", "forward", "backward", "step")
@@ -370,7 +372,7 @@ class Running:
                 "ACCELERATE_USE_FSDP": "true" if case.get("parallel", {}).get("strategy") == "fsdp2" else "false",
             }
             if not case.get("native_allocator"):
-                environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+                environment["PYTORCH_CUDA_ALLOC_CONF"] = ALLOCATOR
             argv = [sys.executable, __file__, "--rank", str(folder / "case.json"), str(folder / f"rank{rank}.json")]
             log = (folder / f"rank{rank}.log").open("wb")
             self.processes.append(
@@ -404,7 +406,7 @@ class Running:
             "world": len(self.processes),
             "cap": self.case.get("cap"),
             "cap_bytes": self.case.get("cap_bytes"),
-            "allocator_expandable_segments": not self.case.get("native_allocator", False),
+            "allocator": None if self.case.get("native_allocator") else ALLOCATOR,
             "wall_seconds": round(time.monotonic() - start, 1),
             "ranks": ranks,
         }

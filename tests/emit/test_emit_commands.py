@@ -14,7 +14,7 @@ from distributed import free_port
 
 from toolkit.emit.commands import exports
 from toolkit.emit.files import emit
-from toolkit.launch.environment import explain_environment
+from toolkit.launch.environment import ALLOCATOR, explain_environment
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
 
@@ -128,7 +128,7 @@ def test_hosts_give_an_address_and_deepspeeds_launcher(run, tmp_path):
     lines = got["env_file"].splitlines()
     assert all("=" in line for line in lines), "deepspeed's launcher splits every line at its first ="
     assert "DS_ACCELERATOR=cuda" in lines
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in lines
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,large_segment_size_mb:128" in lines
 
 
 def test_a_folder_with_spaces(run, tmp_path):
@@ -138,7 +138,7 @@ def test_a_folder_with_spaces(run, tmp_path):
 
 def test_the_environment_lets_the_users_value_win(run):
     got = run(make_plan(), "toolkit")["env"]
-    assert got["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert got["PYTORCH_CUDA_ALLOC_CONF"] == ALLOCATOR
     assert int(got["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
     users = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "DS_ACCELERATOR": "npu"}
     got = run(make_plan(), "toolkit", **users)["env"]

@@ -8,6 +8,7 @@ import pytest
 
 from toolkit.errors import RunError
 from toolkit.launch.environment import (
+    ALLOCATOR,
     WorkerIdentity,
     available_cpus,
     detect_launcher,
@@ -92,7 +93,7 @@ def test_what_the_user_set_is_kept(name):
 
 
 def test_the_allocator_is_set_for_gpus_unless_the_user_chose():
-    assert environment()["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment()["PYTORCH_CUDA_ALLOC_CONF"] == ALLOCATOR
     assert environment({"PYTORCH_CUDA_ALLOC_CONF": "x:1"})["PYTORCH_CUDA_ALLOC_CONF"] == "x:1"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment({"PYTORCH_ALLOC_CONF": "x:1"})
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment(backend="gloo")

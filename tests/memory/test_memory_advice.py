@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.memory.advice import candidates, find_savings
+from toolkit.memory.advice import Saving, candidates, find_savings
 from toolkit.memory.case import Case
 from toolkit.memory.estimate import estimate, trace_plan
 from toolkit.memory.estimator import Estimator, trace_key
@@ -39,8 +39,8 @@ def test_what_is_tried():
     assert found["loss"] == [{"train.loss": "chunked"}, {"train.loss": "liger"}]
     assert found["micro batch"] == [{"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 4}]
     assert found["zero"] == [{"parallel.zero_stage": 3}]
-    assert {"parallel.offload": "full-cpu", "parallel.zero_stage": 3} in found["offload"]
-    assert not any("nvme" in str(values) for values in found["offload"])
+    assert found["optimizer offload"] == [{"parallel.offload": "optimizer-cpu"}]
+    assert found["parameter offload"] == [{"parallel.offload": "full-cpu", "parallel.zero_stage": 3}]
     assert found["activations"] == [{"parallel.offload": "activations-cpu"}]
     assert found["bucket"] == [{"deepspeed.zero_optimization.reduce_bucket_size": 50_000_000}]
     assert found["gpus"] == [{"cluster.gpus_per_node": 4, "train.gradient_accumulation_steps": 1}]
@@ -48,7 +48,7 @@ def test_what_is_tried():
 
 def test_what_is_not_tried():
     found = changes(case_of(train={"per_device_train_batch_size": 1}, parallel={"zero_stage": 0}))
-    assert found.keys() == {"loss", "zero", "offload", "activations"}
+    assert found.keys() == {"loss", "zero", "optimizer offload", "parameter offload", "activations"}
     assert "gpus" not in changes(case_of(gpu="cpu"))
     assert changes(case_of(gpu="cpu"))["loss"] == [{"train.loss": "chunked"}]
     assert changes(case_of(train={"precision": "fp16"}))["loss"] == [{"train.loss": "chunked"}]
@@ -64,7 +64,7 @@ def test_the_global_batch_stays(micro):
     (change,) = [change for change in candidates(plan) if change.kind == "micro batch"]
     batch = case.changed(change.values).plan().settings.batch
     assert batch.train == plan.settings.batch.train
-    assert batch.micro < micro
+    assert batch.micro == 1
 
 
 def test_more_cards_that_cannot_keep_the_batch_say_so():
@@ -88,27 +88,86 @@ def test_the_loss_is_advised_where_its_logits_make_the_peak_with_what_the_estima
     assert "loss" not in {saving.change.kind for saving in savings}, "the step makes the peak"
 
 
+def savings_of(case: Case, *, at_most: int = 10, estimator: Estimator | None = None) -> dict[str, Saving]:
+    estimator, plan = estimator or Estimator(), case.plan()
+    report = estimator.estimate(case)
+    found = find_savings(estimator, case, plan=plan, report=report, at_most=at_most)
+    return {saving.change.kind: saving for saving in found}
+
+
 def test_the_largest_come_first_one_of_each_kind():
     case = case_of(train={"gradient_checkpointing": False, "sequence_length": 2048, "per_device_train_batch_size": 4})
-    estimator = Estimator()
-    plan = case.plan()
-    savings = find_savings(estimator, case, plan=plan, report=estimator.estimate(case), at_most=10)
-    assert len({saving.change.kind for saving in savings}) == len(savings) >= 4
-    saved = [saving.saved_bytes for saving in savings]
+    savings = savings_of(case)
+    assert len(savings) >= 4
+    saved = [saving.saved_bytes for saving in savings.values()]
     assert saved == sorted(saved, reverse=True)
     assert saved[-1] > 0
+
+
+# 16 GiB of state on a card of 24 GB: the logits of eight sequences are what does not fit.
+TOO_LARGE = {"gpu": "rtx-4090-24gb", "ranks": 4}
+EIGHT = {"sequence_length": 2048, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+
+
+def test_a_job_that_does_not_fit_gets_the_largest_micro_batch_that_does():
+    case = case_of(**TOO_LARGE, train=EIGHT)
+    estimator, plan = Estimator(), case.plan()
+    assert not estimator.estimate(case).fits
+    found = savings_of(case, estimator=estimator)
+    saving = found["micro batch"]
+    assert saving.fits
+    micro, accumulation = saving.to_dict()["set"].values()
+    assert micro * accumulation == 8
+    assert 1 < micro < 8
+
+    def fits(size):
+        values = {"train.per_device_train_batch_size": size, "train.gradient_accumulation_steps": 8 // size}
+        return estimator.estimate(case.changed(values)).fits
+
+    assert fits(micro)
+    assert not fits(2 * micro)
+    assert saving.required_bytes == estimator.estimate(case.changed(saving.to_dict()["set"])).required_bytes
+    assert case.changed(saving.to_dict()["set"]).plan().settings.batch.train == plan.settings.batch.train
+
+
+def test_what_makes_it_fit_comes_before_what_saves_more():
+    four = {**EIGHT, "per_device_train_batch_size": 4}
+    case = case_of(gpu="rtx-4090-24gb", ranks=2, train=four, host_memory_gib=16)  # no room for an offload
+    assert list(savings_of(case, at_most=3)) == ["loss", "micro batch", "gpus"]
+    savings = savings_of(case)
+    assert not savings["optimizer offload"].fits
+    assert savings["optimizer offload"].saved_bytes > savings["gpus"].saved_bytes
+
+
+def test_the_optimizer_on_the_cpu_is_offered_beside_all_on_the_cpu():
+    savings = savings_of(case_of(), at_most=3)
+    assert savings["optimizer offload"].to_dict()["set"] == {"parallel.offload": "optimizer-cpu"}
+    assert savings["parameter offload"].to_dict()["set"]["parallel.offload"] == "full-cpu"
+    assert savings["optimizer offload"].saved_bytes < savings["parameter offload"].saved_bytes
 
 
 def test_traces_are_made_once_for_all_that_differs_in_the_engine():
     lines: list[str] = []
     estimator = Estimator(notify=lines.append)
-    case = case_of()
-    plan = case.plan()
+    savings_of(case_of(train={"sequence_length": 8192}), estimator=estimator)
+    # A smaller micro batch, moved inputs, and a loss without logits, after which no other is tried: three beside the first.
+    assert estimator.num_traces == len(lines) == 4
+    assert lines[0] == "tracing llama-3.2-1b, 2 × 8192 tokens"
+
+
+@pytest.mark.parametrize("train", [{"gradient_checkpointing": False}, {"attention": "eager"}])
+def test_no_trace_is_made_where_the_step_makes_the_peak(train):
+    """What a batch takes is gone by then: none of the changes that need a trace changes that phase."""
+    case = case_of(train={"sequence_length": 64, **train})
+    estimator, plan = Estimator(), case.plan()
     report = estimator.estimate(case)
-    find_savings(estimator, case, plan=plan, report=report)
-    # The micro batch is halved, and checkpointed inputs move: two traces beside the first.
-    assert estimator.num_traces == len(lines) == 3
-    assert lines[0] == "tracing llama-3.2-1b, 2 × 256 tokens"
+    assert report.limiting_phase == "step"
+    savings_of(case, estimator=estimator)
+    assert estimator.num_traces == 1
+    for change in candidates(plan):
+        if change.kind in ("checkpointing", "attention", "loss", "micro batch", "activations"):
+            changed = estimator.attempt(case, change.values).report
+            assert changed is None or changed.required_bytes >= report.required_bytes, change
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

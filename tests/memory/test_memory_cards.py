@@ -26,8 +26,6 @@ RUNS = [json.loads(line) for line in (CARDS / "runs.jsonl").read_text(encoding="
 FREE = {run["id"]: run for run in RUNS if "cap_bytes" not in run}
 CAPPED = [run for run in RUNS if "cap_bytes" in run]
 PHASES = ("init", "forward", "backward", "step")
-# Tensors of two layer inputs outlive the passes of adapters under checkpointing, and what remains at the step is little.
-ADAPTERS = {name for name, case in CASES.items() if case["train"].get("method") in ("lora", "qlora")}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def test_half_of_the_peaks_are_within_a_hundredth_of_a_percent(reports):
 @pytest.mark.parametrize("name", FREE)
 def test_each_phase_is_that_of_the_card(reports, name, phase):
     predicted, measured = reports[name].ranks[0].phases[phase].allocated_bytes, FREE[name]["ranks"][0]["peak_bytes"]
-    assert predicted == pytest.approx(measured[phase], rel=0.09 if name in ADAPTERS else 0.035)
+    assert predicted == pytest.approx(measured[phase], rel=0.035)
 
 
 # It saved its weights from the host before it could load them in NF4.
@@ -79,19 +77,38 @@ def test_each_further_communicator_takes_what_is_said():
     assert sizes[0] < CONTEXT_BYTES + COMMUNICATOR_BYTES
 
 
+def usable(report):
+    """What a card must have, less context and NCCL: A."""
+    return report.required_bytes - report.context_and_nccl_bytes
+
+
+def time_over_uncapped(run):
+    """How much longer the steps of a capped run take than those of the same case without a cap, as a share."""
+
+    def fastest(row):  # after the first two; on a shared host single steps of ZeRO-3 took a third longer than others
+        return min(row["ranks"][0]["step_seconds_all"][2:])
+
+    return fastest(run) / fastest(FREE[run["id"]]) - 1
+
+
 @pytest.mark.parametrize("run", CAPPED, ids=lambda run: f"{run['id']}-{run['cap_bytes']}")
 def test_a_run_finishes_in_what_is_required_and_not_below_its_peak(reports, run):
     report = reports[run["id"]]
-    if run["cap_bytes"] >= report.required_bytes - report.context_and_nccl_bytes:
+    if run["cap_bytes"] >= usable(report):
         assert "failed" not in run
     elif run["cap_bytes"] < report.peak_allocated_bytes:
         assert "failed" in run
 
 
-def test_ten_kinds_of_runs_were_held_to_what_is_required(reports):
-    held = {
-        run["id"]
-        for run in CAPPED
-        if run["cap_bytes"] >= reports[run["id"]].required_bytes - reports[run["id"]].context_and_nccl_bytes
-    }
-    assert len(held) >= 10
+def test_what_is_required_is_enough_to_train_at_full_speed(reports):
+    held = [run for run in CAPPED if usable(reports[run["id"]]) <= run["cap_bytes"] < 1.01 * usable(reports[run["id"]])]
+    slower = {run["id"]: time_over_uncapped(run) for run in held}
+    assert len(slower) > 15
+    assert sum(share <= 0.05 for share in slower.values()) >= len(slower) - 1
+    assert max(slower.values()) < 0.06
+
+
+def test_less_than_what_is_required_is_not_enough(reports):
+    short = [run for run in CAPPED if 0.94 < run["cap_bytes"] / usable(reports[run["id"]]) < 0.96]
+    assert len(short) >= 10
+    assert all("failed" in run for run in short)

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.groups.build_locks import check_build_locks
-from toolkit.launch.environment import WorkerIdentity, rank_from_environment
+from toolkit.launch.environment import ALLOCATOR, WorkerIdentity, rank_from_environment
 from toolkit.topology.grid import Coordinate, Grid
 
 # A rank that waits this long for another is lost. Long enough for the first step to compile kernels and for a
@@ -177,7 +177,7 @@ def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
     if backend == "nccl":
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             # Read when CUDA starts: the same 8 B run reserves 56 GiB instead of 68.
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.accelerator import get_accelerator, set_accelerator

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from toolkit.memory.case import COMMON_GPUS_PER_NODE, Case, value_text
 from toolkit.memory.causes import LOSS
 from toolkit.memory.deepspeed_file import DeepSpeedFile
-from toolkit.plan.offload import PROFILES
+from toolkit.plan.offload import PROFILES, OffloadProfile
 from toolkit.plan.plan import Plan
+from toolkit.topology.grid import divisors
 from toolkit.units import MIB
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ SMALL_BUCKET = 50_000_000
 
 # Savings below this are rounding, bytes.
 LEAST_SAVING = 16 * MIB
+
+# Which kinds of change need a trace of their own and cannot lower the peak of which phase: there it holds no tensor of a
+# forward or backward pass, or, in an evaluation, none of a backward pass.
+_IDLE_KINDS = {
+    **dict.fromkeys(
+        ("init", "step", "save"), frozenset({"checkpointing", "attention", "loss", "micro batch", "activations"})
+    ),
+    "evaluation": frozenset({"checkpointing", "activations"}),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +95,7 @@ class Saving:
 def find_savings(
     estimator: Estimator, case: Case, *, plan: Plan, report: MemoryReport, at_most: int = 3
 ) -> tuple[Saving, ...]:
-    """Gives the changes that save most of a card's memory, the largest first.
+    """Gives the changes that save most of a card's memory: those that make the job fit first, then the largest.
 
     Args:
         plan: What the case resolved to.
@@ -95,28 +105,73 @@ def find_savings(
     best: dict[str, Saving] = {}
     # What the plan decided stays, so that a saving is that of the change alone.
     pinned = case.changed(_decided(plan, case))
+    settled: set[str] = set()  # kinds of which nothing is left to save
     for change in candidates(plan):
+        if change.kind in settled or _is_idle(change, plan, report):
+            continue
         if case.file is not None and (change.kind == "activations" or change.values.get("train.loss") == "chunked"):
             continue  # no keys of DeepSpeed: our own loop does it
-        if change.kind == "loss" and not _loss_matters(report):
-            continue
-        if change.kind == "evaluation" and report.limiting_phase != "evaluation":
-            continue
         outcome = estimator.attempt(pinned, change.values)
         if outcome.report is None:
             continue
-        saving = Saving(
-            change=change,
-            text=change.spell(case.file),
-            required_bytes=outcome.report.required_bytes,
-            saved_bytes=report.required_bytes - outcome.report.required_bytes,
-            host_bytes_added=outcome.report.host.bytes_per_node - report.host.bytes_per_node,
-            fits=outcome.report.fits,
-        )
+        saving = _saving(change, outcome.report, case, report)
+        if change.kind == "micro batch":
+            saving = _largest_that_fits(estimator, case, pinned, plan=plan, report=report, smallest=saving)
+        if change.kind == "loss" and 10 * _loss_bytes(outcome.report) <= saving.saved_bytes:
+            settled.add("loss")  # no other way to compute it saves more than what is left of it
         known = best.get(change.kind)
-        if saving.saved_bytes >= LEAST_SAVING and (known is None or saving.saved_bytes > known.saved_bytes):
+        if saving.saved_bytes >= LEAST_SAVING and (known is None or _order(saving) < _order(known)):
             best[change.kind] = saving
-    return tuple(sorted(best.values(), key=lambda saving: -saving.saved_bytes)[:at_most])
+    return tuple(sorted(best.values(), key=_order)[:at_most])
+
+
+def _order(saving: Saving) -> tuple[bool, int]:
+    return (not saving.fits, -saving.saved_bytes)
+
+
+def _saving(change: Change, changed: MemoryReport, case: Case, report: MemoryReport) -> Saving:
+    return Saving(
+        change=change,
+        text=change.spell(case.file),
+        required_bytes=changed.required_bytes,
+        saved_bytes=report.required_bytes - changed.required_bytes,
+        host_bytes_added=changed.host.bytes_per_node - report.host.bytes_per_node,
+        fits=changed.fits,
+    )
+
+
+def _is_idle(change: Change, plan: Plan, report: MemoryReport) -> bool:
+    """Whether a change cannot lower the peak, for it lies in a phase that has nothing of it: no trace is made then."""
+    phase = report.limiting_phase
+    if change.kind in _IDLE_KINDS.get(phase, ()) or (change.kind == "loss" and _loss_bytes(report) < LEAST_SAVING):
+        return True
+    if change.kind == "evaluation":
+        return phase != "evaluation"
+    return (
+        change.kind == "micro batch"
+        and phase == "evaluation"
+        and plan.job.train.per_device_eval_batch_size is not None  # else it follows the micro batch
+    )
+
+
+def _largest_that_fits(
+    estimator: Estimator, case: Case, pinned: Case, *, plan: Plan, report: MemoryReport, smallest: Saving
+) -> Saving:
+    """Gives the largest micro batch that makes the job fit, where one of one sequence does.
+
+    Memory grows about linearly with the micro batch: on that line the largest two are estimated, and one has to fit.
+    """
+    batch, capacity = plan.settings.batch, report.gpu_capacity_bytes
+    if report.fits or not smallest.fits or capacity is None or smallest.saved_bytes <= 0:
+        return smallest
+    room = 1 + (capacity - smallest.required_bytes) * (batch.micro - 1) / smallest.saved_bytes
+    sizes = [size for size in divisors(batch.micro * batch.accumulation) if 1 < size < batch.micro and size <= room]
+    for size in sizes[:-3:-1]:
+        change = _micro_batch(plan, size)
+        outcome = estimator.attempt(pinned, change.values)
+        if outcome.report is not None and outcome.fits:
+            return _saving(change, outcome.report, case, report)
+    return smallest
 
 
 def candidates(plan: Plan) -> Iterator[Change]:
@@ -131,8 +186,9 @@ def candidates(plan: Plan) -> Iterator[Change]:
         if not plan.on_cpu and settings.precision != "fp16":
             yield _one("loss", "train.loss", "liger")
     if settings.eval_steps is not None and settings.per_device_eval_batch_size > 1:
-        yield _one("evaluation", "train.per_device_eval_batch_size", settings.per_device_eval_batch_size // 2)
-    yield from _smaller_micro_batch(plan)
+        yield _one("evaluation", "train.per_device_eval_batch_size", 1)
+    if settings.batch.micro > 1:
+        yield _micro_batch(plan, 1)
     yield from _higher_stages(plan)
     if plan.job.parallel.strategy == "zero":
         yield from _offloads(plan)
@@ -146,10 +202,10 @@ def _one(kind: str, key: str, value: Any) -> Change:
     return Change(kind=kind, values={key: value}, shown=(key,))
 
 
-def _loss_matters(report: MemoryReport) -> bool:
-    """Whether the loss has a part in the peak; a trace that cannot save anything is not made."""
+def _loss_bytes(report: MemoryReport) -> int:
+    """Gives the loss's part in the peak."""
     rank = report.fullest
-    return rank.phases[rank.limiting_phase].causes.get(LOSS, 0) >= LEAST_SAVING
+    return rank.phases[rank.limiting_phase].causes.get(LOSS, 0)
 
 
 def _higher_stages(plan: Plan) -> Iterator[Change]:
@@ -161,15 +217,14 @@ def _higher_stages(plan: Plan) -> Iterator[Change]:
         yield Change(kind="zero", values=values, shown=tuple(values))
 
 
-def _smaller_micro_batch(plan: Plan) -> Iterator[Change]:
+def _micro_batch(plan: Plan, size: int) -> Change:
+    """Sets the micro batch, and the accumulation so that the global batch stays."""
     batch = plan.settings.batch
-    factor = next((factor for factor in (2, 3, 5, 7) if batch.micro % factor == 0), batch.micro)
-    if batch.micro > 1:
-        values = {
-            "train.per_device_train_batch_size": batch.micro // factor,
-            "train.gradient_accumulation_steps": batch.accumulation * factor,
-        }
-        yield Change(kind="micro batch", values=values, shown=tuple(values))
+    values = {
+        "train.per_device_train_batch_size": size,
+        "train.gradient_accumulation_steps": batch.micro * batch.accumulation // size,
+    }
+    return Change(kind="micro batch", values=values, shown=tuple(values))
 
 
 def _offloads(plan: Plan) -> Iterator[Change]:
@@ -184,8 +239,14 @@ def _offloads(plan: Plan) -> Iterator[Change]:
         if profile.min_zero_stage > stage:
             values["parallel.zero_stage"] = profile.min_zero_stage
             shown.append("parallel.zero_stage")
-        kind = "activations" if profile.activations else "offload"
-        yield Change(kind=kind, values=values, shown=tuple(shown))
+        yield Change(kind=_offload_kind(profile), values=values, shown=tuple(shown))
+
+
+def _offload_kind(profile: OffloadProfile) -> str:
+    """Tells apart what moves: the optimizer's state alone is a milder change than the parameters too."""
+    if profile.activations:
+        return "activations"
+    return "parameter offload" if profile.parameters else "optimizer offload"
 
 
 def _more_gpus(plan: Plan) -> Iterator[Change]:

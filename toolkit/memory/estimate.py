@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from toolkit.memory.account import Account
@@ -85,12 +86,15 @@ def estimate(
         PlanError: TRACE_FAILED.
     """
     settings = engine_settings(plan, deepspeed_config, built_partitioned=built_partitioned)
-    events = traced or trace_plan(plan, marks_modules=settings.zero_stage == 3)
+    traces = partial(
+        trace_plan, plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
+    )
+    events = traced or traces()
     strategy, workspace = plan.job.parallel.strategy, workspace_bytes(capability(plan.gpu))
     accounts = replay_ranks(events, settings, strategy=strategy, workspace=workspace)
     evaluations: dict[int, Account] = {}
     if plan.settings.eval_steps is not None:
-        passes = evaluated or trace_plan(plan, marks_modules=settings.zero_stage == 3, evaluation=True)
+        passes = evaluated or traces(evaluation=True)
         evaluations = replay_ranks(passes, settings, strategy=strategy, workspace=workspace)
     phases = {rank: _phases(account, evaluations.get(rank)) for rank, account in accounts.items()}
     ranks = tuple(
@@ -101,7 +105,7 @@ def estimate(
     peak = max(rank.peak_allocated_bytes for rank in ranks)
     worst_peak = peak if events.has_experts else None
     if events.depends_on_routing:
-        unbalanced = worst or trace_plan(plan, marks_modules=settings.zero_stage == 3, routing="worst")
+        unbalanced = worst or traces(routing="worst")
         worst_peak = _peak(replay_ranks(unbalanced, settings, strategy=strategy, workspace=workspace))
     around = overhead(
         peak,
@@ -147,14 +151,34 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
         yield "under torch's default allocator the slack is the largest share that measured runs reserved on top"
 
 
-def trace_plan(plan: Plan, *, marks_modules: bool, routing: Routing = "balanced", evaluation: bool = False) -> Trace:
+def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:
+    """Tells whether linear modules under adapters keep what only a gradient of their frozen weight would need."""
+    partitioned = settings.zero_stage == 3 and settings.memory_efficient_linear
+    return partitioned and plan.job.parallel.strategy == "zero" and plan.job.train.method != "full"
+
+
+def trace_plan(
+    plan: Plan,
+    *,
+    marks_modules: bool,
+    keeps_inputs: bool = False,
+    routing: Routing = "balanced",
+    evaluation: bool = False,
+) -> Trace:
     """Traces a plan's model on its card; marks serve every ZeRO stage and change no figure of the lower ones.
 
     Raises:
         PlanError: TRACE_FAILED.
     """
     device = Device(capability=capability(plan.gpu))
-    return trace(plan, device=device, marks_modules=marks_modules, routing=routing, evaluation=evaluation)
+    return trace(
+        plan,
+        device=device,
+        marks_modules=marks_modules,
+        keeps_inputs=keeps_inputs,
+        routing=routing,
+        evaluation=evaluation,
+    )
 
 
 def engine_settings(

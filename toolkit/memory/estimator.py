@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
-from toolkit.memory.estimate import capability, estimate, trace_plan
+from toolkit.memory.estimate import capability, engine_settings, estimate, keeps_frozen_inputs, trace_plan
 from toolkit.memory.report import MemoryReport
 from toolkit.memory.routing import Routing
 from toolkit.memory.trace import Trace
@@ -52,13 +53,15 @@ class Estimator:
     def estimate_plan(self, plan: Plan, case: Case) -> MemoryReport:
         """Estimates a plan that `case` resolved to."""
         calibration = self._calibrations.get(plan.gpu.name)
-        traced = self._trace(plan)
+        config = None if case.file is None else case.file.resolved(plan)
+        trace = partial(self._trace, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan, config)))
+        traced = trace()
         report = estimate(
             plan,
-            deepspeed_config=None if case.file is None else case.file.resolved(plan),
+            deepspeed_config=config,
             traced=traced,
-            worst=self._trace(plan, routing="worst") if traced.depends_on_routing else None,
-            evaluated=None if plan.settings.eval_steps is None else self._trace(plan, evaluation=True),
+            worst=trace(routing="worst") if traced.depends_on_routing else None,
+            evaluated=None if plan.settings.eval_steps is None else trace(evaluation=True),
             calibration=calibration,
             built_partitioned=case.built_partitioned,
             # A script with its own file is not started by us, and torch's default holds.
@@ -79,14 +82,19 @@ class Estimator:
         except ToolkitError as error:
             return Outcome(plan=plan, problems=error.problems)
 
-    def _trace(self, plan: Plan, *, routing: Routing = "balanced", evaluation: bool = False) -> Trace:
-        key = f"{routing} {plan.settings.per_device_eval_batch_size if evaluation else 0} {trace_key(plan)}"
+    def _trace(
+        self, plan: Plan, *, keeps_inputs: bool, routing: Routing = "balanced", evaluation: bool = False
+    ) -> Trace:
+        evaluated = plan.settings.per_device_eval_batch_size if evaluation else 0
+        key = f"{keeps_inputs} {routing} {evaluated} {trace_key(plan)}"
         if key not in self._traces:
             settings = plan.settings
             micro = settings.per_device_eval_batch_size if evaluation else settings.batch.micro
             self._notify(f"tracing {plan.model.name}, {micro} × {settings.sequence_length} tokens")
             # Always with ZeRO-3's marks, so that one trace serves every stage.
-            self._traces[key] = trace_plan(plan, marks_modules=True, routing=routing, evaluation=evaluation)
+            self._traces[key] = trace_plan(
+                plan, marks_modules=True, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation
+            )
         return self._traces[key]
 
 

@@ -113,6 +113,7 @@ class Trace:
         buffers_bytes: Buffers of the model.
         forward: From the batch on the device to the loss, logits dropped.
         backward: From the loss to the last gradient.
+        after: Once the optimizer has stepped and the loss is dropped.
         num_traced_layers: Layers that ran.
         num_layers: Layers that they stand for.
         host_copies: Bytes of each layer input that waits in pinned host memory for its backward pass.
@@ -125,6 +126,7 @@ class Trace:
     buffers_bytes: int
     forward: tuple[Placed, ...]
     backward: tuple[Placed, ...]
+    after: tuple[Placed, ...]
     num_traced_layers: int
     num_layers: int
     tied: tuple[tuple[str, str], ...] = ()

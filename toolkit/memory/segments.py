@@ -56,6 +56,7 @@ class Segmenter:
     def __init__(self, model: Any, stacks: Sequence[Stack], *, marked: bool, answers: Sequence[Answer] = ()) -> None:
         self.forward: list[Segment] = []
         self.backward: list[Segment] = []
+        self.after: list[Segment] = []
         self.host_copies: list[tuple[Owner, int]] = []
         self._model = model
         self._stacks = stacks
@@ -65,6 +66,8 @@ class Segmenter:
         self._causes = Causes()
         self._owner: Owner = None
         self._inside = False  # whether a layer's forward pass is running
+        self._ended = False  # whether both passes have run
+        self._head_input: torch.Tensor | None = None
         self._ran: list[tuple[int, int]] = []
         self._handles: list[Any] = []
         self.tracker = StorageTracker(
@@ -83,11 +86,14 @@ class Segmenter:
         try:
             with self.tracker, self._inputs_on_host(), torch.set_grad_enabled(backward):
                 loss = step()
+                self._head_input = None
                 self._switch(None)
                 if backward:
                     self._causes.backward = self._causes.in_loss = True
                     loss.backward()  # type: ignore[no-untyped-call]
-                del loss
+                    self._switch(None)
+                    self._ended = True
+                del loss  # and with it the graph: a script holds it through the optimizer step
                 self._close()
         finally:
             for handle in self._handles:
@@ -126,7 +132,8 @@ class Segmenter:
     def _close(self) -> None:
         events = self._recorder.take()
         if events:
-            (self.backward if self._causes.backward else self.forward).append(Segment(self._owner, events))
+            running = self.backward if self._causes.backward else self.forward
+            (self.after if self._ended else running).append(Segment(self._owner, events))
 
     @property
     def in_backward(self) -> bool:
@@ -169,9 +176,14 @@ class Segmenter:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient(name)))
 
     def _end_of_loss(self, module: nn.Module, args: Any) -> None:
-        """A head takes its input: when that has its gradient, the backward pass of the loss is over."""
+        """A head takes its input: when that has its gradient, the backward pass of the loss is over.
+
+        A model that is given labels computes its loss while its frame still holds that input, which matters where the
+        head is frozen and keeps nothing itself.
+        """
         tensor = _first_tensor(args)
         if tensor is not None and tensor.requires_grad:
+            self._head_input = tensor
             tensor.register_hook(lambda _: setattr(self._causes, "in_loss", False))  # type: ignore[no-untyped-call]
 
     def _leave_layers(self, module: nn.Module, args: Any) -> None:

@@ -37,6 +37,7 @@ from toolkit.memory.routing import (
 )
 from toolkit.memory.segments import Segmenter
 from toolkit.memory.values import Answer, no_chance, pass_checks
+from toolkit.memory.zero_linear import inputs_kept
 from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.fp8 import apply_fp8
@@ -52,6 +53,7 @@ def trace(
     *,
     device: Device,
     marks_modules: bool | None = None,
+    keeps_inputs: bool = False,
     routing: Routing = "balanced",
     evaluation: bool = False,
     all_layers: bool = False,
@@ -62,6 +64,7 @@ def trace(
         plan: What runs.
         device: Card, which decides on kernels.
         marks_modules: Whether to mark the hooks of ZeRO-3; by default if the plan's stage is 3.
+        keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
         routing: How tokens spread over experts.
         evaluation: Traces a micro-batch of validation data: no gradients.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
@@ -96,6 +99,7 @@ def trace(
         lora=None if train.method == "full" else train.lora or Lora(),
         quantized=train.method == "qlora",
         marks_modules=settings.zero_stage == 3 if marks_modules is None else marks_modules,
+        keeps_inputs=keeps_inputs,
         routing=routing,
         evaluation=evaluation,
         trust_remote_code=trusted,
@@ -121,6 +125,7 @@ def trace_model(
     lora: Lora | None = None,
     quantized: bool = False,
     marks_modules: bool = False,
+    keeps_inputs: bool = False,
     routing: Routing = "balanced",
     evaluation: bool = False,
     trust_remote_code: bool = False,
@@ -152,6 +157,7 @@ def trace_model(
         lora: Adapters; None trains everything.
         quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
         marks_modules: Whether to mark the hooks of ZeRO-3.
+        keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
         routing: How tokens spread over experts that run one after the other; others do not depend on it.
         evaluation: Runs forward alone, without gradients and in evaluation mode.
         trust_remote_code: Whether the model's own code may run.
@@ -177,6 +183,7 @@ def trace_model(
         lora=lora,
         quantized=quantized,
         marks_modules=marks_modules,
+        keeps_inputs=keeps_inputs,
         routing=routing,
         evaluation=evaluation,
         trust_remote_code=trust_remote_code,
@@ -221,6 +228,7 @@ class _Request:
     lora: Lora | None
     quantized: bool
     marks_modules: bool
+    keeps_inputs: bool
     routing: Routing
     evaluation: bool
     trust_remote_code: bool
@@ -245,6 +253,9 @@ class _Request:
                     if self.fp8 is not None:
                         apply_fp8(model, self.fp8, emulate=self.fp8_emulated)
                     apply_loss(model, self.loss)
+                    if self.lora is not None and self.checkpointing:
+                        # So do transformers' gradient_checkpointing_enable and peft's get_peft_model.
+                        model.enable_input_require_grads()
                 model.train(not self.evaluation)
                 stacks = [in_adapters(model, stack) for stack in stacks]
                 looped = None
@@ -253,7 +264,8 @@ class _Request:
                 answers: list[Answer] = [no_chance, *([pass_checks] if seeing else []), *([looped] if looped else [])]
                 tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
                 running = tracing
-                with without_packages(model) as replaced:
+                linears = inputs_kept() if self.keeps_inputs else contextlib.nullcontext()
+                with without_packages(model) as replaced, linears:
                     tracing.run(lambda: self._step(model, running), backward=not self.evaluation)
                 padded = self.packing == "none" and self.task != "image-classification"
                 assumed = (*assumptions(model, looped), *describe(replaced), *((PADDED,) if padded else ()))
@@ -305,11 +317,12 @@ def _whole(model: Any, stacks: Sequence[Stack], tracing: Segmenter, assumed: tup
         buffers_bytes=expand_buffers(model, stacks),
         forward=expand(tracing.forward, stacks, backward=False),
         backward=expand(tracing.backward, stacks, backward=True),
+        after=expand(tracing.after, stacks, backward=True),
         num_traced_layers=sum(len(stack.kept) for stack in stacks),
         num_layers=sum(stack.num_layers for stack in stacks),
         tied=tuple(_tied(model)),
         host_copies=expand_host_copies(tracing.host_copies, stacks),
         assumptions=assumed,
     )
-    left = sum(held((*made.forward, *made.backward)).values())
+    left = sum(held((*made.forward, *made.backward, *made.after)).values())
     return made if left == tracing.tracker.live_bytes else None

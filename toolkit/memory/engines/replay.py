@@ -51,6 +51,7 @@ class Replay(ABC):
                 self._pass(first=micro == 0, last=micro == micro_steps - 1, cold=step == 0 and micro == 0)
             self.account.enter("step")
             self.step()
+            self._replay(self.trace.after)
         self.account.enter("save")
         self.save()
         return self.account
@@ -70,6 +71,7 @@ class Replay(ABC):
         self.end_backward(first=first, last=last)
         if not last:
             self.account.enter("step")  # engine.step() is called after each micro-batch, and does nothing yet
+            self._replay(self.trace.after)
 
     def _replay(self, events: Sequence[Placed]) -> None:
         apply, account = self.account.apply, self.account

@@ -75,6 +75,7 @@ class EngineSettings:
     nvme_param_buffer_size: int
     max_in_cpu: int
     low_precision_master: bool
+    memory_efficient_linear: bool
     built_partitioned: bool
 
     @property
@@ -123,7 +124,9 @@ class EngineSettings:
             accumulation_steps=int(config.get("gradient_accumulation_steps", 1)),
             optimizer=_optimizer_kind(optimizer),
             momentum=bool(params.get("momentum", 0.0)),
-            contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
+            # stage_1_and_2.py sets it under offload, whatever the file says.
+            contiguous_gradients=bool(zero.get("contiguous_gradients", True))
+            or (stage in (1, 2) and _device(offload_optimizer) is not None),
             reduce_scatter=bool(zero.get("reduce_scatter", True)),
             reduce_bucket_size=int(zero.get("reduce_bucket_size", 5e8)),
             overlap_comm=stage == 3 if overlap is None else bool(overlap),
@@ -145,6 +148,7 @@ class EngineSettings:
             max_in_cpu=int(offload_param.get("max_in_cpu", 1e9)),
             low_precision_master=bool(_section(config, "bf16").get("bf16_master_weights_and_grads", False))
             or bool(_section(config, "fp16").get("fp16_master_weights_and_grads", False)),
+            memory_efficient_linear=bool(zero.get("memory_efficient_linear", True)),
             built_partitioned=built_partitioned,
         )
 
