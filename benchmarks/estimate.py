@@ -1,6 +1,7 @@
 """How right the memory estimate is beside those of DeepSpeed and Accelerate, and how long it takes.
 
     python benchmarks/estimate.py accuracy          # measured runs of tests/data/h100.jsonl and cards, as Markdown tables
+    python benchmarks/estimate.py caps              # the same runs with torch held to what the estimate says is required
     python benchmarks/estimate.py speed             # llama-3.1-405b on 1,024 cards and others: seconds and memory
 
 DeepSpeed's is `estimate_zero2_model_states_mem_needs` or `estimate_zero3_model_states_mem_needs`, Accelerate's the
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,52 @@ def plain_rows(folder: Path) -> Iterator[Row]:
         yield describe(run), run["peak_allocated_bytes"], found
 
 
+def read_runs() -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Gives the runs of tests/data/cards without a cap, by case, and those under one."""
+    text = (ROOT / "tests" / "data" / "cards" / "runs.jsonl").read_text(encoding="utf-8")
+    runs = [json.loads(line) for line in text.splitlines()]
+    return {run["id"]: run for run in runs if "cap_bytes" not in run}, [run for run in runs if "cap_bytes" in run]
+
+
+def time_over_uncapped(capped: Mapping[str, Any], free: Mapping[str, Any]) -> float:
+    """Gives how much longer the steps of a capped run take, as a share.
+
+    The fastest are compared, after the first two: on a shared host single steps of ZeRO-3 took a third longer than others.
+    """
+    fastest = [min(run["ranks"][0]["step_seconds_all"][2:]) for run in (capped, free)]
+    return fastest[0] / fastest[1] - 1
+
+
+def caps() -> None:
+    """Prints what became of runs whose torch may take A, which is what is required less context and NCCL, or less."""
+    from measure import estimated_case, read_cases
+
+    from toolkit.memory.estimator import Estimator
+    from toolkit.units import GIB
+
+    cases = {case["id"]: case for case in read_cases(ROOT / "tests" / "data" / "cards" / "cases.yaml")}
+    free, capped = read_runs()
+    estimator = Estimator()
+    print("| run | peak, GiB | A, GiB | cap, of A | step, of uncapped |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for run in capped:
+            report = estimator.estimate(estimated_case(cases[run["id"]], Path(folder)))
+            usable = report.required_bytes - report.context_and_nccl_bytes
+            came = "out of memory" if "failed" in run else f"{1 + time_over_uncapped(run, free[run['id']]):.3f}"
+            peak = max(rank["peak_allocated_bytes"] for rank in free[run["id"]]["ranks"])
+            cells = f"{peak / GIB:.2f} | {usable / GIB:.2f} | {run['cap_bytes'] / usable:.3f}"
+            print(f"| {run['id']} | {cells} | {came} |")
+
+
 def card_rows(folder: Path) -> Iterator[Row]:
     """The same of tests/data/cards, runs without a cap."""
     from measure import estimated_case, read_cases
 
     from toolkit.memory.estimator import Estimator
 
-    cards = ROOT / "tests" / "data" / "cards"
-    cases = {case["id"]: case for case in read_cases(cards / "cases.yaml")}
+    cases = {case["id"]: case for case in read_cases(ROOT / "tests" / "data" / "cards" / "cases.yaml")}
     estimator = Estimator()
-    for run in map(json.loads, (cards / "runs.jsonl").read_text(encoding="utf-8").splitlines()):
-        if "cap_bytes" in run:
-            continue
+    for run in read_runs()[0].values():
         case = estimated_case(cases[run["id"]], folder)
         plan = case.plan()
         total, largest = count_parameters(plan)
@@ -196,14 +231,14 @@ def one(model: str, gpu: str, per_node: int, nodes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["accuracy", "speed", "one"])
+    parser.add_argument("what", choices=["accuracy", "caps", "speed", "one"])
     parser.add_argument("values", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.what == "one":
         model, gpu, per_node, nodes = options.values
         one(model, gpu, int(per_node), int(nodes))
     else:
-        {"accuracy": accuracy, "speed": speed}[options.what]()
+        {"accuracy": accuracy, "caps": caps, "speed": speed}[options.what]()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 `tests/data/cards/cases.yaml` says what ran; `runs.jsonl` what was measured, on two H200 of one host.
 """
 
-import json
 import statistics
 import sys
 from itertools import pairwise
@@ -19,12 +18,11 @@ ROOT = Path(__file__).parents[2]
 CARDS = ROOT / "tests" / "data" / "cards"
 sys.path.append(str(ROOT / "benchmarks"))
 
+from estimate import read_runs, time_over_uncapped  # noqa: E402
 from measure import estimated_case, read_cases  # noqa: E402
 
 CASES = {case["id"]: case for case in read_cases(CARDS / "cases.yaml")}
-RUNS = [json.loads(line) for line in (CARDS / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
-FREE = {run["id"]: run for run in RUNS if "cap_bytes" not in run}
-CAPPED = [run for run in RUNS if "cap_bytes" in run]
+FREE, CAPPED = read_runs()
 PHASES = ("init", "forward", "backward", "step")
 
 
@@ -82,15 +80,6 @@ def usable(report):
     return report.required_bytes - report.context_and_nccl_bytes
 
 
-def time_over_uncapped(run):
-    """How much longer the steps of a capped run take than those of the same case without a cap, as a share."""
-
-    def fastest(row):  # after the first two; on a shared host single steps of ZeRO-3 took a third longer than others
-        return min(row["ranks"][0]["step_seconds_all"][2:])
-
-    return fastest(run) / fastest(FREE[run["id"]]) - 1
-
-
 @pytest.mark.parametrize("run", CAPPED, ids=lambda run: f"{run['id']}-{run['cap_bytes']}")
 def test_a_run_finishes_in_what_is_required_and_not_below_its_peak(reports, run):
     report = reports[run["id"]]
@@ -102,7 +91,7 @@ def test_a_run_finishes_in_what_is_required_and_not_below_its_peak(reports, run)
 
 def test_what_is_required_is_enough_to_train_at_full_speed(reports):
     held = [run for run in CAPPED if usable(reports[run["id"]]) <= run["cap_bytes"] < 1.01 * usable(reports[run["id"]])]
-    slower = {run["id"]: time_over_uncapped(run) for run in held}
+    slower = {run["id"]: time_over_uncapped(run, FREE[run["id"]]) for run in held}
     assert len(slower) > 15
     assert sum(share <= 0.05 for share in slower.values()) >= len(slower) - 1
     assert max(slower.values()) < 0.06
