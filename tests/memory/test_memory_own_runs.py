@@ -1,4 +1,4 @@
-"""The estimate against this package's own runs on two H200 cards (`benchmarks/engine.py`)."""
+"""The estimate against this package's own runs on H200 cards (`benchmarks/engine.py`)."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,19 @@ from toolkit.memory.case import Case
 from toolkit.memory.estimator import Estimator
 from toolkit.units import GIB
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "engine-2xh200.jsonl"
-HEADER, *ROWS = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
-OURS = {(row["case"], row["gradient_checkpointing"]): row for row in ROWS if row.get("mode") == "toolkit"}
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def runs_of(name, num_gpus):
+    """Gives our runs of a file: what the file says of all, the row, the cards."""
+    header, *rows = map(json.loads, (RESULTS / name).read_text(encoding="utf-8").splitlines())
+    return [(header, row, num_gpus) for row in rows if row.get("mode") == "toolkit"]
+
+
+OURS = {
+    (row["case"], row["gradient_checkpointing"], num_gpus): (header, row)
+    for header, row, num_gpus in (*runs_of("engine-2xh200.jsonl", 2), *runs_of("nvme-1xh200.jsonl", 1))
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,22 +30,22 @@ def estimator():
     return Estimator()
 
 
-@pytest.mark.parametrize(("case", "checkpointing"), sorted(OURS))
-def test_peak_and_host_memory_are_those_of_the_run(estimator, case, checkpointing):
+@pytest.mark.parametrize(("case", "checkpointing", "num_gpus"), sorted(OURS))
+def test_peak_and_host_memory_are_those_of_the_run(estimator, tmp_path, case, checkpointing, num_gpus):
+    header, row = OURS[case, checkpointing, num_gpus]
     stage, _, profile = case.removeprefix("zero").partition("-")
     job = {
-        "model": {"name": "llama-3.2-1b", "init": "random"},
-        "cluster": {"gpu": "h200-sxm-141gb", "gpus_per_node": 2},
+        "model": {"name": header["model"].partition(" ")[0], "init": "random"},
+        "cluster": {"gpu": "h200-sxm-141gb", "gpus_per_node": num_gpus, "nvme_path": str(tmp_path)},
         "train": {
-            "sequence_length": HEADER["sequence_length"],
-            "per_device_train_batch_size": HEADER["micro_batch"],
-            "gradient_accumulation_steps": HEADER["accumulation"],
+            "sequence_length": header["sequence_length"],
+            "per_device_train_batch_size": header["micro_batch"],
+            "gradient_accumulation_steps": header["accumulation"],
             "gradient_checkpointing": checkpointing,
         },
         "parallel": {"zero_stage": int(stage), "offload": profile or "none"},
     }
     report = estimator.estimate(Case.of(tk.Job.model_validate(job)))
-    row = OURS[case, checkpointing]
     assert report.peak_allocated_bytes == pytest.approx(row["peak_allocated_gib"] * GIB, rel=0.002)
     host = sum(report.host.bytes_per_rank.values())
     assert host == pytest.approx(row["host_peak_rss_gib"] * GIB, rel=0.1)

@@ -261,10 +261,12 @@ def _host(plan: Plan, events: Trace, settings: EngineSettings, *, peak_bytes: in
 
 def _host_under_zero(events: Trace, settings: EngineSettings) -> dict[str, int]:
     trainable = [parameter for parameter in events.parameters if parameter.trainable]
+    engine = Stage3(events, settings, workspace_bytes=0) if settings.zero_stage == 3 else None
     return host_bytes(
         events,
         settings,
         partition_numel=-(-sum(parameter.numel for parameter in trainable) // settings.dp_size),
         largest_numel=max((parameter.numel for parameter in trainable), default=0),
-        host_groups=Stage3(events, settings, workspace_bytes=0).host_groups if settings.zero_stage == 3 else (),
+        host_groups=engine.host_groups if engine is not None else (),
+        largest_group=engine.largest_group if engine is not None else 0,
     )

@@ -63,6 +63,7 @@ def host_bytes(
     partition_numel: int,
     largest_numel: int,
     host_groups: Sequence[int] = (),
+    largest_group: int = 0,
 ) -> dict[str, int]:
     """Gives a rank's host memory by cause, bytes.
 
@@ -72,12 +73,13 @@ def host_bytes(
         partition_numel: Trainable elements whose optimizer state this rank owns.
         largest_numel: Elements of the largest parameter.
         host_groups: Elements of the ZeRO-3 sub-groups whose optimizer state the CPU keeps.
+        largest_group: Elements of the largest ZeRO-3 sub-group.
     """
     found = {"process": PROCESS_BYTES}
     if settings.zero_stage == 3:
         stored = sum(math.ceil(p.numel / settings.dp_size) * p.itemsize for p in trace.parameters)
         trained = sum(math.ceil(p.numel / settings.dp_size) * p.itemsize for p in trace.parameters if p.trainable)
-        found |= _stage3(settings, partition_numel, stored, trained, host_groups)
+        found |= _stage3(settings, partition_numel, stored, trained, host_groups, largest_group)
     elif settings.offload_optimizer:
         itemsize, master, held = settings.itemsize, settings.master_itemsize, _holder(settings)
         found["master parameters"] = held(master * partition_numel)
@@ -108,7 +110,7 @@ def host_bytes_without_zero(trace: Trace, *, upcast: bool) -> dict[str, int]:
 
 
 def _stage3(
-    settings: EngineSettings, numel: int, stored: int, trained: int, host_groups: Sequence[int]
+    settings: EngineSettings, numel: int, stored: int, trained: int, host_groups: Sequence[int], largest_group: int
 ) -> dict[str, int]:
     found: dict[str, int] = {}
     held = _holder(settings)
@@ -118,8 +120,11 @@ def _stage3(
         found["gradients in fp32"] = sum(held(settings.master_itemsize * group) for group in host_groups)
         found["optimizer state"] = int(settings.state_bytes * moved)
     elif settings.offload_optimizer == "nvme":
-        group = min(settings.sub_group_size, numel)
-        found["optimizer swap buffers"] = settings.nvme_optimizer_buffers * group * settings.master_itemsize
+        master = settings.master_itemsize * largest_group
+        found["optimizer swap buffers"] = settings.nvme_optimizer_buffers * master
+        found["gradients in fp32"] = master
+        # The first step makes a sub-group's moments in common memory, from which they are written out.
+        found["optimizer state of a sub-group"] = int(settings.state_bytes * largest_group)
     if settings.offload_optimizer:
         found["gradient partition"] = held(settings.accumulation_itemsize * numel)
     if settings.offload_param == "cpu":

@@ -16,15 +16,13 @@ from torch.nn import functional
 
 class _KeepsInput(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(values, weight)
         product = values.matmul(weight.t())
         return product if bias is None else product.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         of_values, of_weight, of_bias = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -43,7 +41,7 @@ def inputs_kept() -> Iterator[None]:
     def keeping(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return _KeepsInput.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
-    functional.linear = keeping  # type: ignore[assignment]
+    functional.linear = keeping
     try:
         yield
     finally:

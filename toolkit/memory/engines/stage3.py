@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
@@ -32,7 +33,9 @@ class Stage3(Replay):
         for module, name in trace.tied:
             self._modules.setdefault(module, []).append(self.by_name[name])
         self._persistent = {p.name for p in trace.parameters if p.numel <= settings.persistence_threshold}
-        self._sub_groups = self._group()
+        groups = self._group()
+        self._sub_groups = [sum(self._partitions[parameter.name] for parameter in group) for group in groups]
+        self._on_nvme = self._find_on_nvme(groups)
         self._gathers = size > 1 or settings.offload_param is not None
         self._fetcher = _Fetcher(self)
         self._filled: list[Parameter] = []
@@ -42,16 +45,32 @@ class Stage3(Replay):
         self._secondary: set[str] = set()
         self._offloaded = settings.offload_optimizer is not None
 
-    def _group(self) -> list[int]:
-        """Partition elements of each optimizer sub-group (_create_fp16_sub_groups)."""
-        groups, whole, partition = [], 0, 0
+    def _group(self) -> list[list[Parameter]]:
+        """Parameters of each optimizer sub-group (_create_fp16_sub_groups)."""
+        groups: list[list[Parameter]] = [[]]
+        partition = 0
         for parameter in self.trainable:
-            whole += self._partitions[parameter.name]
+            groups[-1].append(parameter)
             partition += self._partitions[parameter.name]
-            if whole >= self.settings.sub_group_size:
-                groups.append(partition)
-                whole, partition = 0, 0
-        return [*groups, partition] if partition else groups
+            if partition >= self.settings.sub_group_size:
+                groups.append([])
+                partition = 0
+        return groups if groups[-1] else groups[:-1]
+
+    def _find_on_nvme(self, groups: Sequence[Sequence[Parameter]]) -> set[str]:
+        """Parameters that wait on NVMe: max_in_cpu elements stay in memory, whole sub-groups first to last.
+
+        Source:
+            stage3.py _create_fp16_partitions_with_defragmentation, _move_to_flat_buffer.
+        """
+        if self.settings.offload_param != "nvme":
+            return set()
+        kept, offset = set(), 0
+        for group in groups:
+            offset += sum(self._partitions[parameter.name] for parameter in group)
+            if offset <= self.settings.max_in_cpu:
+                kept |= {parameter.name for parameter in group}
+        return self.by_name.keys() - kept
 
     def initialize(self) -> None:
         """zero.Init partitions module by module; then master copies, a gradient buffer and the bucket are made."""
@@ -79,7 +98,7 @@ class Stage3(Replay):
             # initialize_optimizer_states leaves an fp32 gradient with each sub-group, on its device.
             account.allocate("gradients in fp32", sum(resident) * settings.master_itemsize)
         else:
-            account.spike("gradients in fp32 at the step", max(self._sub_groups, default=0) * settings.master_itemsize)
+            account.spike("gradients in fp32 at the step", self.largest_group * settings.master_itemsize)
         if settings.contiguous_gradients:
             account.allocate("reduction buckets", settings.reduce_bucket_size * settings.communication_itemsize)
         if not self._offloaded:
@@ -104,6 +123,11 @@ class Stage3(Replay):
         """Partition elements of the sub-groups whose optimizer state the CPU keeps."""
         kept = len(self._resident_groups())
         return self._sub_groups[kept:] if self.settings.offload_optimizer == "cpu" else []
+
+    @property
+    def largest_group(self) -> int:
+        """Partition elements of the largest sub-group."""
+        return max(self._sub_groups, default=0)
 
     def begin_forward(self) -> None:
         """reset_step."""
@@ -224,6 +248,11 @@ class Stage3(Replay):
         return self._persistent
 
     @property
+    def on_nvme(self) -> set[str]:
+        """Names of parameters whose partitions must be read from NVMe before they can be gathered."""
+        return self._on_nvme
+
+    @property
     def modules(self) -> dict[str, list[Parameter]]:
         """Parameters by the module that holds them."""
         return self._modules
@@ -288,7 +317,7 @@ class _Fetcher:
 
     def _prefetch(self) -> None:
         settings = self._settings
-        if not settings.prefetch_bucket_size or settings.offload_param == "nvme":
+        if not settings.prefetch_bucket_size:
             return
         room = min(settings.max_live_parameters - self._num_available, settings.prefetch_bucket_size)
         chosen: dict[str, Parameter] = {}
@@ -296,6 +325,9 @@ class _Fetcher:
         while self._queue and numel < room:
             parameter, used = self._queue.popleft()
             name = parameter.name
+            if name in self._engine.on_nvme and name not in self._available:
+                self._queue.appendleft((parameter, used))
+                break
             wanted = name not in self._available and name not in self._inflight and name not in chosen
             self._fetched_for[name] = max(self._fetched_for.get(name, -1), used)
             if wanted:
