@@ -39,7 +39,7 @@ def test_few_layers_give_what_all_give(name: str, way: str) -> None:
     few, whole = (traced(name, way, all_layers=every, fp8=Fp8()) for every in (False, True))
     assert few.num_traced_layers < whole.num_traced_layers
     assert (few.forward, few.backward, few.parameters) == (whole.forward, whole.backward, whole.parameters)
-    assert held((*few.forward, *few.backward)) == {}
+    assert held((*few.forward, *few.backward, *few.after)) == {}
 
 
 def saved_bytes(trace: Trace) -> int:

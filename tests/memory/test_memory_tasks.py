@@ -77,8 +77,9 @@ def test_few_layers_give_what_all_give(name):
     assert (few.parameters, few.buffers_bytes) == (whole.parameters, whole.buffers_bytes)
     assert few.forward == whole.forward
     assert few.backward == whole.backward
+    assert few.after == whole.after
     assert few.num_traced_layers < whole.num_traced_layers == whole.num_layers
-    assert held((*few.forward, *few.backward)) == {}
+    assert held((*few.forward, *few.backward, *few.after)) == {}
 
 
 def test_an_encoder_and_a_decoder_are_two_lists_of_layers():

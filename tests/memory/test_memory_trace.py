@@ -37,8 +37,9 @@ def assert_few_layers_give_what_all_give(name, way):
     assert few.host_copies == whole.host_copies
     assert few.forward == whole.forward
     assert few.backward == whole.backward
+    assert few.after == whole.after
     assert few.num_layers == whole.num_layers == whole.num_traced_layers
-    assert held((*few.forward, *few.backward)) == {}, "what a micro-batch allocates is gone after it"
+    assert held((*few.forward, *few.backward, *few.after)) == {}, "what a micro-batch allocates is gone after it"
 
 
 @pytest.mark.parametrize(("name", "way"), QUICK)
@@ -105,7 +106,7 @@ def test_layers_that_run_twice_are_all_traced(monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", twice)
     double = trace_model(config_of("llama"), micro_batch=BATCH, sequence_length=LENGTH, device=H100)
     assert double.num_traced_layers == double.num_layers == 6
-    assert held((*double.forward, *double.backward)) == {}
+    assert held((*double.forward, *double.backward, *double.after)) == {}
     assert peaks(double)["forward"] > 1.7 * peaks(single)["forward"]
 
 
