@@ -188,8 +188,23 @@ def test_the_fewest_cards_of_each_kind(capsys):
         return run(capsys, sets=[*job, f"cluster.gpus_per_node={count}", batch])[1]["fits"]
 
     assert fits_on(row["count"])
-    assert row["count"] > 1
-    assert not fits_on(row["count"] - 1)
+    assert row["count"] in (2, 4, 8)
+    assert not fits_on(row["count"] // 2)
+    assert (row["train_batch_size"], row["keeps_batch"]) == (32, True)
+
+
+def test_a_batch_that_cannot_be_kept_is_named_and_comes_last(capsys):
+    # Three sequences: on one card or none of those that one rents.
+    sets = ["cluster.gpus_per_node=1", "train.gradient_accumulation_steps=3"]
+    _, found = run(capsys, "--gpus", "h100-sxm-80gb,t4-16gb", sets=sets)
+    rows = {row["gpu"]: row for row in found["gpus"]}
+    assert (rows["h100-sxm-80gb"]["count"], rows["h100-sxm-80gb"]["keeps_batch"]) == (1, True)
+    row = rows["t4-16gb"]
+    assert (row["fits"], row["keeps_batch"]) == (True, False)
+    assert row["train_batch_size"] % row["count"] == 0
+    assert row["batch"].endswith(f"{row['train_batch_size']} in all instead of 3")
+    _, found = run(capsys, "--gpus", "t4-16gb", sets=[*sets, "model=llama-3.1-70b"])
+    assert (found["gpus"][0]["fits"], found["gpus"][0]["tried_up_to"]) == (False, 64)
 
 
 def test_cards_as_a_table_say_what_is_kept_of_the_batch(capsys):
