@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,19 @@ def test_the_json_adds_up(capsys):
     assert found["host_bytes_per_node"] == 2 * sum(found["host_bytes_per_rank"].values())
     assert found["checkpoint_bytes"] > 14 * 1.2e9  # bf16 weights, fp32 master copy, two moments
     assert found["num_layers"] == 16
+    disk = found["disk"]
+    assert disk["checkpoint_bytes"] == found["checkpoint_bytes"]
+    assert disk["num_checkpoints"] == 1, "ten steps, of which the last alone is saved"
+    assert disk["total_bytes"] == disk["checkpoint_bytes"] + disk["export_bytes"]
+    assert disk["export_bytes"] == pytest.approx(2 * 1.236e9, rel=0.01)
+
+
+def test_the_disk_that_a_run_keeps(capsys):
+    assert main(["estimate", "job.yaml", "--set", "train.save_steps=2", "--set", "train.save_total_limit=3"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Disk: ")]
+    assert re.fullmatch(
+        r"Disk: [\d.]+ GiB a checkpoint, 4 of them at once, 2.30 GiB the export: up to [\d.]+ GiB in all", line
+    )
 
 
 def test_each_saving_is_what_the_changed_job_gives(capsys):
@@ -141,6 +155,51 @@ def test_a_sweep_estimates_each_combination(capsys):
     assert [row["fits"] for row in found["rows"]][0::3] == [True, False]
     _, single = run(capsys, sets=["train.sequence_length=4096"])
     assert found["rows"][1]["required_bytes"] == single["required_bytes"]
+
+
+def test_what_fits_tightly_is_not_plain_green(capsys):
+    sets = ["cluster.gpu=rtx-4090-24gb", "train.gradient_accumulation_steps=1"]
+    options = ["--sweep", "sequence_length=2048,7000,16384"]
+    _, found = run(capsys, *options, sets=sets)
+    rows = found["rows"]
+    assert [(row["fits"], row["tight"]) for row in rows] == [(True, False), (True, True), (False, False)]
+    left = rows[1]["gpu_capacity_bytes"] - rows[1]["required_bytes"]
+    assert 0 <= left < 0.05 * rows[1]["gpu_capacity_bytes"]
+    assert main(["estimate", "job.yaml", *options, *(part for value in sets for part in ("--set", value))]) == 0
+    shown = capsys.readouterr().out
+    said = re.findall(r"   (fits, tight|fits|card too small)\s*$", shown, re.MULTILINE)
+    assert said == ["fits", "fits, tight", "card too small"]
+
+
+TOO_SMALL = ("cluster.gpu=t4-16gb", "train.precision=fp16")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--sweep", "zero_stage=0,2"),
+        ("--compare", "zero0,zero2"),
+        ("--compare", "zero0-offload"),
+        ("--gpus", "t4-16gb"),
+    ],
+)
+def test_nothing_that_fits_is_exit_code_1_whatever_is_asked(capsys, options):
+    if "zero0-offload" in options:  # no strategy at all: bad input
+        assert run(capsys, *options)[0] == 2
+        return
+    sets = [*TOO_SMALL, "model=llama-3.1-70b"]
+    code, found = run(capsys, *options, sets=sets)
+    assert (code, found["fits"]) == (1, False)
+    assert main(["estimate", "job.yaml", *options, *(part for value in sets for part in ("--set", value))]) == 1
+
+
+def test_one_row_that_fits_is_exit_code_0(capsys):
+    sets = ["cluster.gpu=rtx-4090-24gb", "train.per_device_train_batch_size=8", "train.sequence_length=2048"]
+    assert run(capsys, sets=sets)[0] == 1
+    code, found = run(capsys, "--compare", "zero2,zero2-no-checkpointing", "--set", "train.loss=chunked", sets=sets)
+    assert [row["fits"] for row in found["strategies"]] == [True, False]
+    assert code == 0
 
 
 def test_a_combination_that_is_no_job_says_why(capsys):

@@ -70,15 +70,17 @@ def estimate(
 ) -> None:
     """Say what a job takes: memory of each card by phase and cause, of the host, of the disk, and what would save most.
 
-    The real model is traced on fake tensors: no GPU, no weights. Exits with 1 where the job does not fit.
+    The real model is traced on fake tensors: no GPU, no weights. Exits with 1 where the job does not fit; with --sweep,
+    --compare or --gpus where no row of the table does. Tight: it fits with less than 5 % of the card left.
 
     Example: `toolkit estimate job.yaml`, `toolkit estimate job.yaml --sweep sequence_length=2048,4096 --plot sweep.png`
 
-    JSON keys: fits, fits_gpu, fits_host, peak_allocated_bytes, allocator, allocator_slack_bytes,
+    JSON keys: fits, fits_gpu, fits_host, tight, peak_allocated_bytes, allocator, allocator_slack_bytes,
     context_and_nccl_bytes, required_bytes, gpu_capacity_bytes, host_bytes_per_node, host_bytes_per_rank,
-    host_capacity_bytes, checkpoint_bytes, worst_routing_peak_bytes (null without experts), limiting_phase,
+    host_capacity_bytes, checkpoint_bytes, disk (checkpoint_bytes, num_checkpoints, export_bytes, total_bytes),
+    worst_routing_peak_bytes (null without experts), limiting_phase,
     limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, phases: allocated_bytes,
-    causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits). With --sweep: fits,
+    causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits, tight). With --sweep: fits,
     keys, rows; with --compare: fits, strategies; with --gpus: fits, gpus; each row has its figures.
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)

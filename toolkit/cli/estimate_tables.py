@@ -98,18 +98,21 @@ def _choice_cells(choice: Choice) -> list[str | Text]:
         return [choice.gpu.name, "–", "", "", stage, *numbers, why]
     machines = "1 machine" if count.nodes == 1 else f"{count.nodes} machines of {count.gpus_per_node}"
     total = f"{choice.total_memory_bytes / GIB:.0f}"
-    return [choice.gpu.name, str(count.total), machines, total, stage, *numbers, choice.kept]
+    kept = choice.kept + ("; tight" if choice.outcome.is_tight else "")
+    return [choice.gpu.name, str(count.total), machines, total, stage, *numbers, kept]
 
 
 def _cells(outcome: Outcome) -> list[str | Text]:
     """Gives required, room, host and the verdict, coloured by whether it fits."""
     report = outcome.report
     if report is None:
-        return ["–", "", "", Text("; ".join(f"{p.message} [{p.code}]" for p in outcome.problems), style="yellow")]
-    style = "green" if report.fits else "red"
+        return ["–", "", "", Text("; ".join(f"{p.message} [{p.code}]" for p in outcome.problems), style="magenta")]
+    style = "red" if not report.fits else "yellow" if report.tight else "green"
     capacity = report.gpu_capacity_bytes
     room = "" if capacity is None else f"{(capacity - report.required_bytes) / GIB:.2f}"
-    said = "fits" if report.fits else "card too small" if not report.fits_gpu else "host too small"
+    said = "fits, tight" if report.tight else "fits"
+    if not report.fits:
+        said = "host too small" if report.fits_gpu else "card too small"
     return [
         Text(f"{report.required_bytes / GIB:.2f}", style=style),
         Text(room, style=style),
@@ -125,7 +128,7 @@ def _draw(case: Case, axes: Sequence[Axis], rows: Sequence[SweepRow], path: Path
     for row in rows:
         report = row.outcome.report
         required = None if report is None else report.required_bytes / GIB
-        cells[tuple(row.values.values())] = (required, row.outcome.fits)
+        cells[tuple(row.values.values())] = (required, row.outcome.fits, row.outcome.is_tight)
     plot_heat_map(
         path,
         names=[axis.name for axis in axes],

@@ -116,11 +116,17 @@ class Outcome:
         """Whether there is an estimate, and card and host hold it."""
         return self.report is not None and self.report.fits
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with little of the card left."""
+        return self.report is not None and self.report.tight
+
     def to_dict(self) -> dict[str, Any]:
         """Gives the figures of a row as a JSON object."""
         report, plan = self.report, self.plan
         return {
             "fits": self.fits,
+            "tight": self.is_tight,
             "required_bytes": None if report is None else report.required_bytes,
             "peak_allocated_bytes": None if report is None else report.peak_allocated_bytes,
             "gpu_capacity_bytes": None if report is None else report.gpu_capacity_bytes,
