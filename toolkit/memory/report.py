@@ -11,7 +11,6 @@ from toolkit.memory.host import HostReport
 from toolkit.plan.checkpoint_size import DiskUse
 from toolkit.topology.grid import Coordinate
 
-
 # Share of a card: with less than it left, another driver, uneven experts or a desktop on the card may take the rest.
 TIGHT_SHARE = 0.05
 
