@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from huggingface_hub import constants
 
 from toolkit.cli.app import main
 from toolkit.plan.resolve import resolve
@@ -143,6 +144,32 @@ def test_a_host_that_is_too_small_is_exit_code_1(capsys):
 def test_bad_input_is_exit_code_2(capsys, sets, options, code):
     exit_code, found = run(capsys, *options, sets=sets)
     assert (exit_code, codes(found)) == (2, [code])
+
+
+OFFLINE = "model=nobody/no-such-model"
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "found"),
+    [
+        (["cluster.gpu=h1000"], [], ["GPU_UNKNOWN"]),
+        (["cluster.gpu=h1000", "train.micro=2"], [], ["KEY_UNKNOWN", "GPU_UNKNOWN"]),
+        (["cluster.gpu=7"], [], ["KEY_VALUE"]),
+        (
+            ["cluster.gpu=h1000", "train.micro=2"],
+            ["--sweep", "learning=1", "--plot", "picture.jpg"],
+            ["KEY_UNKNOWN", "GPU_UNKNOWN", "SWEEP_KEY", "PLOT_FORMAT"],
+        ),
+        ([], ["--compare", "zero4"], ["COMPARE_STRATEGY"]),
+        (["train.micro=2"], ["--gpus", "h1000"], ["KEY_UNKNOWN", "GPU_UNKNOWN"]),
+        (["cluster.gpu=h1000"], ["--deepspeed-config", "missing.json"], ["GPU_UNKNOWN", "FILE_NOT_FOUND"]),
+        ([], [], ["MODEL_OFFLINE"]),
+    ],
+)
+def test_what_is_cheap_to_tell_is_told_at_once_before_the_hub_is_asked(capsys, monkeypatch, sets, options, found):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, answer = run(capsys, *options, sets=[OFFLINE, *sets])
+    assert (code, codes(answer)) == (2, found)
 
 
 def test_a_sweep_estimates_each_combination(capsys):

@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
     from toolkit.memory.case import Case, Outcome
     from toolkit.memory.choose_gpu import Choice
+    from toolkit.memory.compare import Strategy
     from toolkit.memory.sweep import Axis, SweepRow
+    from toolkit.spec.catalogue import Gpu
 
 _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 
-def answer_sweep(case: Case, options: Sequence[str], *, plot: Path | None, as_json: bool) -> bool:
+def answer_sweep(case: Case, axes: Sequence[Axis], *, plot: Path | None, as_json: bool) -> bool:
     """Estimates every combination; says whether any fits."""
     from toolkit.memory.case import value_text
-    from toolkit.memory.sweep import read_axes, sweep
+    from toolkit.memory.sweep import sweep
 
-    axes = read_axes(options)
     with estimating(as_json=as_json) as estimator:
         rows = list(sweep(estimator, case, axes))
         if plot is not None:
@@ -46,11 +47,10 @@ def answer_sweep(case: Case, options: Sequence[str], *, plot: Path | None, as_js
     return fits
 
 
-def answer_compare(case: Case, names: str, *, as_json: bool) -> bool:
+def answer_compare(case: Case, strategies: Sequence[Strategy], *, as_json: bool) -> bool:
     """Estimates the job under each strategy; says whether any fits."""
-    from toolkit.memory.compare import compare, read_strategies
+    from toolkit.memory.compare import compare
 
-    strategies = read_strategies(names)
     with estimating(as_json=as_json) as estimator:
         found = list(compare(estimator, case, strategies))
     fits = any(row.outcome.fits for row in found)
@@ -66,11 +66,10 @@ def answer_compare(case: Case, names: str, *, as_json: bool) -> bool:
     return fits
 
 
-def answer_gpus(case: Case, names: str, *, as_json: bool) -> bool:
+def answer_gpus(case: Case, gpus: Sequence[Gpu], *, as_json: bool) -> bool:
     """Finds the fewest of each card; says whether any holds the job."""
-    from toolkit.memory.choose_gpu import choose_gpus, read_gpus
+    from toolkit.memory.choose_gpu import choose_gpus
 
-    gpus = read_gpus(names)
     with estimating(as_json=as_json) as estimator:
         found = sorted(choose_gpus(estimator, case, plan=case.plan(), gpus=gpus), key=_rank)
     fits = any(choice.outcome.fits for choice in found)

@@ -58,10 +58,11 @@ class Case:
         Raises:
             SpecError: The model or the card cannot be found.
         """
+        card = gpu if gpu is not None and gpu.name == job.cluster.gpu else find_gpu(job.cluster.gpu)
         return cls(
             job=job,
-            model=model if model is not None else resolve_model(job.model),
-            gpu=gpu if gpu is not None and gpu.name == job.cluster.gpu else find_gpu(job.cluster.gpu),
+            model=model if model is not None else resolve_model(job.model),  # last: it may ask the hub
+            gpu=card,
             file=file,
             built_partitioned=built_partitioned,
         )

@@ -50,7 +50,8 @@ def resolve(job: Job) -> Plan:
         SpecError: The model or the card cannot be found.
         PlanError: With every problem at once.
     """
-    return resolve_with(job, model=resolve_model(job.model), gpu=find_gpu(job.cluster.gpu))
+    gpu = find_gpu(job.cluster.gpu)  # before the hub is asked for the model
+    return resolve_with(job, model=resolve_model(job.model), gpu=gpu)
 
 
 def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -> Plan:
