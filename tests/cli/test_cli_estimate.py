@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from huggingface_hub import constants
 
 from toolkit.cli.app import main
 from toolkit.plan.resolve import resolve
@@ -74,6 +76,19 @@ def test_the_json_adds_up(capsys):
     assert found["host_bytes_per_node"] == 2 * sum(found["host_bytes_per_rank"].values())
     assert found["checkpoint_bytes"] > 14 * 1.2e9  # bf16 weights, fp32 master copy, two moments
     assert found["num_layers"] == 16
+    disk = found["disk"]
+    assert disk["checkpoint_bytes"] == found["checkpoint_bytes"]
+    assert disk["num_checkpoints"] == 1, "ten steps, of which the last alone is saved"
+    assert disk["total_bytes"] == disk["checkpoint_bytes"] + disk["export_bytes"]
+    assert disk["export_bytes"] == pytest.approx(2 * 1.236e9, rel=0.01)
+
+
+def test_the_disk_that_a_run_keeps(capsys):
+    assert main(["estimate", "job.yaml", "--set", "train.save_steps=2", "--set", "train.save_total_limit=3"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Disk: ")]
+    assert re.fullmatch(
+        r"Disk: [\d.]+ GiB a checkpoint, 4 of them at once, 2.30 GiB the export: up to [\d.]+ GiB in all", line
+    )
 
 
 def test_each_saving_is_what_the_changed_job_gives(capsys):
@@ -131,6 +146,32 @@ def test_bad_input_is_exit_code_2(capsys, sets, options, code):
     assert (exit_code, codes(found)) == (2, [code])
 
 
+OFFLINE = "model=nobody/no-such-model"
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "found"),
+    [
+        (["cluster.gpu=h1000"], [], ["GPU_UNKNOWN"]),
+        (["cluster.gpu=h1000", "train.micro=2"], [], ["KEY_UNKNOWN", "GPU_UNKNOWN"]),
+        (["cluster.gpu=7"], [], ["KEY_VALUE"]),
+        (
+            ["cluster.gpu=h1000", "train.micro=2"],
+            ["--sweep", "learning=1", "--plot", "picture.jpg"],
+            ["KEY_UNKNOWN", "GPU_UNKNOWN", "SWEEP_KEY", "PLOT_FORMAT"],
+        ),
+        ([], ["--compare", "zero4"], ["COMPARE_STRATEGY"]),
+        (["train.micro=2"], ["--gpus", "h1000"], ["KEY_UNKNOWN", "GPU_UNKNOWN"]),
+        (["cluster.gpu=h1000"], ["--deepspeed-config", "missing.json"], ["GPU_UNKNOWN", "FILE_NOT_FOUND"]),
+        ([], [], ["MODEL_OFFLINE"]),
+    ],
+)
+def test_what_is_cheap_to_tell_is_told_at_once_before_the_hub_is_asked(capsys, monkeypatch, sets, options, found):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, answer = run(capsys, *options, sets=[OFFLINE, *sets])
+    assert (code, codes(answer)) == (2, found)
+
+
 def test_a_sweep_estimates_each_combination(capsys):
     options = ("--sweep", "per_device_train_batch_size=1,64", "--sweep", "train.sequence_length=512,4096")
     code, found = run(capsys, *options)
@@ -141,6 +182,51 @@ def test_a_sweep_estimates_each_combination(capsys):
     assert [row["fits"] for row in found["rows"]][0::3] == [True, False]
     _, single = run(capsys, sets=["train.sequence_length=4096"])
     assert found["rows"][1]["required_bytes"] == single["required_bytes"]
+
+
+def test_what_fits_tightly_is_not_plain_green(capsys):
+    sets = ["cluster.gpu=rtx-4090-24gb", "train.gradient_accumulation_steps=1"]
+    options = ["--sweep", "sequence_length=2048,7000,16384"]
+    _, found = run(capsys, *options, sets=sets)
+    rows = found["rows"]
+    assert [(row["fits"], row["tight"]) for row in rows] == [(True, False), (True, True), (False, False)]
+    left = rows[1]["gpu_capacity_bytes"] - rows[1]["required_bytes"]
+    assert 0 <= left < 0.05 * rows[1]["gpu_capacity_bytes"]
+    assert main(["estimate", "job.yaml", *options, *(part for value in sets for part in ("--set", value))]) == 0
+    shown = capsys.readouterr().out
+    said = re.findall(r"   (fits, tight|fits|card too small)\s*$", shown, re.MULTILINE)
+    assert said == ["fits", "fits, tight", "card too small"]
+
+
+TOO_SMALL = ("cluster.gpu=t4-16gb", "train.precision=fp16")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--sweep", "zero_stage=0,2"),
+        ("--compare", "zero0,zero2"),
+        ("--compare", "zero0-offload"),
+        ("--gpus", "t4-16gb"),
+    ],
+)
+def test_nothing_that_fits_is_exit_code_1_whatever_is_asked(capsys, options):
+    if "zero0-offload" in options:  # no strategy at all: bad input
+        assert run(capsys, *options)[0] == 2
+        return
+    sets = [*TOO_SMALL, "model=llama-3.1-70b"]
+    code, found = run(capsys, *options, sets=sets)
+    assert (code, found["fits"]) == (1, False)
+    assert main(["estimate", "job.yaml", *options, *(part for value in sets for part in ("--set", value))]) == 1
+
+
+def test_one_row_that_fits_is_exit_code_0(capsys):
+    sets = ["cluster.gpu=rtx-4090-24gb", "train.per_device_train_batch_size=8", "train.sequence_length=2048"]
+    assert run(capsys, sets=sets)[0] == 1
+    code, found = run(capsys, "--compare", "zero2,zero2-no-checkpointing", "--set", "train.loss=chunked", sets=sets)
+    assert [row["fits"] for row in found["strategies"]] == [True, False]
+    assert code == 0
 
 
 def test_a_combination_that_is_no_job_says_why(capsys):
@@ -188,8 +274,23 @@ def test_the_fewest_cards_of_each_kind(capsys):
         return run(capsys, sets=[*job, f"cluster.gpus_per_node={count}", batch])[1]["fits"]
 
     assert fits_on(row["count"])
-    assert row["count"] > 1
-    assert not fits_on(row["count"] - 1)
+    assert row["count"] in (2, 4, 8)
+    assert not fits_on(row["count"] // 2)
+    assert (row["train_batch_size"], row["keeps_batch"]) == (32, True)
+
+
+def test_a_batch_that_cannot_be_kept_is_named_and_comes_last(capsys):
+    # Three sequences: on one card or none of those that one rents.
+    sets = ["cluster.gpus_per_node=1", "train.gradient_accumulation_steps=3"]
+    _, found = run(capsys, "--gpus", "h100-sxm-80gb,t4-16gb", sets=sets)
+    rows = {row["gpu"]: row for row in found["gpus"]}
+    assert (rows["h100-sxm-80gb"]["count"], rows["h100-sxm-80gb"]["keeps_batch"]) == (1, True)
+    row = rows["t4-16gb"]
+    assert (row["fits"], row["keeps_batch"]) == (True, False)
+    assert row["train_batch_size"] % row["count"] == 0
+    assert row["batch"].endswith(f"{row['train_batch_size']} in all instead of 3")
+    _, found = run(capsys, "--gpus", "t4-16gb", sets=[*sets, "model=llama-3.1-70b"])
+    assert (found["gpus"][0]["fits"], found["gpus"][0]["tried_up_to"]) == (False, 64)
 
 
 def test_cards_as_a_table_say_what_is_kept_of_the_batch(capsys):

@@ -224,6 +224,13 @@ def test_dry_run(root, capsys):
     assert main(["train", str(job), "--dry-run", "--set", "train.max_steps=5"]) == 0
     shown = capsys.readouterr().out
     assert f"would start 2 CPU processes and write to {root / 'dry'}" in shown
+    assert "stage 2" in shown
+    assert len(shown.splitlines()) < 12, "the whole plan is what validate --explain shows"
+    (line,) = [line for line in shown.splitlines() if "--explain" in line]
+    explained = shlex.split(line.split("`")[1])
+    assert explained[:2] == ["toolkit", "validate"]
+    assert main(explained[1:]) == 0
+    assert "train.max_steps" in capsys.readouterr().out
     assert shown.splitlines()[-1].split(maxsplit=2)[2] == f"toolkit train {job} --set train.max_steps=5"
     options = ["--overwrite", "--stop-after", "3", "--no-export"]
     assert main(["train", str(job), "--dry-run", *options]) == 0

@@ -223,3 +223,23 @@ def test_a_model_given_is_not_read_again():
     renamed = replace(case.model, name="given")
     again = Case.of(case.job, model=renamed, gpu=case.gpu)
     assert again.plan().model.name == "given"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "method"),
+    [
+        ("llama-3.1-8b", "h200-sxm-141gb", "full"),
+        ("llama-3.1-8b", "rtx-4090-24gb", "lora"),
+        ("qwen3-0.6b", "t4-16gb", "full"),
+    ],
+)
+def test_the_stage_that_a_single_card_gets_is_the_one_that_needs_least(model, gpu, method):
+    """Stage 3 shares nothing there: it helps only where its optimizer steps by sub-groups."""
+    train = {"method": method, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
+    case = case_of(ranks=1, gpu=gpu, train=train, parallel={"zero_stage": None}).changed({"model.name": model})
+    case = Case.of(case.job)
+    estimator, chosen = Estimator(), case.plan().settings.zero_stage
+    needed = {
+        stage: estimator.estimate(case.changed({"parallel.zero_stage": stage})).required_bytes for stage in (2, 3)
+    }
+    assert needed[chosen] == min(needed.values())

@@ -13,6 +13,7 @@ from toolkit.memory.account import PHASES
 from toolkit.memory.host import HostReport
 from toolkit.memory.plot import MAX_CAUSES, plot_heat_map
 from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
+from toolkit.plan.checkpoint_size import DiskUse
 from toolkit.topology.grid import Coordinate
 from toolkit.units import GIB
 
@@ -30,7 +31,7 @@ def report_of(*, causes: int = 3, capacity: int | None = 80 * GIB) -> MemoryRepo
         context_and_nccl_bytes=2 * GIB,
         gpu_capacity_bytes=capacity,
         host=HostReport(bytes_per_rank={"process": GIB}, ranks_per_node=1, capacity_bytes=None),
-        checkpoint_bytes=GIB,
+        disk=DiskUse(checkpoint_bytes=GIB, num_checkpoints=3, export_bytes=GIB),
         num_traced_layers=3,
         num_layers=9,
         assumptions=(),
@@ -93,21 +94,32 @@ def test_a_folder_must_be_there(tmp_path):
     assert caught.value.codes == ("PLOT_FOLDER",)
 
 
+@pytest.mark.parametrize(
+    ("capacity", "fits", "tight"),
+    [(20, False, False), (21, True, True), (22, True, True), (23, True, False), (None, True, False)],
+)
+def test_less_than_a_twentieth_of_the_card_left_is_tight(capacity, fits, tight):
+    report = report_of(capacity=None if capacity is None else capacity * GIB)
+    assert report.required_bytes == 21 * GIB
+    assert (report.fits, report.tight) == (fits, tight)
+    assert report.to_dict()["tight"] is tight
+
+
 @pytest.mark.parametrize("axes", [1, 2])
 def test_a_heat_map_says_what_fits(tmp_path, axes):
     names, values = ["batch", "length"][:axes], [(1, 2), ("short", "long")][:axes]
-    cells = {(1,): (3.25, True), (2,): (99.0, False)}
+    cells = {(1,): (3.25, True, True), (2,): (99.0, False, False)}
     if axes == 2:
         cells = {
-            (1, "short"): (3.25, True),
-            (1, "long"): (99.0, False),
-            (2, "short"): (None, False),
-            (2, "long"): (7.0, True),
+            (1, "short"): (3.25, True, True),
+            (1, "long"): (99.0, False, False),
+            (2, "short"): (None, False, False),
+            (2, "long"): (7.0, True, False),
         }
     plot_heat_map(tmp_path / "map.svg", names=names, values=values, cells=cells, title="model")
     svg = (tmp_path / "map.svg").read_text()
     assert {*names, "3.2", "99.0", "1", "2"} - words(svg) == set()
-    assert svg.count("#f4b6ae") == 1
+    assert (svg.count("#f4b6ae"), svg.count("#f6e3a0"), svg.count("#b7e1c0")) == (1, 1, axes - 1)
     assert ("–" in words(svg)) is (axes == 2)
 
 

@@ -2,10 +2,11 @@ import re
 from pathlib import Path
 
 import pytest
-from plan_jobs import TOY, V100, plan_of, problems_of
+from plan_jobs import TOY, V100, gpu_of, job_of, model_of, plan_of, problems_of
 
 import toolkit.plan
 from toolkit.errors import PlanError
+from toolkit.plan.resolve import resolve_with
 from toolkit.plan.rules import RULES
 
 
@@ -175,10 +176,6 @@ def test_float8_is_estimated_for_no_engine_but_ours(code, job):
 def test_a_partial_offload_of_a_model_of_unknown_size():
     from dataclasses import replace
 
-    from plan_jobs import gpu_of, job_of, model_of
-
-    from toolkit.plan.resolve import resolve_with
-
     job = job_of(parallel={"offload": "optimizer-cpu-partial"})
     with pytest.raises(PlanError) as caught:
         resolve_with(job, model=replace(model_of(job.model.name), num_parameters=None), gpu=gpu_of(job.cluster.gpu))
@@ -238,3 +235,51 @@ def test_what_is_sound_passes(job):
 def test_every_rule_says_what_it_guards():
     assert len(set(RULES)) == len(RULES)
     assert all(rule.__doc__ for rule in RULES)
+
+
+QLORA = {"method": "qlora"}
+
+
+def estimable(**sections):
+    """What stands against estimating a job."""
+    job = job_of(**sections)
+    try:
+        resolve_with(job, model=model_of(job.model.name), gpu=gpu_of(job.cluster.gpu), to_run=False)
+    except PlanError as error:
+        return {problem.code: problem for problem in error.problems}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said", "ways"),
+    [
+        (
+            {"strategy": "fsdp2"},
+            "Set parallel.strategy to ddp, or to zero, whose stages 0 to 2 leave weights whole, or train.method to lora",
+            [
+                {"strategy": "ddp"},
+                {"strategy": "zero"},
+                *({"strategy": "zero", "zero_stage": stage} for stage in range(3)),
+            ],
+        ),
+        (
+            {"zero_stage": 3},
+            "Set parallel.zero_stage to 0, 1 or 2, or train.method to lora",
+            [{"zero_stage": stage} for stage in range(3)],
+        ),
+    ],
+)
+def test_what_the_refusal_of_qlora_says_is_accepted(parallel, said, ways):
+    found = estimable(train=QLORA, parallel=parallel)
+    assert list(found) == ["QLORA_STAGE"]
+    assert found["QLORA_STAGE"].fix == said
+    for way in ways:
+        assert estimable(train=QLORA, parallel=way) == {}, way
+    assert estimable(train={"method": "lora"}, parallel=parallel) == {}
+
+
+def test_an_offload_that_needs_stage_3_sends_nobody_from_qlora_there():
+    problem = estimable(train=QLORA, parallel={"offload": "full-cpu"})["OFFLOAD_STAGE"]
+    assert "zero_stage to 3" not in problem.fix
+    for name in problem.fix.partition("one of ")[2].split(", "):
+        assert estimable(train=QLORA, parallel={"offload": name}) == {}, name

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from toolkit.data.chat_template import set_chat_template
 from toolkit.errors import DataError
-from toolkit.spec.chat_template import CHATML_TEMPLATE, read_chat_template
+from toolkit.spec.chat_template import CHATML_TEMPLATE, read_chat_template, template_problems
 from toolkit.spec.dataset import peek
 from toolkit.spec.job import Data
 
@@ -48,3 +52,48 @@ def test_the_job_is_checked_before_it_runs(tmp_path: Path, record: Any, template
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     _, problems = peek(Data(train="a.jsonl", chat_template=template), base=tmp_path)
     assert [problem.code for problem in problems] == codes
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for m in messages %}\n{{ m.content }", "line 2: unexpected"),
+        ("{% for m in messages %}{{ m.content }}", "line 1: Unexpected end of template"),
+        ("{% frobnicate %}", "unknown tag 'frobnicate'"),
+        ("{% generation %}{{ messages }}", "line 1: Unexpected end of template"),
+        ("{{ messages | shout }}", "No filter named 'shout'"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deep"),
+    ],
+)
+def test_a_slip_in_a_template_is_told_before_the_run_as_the_run_would_tell_it(tmp_path: Path, template, says) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(CHAT) + "\n")
+    (tmp_path / "mine.jinja").write_text(template)
+    data = Data(train="a.jsonl", chat_template="mine.jinja")
+    (problem,) = peek(data, base=tmp_path)[1]
+    assert (problem.code, problem.key) == ("DATA_CHAT_TEMPLATE_FILE", "data.chat_template")
+    assert says in problem.message
+    with pytest.raises(DataError) as caught:
+        set_chat_template(tokenizer(), data, base=tmp_path)
+    assert caught.value.problems == (problem,)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML_TEMPLATE,
+        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m | tojson(indent=2) }}{% endfor %}",
+        "{% set ns = namespace(x=1) %}{{ raise_exception('no') if messages[0].role == 'system' }}{{ strftime_now('%Y') }}",
+        "{% macro shown(m) %}{{ m.content | trim }}{% endmacro %}{{ shown(messages[0]) }}",
+    ],
+)
+def test_what_transformers_takes_is_taken(tmp_path: Path, template: str) -> None:
+    assert template_problems("mine.jinja", template) == []
+    (tmp_path / "mine.jinja").write_text(template)
+    set_chat_template(tokenizer(), Data(train="a.jsonl", chat_template="mine.jinja"), base=tmp_path)
+
+
+def tokenizer() -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))

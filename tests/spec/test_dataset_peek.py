@@ -131,7 +131,9 @@ def test_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("é".encode("latin1") + b"\n")
     only(peek(Data(train="a.txt"), base=tmp_path)[1], "DATA_ENCODING")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + "é".encode("latin1") + b'"}\n')
-    assert "line 1 is not UTF-8" in only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_JSON").message
+    found = only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_ENCODING")
+    assert "is not UTF-8: line 1, byte 0x" in found.message
+    assert "iconv -f LATIN1 -t UTF-8 a.jsonl" in found.fix
 
 
 @pytest.mark.parametrize(
@@ -340,3 +342,43 @@ def test_text_that_is_blank_throughout(tmp_path: Path) -> None:
     assert "blank" in only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_EMPTY").message
     write_jsonl(tmp_path / "a.jsonl", {"text": ""}, {"text": "a"})
     assert peek(Data(train="a.jsonl"), base=tmp_path)[1] == ()
+
+
+TEXTS = {
+    "jsonl": '{"text": "Zoë"}\n{"text": "b"}\n',
+    "json": '[{"text": "Zoë"}, {"text": "b"}]',
+    "txt": "one line\nanother\n",
+    "csv": "text\none\nanother\n",
+}
+
+
+@pytest.mark.parametrize("suffix", TEXTS)
+@pytest.mark.parametrize(
+    ("encoding", "named"),
+    [
+        ("utf-16", "UTF-16"),
+        ("utf-16-le", "UTF-16LE"),
+        ("utf-16-be", "UTF-16BE"),
+        ("utf-32", "UTF-32"),
+    ],
+)
+def test_another_encoding_is_named_with_the_command_that_converts_it(tmp_path, suffix, encoding, named):
+    (tmp_path / f"a.{suffix}").write_bytes(TEXTS[suffix].encode(encoding))
+    problem = only(peek(Data(train=f"a.{suffix}"), base=tmp_path)[1], "DATA_ENCODING")
+    assert problem.key == "data.train"
+    assert f"iconv -f {named} -t UTF-8 a.{suffix} > utf8-a.{suffix}" in problem.fix
+    command = problem.fix.removeprefix("Convert it: ").partition(", and")[0]
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert peek(Data(train=f"utf8-a.{suffix}"), base=tmp_path)[1] == ()
+
+
+def test_one_line_of_utf_16_is_not_taken_for_json(tmp_path):
+    """The json module guesses the encoding of bytes, and would read it."""
+    (tmp_path / "a.jsonl").write_bytes('{"text": "a"}'.encode("utf-16"))
+    only(peek(Data(train="a.jsonl"), base=tmp_path)[1], "DATA_ENCODING")
+
+
+@pytest.mark.parametrize("text", ["naïve 日本語 🎉\n" * 3, "\ufeffwith a mark\n", "a\0b\n", "x"])
+def test_utf_8_is_left_alone(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert peek(Data(train="a.txt"), base=tmp_path)[1] == ()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
+from toolkit.cli.options import collect
 from toolkit.cli.topology import place_job
-from toolkit.errors import Problem, ToolkitError
+from toolkit.errors import Problem
 from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import resolve_with
 from toolkit.plan.rules.consumers import consumer_problems
@@ -20,8 +20,6 @@ from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Job
 from toolkit.spec.model import ModelSpec, resolve_model
 from toolkit.spec.tokenizer import TokenizerFacts, read_tokenizer_facts
-
-T = TypeVar("T")
 
 _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
 
@@ -53,13 +51,13 @@ def check(job: Job, *, rules: bool = True) -> Verdict:
         rules: Whether plan and placement are checked; else only what each key names.
     """
     problems: list[Problem] = []
-    model = _collect(problems, lambda: resolve_model(job.model))
-    gpu = _collect(problems, lambda: find_gpu(job.cluster.gpu))
+    model = collect(problems, lambda: resolve_model(job.model))
+    gpu = collect(problems, lambda: find_gpu(job.cluster.gpu))
     plan = None
     if model is not None and gpu is not None and rules:
-        plan = _collect(problems, lambda: resolve_with(job, model=model, gpu=gpu))
+        plan = collect(problems, lambda: resolve_with(job, model=model, gpu=gpu))
     if rules:
-        _collect(problems, lambda: place_job(job))
+        collect(problems, lambda: place_job(job))
     data = None
     if job.data is not None:
         data, found = peek(job.data)
@@ -69,7 +67,7 @@ def check(job: Job, *, rules: bool = True) -> Verdict:
     tokenizer = _tokenizer_folder(job, model)
     facts, unread = None, len(problems)
     if tokenizer is not None:
-        facts = _collect(problems, lambda: read_tokenizer_facts(tokenizer))
+        facts = collect(problems, lambda: read_tokenizer_facts(tokenizer))
         if len(problems) == unread and (data is not None or job.model.tokenizer is not None):
             problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
     kept = tuple(dict.fromkeys(problems))
@@ -80,14 +78,6 @@ def check(job: Job, *, rules: bool = True) -> Verdict:
         problems=kept,
         warnings=(*_warnings(job, model, plan, facts), *(data.warnings if data is not None else ())),
     )
-
-
-def _collect(problems: list[Problem], read: Callable[[], T]) -> T | None:
-    try:
-        return read()
-    except ToolkitError as error:
-        problems.extend(error.problems)
-        return None
 
 
 def output_problems(folder: Path) -> Iterator[Problem]:

@@ -9,18 +9,24 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.options import JobArgument, JsonOption, SetOption, is_plan_file, read_job
+from toolkit.cli.options import JobArgument, JsonOption, SetOption, collect, is_plan_file, read_job
 from toolkit.cli.output import print_json
-from toolkit.errors import INTERRUPTED_EXIT_CODE, SpecError
+from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, SpecError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.memory.case import Case
+    from toolkit.memory.compare import Strategy
+    from toolkit.memory.deepspeed_file import DeepSpeedFile
     from toolkit.memory.estimator import Estimator
+    from toolkit.memory.sweep import Axis
+    from toolkit.spec.catalogue import Gpu
+    from toolkit.spec.job import Job
 
 DeepSpeedOption = Annotated[
     Path | None,
@@ -70,35 +76,34 @@ def estimate(
 ) -> None:
     """Say what a job takes: memory of each card by phase and cause, of the host, of the disk, and what would save most.
 
-    The real model is traced on fake tensors: no GPU, no weights. Exits with 1 where the job does not fit.
+    The real model is traced on fake tensors: no GPU, no weights. Exits with 1 where the job does not fit; with --sweep,
+    --compare or --gpus where no row of the table does. Tight: it fits with less than 5 % of the card left.
 
     Example: `toolkit estimate job.yaml`, `toolkit estimate job.yaml --sweep sequence_length=2048,4096 --plot sweep.png`
 
-    JSON keys: fits, fits_gpu, fits_host, peak_allocated_bytes, allocator, allocator_slack_bytes,
+    JSON keys: fits, fits_gpu, fits_host, tight, peak_allocated_bytes, allocator, allocator_slack_bytes,
     context_and_nccl_bytes, required_bytes, gpu_capacity_bytes, host_bytes_per_node, host_bytes_per_rank,
-    host_capacity_bytes, checkpoint_bytes, worst_routing_peak_bytes (null without experts), limiting_phase,
+    host_capacity_bytes, checkpoint_bytes, disk (checkpoint_bytes, num_checkpoints, export_bytes, total_bytes),
+    worst_routing_peak_bytes (null without experts), limiting_phase,
     limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, phases: allocated_bytes,
-    causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits). With --sweep: fits,
+    causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits, tight). With --sweep: fits,
     keys, rows; with --compare: fits, strategies; with --gpus: fits, gpus; each row has its figures.
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
-    case = _read_case(job, overrides or [], deepspeed_config, built_partitioned=not no_zero_init)
-    if plot is not None:
-        from toolkit.memory.plot import check_plot_path
-
-        check_plot_path(plot)
-    if sweep:
+    asked = _read_questions(job, overrides or [], deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)
+    case = _read_case(job, asked, built_partitioned=not no_zero_init)
+    if asked.axes:
         from toolkit.cli.estimate_tables import answer_sweep
 
-        fits = answer_sweep(case, sweep, plot=plot, as_json=as_json)
-    elif compare is not None:
+        fits = answer_sweep(case, asked.axes, plot=plot, as_json=as_json)
+    elif asked.strategies:
         from toolkit.cli.estimate_tables import answer_compare
 
-        fits = answer_compare(case, compare, as_json=as_json)
-    elif gpus is not None:
+        fits = answer_compare(case, asked.strategies, as_json=as_json)
+    elif asked.gpus:
         from toolkit.cli.estimate_tables import answer_gpus
 
-        fits = answer_gpus(case, gpus, as_json=as_json)
+        fits = answer_gpus(case, asked.gpus, as_json=as_json)
     else:
         fits = _answer(case, plot=plot, as_json=as_json)
     if not fits:
@@ -173,21 +178,66 @@ def _check_options(
         raise typer.BadParameter("it compares our strategies: leave --deepspeed-config out", param_hint="--compare")
 
 
-def _read_case(job: Path, overrides: list[str], deepspeed_config: Path | None, *, built_partitioned: bool) -> Case:
-    """Reads all that a person gave, and resolves it once, so that every fault of it is told before torch is imported."""
-    from toolkit.memory.case import Case
-    from toolkit.memory.deepspeed_file import DeepSpeedFile
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """All that a person gave, read without the hub."""
 
-    written = read_job(job, overrides)
-    file = None if deepspeed_config is None else DeepSpeedFile.read(deepspeed_config)
-    if is_plan_file(job):
+    job: Job
+    file: DeepSpeedFile | None
+    axes: tuple[Axis, ...] = ()
+    strategies: tuple[Strategy, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+
+
+def _read_questions(
+    path: Path,
+    overrides: list[str],
+    deepspeed_config: Path | None,
+    *,
+    plot: Path | None,
+    sweep: list[str] | None,
+    compare: str | None,
+    gpus: str | None,
+) -> _Asked:
+    """Reads job, card, DeepSpeed file and options; every fault of them is told at once, before the hub is asked for the model.
+
+    Raises:
+        SpecError: With all problems.
+    """
+    from toolkit.cli.salvage import card_problems
+    from toolkit.memory.choose_gpu import read_gpus
+    from toolkit.memory.compare import read_strategies
+    from toolkit.memory.deepspeed_file import DeepSpeedFile
+    from toolkit.memory.plot import check_plot_path
+    from toolkit.memory.sweep import read_axes
+
+    problems: list[Problem] = []
+    job = collect(problems, lambda: read_job(path, overrides))
+    problems += card_problems(path, overrides)
+    file = None if deepspeed_config is None else collect(problems, lambda: DeepSpeedFile.read(deepspeed_config))
+    axes = collect(problems, lambda: read_axes(sweep or []))
+    strategies = None if compare is None else collect(problems, lambda: read_strategies(compare))
+    cards = None if gpus is None else collect(problems, lambda: read_gpus(gpus))
+    if plot is not None:
+        collect(problems, lambda: check_plot_path(plot))
+    raise_all(SpecError, dict.fromkeys(problems))
+    assert job is not None
+    return _Asked(job=job, file=file, axes=axes or (), strategies=strategies or (), gpus=cards or ())
+
+
+def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool) -> Case:
+    """Finds the model and resolves the job once, so that every fault of it is told before torch is imported."""
+    from toolkit.memory.case import Case
+
+    written = asked.job
+    if is_plan_file(path):
         from toolkit.plan.plan import Plan
 
-        plan = Plan.load(job)
+        plan = Plan.load(path)
         model = plan.model if written.model == plan.job.model else None
-        case = Case.of(written, model=model, gpu=plan.gpu, file=file, built_partitioned=built_partitioned)
+        case = Case.of(written, model=model, gpu=plan.gpu, file=asked.file, built_partitioned=built_partitioned)
     else:
-        case = Case.of(written, file=file, built_partitioned=built_partitioned)
+        case = Case.of(written, file=asked.file, built_partitioned=built_partitioned)
     stage = case.plan().settings.zero_stage
     if not built_partitioned and stage != 3:
         raise SpecError.of(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from toolkit.memory.advice import Saving
     from toolkit.memory.case import Case
     from toolkit.memory.report import MemoryReport
+    from toolkit.plan.checkpoint_size import DiskUse
     from toolkit.plan.plan import Plan
 
 # Causes below this share of the peak are summed up in one line.
@@ -39,7 +40,7 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     print_fields(_card(report))
     print(f"\nHost memory of a node, {report.host.ranks_per_node} {_plural('rank', report.host.ranks_per_node)}")
     print_fields(_host(report))
-    print(f"\nDisk: {format_bytes(report.checkpoint_bytes)} a checkpoint")
+    print(f"\nDisk: {_disk(report.disk)}")
     print(f"Traced {report.num_traced_layers} of {report.num_layers} layers; the others repeat these")
     if report.worst_routing_peak_bytes is not None:
         print(f"At worst, all tokens choosing the same experts: {_worst_routing(report)}")
@@ -66,7 +67,8 @@ def verdict(report: MemoryReport) -> str:
     """Says in one line whether card and host hold it, and what is left or lacks."""
     parts = [_compare("card", report.required_bytes, report.gpu_capacity_bytes)]
     parts.append(_compare("host", report.host.bytes_per_node, report.host.capacity_bytes))
-    return f"{'It fits' if report.fits else 'It does not fit'}: {'; '.join(parts)}"
+    said = "It does not fit" if not report.fits else "It fits tightly" if report.tight else "It fits"
+    return f"{said}: {'; '.join(parts)}"
 
 
 def _compare(name: str, needed: int, capacity: int | None) -> str:
@@ -75,6 +77,14 @@ def _compare(name: str, needed: int, capacity: int | None) -> str:
     room = capacity - needed
     rest = f"{format_bytes(room)} left" if room >= 0 else f"{format_bytes(-room)} too much"
     return f"{name} {format_bytes(needed)} of {format_bytes(capacity)}, {rest}"
+
+
+def _disk(disk: DiskUse) -> str:
+    several = f", {disk.num_checkpoints} of them at once" if disk.num_checkpoints > 1 else ""
+    return (
+        f"{format_bytes(disk.checkpoint_bytes)} a checkpoint{several}, {format_bytes(disk.export_bytes)} the export: "
+        f"up to {format_bytes(disk.total_bytes)} in all"
+    )
 
 
 def _worst_routing(report: MemoryReport) -> str:
@@ -139,7 +149,7 @@ def _print_savings(report: MemoryReport, savings: Sequence[Saving]) -> None:
     table = new_table(("change", "required", "saved", "host a node", ""), right=("required", "saved", "host a node"))
     for saving in savings:
         added = saving.host_bytes_added
-        fits = "fits" if saving.fits else "does not fit"
+        fits = "does not fit" if not saving.fits else "fits, tight" if saving.tight else "fits"
         table.add_row(
             saving.text.replace(", ", "\n"),
             format_bytes(saving.required_bytes),

@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
     from toolkit.memory.case import Case, Outcome
     from toolkit.memory.choose_gpu import Choice
+    from toolkit.memory.compare import Strategy
     from toolkit.memory.sweep import Axis, SweepRow
+    from toolkit.spec.catalogue import Gpu
 
 _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 
-def answer_sweep(case: Case, options: Sequence[str], *, plot: Path | None, as_json: bool) -> bool:
+def answer_sweep(case: Case, axes: Sequence[Axis], *, plot: Path | None, as_json: bool) -> bool:
     """Estimates every combination; says whether any fits."""
     from toolkit.memory.case import value_text
-    from toolkit.memory.sweep import read_axes, sweep
+    from toolkit.memory.sweep import sweep
 
-    axes = read_axes(options)
     with estimating(as_json=as_json) as estimator:
         rows = list(sweep(estimator, case, axes))
         if plot is not None:
@@ -46,11 +47,10 @@ def answer_sweep(case: Case, options: Sequence[str], *, plot: Path | None, as_js
     return fits
 
 
-def answer_compare(case: Case, names: str, *, as_json: bool) -> bool:
+def answer_compare(case: Case, strategies: Sequence[Strategy], *, as_json: bool) -> bool:
     """Estimates the job under each strategy; says whether any fits."""
-    from toolkit.memory.compare import compare, read_strategies
+    from toolkit.memory.compare import compare
 
-    strategies = read_strategies(names)
     with estimating(as_json=as_json) as estimator:
         found = list(compare(estimator, case, strategies))
     fits = any(row.outcome.fits for row in found)
@@ -66,11 +66,10 @@ def answer_compare(case: Case, names: str, *, as_json: bool) -> bool:
     return fits
 
 
-def answer_gpus(case: Case, names: str, *, as_json: bool) -> bool:
+def answer_gpus(case: Case, gpus: Sequence[Gpu], *, as_json: bool) -> bool:
     """Finds the fewest of each card; says whether any holds the job."""
-    from toolkit.memory.choose_gpu import choose_gpus, read_gpus
+    from toolkit.memory.choose_gpu import choose_gpus
 
-    gpus = read_gpus(names)
     with estimating(as_json=as_json) as estimator:
         found = sorted(choose_gpus(estimator, case, plan=case.plan(), gpus=gpus), key=_rank)
     fits = any(choice.outcome.fits for choice in found)
@@ -98,18 +97,21 @@ def _choice_cells(choice: Choice) -> list[str | Text]:
         return [choice.gpu.name, "–", "", "", stage, *numbers, why]
     machines = "1 machine" if count.nodes == 1 else f"{count.nodes} machines of {count.gpus_per_node}"
     total = f"{choice.total_memory_bytes / GIB:.0f}"
-    return [choice.gpu.name, str(count.total), machines, total, stage, *numbers, choice.kept]
+    kept = choice.kept + ("; tight" if choice.outcome.is_tight else "")
+    return [choice.gpu.name, str(count.total), machines, total, stage, *numbers, kept]
 
 
 def _cells(outcome: Outcome) -> list[str | Text]:
     """Gives required, room, host and the verdict, coloured by whether it fits."""
     report = outcome.report
     if report is None:
-        return ["–", "", "", Text("; ".join(f"{p.message} [{p.code}]" for p in outcome.problems), style="yellow")]
-    style = "green" if report.fits else "red"
+        return ["–", "", "", Text("; ".join(f"{p.message} [{p.code}]" for p in outcome.problems), style="magenta")]
+    style = "red" if not report.fits else "yellow" if report.tight else "green"
     capacity = report.gpu_capacity_bytes
     room = "" if capacity is None else f"{(capacity - report.required_bytes) / GIB:.2f}"
-    said = "fits" if report.fits else "card too small" if not report.fits_gpu else "host too small"
+    said = "fits, tight" if report.tight else "fits"
+    if not report.fits:
+        said = "host too small" if report.fits_gpu else "card too small"
     return [
         Text(f"{report.required_bytes / GIB:.2f}", style=style),
         Text(room, style=style),
@@ -125,7 +127,7 @@ def _draw(case: Case, axes: Sequence[Axis], rows: Sequence[SweepRow], path: Path
     for row in rows:
         report = row.outcome.report
         required = None if report is None else report.required_bytes / GIB
-        cells[tuple(row.values.values())] = (required, row.outcome.fits)
+        cells[tuple(row.values.values())] = (required, row.outcome.fits, row.outcome.is_tight)
     plot_heat_map(
         path,
         names=[axis.name for axis in axes],

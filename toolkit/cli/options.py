@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+
+from toolkit.errors import Problem, ToolkitError
 
 if TYPE_CHECKING:
     from toolkit.plan.plan import Plan
     from toolkit.spec.job import Job
 
+T = TypeVar("T")
 
 PYDANTIC_SWITCH, PYDANTIC_OFF = "PYDANTIC_DISABLE_PLUGINS", "__all__"
 
@@ -47,6 +50,15 @@ JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print JSON on stdout, errors included.", is_eager=True, callback=note_json),
 ]
+
+
+def collect(problems: list[Problem], read: Callable[[], T]) -> T | None:
+    """Gives what is read, or notes its problems."""
+    try:
+        return read()
+    except ToolkitError as error:
+        problems.extend(error.problems)
+        return None
 
 
 def read_job(job: Path, overrides: Sequence[str] | None = None) -> Job:

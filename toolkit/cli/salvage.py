@@ -11,6 +11,7 @@ from typing import Any
 from toolkit.cli.checking import Verdict, check
 from toolkit.cli.options import is_plan_file, read_job
 from toolkit.errors import Problem, SpecError
+from toolkit.spec.catalogue import find_gpu
 from toolkit.spec.job import Job
 from toolkit.spec.loader import apply_override, parse_job
 from toolkit.spec.yaml_text import load_yaml
@@ -42,6 +43,23 @@ def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
     except SpecError as error:
         return _salvage(document, error.problems)
     return check(job)
+
+
+def card_problems(path: Path, overrides: Sequence[str] | None = None) -> tuple[Problem, ...]:
+    """Says that the catalogue lacks the card of a job file, also where other keys of it cannot be read; asks no hub."""
+    if is_plan_file(path):  # which holds its card
+        return ()
+    try:
+        document = load_yaml(path)
+        for override in overrides or ():
+            apply_override(document, override)
+        cluster = document.get("cluster")
+        gpu = cluster.get("gpu") if isinstance(cluster, dict) else None
+        if isinstance(gpu, str) and gpu.strip():
+            find_gpu(gpu)
+    except SpecError as error:
+        return error.problems
+    return ()
 
 
 def _salvage(document: dict[str, Any], unreadable: Sequence[Problem]) -> Verdict:

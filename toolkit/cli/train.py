@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption
-from toolkit.cli.output import print_json, warn
+from toolkit.cli.output import print_fields, print_json, warn
+from toolkit.cli.summary import plan_fields
 from toolkit.cli.train_checks import ResumePoint, check_dry_run, check_start, checked_plan, resume_point
 from toolkit.cli.train_end import Call, complete_line, export_finished, finish_complete, is_finished, report, say
 from toolkit.errors import INTERRUPTED_EXIT_CODE
@@ -115,11 +116,12 @@ def _run(
     plan: Plan, checkpoint: Path | None, *, rank: int | None, stop_after: int | None, overwrite: bool
 ) -> RunOutcome:
     """Trains: as all ranks of this machine, or as the one that a launcher made of this process."""
-    from toolkit.train.checks import guard_output
+    from toolkit.train.checks import guard_output, space_warnings
 
     if rank is None:
         check_start(plan)
     if not rank:
+        warn(space_warnings(plan))
         guard_output(plan, resuming=checkpoint is not None, overwrite=overwrite)
     if rank is not None:
         return _run_as_rank(plan, checkpoint, stop_after)
@@ -181,8 +183,8 @@ def _show(plan: Plan, call: Call, point: ResumePoint | None, *, overwrite: bool,
         return
     from toolkit.train.progress import describe_devices
 
-    print(plan.explain())
-    print()
+    print_fields(plan_fields(plan))
+    print(f"`{call.validate_command()}` says where every value comes from, and why\n")
     if point is not None and point.is_complete:
         print(complete_line(point))
         return

@@ -91,7 +91,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     """Makes the checks of a start without starting.
 
     Returns:
-        What a start on this machine would be refused for: jobs are often checked on another than they run on.
+        What a start on this machine would be refused for, or warned of: jobs are often checked on another than they run on.
 
     Raises:
         PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
@@ -99,7 +99,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     """
     from toolkit.launch.devices import card_problems
     from toolkit.launch.local import check_machine, check_one_node
-    from toolkit.train.checks import output_problems
+    from toolkit.train.checks import output_problems, space_warnings
 
     raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
     check_one_node(plan)
@@ -108,7 +108,8 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
         check_machine(plan)
     except RunError as error:
         found += error.problems
-    return [f"a start on this machine would be refused: {problem}" for problem in dict.fromkeys(found)]
+    refused = [f"a start on this machine would be refused: {problem}" for problem in dict.fromkeys(found)]
+    return [*refused, *space_warnings(plan)]
 
 
 def check_start(plan: Plan) -> None:

@@ -34,14 +34,22 @@ class Call:
             overwrite: Whether it replaces an earlier run.
             step: Optimizer steps that are done: a --stop-after that is reached is left out.
         """
-        words = ["toolkit", "train", str(self.job)]
-        for override in self.overrides:
-            words += ["--set", override]
+        words = self._words("train")
         words += ["--resume_from_checkpoint", str(checkpoint)] if checkpoint else []
         words += ["--overwrite"] if overwrite else []
         words += ["--stop-after", str(self.stop_after)] if (self.stop_after or 0) > step else []
         words += ["--no-export"] if self.no_export else []
         return shlex.join(words)
+
+    def validate_command(self) -> str:
+        """Gives the command that explains the plan, as shell text."""
+        return shlex.join([*self._words("validate"), "--explain"])
+
+    def _words(self, command: str) -> list[str]:
+        words = ["toolkit", command, str(self.job)]
+        for override in self.overrides:
+            words += ["--set", override]
+        return words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

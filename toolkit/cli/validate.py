@@ -8,6 +8,7 @@ import typer
 
 from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption
 from toolkit.cli.output import new_table, print_fields, print_json, print_table, warn
+from toolkit.cli.summary import plan_fields
 
 if TYPE_CHECKING:
     from toolkit.cli.checking import Verdict
@@ -59,7 +60,7 @@ def validate(
         print_json(_as_dict(verdict, verdict.plan, explain=explain))
         return
     print(f"{job} is sound")
-    print_fields(_summary(verdict.plan, verdict.data))
+    print_fields([*plan_fields(verdict.plan), *_data_fields(verdict.data)])
     if explain:
         print(f"\n{verdict.plan.explain()}")
     warn(verdict.warnings)
@@ -81,31 +82,14 @@ def _print_keys(*, as_json: bool) -> None:
     print("No default: the rest of the job decides (`toolkit validate JOB --explain` shows how), or it is not used.")
 
 
-def _summary(plan: Plan, data: DatasetFacts | None) -> list[tuple[str, str]]:
-    from toolkit.units import format_bytes, format_count
+def _data_fields(data: DatasetFacts | None) -> list[tuple[str, str]]:
+    from toolkit.units import format_bytes
 
-    settings, cluster = plan.settings, plan.job.cluster
-    count = plan.model.num_parameters
-    tokens = settings.batch.train * settings.sequence_length
-    machines = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
-    lines = [
-        ("model", plan.model.name + ("" if count is None else f", {format_count(count)} parameters")),
-        ("cluster", f"{cluster.gpus_per_node} × {plan.gpu.name} on {machines}"),
-        ("method", f"{plan.job.train.method}, {settings.precision}, {settings.sequence_length} tokens a sequence"),
-        ("batch", f"{settings.batch}: {tokens:,} tokens a step"),
-        ("zero", f"stage {settings.zero_stage}{_reason(plan, 'parallel.zero_stage')}"),
-        ("offload", f"{plan.profile.name}: {plan.profile.explanation}"),
-    ]
-    if data is not None:
-        known = f"{data.format or 'format is read when it loads'}"
-        size = "" if data.num_bytes is None else f", {format_bytes(data.num_bytes)}"
-        lines.append(("data", f"{', '.join(source.name for source in data.train)}: {known}{size}"))
-    return lines
-
-
-def _reason(plan: Plan, key: str) -> str:
-    reasons = [choice.reason for choice in plan.choices if choice.key == key and choice.source != "job"]
-    return f": {reasons[-1]}" if reasons else ""
+    if data is None:
+        return []
+    known = f"{data.format or 'format is read when it loads'}"
+    size = "" if data.num_bytes is None else f", {format_bytes(data.num_bytes)}"
+    return [("data", f"{', '.join(source.name for source in data.train)}: {known}{size}")]
 
 
 def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:

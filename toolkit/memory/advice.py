@@ -70,6 +70,7 @@ class Saving:
         saved_bytes: Less than before.
         host_bytes_added: More on each node than before.
         fits: Whether card and host hold the changed job.
+        tight: Whether they do with little of the card left.
     """
 
     change: Change
@@ -78,6 +79,7 @@ class Saving:
     saved_bytes: int
     host_bytes_added: int
     fits: bool
+    tight: bool
 
     def to_dict(self) -> dict[str, Any]:
         """Gives the saving as a JSON object; `set` is what `--set` takes."""
@@ -89,6 +91,7 @@ class Saving:
             "saved_bytes": self.saved_bytes,
             "host_bytes_added": self.host_bytes_added,
             "fits": self.fits,
+            "tight": self.tight,
         }
 
 
@@ -137,6 +140,7 @@ def _saving(change: Change, changed: MemoryReport, case: Case, report: MemoryRep
         saved_bytes=report.required_bytes - changed.required_bytes,
         host_bytes_added=changed.host.bytes_per_node - report.host.bytes_per_node,
         fits=changed.fits,
+        tight=changed.tight,
     )
 
 

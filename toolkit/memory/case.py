@@ -58,10 +58,11 @@ class Case:
         Raises:
             SpecError: The model or the card cannot be found.
         """
+        card = gpu if gpu is not None and gpu.name == job.cluster.gpu else find_gpu(job.cluster.gpu)
         return cls(
             job=job,
-            model=model if model is not None else resolve_model(job.model),
-            gpu=gpu if gpu is not None and gpu.name == job.cluster.gpu else find_gpu(job.cluster.gpu),
+            model=model if model is not None else resolve_model(job.model),  # last: it may ask the hub
+            gpu=card,
             file=file,
             built_partitioned=built_partitioned,
         )
@@ -116,11 +117,17 @@ class Outcome:
         """Whether there is an estimate, and card and host hold it."""
         return self.report is not None and self.report.fits
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with little of the card left."""
+        return self.report is not None and self.report.tight
+
     def to_dict(self) -> dict[str, Any]:
         """Gives the figures of a row as a JSON object."""
         report, plan = self.report, self.plan
         return {
             "fits": self.fits,
+            "tight": self.is_tight,
             "required_bytes": None if report is None else report.required_bytes,
             "peak_allocated_bytes": None if report is None else report.peak_allocated_bytes,
             "gpu_capacity_bytes": None if report is None else report.gpu_capacity_bytes,

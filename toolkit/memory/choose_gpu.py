@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import Problem, SpecError, raise_all
 from toolkit.memory.case import COMMON_GPUS_PER_NODE, Case, Outcome
+from toolkit.plan.batch import Batch
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu, find_in, load_catalogue
+from toolkit.topology.grid import divisors
 
 if TYPE_CHECKING:
     from toolkit.memory.estimator import Estimator
@@ -37,13 +39,23 @@ class Choice:
     Args:
         count: The fewest that do, or the most that were tried.
         outcome: Of that count.
-        kept: What the job keeps of its batch there.
+        batch: The job's batch there.
+        wanted: Sequences an optimizer step that the job asks for.
     """
 
     gpu: Gpu
     count: Count
     outcome: Outcome
-    kept: str
+    batch: Batch
+    wanted: int
+
+    @property
+    def kept(self) -> str:
+        """Says what the job keeps of its batch."""
+        batch = self.batch
+        if batch.train == self.wanted:
+            return f"{batch.train} in all, as {batch.micro} × {batch.accumulation} a rank"
+        return f"{batch.micro} × {batch.accumulation} a rank; {batch.train} in all instead of {self.wanted}"
 
     @property
     def total_memory_bytes(self) -> int:
@@ -63,6 +75,8 @@ class Choice:
             "total_memory_bytes": self.total_memory_bytes if fits else None,
             "room_bytes": None if required is None or capacity is None else capacity - required,
             "batch": self.kept,
+            "train_batch_size": self.batch.train,
+            "keeps_batch": self.batch.train == self.wanted,
             **figures,
         }
 
@@ -102,27 +116,60 @@ def read_gpus(text: str) -> tuple[Gpu, ...]:
 def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[Gpu]) -> Iterator[Choice]:
     """Finds the smallest count for each card, by bisection: more cards never need more memory each.
 
+    Counts on which the global batch stays come first; only where the job fits on none of these, the others are tried.
+
     Args:
-        plan: What the case resolved to; its batch is kept where it can be.
+        plan: What the case resolved to.
     """
     for gpu in gpus:
-        yield _smallest(estimator, case, plan, gpu)
+        found = counts(gpu)
+        batches = {count: batch_on(plan, count) for count in found}
+        keeping = [count for count in found if batches[count].train == plan.settings.batch.train]
+        others = [count for count in found if count not in keeping]
+        choice = None
+        for steps in filter(None, (keeping, others)):
+            tried = _smallest(estimator, case, plan, gpu, {count: batches[count] for count in steps})
+            if choice is None or tried.outcome.fits or tried.count.total > choice.count.total:
+                choice = tried
+            if choice.outcome.fits:
+                break
+        assert choice is not None
+        yield choice
 
 
 def counts(gpu: Gpu) -> tuple[Count, ...]:
-    """Gives the counts that are tried, ascending: 1 to 8 cards of one machine, then up to 16 of its usual machines."""
-    found = [Count(nodes=1, gpus_per_node=number) for number in range(1, COMMON_GPUS_PER_NODE + 1)]
+    """Gives the counts that are tried, ascending: what one rents.
+
+    Powers of two of one machine, then 2 to 16 whole machines: of the card's usual size, or of 8 where it is usually rented
+    alone. No number of cards comes twice: one machine is taken before several.
+    """
     usual = gpu.host.gpus_per_node if gpu.host else COMMON_GPUS_PER_NODE
-    found += [Count(nodes=nodes, gpus_per_node=usual) for nodes in range(2, MAX_NODES + 1)]
-    return tuple(sorted(found, key=lambda count: (count.total, count.nodes)))
+    a_node = usual if usual > 1 else COMMON_GPUS_PER_NODE
+    largest = max(usual, COMMON_GPUS_PER_NODE)
+    found = [Count(nodes=1, gpus_per_node=1 << power) for power in range(largest.bit_length())]
+    found += [Count(nodes=nodes, gpus_per_node=a_node) for nodes in range(2, MAX_NODES + 1) if nodes * a_node > largest]
+    return tuple(found)
 
 
-def _smallest(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu) -> Choice:
+def batch_on(plan: Plan, count: Count) -> Batch:
+    """Gives the batch of a job on so many cards: its global batch, or the nearest that its own micro batch allows.
+
+    A micro batch that the job leaves open becomes smaller where that keeps the global batch.
+    """
+    wanted, micro = plan.settings.batch.train, plan.settings.batch.micro
+    share, remainder = divmod(wanted, count.total)
+    if not remainder and share and plan.job.train.per_device_train_batch_size is None:
+        micro = max(size for size in divisors(share) if size <= micro)
+    accumulation = max(1, round(wanted / (micro * count.total)))
+    return Batch(micro=micro, accumulation=accumulation, dp_size=count.total)
+
+
+def _smallest(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, batches: Mapping[Count, Batch]) -> Choice:
+    steps = tuple(batches)
     tried: dict[int, Choice] = {}
-    steps = counts(gpu)
 
     def fits(index: int) -> bool:
-        tried[index] = _try(estimator, case, plan, gpu, steps[index])
+        tried[index] = _try(estimator, case, plan, gpu, steps[index], batches[steps[index]])
         return tried[index].outcome.fits
 
     low, high = 0, len(steps) - 1
@@ -138,22 +185,14 @@ def _smallest(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu) -> Choice:
     return tried[high]
 
 
-def _try(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, count: Count) -> Choice:
-    batch = plan.settings.batch
-    accumulation, remainder = divmod(batch.train, batch.micro * count.total)
-    if remainder or not accumulation:
-        accumulation = batch.accumulation
-        train = batch.micro * accumulation * count.total
-        kept = f"{batch.micro} × {accumulation} a rank; {train} in all instead of {batch.train}"
-    else:
-        kept = f"{batch.train} in all, as {batch.micro} × {accumulation} a rank"
+def _try(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, count: Count, batch: Batch) -> Choice:
     values: dict[str, Any] = {
         "cluster.gpu": gpu.name,
         "cluster.gpus_per_node": count.gpus_per_node,
         "cluster.nodes": count.nodes,
         "train.sequence_length": plan.settings.sequence_length,
         "train.per_device_train_batch_size": batch.micro,
-        "train.gradient_accumulation_steps": accumulation,
+        "train.gradient_accumulation_steps": batch.accumulation,
         "train.train_batch_size": None,
     }
     if gpu.name != case.gpu.name:
@@ -164,5 +203,6 @@ def _try(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, count: Count) -
     if not outcome.fits and open_stage and outcome.plan is not None and outcome.plan.settings.zero_stage < 3:
         # The default weighs the state alone; where activations then do not fit, stage 3 may.
         sharded = estimator.attempt(case, {**values, "parallel.zero_stage": 3})
-        outcome = sharded if sharded.report is not None else outcome
-    return Choice(gpu=gpu, count=count, outcome=outcome, kept=kept)
+        if sharded.report is not None and (count.total > 1 or sharded.fits):
+            outcome = sharded
+    return Choice(gpu=gpu, count=count, outcome=outcome, batch=batch, wanted=plan.settings.batch.train)

@@ -24,7 +24,7 @@ from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
 from toolkit.memory.routing import Routing
 from toolkit.memory.trace import Trace, trace
-from toolkit.plan.checkpoint_size import checkpoint_bytes
+from toolkit.plan.checkpoint_size import disk_use
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
 from toolkit.spec.job import Strategy
@@ -121,7 +121,7 @@ def estimate(
         context_and_nccl_bytes=0 if plan.on_cpu else around.context_and_nccl_bytes,
         gpu_capacity_bytes=plan.gpu.memory_bytes,
         host=_host(plan, events, settings, peak_bytes=peak),
-        checkpoint_bytes=checkpoint_bytes(
+        disk=disk_use(
             plan,
             total=sum(parameter.numel for parameter in events.parameters),
             trainable=sum(parameter.numel for parameter in events.parameters if parameter.trainable),

@@ -38,7 +38,7 @@ _COLOURS = (
     "#999999",
     "#cccccc",
 )
-_FITS, _FAILS, _UNKNOWN = "#b7e1c0", "#f4b6ae", "#e6e6e6"
+_FITS, _TIGHT, _FAILS, _UNKNOWN = "#b7e1c0", "#f6e3a0", "#f4b6ae", "#e6e6e6"
 _DPI = 150
 
 
@@ -119,7 +119,7 @@ def plot_heat_map(
     Args:
         names: Of the keys: one, or two, the first of them downwards.
         values: Of each key, in order.
-        cells: For each combination (required GiB or None, fits).
+        cells: For each combination (required GiB or None, whether it fits, whether tightly).
 
     Raises:
         SpecError: PLOT_FORMAT, PLOT_FOLDER.
@@ -131,8 +131,8 @@ def plot_heat_map(
     axes = figure.subplots()
     for row, first in enumerate(downwards):
         for column, second in enumerate(across):
-            required, fits = cells[(first, second) if len(names) == 2 else (second,)]
-            colour = _UNKNOWN if required is None else _FITS if fits else _FAILS
+            required, fits, tight = cells[(first, second) if len(names) == 2 else (second,)]
+            colour = _UNKNOWN if required is None else _TIGHT if tight else _FITS if fits else _FAILS
             axes.add_patch(_square(column, row, colour))
             text = "–" if required is None else f"{required:.1f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=10)
@@ -142,7 +142,7 @@ def plot_heat_map(
     axes.set_yticks(range(len(downwards)), ["" if value is None else str(value) for value in downwards])
     axes.set_xlabel(names[-1])
     axes.set_ylabel(names[0] if len(names) == 2 else "")
-    axes.set_title(f"{title}\nGiB a card must have; green fits", loc="left", fontsize=10)
+    axes.set_title(f"{title}\nGiB a card must have; green fits, yellow tightly", loc="left", fontsize=10)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     _write(figure, path, title=title, table=[])

@@ -8,7 +8,11 @@ from typing import Any
 
 from toolkit.memory.device import Allocator
 from toolkit.memory.host import HostReport
+from toolkit.plan.checkpoint_size import DiskUse
 from toolkit.topology.grid import Coordinate
+
+# Share of a card: with less than it left, another driver, uneven experts or a desktop on the card may take the rest.
+TIGHT_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,7 @@ class MemoryReport:
         context_and_nccl_bytes: CUDA context, kernels and communicators.
         gpu_capacity_bytes: Of the card; None for CPU processes.
         host: The fullest node.
-        checkpoint_bytes: Disk space of one checkpoint, all ranks.
+        disk: What the run keeps on disk.
         num_traced_layers: Layers that were run on fake tensors.
         num_layers: Layers that they stand for.
         assumptions: What the estimate takes for granted, one sentence each.
@@ -68,7 +72,7 @@ class MemoryReport:
     context_and_nccl_bytes: int
     gpu_capacity_bytes: int | None
     host: HostReport
-    checkpoint_bytes: int
+    disk: DiskUse
     num_traced_layers: int
     num_layers: int
     assumptions: tuple[str, ...]
@@ -90,6 +94,11 @@ class MemoryReport:
         return self.fullest.limiting_phase
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Disk space of one checkpoint, all ranks."""
+        return self.disk.checkpoint_bytes
+
+    @property
     def required_bytes(self) -> int:
         """What a card must have."""
         return self.peak_allocated_bytes + self.allocator_slack_bytes + self.context_and_nccl_bytes
@@ -98,6 +107,12 @@ class MemoryReport:
     def fits_gpu(self) -> bool:
         """Whether the card holds it."""
         return self.gpu_capacity_bytes is None or self.required_bytes <= self.gpu_capacity_bytes
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits, with less than 5 % of the card left."""
+        capacity = self.gpu_capacity_bytes
+        return capacity is not None and self.fits and capacity - self.required_bytes < TIGHT_SHARE * capacity
 
     @property
     def fits(self) -> bool:
@@ -120,6 +135,7 @@ class MemoryReport:
             "fits": self.fits,
             "fits_gpu": self.fits_gpu,
             "fits_host": self.host.fits,
+            "tight": self.tight,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "allocator": self.allocator,
             "allocator_slack_bytes": self.allocator_slack_bytes,
@@ -130,6 +146,7 @@ class MemoryReport:
             "host_bytes_per_rank": dict(self.host.bytes_per_rank),
             "host_capacity_bytes": self.host.capacity_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
+            "disk": self.disk.to_dict(),
             "worst_routing_peak_bytes": self.worst_routing_peak_bytes,
             "limiting_phase": self.limiting_phase,
             "limiting_rank": self.fullest.rank,

@@ -1,8 +1,11 @@
-"""Disk space of a checkpoint, from what each file of it holds."""
+"""Disk space of a checkpoint, from what each file of it holds, and of all that a run keeps."""
 
 from __future__ import annotations
 
-from toolkit.plan.draft import Draft
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.optimizer_state import MASTER_BYTES, moment_bytes
 
 
@@ -38,3 +41,60 @@ def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
     master = 0 if settings.zero_stage == 0 and settings.precision == "fp32" else MASTER_BYTES
     weights = 0 if settings.zero_stage == 3 else trainable
     return int(width * (frozen + weights) + (master + states) * trainable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUse:
+    """What a run writes to `train.output_dir`, but for its logs and the tokens of its data.
+
+    Args:
+        checkpoint_bytes: One checkpoint, all ranks.
+        num_checkpoints: So many lie there at once: those that stay, and the one that is being written.
+        export_bytes: The safetensors that the run ends with.
+    """
+
+    checkpoint_bytes: int
+    num_checkpoints: int
+    export_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that lies there at once; a run that goes on after its export has all three."""
+        return self.num_checkpoints * self.checkpoint_bytes + self.export_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives the figures as a JSON object."""
+        return {
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "num_checkpoints": self.num_checkpoints,
+            "export_bytes": self.export_bytes,
+            "total_bytes": self.total_bytes,
+        }
+
+
+def disk_use(draft: Draft, *, total: int, trainable: int) -> DiskUse:
+    """Gives what a run keeps on disk; arguments as those of `checkpoint_bytes`.
+
+    Source:
+        toolkit checkpoint/locate.py rotate: the oldest goes once the new one is whole; export/contents.py: all weights, or
+        the adapter alone, in the training precision.
+    """
+    settings = draft.settings
+    width = 4 if settings.precision == "fp32" else 2
+    at_once = settings.save_total_limit + 1
+    if settings.max_steps is not None:
+        at_once = min(at_once, -(-settings.max_steps // settings.save_steps))
+    return DiskUse(
+        checkpoint_bytes=checkpoint_bytes(draft, total=total, trainable=trainable),
+        num_checkpoints=at_once,
+        export_bytes=width * (total if draft.job.train.method == "full" else trainable),
+    )
+
+
+def foreseen_disk_use(draft: Draft) -> DiskUse | None:
+    """Gives the same from the model's dimensions alone; None where the architecture is unknown."""
+    own, trainable = draft.model.num_parameters, trainable_parameters(draft.job, draft.model)
+    if own is None or trainable is None:
+        return None
+    total = own if draft.job.train.method == "full" else own + trainable
+    return disk_use(draft, total=total, trainable=trainable)

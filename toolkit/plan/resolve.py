@@ -50,7 +50,8 @@ def resolve(job: Job) -> Plan:
         SpecError: The model or the card cannot be found.
         PlanError: With every problem at once.
     """
-    return resolve_with(job, model=resolve_model(job.model), gpu=find_gpu(job.cluster.gpu))
+    gpu = find_gpu(job.cluster.gpu)  # before the hub is asked for the model
+    return resolve_with(job, model=resolve_model(job.model), gpu=gpu)
 
 
 def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -> Plan:
@@ -182,12 +183,11 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
 
 def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
     train = job.train
-    dp_size = job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline) or 1
     batch = solve_batch(
         micro=train.per_device_train_batch_size,
         accumulation=train.gradient_accumulation_steps,
         train=train.train_batch_size,
-        dp_size=dp_size,
+        dp_size=_dp_size(job),
         sequence_length=sequence_length,
     )
     if train.per_device_train_batch_size is None:
@@ -201,6 +201,10 @@ def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
     if train.train_batch_size is None:
         chooser.derive("train.train_batch_size", batch.train, f"the batch equation: {batch}")
     return batch
+
+
+def _dp_size(job: Job) -> int:
+    return job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline) or 1
 
 
 def _default_precision(gpu: Gpu) -> tuple[Precision, str]:
@@ -230,6 +234,9 @@ def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -
     needed = PROFILES[job.parallel.offload].min_zero_stage
     if needed == 3:
         return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
+    alone = _dp_size(job) == 1
+    if alone and job.train.method != "full":
+        return 2, "a single rank has nobody to share frozen weights with: stage 3 would gather them and save nothing"
     if gpu.memory_bytes is None:
         return 2, "on CPU memory is shared; stage 2 shards optimizer and gradients"
     if model.num_parameters is None:
@@ -239,6 +246,14 @@ def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -
     compared = f"{format_bytes(state)} of state a rank under stage 2 against {STATE_SHARE:.0%} of {format_bytes(gpu.memory_bytes)}"
     if state <= limit:
         return 2, f"parameters stay whole, which is fastest, since they fit: {compared}"
+    if alone and model.num_parameters <= SUB_GROUP_SIZE:
+        return 2, "a single rank has nobody to share parameters with, and one optimizer sub-group holds them all"
+    if alone:
+        # Stage 2 makes fp32 gradients of its whole partition for the step (stage_1_and_2.py step), stage 3 of a sub-group.
+        return (
+            3,
+            f"a single rank shares nothing, but stage 3 steps by sub-groups, without fp32 gradients of all: {compared}",
+        )
     return 3, f"parameters must be sharded too: {compared}"
 
 

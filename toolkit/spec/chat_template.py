@@ -60,6 +60,40 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
     return text
 
 
+def template_problems(name: str, text: str) -> list[Problem]:
+    """Gives DATA_CHAT_TEMPLATE_FILE where a template is no Jinja.
+
+    Args:
+        name: As the job has it.
+        text: Its content.
+    Source:
+        transformers utils/chat_template_utils.py _cached_compile_jinja_template: the same syntax, extensions and filters.
+    """
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Takes `{% generation %}`, with which templates mark answers."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    try:
+        environment.from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        return [chat_template_problem(name, f"line {error.lineno}: {(error.message or 'it is no Jinja').rstrip('.')}")]
+    except RecursionError:
+        return [chat_template_problem(name, "it is nested too deep")]
+    return []
+
+
 def chat_template_problem(name: str, what: str) -> Problem:
     """Gives DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is no template."""
     return Problem(

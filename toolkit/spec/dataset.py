@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError, Problem, raise_all
-from toolkit.spec.chat_template import read_chat_template, unused_chat_template
+from toolkit.spec.chat_template import CHATML, read_chat_template, template_problems, unused_chat_template
 from toolkit.spec.dataset_columns import resolve_layout
 from toolkit.spec.dataset_files import SUFFIXES, Head, Kind, read_head
 from toolkit.spec.dataset_formats import Format, as_format, loss_on_problem
@@ -265,12 +265,13 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
 
 
 def _template_problems(data: Data, root: Path) -> tuple[Problem, ...]:
+    name = data.chat_template
+    if name is None or name == CHATML:
+        return ()
     try:
-        if data.chat_template is not None:
-            read_chat_template(data.chat_template, base=root)
+        return tuple(template_problems(name, read_chat_template(name, base=root)))
     except DataError as error:
         return error.problems
-    return ()
 
 
 def _revision_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:

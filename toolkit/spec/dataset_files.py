@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import itertools
 import json
@@ -19,6 +20,14 @@ Kind = Literal["jsonl", "json", "txt", "csv", "parquet", "saved", "hub"]
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".json": "json", ".txt": "txt", ".csv": "csv", ".parquet": "parquet"}
 
 PEEK_RECORDS = 1000  # records a file: every mistake made throughout a file shows, and the read stays under 50 ms
+ENCODING_BYTES = 4096  # bytes of a text file from which its encoding is told
+# Marks that a file begins with; that of UTF-32 begins with that of UTF-16, and comes first.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
 PEEK_BYTES = 16 * 2**20  # bytes of a .json or .csv file that are read: their records do not end with the line
 
 
@@ -56,11 +65,13 @@ def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head
         "saved": lambda: _read_saved(path, key, split),
     }
     try:
+        foreign = _foreign_encoding(path) if kind in ("jsonl", "json", "txt", "csv") else None
+        if foreign is not None:
+            return Head(problems=(_encoding_problem(path, key, f"it is {foreign}", foreign),))
         head = readers[kind]()
     except UnicodeDecodeError as error:
-        message = f"{path} is not UTF-8: {error.reason}, byte {error.object[error.start]:#04x} at offset {error.start}"
-        fix = f"Convert it: iconv -f LATIN1 -t UTF-8 {path.name}"
-        return Head(problems=(Problem(code="DATA_ENCODING", key=key, message=message, fix=fix),))
+        found = f"{error.reason}, byte {error.object[error.start]:#04x} at offset {error.start}"
+        return Head(problems=(_encoding_problem(path, key, found, "LATIN1"),))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
         # pyarrow.ArrowInvalid is a ValueError; the JSON of a saved folder may hold anything anywhere.
         return Head(problems=(_unreadable(path, kind, key, error),))
@@ -80,6 +91,31 @@ def first_bad_json_line(path: Path) -> str | None:
     return None
 
 
+def _foreign_encoding(path: Path) -> str | None:
+    """Names the encoding of a file whose first bytes are not UTF-8's: a mark, or a null in every other byte."""
+    with path.open("rb") as file:
+        begin = file.read(ENCODING_BYTES)
+    for mark, name in _MARKS:
+        if begin.startswith(mark):
+            return name
+    # Markup, digits and Latin letters have a null beside each; UTF-8 has a null for the character of that number alone.
+    size = len(begin) // 2
+    for name, offset in (("UTF-16LE", 1), ("UTF-16BE", 0)):
+        nulls = begin[offset::2].count(0)
+        if nulls >= 4 and nulls * 3 >= size and begin[1 - offset :: 2].count(0) * 10 <= size:
+            return name
+    return None
+
+
+def _encoding_problem(path: Path, key: str, found: str, encoding: str) -> Problem:
+    return Problem(
+        code="DATA_ENCODING",
+        key=key,
+        message=f"{path} is not UTF-8: {found}",
+        fix=f"Convert it: iconv -f {encoding} -t UTF-8 {path.name} > utf8-{path.name}, and name that file",
+    )
+
+
 def _unreadable(path: Path, kind: Kind, key: str, error: Exception) -> Problem:
     reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
     if kind == "saved":
@@ -91,6 +127,9 @@ def _unreadable(path: Path, kind: Kind, key: str, error: Exception) -> Problem:
 
 
 def _json_problem(path: Path, key: str, found: str) -> Problem:
+    if " is not UTF-8: " in found:
+        line, _, byte = found.partition(" is not UTF-8: ")
+        return _encoding_problem(path, key, f"{line}, {byte}", "LATIN1")
     fix = 'Write one object a line, such as {"text": "..."}, or in .json an array of objects'
     return Problem(code="DATA_JSON", key=key, message=f"{path}: {found}", fix=fix)
 
@@ -98,7 +137,7 @@ def _json_problem(path: Path, key: str, found: str) -> Problem:
 def _parse_line(line: bytes) -> dict[str, Any] | str:
     """Gives the object of one line, or what is wrong with it."""
     try:
-        value = parse_json(line)
+        value = parse_json(line.decode("utf-8-sig"))  # of bytes, the json module would guess another encoding
     except UnicodeDecodeError as error:
         return f"is not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}"
     except json.JSONDecodeError as error:

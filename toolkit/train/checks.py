@@ -9,8 +9,10 @@ from pathlib import Path
 
 from toolkit.checkpoint.layout import step_of
 from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.plan.checkpoint_size import foreseen_disk_use
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Job
+from toolkit.units import format_bytes
 
 
 def data_section_problems(job: Job) -> Iterator[Problem]:
@@ -70,7 +72,7 @@ def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[
             fix="Go on with --resume_from_checkpoint latest (in Python `resume=FOLDER`), choose another train.output_dir, or "
             "delete it, as --overwrite does",
         )
-    nearest = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path("/"))
+    nearest = _nearest_folder(folder)
     try:
         # Tried, not read off the permissions: a disk may be read-only, over quota or gone.
         with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=nearest):
@@ -82,6 +84,27 @@ def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[
             message=f"output_dir={folder}: nothing can be written in {nearest}: {error.strerror}",
             fix="Set train.output_dir to a folder that you may write",
         )
+
+
+def space_warnings(plan: Plan) -> Iterator[str]:
+    """Says that the disk of output_dir has less room than the run will keep there; each save checks its own part again."""
+    use = foreseen_disk_use(plan)
+    if use is None:
+        return
+    folder = plan.output_dir
+    kept = [*(path for path in folder.glob("checkpoint-*") if step_of(path) is not None), folder / "export"]
+    held = sum(path.stat().st_size for part in kept for path in part.rglob("*") if path.is_file())
+    free = shutil.disk_usage(_nearest_folder(folder)).free + held
+    if use.total_bytes > free:
+        yield (
+            f"output_dir={folder} has {format_bytes(free)} of room, and the run keeps up to {format_bytes(use.total_bytes)} "
+            f"there ({use.num_checkpoints} × {format_bytes(use.checkpoint_bytes)} of checkpoints, the export): lower "
+            "train.save_total_limit, or set train.output_dir to a larger disk"
+        )
+
+
+def _nearest_folder(folder: Path) -> Path:
+    return next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path("/"))
 
 
 def held_output(folder: Path) -> list[str]:

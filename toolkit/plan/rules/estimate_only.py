@@ -51,7 +51,12 @@ def qlora_partitions(draft: Draft) -> Iterator[Problem]:
             key="train.method",
             message=f"method=qlora under {'zero_stage=3' if strategy == 'zero' else f'strategy={strategy}'}: packed "
             "4-bit weights cannot be partitioned",
-            fix="Set parallel.zero_stage to 2, or train.method to lora",
+            fix=(
+                "Set parallel.zero_stage to 0, 1 or 2"
+                if strategy == "zero"
+                else "Set parallel.strategy to ddp, or to zero, whose stages 0 to 2 leave weights whole"
+            )
+            + ", or train.method to lora",
             source="deepspeed runtime/zero/partition_parameters.py; peft #306",
         )
 

@@ -15,12 +15,15 @@ def offload_stage(draft: Draft) -> Iterator[Problem]:
     needed, stage = draft.profile.min_zero_stage, draft.settings.zero_stage
     if stage < needed:
         carried = [name for name, profile in PROFILES.items() if profile.min_zero_stage <= stage]
+        instead = f"parallel.offload to one of {', '.join(carried)}"
+        # Stage 3 cannot partition packed 4-bit weights.
+        raised = needed < 3 or draft.job.train.method != "qlora"
         yield Problem(
             code="OFFLOAD_STAGE",
             key="parallel.offload",
             message=f"offload={draft.profile.name} needs zero_stage of at least {needed}, zero_stage={stage}: DeepSpeed would "
             + ("swap in its CPU optimizer and move nothing" if stage == 0 else "ignore it"),
-            fix=f"Set parallel.zero_stage to {needed}, or parallel.offload to one of {', '.join(carried)}",
+            fix=f"Set parallel.zero_stage to {needed}, or {instead}" if raised else f"Set {instead}",
             source="deepspeed runtime/engine.py zero_use_cpu_optimizer",
         )
 
