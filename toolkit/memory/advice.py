@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.memory.case import COMMON_GPUS_PER_NODE, Case, value_text
-from toolkit.memory.causes import LOSS
+from toolkit.memory.causes import LOSS, of_passes
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.plan.offload import PROFILES, OffloadProfile
 from toolkit.plan.plan import Plan
@@ -26,10 +27,9 @@ LEAST_SAVING = 16 * MIB
 
 # Which kinds of change need a trace of their own and cannot lower the peak of which phase: there it holds no tensor of a
 # forward or backward pass, or, in an evaluation, none of a backward pass.
+_TRACED_KINDS = frozenset({"checkpointing", "attention", "loss", "micro batch", "activations", "evaluation"})
 _IDLE_KINDS = {
-    **dict.fromkeys(
-        ("init", "step", "save"), frozenset({"checkpointing", "attention", "loss", "micro batch", "activations"})
-    ),
+    **dict.fromkeys(("init", "step", "save"), _TRACED_KINDS),
     "evaluation": frozenset({"checkpointing", "activations"}),
 }
 
@@ -109,8 +109,16 @@ def find_savings(
     # What the plan decided stays, so that a saving is that of the change alone.
     pinned = case.changed(_decided(plan, case))
     settled: set[str] = set()  # kinds of which nothing is left to save
-    for change in candidates(plan):
+    # Those that need no trace first: they may leave nothing to find to those that do.
+    for change in sorted(candidates(plan), key=lambda change: change.kind in _TRACED_KINDS):
         if change.kind in settled or _is_idle(change, plan, report):
+            continue
+        found = sorted(best.values(), key=_order)
+        if (
+            len(found) >= at_most
+            and found[at_most - 1].fits
+            and found[at_most - 1].saved_bytes >= _bound(change, report)
+        ):
             continue
         if case.file is not None and (change.kind == "activations" or change.values.get("train.loss") == "chunked"):
             continue  # no keys of DeepSpeed: our own loop does it
@@ -126,6 +134,17 @@ def find_savings(
         if saving.saved_bytes >= LEAST_SAVING and (known is None or _order(saving) < _order(known)):
             best[change.kind] = saving
     return tuple(sorted(best.values(), key=_order)[:at_most])
+
+
+def _bound(change: Change, report: MemoryReport) -> float:
+    """Gives what a change can save at most, bytes: of one to the passes, all that they hold at the peak, and its slack."""
+    if change.kind not in _TRACED_KINDS:
+        return math.inf
+    rank = report.fullest
+    held = of_passes(rank.phases[rank.limiting_phase].causes)
+    return (
+        (_loss_bytes(report) if change.kind == "loss" else held) * report.required_bytes / report.peak_allocated_bytes
+    )
 
 
 def _order(saving: Saving) -> tuple[bool, int]:

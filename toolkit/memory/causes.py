@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -11,11 +12,20 @@ MODEL = "inputs and model"
 LOSS = "logits and loss"
 BACKWARD = "backward temporaries"
 
+EMBEDDINGS = "embeddings"
+LAYERS = "layers: "  # what each cause inside a layer begins with
+
 _LAYER = "layers: residual stream and norms"
 _ATTENTION = "layers: attention"
 _MLP = "layers: MLP"
 _MLP_WORDS = ("mlp", "feed_forward", "ffn", "fc", "moe", "expert", "intermediate", "output", "densereludense")
 _HEADS = ("lm_head", "embed_out", "score", "classifier", "cls", "qa_outputs")
+
+
+def of_passes(causes: Mapping[str, int]) -> int:
+    """Gives how much of some causes a forward or backward pass holds, bytes; the rest is the engine's."""
+    names = (MODEL, LOSS, BACKWARD, EMBEDDINGS)
+    return sum(size for cause, size in causes.items() if cause in names or cause.startswith(LAYERS))
 
 
 class Causes:
@@ -61,7 +71,7 @@ def cause_of(name: str, module: nn.Module, *, within: str | None) -> str | None:
     """
     if within is None:
         if isinstance(module, nn.Embedding):
-            return "embeddings"
+            return EMBEDDINGS
         return LOSS if name.rpartition(".")[2].lower() in _HEADS else None
     if not within:
         return _LAYER
