@@ -97,7 +97,7 @@ class ColumnParallelLinear(ShardedLinear):
         tp_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
-        shard = Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=_out_features(dense))
+        shard = Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=output_features(dense))
         bias_shard = Shard(dim=0, layout=layout, dense_length=shard.dense_length)
         super().__init__(dense, {"weight": shard, "bias": bias_shard}, tp_group=tp_group)
         self.replica_group = replica_group
@@ -156,6 +156,24 @@ class SharedInput:
         if not self._outputs:
             self._input = None
         return output
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of numbers, with its weight as it is; one of quantised weights is not."""
+    if not isinstance(module, nn.Linear | Conv1D):
+        return False
+    weight = module.get_parameter("weight")
+    return weight.dim() == 2 and weight.is_floating_point()
+
+
+def output_features(dense: nn.Module) -> int:
+    """Gives the length of a linear layer's output."""
+    return dense.get_parameter("weight").shape[1 if isinstance(dense, Conv1D) else 0]
+
+
+def input_features(dense: nn.Module) -> int:
+    """Gives the length of a linear layer's input."""
+    return dense.get_parameter("weight").shape[0 if isinstance(dense, Conv1D) else 1]
 
 
 def share_input(columns: Sequence[ColumnParallelLinear]) -> None:
@@ -303,9 +321,3 @@ def _replicated(layout: Layout, group: dist.ProcessGroup) -> Iterator[range]:
         if count > 1:
             yield range(start, start + len(own))
         start += len(own)
-
-
-def _out_features(dense: nn.Module) -> int:
-    weight = dense.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.shape[1 if isinstance(dense, Conv1D) else 0]
