@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
+from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.tables import styles_for
 
 HEADS, HEAD_SIZE, VOCABULARY = 4, 4, 61
@@ -53,13 +52,28 @@ MODELS: dict[str, tuple[dict[str, Any], str | None]] = {
 }  # fmt: skip
 
 
-def variants() -> list[tuple[str, int, bool]]:
+# Architecture, key heads, and whether embedding and head are tied.
+Variant = tuple[str, int, bool]
+
+
+def variants() -> list[Variant]:
     """Every architecture with every number of key heads that it can have, tied and untied."""
     return [
         (name, key_heads, tied)
         for name, (_, grouped) in MODELS.items()
         for key_heads in ((1, 2, HEADS) if grouped else (HEADS,))
         for tied in (False, True)
+    ]
+
+
+def pairs(num_ranks: int) -> list[Variant]:
+    """Half of the variants: over 2 and 4 ranks together, every two of key heads, ties and ranks meet."""
+    if num_ranks not in (2, 4):
+        raise ValueError(f"{num_ranks} ranks are not in the pairs")
+    return [
+        (name, key_heads, tied)
+        for name, key_heads, tied in variants()
+        if MODELS[name][1] is None or tied == ((key_heads == 2) == (num_ranks == 4))
     ]
 
 
@@ -86,17 +100,6 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def sharded(dense: PreTrainedModel, group: dist.ProcessGroup) -> PreTrainedModel:
-    """This rank's part of a copy of the model."""
-    model = copy.deepcopy(dense)
+def shard(model: PreTrainedModel, group: dist.ProcessGroup) -> PreTrainedModel:
+    """Makes the model this rank's part of it."""
     return apply_tensor_parallel(model, styles_for(model), tp_group=group)
-
-
-def gathered(model: torch.nn.Module, group: dist.ProcessGroup, *, gradients: bool) -> dict[str, torch.Tensor | None]:
-    """Every parameter of a sharded model as the dense one has it, or its gradient; whole ones as they are."""
-    shards = parameter_shards(model)
-    found: dict[str, torch.Tensor | None] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        value = parameter.grad if gradients else parameter.detach()
-        found[name] = shards[name].gather(value, tp_group=group) if name in shards and value is not None else value
-    return found
