@@ -29,7 +29,6 @@ from toolkit.tensor_parallel.styles import (
     Attention,
     Column,
     Experts,
-    Heads,
     Replicated,
     Row,
     Style,
@@ -67,7 +66,7 @@ def apply_tensor_parallel(model: M, styles: Styles, *, tp_group: dist.ProcessGro
     raise_all(PlanError, problems(model, styles, num_ranks=tp_group.size()))
     found = {name: style for pattern, style in styles.table.items() for name in matching(model, pattern)}
     tied = list(_tied_parameters(model))
-    builder = _Builder(styles.heads, tp_group)
+    builder = _Builder(styles, tp_group)
     for name, style in found.items():
         builder.shard(model, name, style)
     for first, *others in tied:
@@ -97,11 +96,12 @@ def parameter_shards(model: nn.Module) -> dict[str, Shard]:
 class _Builder:
     """Puts a shard in the place of a module, or makes the module one."""
 
-    def __init__(self, heads: Heads, tp_group: dist.ProcessGroup) -> None:
-        self._heads = heads
+    def __init__(self, styles: Styles, tp_group: dist.ProcessGroup) -> None:
+        self._heads = styles.heads
         self._group = tp_group
-        shared = heads.key_value < tp_group.size()
-        self._replica_group = split_group(tp_group, heads.key_value) if shared else None
+        has_heads = any(isinstance(style, Column) and "key_value" in style.parts for style in styles.table.values())
+        shared = has_heads and styles.heads.key_value < tp_group.size()
+        self._replica_group = split_group(tp_group, styles.heads.key_value) if shared else None
 
     def shard(self, model: nn.Module, name: str, style: Style) -> None:
         module = model.get_submodule(name)

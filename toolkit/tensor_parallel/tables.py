@@ -180,18 +180,17 @@ def _vocabulary(model: PreTrainedModel) -> list[str]:
 
 
 def _unknown(model: PreTrainedModel) -> PlanError:
-    patterns = {pattern_of(name): module for name, module in model.named_modules() if is_linear(module)}
-    derived = _derived(model) or {}
-    lines = [f'"{name}": {derived.get(name, "…")!s},  # {_shape(module)}' for name, module in patterns.items()]
-    vocabulary = [f'"{name}": Vocabulary(),' for name in _vocabulary(model)]
+    """Shows a table to complete: what transformers' plan says where it has one, and each linear layer else."""
+    known = {**dict.fromkeys(_vocabulary(model), Vocabulary()), **(_derived(model) or {})}
+    lines = [f'"{name}": {style},' for name, style in known.items()]
+    others = {pattern_of(name): module for name, module in model.named_modules() if is_linear(module)}
+    lines += [f'"{name}": …,  # {_shape(module)}' for name, module in others.items() if name not in known]
     return PlanError.of(
         code="TP_ARCHITECTURE",
         key="parallel.tensor",
         message=f"tensor parallelism of {type(model).__name__} (model_type={model.config.model_type}) is not known to be right",
         fix="Set parallel.tensor to 1, or call apply_tensor_parallel with a table of your own, whose … are Column, Row or "
-        "Replicated: Styles(heads=Heads(query=…, key_value=…), table={\n    "
-        + "\n    ".join([*vocabulary, *lines])
-        + "\n})",
+        "Replicated: Styles(heads=Heads(query=…, key_value=…), table={\n    " + "\n    ".join(lines) + "\n})",
     )
 
 
