@@ -12,7 +12,7 @@ from distributed import run_distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from toolkit.groups.collectives import all_gather, all_reduce, all_reduce_, equal_pieces, reduce_scatter
+from toolkit.groups.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter, start_all_reduce
 from toolkit.groups.fake import fake_world
 from toolkit.groups.process_groups import join_group, split_group
 from toolkit.topology.grid import Grid
@@ -33,7 +33,7 @@ def scenes(rank: int) -> dict[str, Any]:
     strided = of_rank(rank).t()
     before = of_rank(rank)
     in_place = before.clone()
-    pending = all_reduce_(in_place, group=whole, op="max")
+    pending = start_all_reduce(in_place, group=whole, op="max")
     facts = {
         "groups": [dist.get_process_group_ranks(group) for group in (tp_group, dp_group, whole, half)],
         "whole split in one": split_group(whole, 1) is whole,
@@ -108,7 +108,7 @@ def test_a_fake_world_has_the_groups_and_shapes_of_the_real_one() -> None:
         assert dist.get_process_group_ranks(split_group(tp_group, 4)) == [76, 77]
         x = torch.ones(16, 3)
         assert all_reduce(x, group=tp_group).shape == (16, 3)
-        assert all_reduce_(x, group=tp_group).wait().shape == (16, 3)
+        assert start_all_reduce(x, group=tp_group).wait().shape == (16, 3)
         assert all_gather(x, dim=1, group=tp_group).shape == (16, 24)
         assert reduce_scatter(x, dim=0, group=tp_group).shape == (2, 3)
     assert not dist.is_initialized()

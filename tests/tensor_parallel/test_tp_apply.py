@@ -243,3 +243,19 @@ def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced() -> 
         "mm",
         "wait_tensor",
     ]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_layer_compiles_as_one_graph(name: str) -> None:
+    """In a group without other ranks, whose reductions leave a tensor as it is: compiled or not, the numbers are equal."""
+    import torch._dynamo
+
+    with fake_world(Grid(tp=2)), torch._dynamo.config.patch(disable=False):
+        model = shard(dense_model(name, 1), join_group(Grid(tp=2), 0, "tp"))
+        eager = backward(model)
+        wanted = {parameter: grad.clone() for parameter, grad in grads_of(model).items()}
+        model.zero_grad()
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        assert backward(model) == pytest.approx(eager, abs=TOLERANCE)
+        assert difference(grads_of(model), wanted) <= TOLERANCE

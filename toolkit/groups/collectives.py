@@ -28,9 +28,17 @@ class Pending:
         return _ops.wait_tensor(self.tensor)  # type: ignore[no-any-return]
 
 
-def all_reduce_(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> Pending:
-    """Starts to reduce `tensor` over the group in place; until `wait` it may be neither read nor written."""
-    return Pending(tensor=_ops.all_reduce_(tensor, op, group.group_name))
+def start_all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> Pending:
+    """Starts to reduce a tensor that the caller gives up: the result takes its memory.
+
+    Compiled code has an operator of its own, since those that write to their input cannot be traced; inductor finds by
+    itself that the memory is free.
+
+    Source:
+        torch _inductor/fx_passes/reinplace.py.
+    """
+    reduce = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
+    return Pending(tensor=reduce(tensor, op, group.group_name))
 
 
 def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> torch.Tensor:

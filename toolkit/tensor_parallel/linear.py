@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.groups.collectives import Pending, all_reduce_
+from toolkit.groups.collectives import Pending, start_all_reduce
 from toolkit.tensor_parallel.layout import Layout, Shard
 
 
@@ -148,7 +148,8 @@ class SharedInput:
 
     def output_of(self, column: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         """Gives a column's output for `x`, and keeps it no longer."""
-        version = 0 if x.is_inference() else x._version
+        # Neither a traced tensor nor one of inference mode counts what is written to it.
+        version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
         if x is not self._input or version != self._version or column not in self._outputs:
             self._input, self._version = x, version
             self._outputs = dict(zip(self._columns, _linear_together(x, self._columns), strict=True))
@@ -240,7 +241,7 @@ class _ColumnLinears(Function):
         grads_TO = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
         grad_x: Pending | None = None
         if ctx.needs_input_grad[0]:
-            grad_x = all_reduce_(_input_gradient(ctx.columns, weights, grads_TO), group=ctx.group)
+            grad_x = start_all_reduce(_input_gradient(ctx.columns, weights, grads_TO), group=ctx.group)
         x_TI = x.flatten(0, -2)
         grad_parameters: list[torch.Tensor | None] = [None] * (2 * len(weights))
         sums: list[tuple[torch.Tensor, Pending]] = []
@@ -272,7 +273,7 @@ class _RowLinear(Function):
         ctx.save_for_backward(x, weight)
         ctx.transposed = transposed
         partial = functional.linear(x, weight.t() if transposed else weight)
-        y = all_reduce_(partial, group=group).wait()
+        y = start_all_reduce(partial, group=group).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -310,7 +311,7 @@ def _start_replica_sums(grad: torch.Tensor, column: _Column, *, dim: int) -> Ite
     for own in column.replicated:
         assert column.replica_group is not None, "a layout with replicated heads comes with their group"
         target = grad.narrow(dim, own.start, len(own))
-        yield target, all_reduce_(target.contiguous(), group=column.replica_group)
+        yield target, start_all_reduce(target.contiguous(), group=column.replica_group)
 
 
 def _replicated(layout: Layout, group: dist.ProcessGroup) -> Iterator[range]:
