@@ -16,7 +16,18 @@ from toolkit.groups.process_groups import join_group
 from toolkit.tensor_parallel import styles as styles_module
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.layout import Part
-from toolkit.tensor_parallel.styles import Attention, Column, Experts, Heads, Replicated, Row, Style, Styles, Vocabulary
+from toolkit.tensor_parallel.styles import (
+    Attention,
+    Column,
+    Experts,
+    FeatureNorm,
+    Heads,
+    Replicated,
+    Row,
+    Style,
+    Styles,
+    Vocabulary,
+)
 from toolkit.tensor_parallel.tables import FUSED_QKV, WIDTH, styles_for
 from toolkit.topology.grid import Grid
 
@@ -113,6 +124,7 @@ def test_only_some_layers_in_the_table() -> None:
         ("blocks.*.norm", Vocabulary()),
         ("embed", ROW),
         ("blocks.*.up", Experts()),
+        ("blocks.*.norm", FeatureNorm(part="width")),
         ("blocks", ROW),
     ],
 )
@@ -194,7 +206,7 @@ def test_a_model_cannot_be_sharded_twice() -> None:
     ("model_type", "values", "words"),
     [
         ("falcon", {"alibi": True, "num_kv_heads": 4}, "transformer.h.*.mlp.dense_h_to_4h"),
-        ("olmo2", {}, "model.layers.*.self_attn.q_proj"),
+        ("cohere2", {}, "model.layers.*.self_attn.q_proj"),
         ("bloom", {"n_head": 4, "hidden_size": 16}, "transformer.h.*.self_attention.query_key_value"),
     ],
 )

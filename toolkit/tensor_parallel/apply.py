@@ -24,11 +24,13 @@ from toolkit.tensor_parallel.linear import (
     output_features,
     share_input,
 )
+from toolkit.tensor_parallel.norm import ParallelRMSNorm
 from toolkit.tensor_parallel.random_state import shard_dropout
 from toolkit.tensor_parallel.styles import (
     Attention,
     Column,
     Experts,
+    FeatureNorm,
     Replicated,
     Row,
     Style,
@@ -115,6 +117,10 @@ class _Builder:
                 model.set_submodule(name, RowParallelLinear(module, layout, tp_group=self._group))
             case Vocabulary():
                 model.set_submodule(name, self._vocabulary(module))
+            case FeatureNorm():
+                layout = style.layout(len(module.get_parameter("weight")), self._heads)
+                norm = ParallelRMSNorm(module, layout, tp_group=self._group, replica_group=self._replica_group)
+                model.set_submodule(name, norm)
             case Experts():
                 shard_experts(module, tp_group=self._group)
             case Replicated(reads_shards=True):

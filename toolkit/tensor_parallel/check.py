@@ -12,6 +12,7 @@ from toolkit.tensor_parallel.linear import input_features, is_linear, output_fea
 from toolkit.tensor_parallel.styles import (
     Column,
     Experts,
+    FeatureNorm,
     Heads,
     Row,
     Style,
@@ -86,10 +87,10 @@ def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads
             key=pattern,
             message=f"{pattern} is a {type(module).__name__}, which {type(style).__name__} cannot shard",
             fix="Name a module with a floating-point weight of its own: a linear layer for Column and Row, an embedding "
-            "or a linear layer for Vocabulary, stacked experts for Experts",
+            "or a linear layer for Vocabulary, stacked experts for Experts, an RMS norm for FeatureNorm",
         )
-    elif isinstance(style, Column | Row):
-        length = output_features(module) if isinstance(style, Column) else input_features(module)
+    elif isinstance(style, Column | Row | FeatureNorm):
+        length = _features(module, style)
         try:
             style.layout(length, heads)
         except ValueError as error:
@@ -120,12 +121,23 @@ def _width_problems(pattern: str, width: int, num_ranks: int, *, multiple: int =
         )
 
 
+def _features(module: nn.Module, style: Column | Row | FeatureNorm) -> int:
+    match style:
+        case Column():
+            return output_features(module)
+        case Row():
+            return input_features(module)
+    return len(module.get_parameter("weight"))
+
+
 def _fits(module: nn.Module, style: Style) -> bool:
     match style:
         case Column() | Row():
             return is_linear(module)
         case Vocabulary():
             return is_linear(module) or (isinstance(module, nn.Embedding) and _scales_at_most(module))
+        case FeatureNorm():
+            return hasattr(module, "variance_epsilon") and list(module._parameters) == ["weight"]
         case Experts():
             shapes = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
             return all(tensor is not None and tensor.dim() == 3 for tensor in shapes) and len(module._parameters) == 2

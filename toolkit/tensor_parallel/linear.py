@@ -180,7 +180,8 @@ def input_features(dense: nn.Module) -> int:
 def share_input(columns: Sequence[ColumnParallelLinear]) -> None:
     """Tells columns that they read one input, so that they compute together.
 
-    Under ZeRO-3 the module that holds them must gather its parameters as one (`deepspeed.utils.set_z3_leaf_modules`).
+    Under ZeRO-3, which gathers each module's parameters when it is called, the decoder layer must gather its parameters
+    as one: `deepspeed.utils.set_z3_leaf_modules(model, [layer_class])`.
     """
     shared = SharedInput(columns)
     for column in columns:

@@ -72,11 +72,7 @@ class Row:
     part: Feature
 
     def layout(self, length: int, heads: Heads) -> Layout:
-        """Gives the layout of `length` input features.
-
-        Raises:
-            ValueError: Where the heads do not divide the length.
-        """
+        """Gives the layout of `length` input features; ValueError as `Column.layout`."""
         return Column(parts=(self.part,)).layout(length, heads)
 
 
@@ -88,6 +84,17 @@ class Vocabulary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Stacked experts of a mixture (`gate_up_proj`, `down_proj`), each with its inner features dealt out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureNorm:
+    """An RMS norm over all of the features that a column deals out, not over those of one head."""
+
+    part: Feature
+
+    def layout(self, length: int, heads: Heads) -> Layout:
+        """Gives the layout of `length` features; ValueError as `Column.layout`."""
+        return Column(parts=(self.part,)).layout(length, heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +126,7 @@ class Attention:
     reads_config: bool = False
 
 
-Style = Column | Row | Vocabulary | Experts | Replicated | Attention
+Style = Column | Row | Vocabulary | Experts | FeatureNorm | Replicated | Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from toolkit.tensor_parallel.styles import (
     Attention,
     Column,
     Experts,
+    FeatureNorm,
     Heads,
     Replicated,
     Row,
@@ -78,6 +79,25 @@ _PHI3: Mapping[str, Style] = {
 }
 
 
+# Norms over all heads, for which transformers' plan computes the whole attention on each rank.
+_NORMED_ATTENTION: Mapping[str, Style] = {
+    "model.layers.*.self_attn": Attention(ratio=("num_key_value_groups",)),
+    "model.layers.*.self_attn.q_proj": QUERY,
+    "model.layers.*.self_attn.k_proj": KEY_VALUE,
+    "model.layers.*.self_attn.v_proj": KEY_VALUE,
+    "model.layers.*.self_attn.o_proj": ATTENTION_ROW,
+    "model.layers.*.self_attn.q_norm": FeatureNorm(part="query"),
+    "model.layers.*.self_attn.k_norm": FeatureNorm(part="key_value"),
+}
+_OLMO2: Mapping[str, Style] = {
+    **_NORMED_ATTENTION,
+    "model.layers.*.mlp.gate_proj": WIDTH,
+    "model.layers.*.mlp.up_proj": WIDTH,
+    "model.layers.*.mlp.down_proj": WIDTH_ROW,
+}
+_OLMOE: Mapping[str, Style] = {**_NORMED_ATTENTION, "model.layers.*.mlp.experts": Experts()}
+
+
 def _falcon(*, interleaved: bool) -> Mapping[str, Style]:
     return {
         "transformer.h.*.self_attention": Attention(query=("num_heads",), key_value=("num_kv_heads",)),
@@ -119,6 +139,10 @@ def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
             return _GPT2
         case "gpt_neox":
             return _GPT_NEOX
+        case "olmo2" | "olmo3":
+            return _OLMO2
+        case "olmoe":
+            return _OLMOE
         case "opt":
             return _OPT
         case "phi3":
