@@ -206,7 +206,7 @@ def test_a_model_cannot_be_sharded_twice() -> None:
     ("model_type", "values", "words"),
     [
         ("falcon", {"alibi": True, "num_kv_heads": 4}, "transformer.h.*.mlp.dense_h_to_4h"),
-        ("cohere2", {}, "model.layers.*.self_attn.q_proj"),
+        ("gptj", {"n_embd": 16, "n_head": 4, "rotary_dim": 4}, "transformer.h.*.attn.q_proj"),
         ("bloom", {"n_head": 4, "hidden_size": 16}, "transformer.h.*.self_attention.query_key_value"),
     ],
 )

@@ -21,7 +21,7 @@ from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLine
 TOLERANCE = 1e-5
 # The same draws on every rank, and none that depend on what happened on one of them.
 TOGETHER = settings(
-    max_examples=40,
+    max_examples=25,
     database=None,
     deadline=None,
     phases=[Phase.generate],

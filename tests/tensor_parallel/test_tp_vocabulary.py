@@ -23,7 +23,7 @@ from toolkit.tensor_parallel.vocabulary import VocabParallelEmbedding, gather_sc
 
 IGNORED = -100
 TOGETHER = settings(
-    max_examples=40,
+    max_examples=25,
     database=None,
     deadline=None,
     phases=[Phase.generate],
