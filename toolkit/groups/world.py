@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.groups.build_locks import check_build_locks
+from toolkit.groups.process_groups import join_group
 from toolkit.launch.environment import ALLOCATOR, WorkerIdentity, rank_from_environment
 from toolkit.topology.grid import Coordinate, Grid
 
@@ -130,7 +131,7 @@ def connect(
         device=device,
         grid=grid,
         coordinate=coordinate,
-        dp_group=_own_group(grid, rank, "dp"),
+        dp_group=join_group(grid, rank, "dp"),
         owns_groups=owns_groups,
     )
 
@@ -239,14 +240,3 @@ def _launcher_store(address: str, *, rank: int, size: int, timeout: timedelta) -
     store, _, _ = next(rendezvous(f"env://?rank={rank}&world_size={size}", timeout=timeout))
     store.set_timeout(timeout)
     return store
-
-
-def _own_group(grid: Grid, rank: int, kind: str) -> dist.ProcessGroup:
-    """Makes every group of a kind, as all ranks must, and gives the one that holds `rank`."""
-    groups = grid.groups(kind)
-    if len(groups) == 1:
-        world = dist.group.WORLD
-        assert world is not None, "init_process_group has run"
-        return world
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
-    return made[tuple(grid.group_of(rank, kind))]

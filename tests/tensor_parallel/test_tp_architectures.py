@@ -1,0 +1,104 @@
+"""Every architecture, with 1, 2 and all key heads, tied and untied: loss, scores and every gradient are the dense model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from sharded_models import VOCABULARY, Variant, batch, dense_model, pairs, shard, variants
+
+from toolkit.tensor_parallel.apply import parameter_shards
+from toolkit.tensor_parallel.tables import DERIVED
+from toolkit.tensor_parallel.vocabulary import gather_scores
+
+TOLERANCE = 1e-5
+# Elements of a gradient below which all of it may be rounding: that of a bias of keys is, since it changes nothing.
+SMALL = 1e-2
+
+
+def errors_of(variant: Variant, group: dist.ProcessGroup) -> dict[str, float]:
+    """Largest differences from the dense model, those of gradients as shares of their largest element."""
+    name, key_heads, tied = variant
+    model = dense_model(name, key_heads, tied=tied)
+    wanted = model(**batch())
+    wanted.loss.backward()
+    dense = {
+        name: (weight.detach().clone(), weight.grad) for name, weight in model.named_parameters(remove_duplicate=False)
+    }
+    model.zero_grad()
+    found = shard(model, group)(**batch())
+    found.loss.backward()
+    scores = gather_scores(found.logits, vocab_size=VOCABULARY, tp_group=group)
+    errors = {
+        "loss": abs(found.loss.item() - wanted.loss.item()),
+        "scores": (scores - wanted.logits).abs().max().item(),
+    }
+    shards = parameter_shards(model)
+    assert shards.keys() <= dense.keys()
+    ours = dict(model.named_parameters(remove_duplicate=False))
+    assert ours.keys() == dense.keys()
+    assert (len(ours) > len(list(model.parameters()))) == tied
+    for name, (weight, gradient) in dense.items():
+        scale = max(SMALL, gradient.abs().max().item())
+        if name in shards:  # the ranks' slices are all of it: test_tp_layout
+            weight, gradient = (
+                shards[name].take(x, rank=group.rank(), num_ranks=group.size()) for x in (weight, gradient)
+            )
+        assert torch.equal(ours[name], weight), name
+        assert ours[name].grad.shape == gradient.shape, name
+        errors[name] = (ours[name].grad - gradient).abs().max().item() / scale
+    return errors
+
+
+def scenes(rank: int, chosen: list[Variant]) -> dict[Variant, dict[str, float]]:
+    group = dist.group.WORLD
+    return {variant: errors_of(variant, group) for variant in chosen}
+
+
+def assert_exact(found: list[dict[Variant, Any]], variant: Variant) -> None:
+    for result in found:
+        assert {name: error for name, error in result[variant].items() if not error <= TOLERANCE} == {}
+
+
+def name_of(variant: Variant) -> str:
+    return f"{variant[0]}-{variant[1]}-{'tied' if variant[2] else 'untied'}"
+
+
+@pytest.fixture(scope="module")
+def over_two() -> list[dict[Variant, Any]]:
+    return run_distributed(scenes, 2, pairs(2), timeout_seconds=200)
+
+
+@pytest.fixture(scope="module")
+def over_four() -> list[dict[Variant, Any]]:
+    return run_distributed(scenes, 4, pairs(4), timeout_seconds=200)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("variant", pairs(2), ids=name_of)
+def test_a_model_on_two_ranks_is_the_dense_one(over_two: list[dict[Variant, Any]], variant: Variant) -> None:
+    assert_exact(over_two, variant)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("variant", pairs(4), ids=name_of)
+def test_a_model_on_four_ranks_is_the_dense_one(over_four: list[dict[Variant, Any]], variant: Variant) -> None:
+    assert_exact(over_four, variant)
+
+
+@pytest.mark.gloo
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_variant_is_the_dense_one(num_ranks: int) -> None:
+    found = run_distributed(scenes, num_ranks, variants(), timeout_seconds=600)
+    for variant in variants():
+        assert_exact(found, variant)
+
+
+def test_every_architecture_that_is_said_to_be_right_is_tried() -> None:
+    assert set(DERIVED) <= {name for name, _, _ in variants()}
+    for name, key_heads, tied in variants():
+        assert any((name, key_heads, tied) in pairs(num_ranks) for num_ranks in (2, 4))

@@ -1,0 +1,273 @@
+"""What keeps a model from being sharded is named, all at once, and the model stays as it was."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import dense_model
+from torch import nn
+
+from toolkit.errors import PlanError
+from toolkit.groups.fake import fake_world
+from toolkit.groups.process_groups import join_group
+from toolkit.tensor_parallel import styles as styles_module
+from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
+from toolkit.tensor_parallel.layout import Part
+from toolkit.tensor_parallel.styles import (
+    Attention,
+    Column,
+    Experts,
+    FeatureNorm,
+    Heads,
+    Replicated,
+    Row,
+    Style,
+    Styles,
+    Vocabulary,
+)
+from toolkit.tensor_parallel.tables import FUSED_QKV, WIDTH, styles_for
+from toolkit.topology.grid import Grid
+
+COLUMN, ROW = Column(parts=("width",)), Row(part="width")
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.inner = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4), Inner()
+
+
+class Model(nn.Module):
+    """A model that is not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 10, bias=False)
+
+
+NORM = {"blocks.*.norm": Replicated(reads_shards=False)}
+WHOLE_INNER = {"blocks.*.inner": Replicated(reads_shards=False)}
+SOUND: dict[str, Style] = {"blocks.*.up": COLUMN, "blocks.*.down": ROW, **NORM, **WHOLE_INNER}
+
+
+def problems_of(model: nn.Module, styles: Styles, tp: int) -> list[tuple[str, str, str]]:
+    before = dict(model.named_parameters())
+    with fake_world(Grid(tp=tp)):
+        group = join_group(Grid(tp=tp), 0, "tp")
+        try:
+            apply_tensor_parallel(model, styles, tp_group=group)
+        except PlanError as error:
+            after = dict(model.named_parameters())
+            assert all(after[name] is parameter for name, parameter in before.items()), "the model was touched"
+            return [(problem.code, problem.key, str(problem)) for problem in error.problems]
+    return []
+
+
+def of_table(
+    table: dict[str, Style], *, tp: int = 2, heads: Heads | None = None, model: nn.Module | None = None
+) -> Any:
+    return problems_of(model or Model(), Styles(heads=heads or Heads(query=2, key_value=2), table=table), tp)
+
+
+def test_a_sound_table_of_one_s_own_is_accepted() -> None:
+    assert of_table(SOUND) == []
+    inside = {"blocks.*.inner.up": COLUMN, "blocks.*.inner.down": ROW}
+    assert of_table(inside) == []
+    assert of_table({**SOUND, **inside} | {"embed": Vocabulary(), "head": Vocabulary()}) == []
+
+
+def test_a_name_that_matches_nothing_is_named_with_what_is_near() -> None:
+    [(code, key, text)] = of_table({**SOUND, "block.*.upp": COLUMN})
+    assert (code, key) == ("TP_STYLE_UNUSED", "block.*.upp")
+    assert "matches no module of Model" in text
+    assert "blocks.*.up" in text
+
+
+@pytest.mark.parametrize("left_out", ["blocks.*.norm", "blocks.*.inner"])
+def test_what_is_left_whole_beside_shards_is_named_once_for_all_layers(left_out: str) -> None:
+    [(code, key, text)] = of_table({name: style for name, style in SOUND.items() if name != left_out})
+    assert (code, key) == ("TP_STYLE_NEIGHBOUR", left_out)
+    assert f"{left_out} is left whole beside up, which is sharded" in text
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"), [("down", "blocks.*.up and no Row"), ("up", "no Column and blocks.*.down")]
+)
+def test_columns_without_a_row_and_a_row_without_columns(left_out: str, words: str) -> None:
+    found = of_table({**SOUND, f"blocks.*.{left_out}": Replicated(reads_shards=False)})
+    assert [(code, key) for code, key, _ in found] == [("TP_STYLE_NEIGHBOUR", "blocks.*")]
+    assert words in found[0][2]
+
+
+def test_only_some_layers_in_the_table() -> None:
+    table = {name.replace("*", "1"): style for name, style in SOUND.items()}
+    assert of_table(table) == []
+    found = of_table({**SOUND, "blocks.0.up": Replicated(reads_shards=False)})
+    assert [code for code, _, _ in found] == ["TP_STYLE_NEIGHBOUR"]
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("blocks.*.norm", COLUMN),
+        ("blocks.*.norm", Vocabulary()),
+        ("embed", ROW),
+        ("blocks.*.up", Experts()),
+        ("blocks.*.norm", FeatureNorm(part="width")),
+        ("blocks", ROW),
+    ],
+)
+def test_a_style_that_the_module_is_not_made_for(name: str, style: Style) -> None:
+    assert ("TP_STYLE_KIND", name) in {(code, key) for code, key, _ in of_table({**SOUND, name: style})}
+
+
+def test_quantised_weights_and_unknown_embeddings_are_not_sharded() -> None:
+    model = Model()
+    model.blocks[0].up.weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.uint8), requires_grad=False)
+    assert [code for code, _, _ in of_table({**SOUND, "blocks.1.up": COLUMN}, model=model)] == ["TP_STYLE_KIND"]
+
+    class Odd(nn.Embedding):
+        pass
+
+    model = Model()
+    model.embed = Odd(10, 4)
+    assert [code for code, _, _ in of_table({"embed": Vocabulary()}, model=model)] == ["TP_STYLE_KIND"]
+
+
+def test_parts_that_are_not_the_layer_s() -> None:
+    [(code, key, text)] = of_table({**SOUND, "blocks.*.up": Column(parts=("query", "key_value", "key_value")), "blocks.*.down": Row(part="query")})  # fmt: skip
+    assert (code, key) == ("TP_STYLE_PARTS", "blocks.*.up")
+    assert "6 does not divide 8 features" in text
+
+
+def test_widths_that_ranks_cannot_share() -> None:
+    found = of_table(SOUND, tp=3)
+    assert [(code, key) for code, key, _ in found] == [("TP_WIDTH", "parallel.tensor")] * 2
+    assert "tensor=3 cannot share the 8 features of blocks.*.up" in found[0][2]
+    assert "Set tensor to one of 1, 2, 4, 8" in found[0][2]
+    assert [code for code, _, _ in of_table(SOUND, tp=16)] == ["TP_WIDTH"] * 2
+
+
+@pytest.mark.parametrize(
+    ("query", "key_value", "tp", "valid"),
+    [(4, 2, 3, "1, 2, 4"), (12, 3, 2, "1, 3, 6, 12"), (12, 4, 6, "1, 2, 4, 12"), (4, 4, 8, "1, 2, 4")],
+)
+def test_heads_that_ranks_cannot_share(query: int, key_value: int, tp: int, valid: str) -> None:
+    model = dense_model("llama", key_value, num_attention_heads=query, intermediate_size=48)
+    [(code, _, text)] = problems_of(model, styles_for(model), tp)
+    assert code == "TP_HEADS"
+    assert text.startswith(f"tensor={tp} ")
+    assert f"Set tensor to one of {valid}." in text
+
+
+def test_experts_must_leave_rows_that_the_kernels_take() -> None:
+    model = dense_model("mixtral", intermediate_size=24)
+    [(code, _, text)] = problems_of(model, styles_for(model), 4)
+    assert code == "TP_WIDTH"
+    assert "a multiple of 4, as the kernels want" in text
+    assert "Set tensor to one of 1, 2, 3, 6." in text
+
+
+def test_a_shared_weight_needs_one_style() -> None:
+    model = Model()
+    model.head.weight = model.embed.weight
+    found = of_table({"head": Vocabulary()}, model=model)
+    assert [code for code, _, _ in found] == ["TP_STYLE_TIED"]
+    assert "embed, head share one weight" in found[0][2]
+    assert of_table({"head": Vocabulary(), "embed": Vocabulary()}, model=model) == []
+
+
+def test_all_problems_come_at_once() -> None:
+    table = {"nowhere": COLUMN, "blocks.*.up": COLUMN, "blocks.*.down": ROW, "embed": ROW}
+    assert {code for code, _, _ in of_table(table, tp=3)} == {
+        "TP_STYLE_UNUSED", "TP_WIDTH", "TP_STYLE_KIND", "TP_STYLE_NEIGHBOUR",
+    }  # fmt: skip
+
+
+def test_a_model_cannot_be_sharded_twice() -> None:
+    model = dense_model("llama")
+    styles = styles_for(model)
+    assert problems_of(model, styles, 2) == []
+    assert {code for code, _, _ in problems_of(model, styles, 2)} == {"TP_STYLE_KIND"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "words"),
+    [
+        ("falcon", {"alibi": True, "num_kv_heads": 4}, "transformer.h.*.mlp.dense_h_to_4h"),
+        ("gptj", {"n_embd": 16, "n_head": 4, "rotary_dim": 4}, "transformer.h.*.attn.q_proj"),
+        ("bloom", {"n_head": 4, "hidden_size": 16}, "transformer.h.*.self_attention.query_key_value"),
+    ],
+)
+def test_an_unknown_architecture_is_refused_with_what_to_write(
+    model_type: str, values: dict[str, Any], words: str
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, vocab_size=64, **sizes | values))
+    with pytest.raises(PlanError) as caught:
+        styles_for(model)
+    assert caught.value.codes == ("TP_ARCHITECTURE",)
+    text = str(caught.value)
+    assert f"model_type={model_type}" in text
+    assert f'"{words}": …,  #' in text
+    assert "Vocabulary()" in text
+
+
+def test_what_is_shown_for_an_architecture_with_a_plan_is_code() -> None:
+    model = dense_model("llama")
+    model.config.model_type = "unheard-of"
+    with pytest.raises(PlanError) as caught:
+        styles_for(model)
+    table = str(caught.value).partition("Styles(heads=Heads(query=…, key_value=…), table=")[2].rpartition(")")[0]
+    written = eval(table, {kind.__name__: kind for kind in (Attention, Column, Row, Vocabulary)})
+    model.config.model_type = "llama"
+    assert written == styles_for(model).table
+
+
+def test_a_sharded_model_on_meta_has_the_shapes_of_one_rank() -> None:
+    with torch.device("meta"):
+        model = dense_model("phi3", 2)
+    with fake_world(Grid(dp=2, tp=4), rank=5):
+        apply_tensor_parallel(model, styles_for(model), tp_group=join_group(Grid(dp=2, tp=4), 5, "tp"))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (3 * 4, 16)
+    assert shapes["model.layers.0.self_attn.o_proj.weight"] == (16, 4)
+    assert shapes["model.layers.0.mlp.gate_up_proj.weight"] == (16, 16)
+    assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (16, 16)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert parameter_shards(model)["model.layers.1.self_attn.qkv_proj.weight"].layout.parts[0] == Part(
+        num_units=4, unit_size=4
+    )
+
+
+def test_the_examples_of_the_docstrings() -> None:
+    result = doctest.testmod(styles_module)
+    assert result.attempted
+    assert result.failed == 0
+
+
+def test_fused_columns_are_split_by_their_parts() -> None:
+    layout = FUSED_QKV.layout(32, Heads(query=4, key_value=2))
+    assert [part.num_units for part in layout.parts] == [4, 2, 2]
+    assert {part.unit_size for part in layout.parts} == {4}
+    assert WIDTH.layout(6, Heads(query=4, key_value=2)).parts == (Part(num_units=6),)

@@ -1,0 +1,73 @@
+"""Collectives over an explicit group, as torch's functional operators: they trace, compile, and run on fake tensors.
+
+Source:
+    torch csrc/distributed/c10d/Functional.cpp, the operators that DTensor calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+Reduction = Literal["sum", "max"]
+
+_ops: Any = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """The result of a collective that may still run: only `wait` gives a tensor that may be read."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """Gives the result; on a card the current stream waits, not the host."""
+        return _ops.wait_tensor(self.tensor)  # type: ignore[no-any-return]
+
+
+def start_all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> Pending:
+    """Starts to reduce a tensor that the caller gives up: the result takes its memory.
+
+    Compiled code has an operator of its own, since those that write to their input cannot be traced; inductor finds by
+    itself that the memory is free.
+
+    Source:
+        torch _inductor/fx_passes/reinplace.py.
+    """
+    reduce = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
+    return Pending(tensor=reduce(tensor, op, group.group_name))
+
+
+def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> torch.Tensor:
+    """Gives the reduction of `tensor` over the group, on each of its ranks, as a new tensor."""
+    return Pending(tensor=_ops.all_reduce(tensor.contiguous(), op, group.group_name)).wait()
+
+
+def all_gather(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gives the ranks' tensors, which have one shape, joined along `dim` in rank order."""
+    size = group.size()
+    gathered = Pending(tensor=_ops.all_gather_into_tensor(tensor.contiguous(), size, group.group_name)).wait()
+    return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
+
+
+def reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gives rank r the r-th of equal pieces, along `dim`, of the sum of the ranks' tensors."""
+    size = group.size()
+    laid_out = tensor if dim == 0 else torch.cat(equal_pieces(tensor, size, dim=dim))
+    scattered = _ops.reduce_scatter_tensor(laid_out.contiguous(), "sum", size, group.group_name)
+    return Pending(tensor=scattered).wait()
+
+
+def equal_pieces(tensor: torch.Tensor, count: int, *, dim: int) -> tuple[torch.Tensor, ...]:
+    """Cuts a tensor into `count` equal pieces along `dim`, as views.
+
+    Raises:
+        ValueError: If `count` does not divide that dim.
+    """
+    length = tensor.shape[dim]
+    if length % count:
+        raise ValueError(f"{count} ranks do not divide dim {dim} of shape {tuple(tensor.shape)}")
+    return torch.split(tensor, length // count, dim)

@@ -1,0 +1,43 @@
+"""Process groups of a grid's axes, and groups within a group: the only `new_group` calls."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from toolkit.topology.grid import Grid
+
+
+def join_group(grid: Grid, rank: int, *kinds: str) -> dist.ProcessGroup:
+    """Makes every group of a kind, as all ranks of the world must, and gives the one that holds `rank`.
+
+    Args:
+        grid: All ranks, which all call this with the same kinds in the same order.
+        rank: This process's global rank.
+        kinds: As `Grid.groups` takes them: `"tp"`, `"dp"`, `"pp"`, or several.
+    """
+    groups = grid.groups(*kinds)
+    if len(groups) == 1:
+        world = dist.group.WORLD
+        assert world is not None, "init_process_group has run"
+        return world
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+    return made[grid.group_of(rank, *kinds)]
+
+
+def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
+    """Cuts a group into runs of neighbours of equal size, and gives the run that holds this process.
+
+    Only the ranks of `group` call this.
+
+    Raises:
+        ValueError: If `num_parts` does not divide the group.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    length, left_over = divmod(len(ranks), num_parts)
+    if left_over:
+        raise ValueError(f"num_parts={num_parts} does not divide a group of {len(ranks)} ranks")
+    if num_parts == 1:
+        return group
+    start = group.rank() // length * length
+    own: dist.ProcessGroup = dist.new_group(ranks[start : start + length], use_local_synchronization=True)
+    return own

@@ -1,0 +1,171 @@
+"""Tensor parallelism as a function of an unmodified model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.errors import PlanError, raise_all
+from toolkit.groups.collectives import all_reduce
+from toolkit.groups.process_groups import split_group
+from toolkit.tensor_parallel.check import problems
+from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss
+from toolkit.tensor_parallel.experts import shard_experts
+from toolkit.tensor_parallel.layout import Shard
+from toolkit.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    input_features,
+    output_features,
+    share_input,
+)
+from toolkit.tensor_parallel.norm import ParallelRMSNorm
+from toolkit.tensor_parallel.random_state import shard_dropout
+from toolkit.tensor_parallel.styles import (
+    Attention,
+    Column,
+    Experts,
+    FeatureNorm,
+    Replicated,
+    Row,
+    Style,
+    Styles,
+    Vocabulary,
+    matching,
+    regions,
+)
+from toolkit.tensor_parallel.vocabulary import VocabParallelEmbedding, vocabulary_layout
+
+M = TypeVar("M", bound=nn.Module)
+# Names that configurations give to the dropout of attention weights, the one that acts on shards.
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
+
+
+def apply_tensor_parallel(model: M, styles: Styles, *, tp_group: dist.ProcessGroup) -> M:
+    """Turns a dense model, the same on all ranks of a group, into this rank's part of it, in place.
+
+    It is called as before, on the same batch on all ranks. Its loss, given `labels`, is the dense model's; its logits
+    are those of this rank's part of the vocabulary (`gather_scores` joins them). Parameters keep their names.
+
+    Args:
+        model: On any device, meta included.
+        styles: As `styles_for` gives them, or a table of one's own.
+        tp_group: Ranks that share the model.
+
+    Returns:
+        The model.
+
+    Raises:
+        PlanError: TP_HEADS, TP_WIDTH where the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
+            TP_STYLE_PARTS, TP_STYLE_NEIGHBOUR, TP_STYLE_TIED where the table is not the model's. All at once, and with
+            the model as it was.
+    """
+    raise_all(PlanError, problems(model, styles, num_ranks=tp_group.size()))
+    found = {name: style for pattern, style in styles.table.items() for name in matching(model, pattern)}
+    tied = list(_tied_parameters(model))
+    builder = _Builder(styles, tp_group)
+    for name, style in found.items():
+        builder.shard(model, name, style)
+    for first, *others in tied:
+        for other in others:
+            _set_parameter(model, other, model.get_parameter(first))
+    for region in regions(found):
+        columns = [model.get_submodule(name) for name in region.columns]
+        share_input([column for column in columns if isinstance(column, ColumnParallelLinear)])
+        if _drops_attention(model):
+            parent, row = model.get_submodule(region.parent), model.get_submodule(region.rows[0])
+            shard_dropout(parent, columns=columns, row=row, tp_group=tp_group)
+    if isinstance(_head(model), ColumnParallelLinear):
+        model.loss_function = VocabParallelCausalLoss(tp_group=tp_group)  # type: ignore[assignment]
+    return model
+
+
+def parameter_shards(model: nn.Module) -> dict[str, Shard]:
+    """Gives how each sharded parameter of a model is cut, by name; those that are whole are left out."""
+    return {
+        f"{name}.{own}" if name else own: shard
+        for name, module in model.named_modules()
+        for own, shard in getattr(module, "shards", {}).items()
+        if module._parameters.get(own) is not None
+    }
+
+
+class _Builder:
+    """Puts a shard in the place of a module, or makes the module one."""
+
+    def __init__(self, styles: Styles, tp_group: dist.ProcessGroup) -> None:
+        self._heads = styles.heads
+        self._group = tp_group
+        has_heads = any(isinstance(style, Column) and "key_value" in style.parts for style in styles.table.values())
+        shared = has_heads and styles.heads.key_value < tp_group.size()
+        self._replica_group = split_group(tp_group, styles.heads.key_value) if shared else None
+
+    def shard(self, model: nn.Module, name: str, style: Style) -> None:
+        module = model.get_submodule(name)
+        match style:
+            case Column():
+                layout = style.layout(output_features(module), self._heads)
+                column = ColumnParallelLinear(module, layout, tp_group=self._group, replica_group=self._replica_group)
+                model.set_submodule(name, column)
+            case Row():
+                layout = style.layout(input_features(module), self._heads)
+                model.set_submodule(name, RowParallelLinear(module, layout, tp_group=self._group))
+            case Vocabulary():
+                model.set_submodule(name, self._vocabulary(module))
+            case FeatureNorm():
+                layout = style.layout(len(module.get_parameter("weight")), self._heads)
+                norm = ParallelRMSNorm(module, layout, tp_group=self._group, replica_group=self._replica_group)
+                model.set_submodule(name, norm)
+            case Experts():
+                shard_experts(module, tp_group=self._group)
+            case Replicated(reads_shards=True):
+                for parameter in module.parameters():
+                    if parameter.requires_grad:
+                        parameter.register_hook(partial(all_reduce, group=self._group))  # type: ignore[no-untyped-call]
+            case Attention():
+                self._localise(module, style)
+
+    def _vocabulary(self, module: nn.Module) -> nn.Module:
+        if isinstance(module, nn.Embedding):
+            return VocabParallelEmbedding(module, tp_group=self._group)
+        layout = vocabulary_layout(output_features(module), self._group.size())
+        return ColumnParallelLinear(module, layout, tp_group=self._group)
+
+    def _localise(self, module: Any, style: Attention) -> None:
+        size, own = self._group.size(), self._heads.on_rank(self._group.size())
+        for name in style.query:
+            setattr(module, name, getattr(module, name) // size)
+        for name in style.key_value:
+            setattr(module, name, own.key_value)
+        for name in style.ratio:
+            setattr(module, name, own.query // own.key_value)
+        if style.reads_config:
+            module.config = copy.copy(module.config)
+            module.config.num_attention_heads, module.config.num_key_value_heads = own.query, own.key_value
+
+
+def _drops_attention(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return any(getattr(config, name, 0) for name in _ATTENTION_DROPOUT)
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    find = getattr(model, "get_output_embeddings", None)
+    return None if find is None else find()
+
+
+def _tied_parameters(model: nn.Module) -> Iterator[list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return (tied for tied in names.values() if len(tied) > 1)
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, own = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(own, parameter)

@@ -1,0 +1,161 @@
+"""Which slices of a dense parameter each rank of a tensor group holds: rank arithmetic, and the tensors cut and joined by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from toolkit.groups.collectives import all_gather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A run of equal units that are never cut: heads, or single features.
+
+    Args:
+        num_units: Units in the run.
+        unit_size: Length of each.
+    """
+
+    num_units: int
+    unit_size: int = 1
+
+    @property
+    def length(self) -> int:
+        """Length of the run."""
+        return self.num_units * self.unit_size
+
+    def owners(self, num_ranks: int) -> int:
+        """Ranks that hold one unit: 1 where there are units enough.
+
+        Raises:
+            ValueError: If neither number divides the other.
+        """
+        fewer, more = sorted((self.num_units, num_ranks))
+        if more % fewer:
+            raise ValueError(f"{self.num_units} units over {num_ranks} ranks: neither number divides the other")
+        return max(1, num_ranks // self.num_units)
+
+    def range_of(self, rank: int, num_ranks: int) -> range:
+        """What `rank` holds of the run, counted from its start.
+
+        >>> Part(num_units=8, unit_size=2).range_of(1, 4)
+        range(4, 8)
+        >>> [Part(num_units=2, unit_size=10).range_of(rank, 4) for rank in range(4)]
+        [range(0, 10), range(0, 10), range(10, 20), range(10, 20)]
+        """
+        owners = self.owners(num_ranks)
+        own = max(1, self.num_units // num_ranks) * self.unit_size
+        start = rank // owners * own
+        return range(start, start + own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A dimension as equal blocks, one after the other, each of the same parts one after the other.
+
+    Blocks are dealt out first; where there are fewer than ranks, several ranks share a block and divide its parts.
+    A part with fewer units than ranks is held by several ranks each.
+
+    Keys and values of grouped-query attention, fused behind the queries (Phi-3), 4 query and 2 key heads of size 2:
+
+    >>> fused = Layout(parts=(Part(num_units=4, unit_size=2), Part(num_units=2, unit_size=2), Part(num_units=2, unit_size=2)))
+    >>> fused.ranges(1, 2)
+    (range(4, 8), range(10, 12), range(14, 16))
+
+    The same heads interleaved, a block for each key head (Falcon):
+
+    >>> interleaved = Layout(parts=(Part(num_units=2, unit_size=2), Part(num_units=1, unit_size=2), Part(num_units=1, unit_size=2)), num_blocks=2)
+    >>> interleaved.ranges(1, 2)
+    (range(8, 16),)
+    >>> interleaved.ranges(1, 4), interleaved.owners(4)
+    ((range(2, 4), range(4, 6), range(6, 8)), (1, 2, 2))
+
+    Args:
+        parts: Of one block.
+        num_blocks: Blocks in the dimension.
+    """
+
+    parts: tuple[Part, ...]
+    num_blocks: int = 1
+
+    @property
+    def length(self) -> int:
+        """Length of the dense dimension."""
+        return self.num_blocks * self._block_length
+
+    @property
+    def _block_length(self) -> int:
+        return sum(part.length for part in self.parts)
+
+    def _is_whole_blocks(self, sharing: int) -> bool:
+        """Whether a rank's blocks are one range, given how many ranks share a block."""
+        return sharing == 1 and self.num_blocks > 1
+
+    def owners(self, num_ranks: int) -> tuple[int, ...]:
+        """For each range of `ranges`, the number of ranks that hold the same.
+
+        Raises:
+            ValueError: If the ranks cannot share units and blocks evenly.
+        """
+        sharing = Part(num_units=self.num_blocks).owners(num_ranks)
+        if self._is_whole_blocks(sharing):
+            return (1,)
+        return tuple(part.owners(sharing) for part in self.parts)
+
+    def ranges(self, rank: int, num_ranks: int) -> tuple[range, ...]:
+        """What `rank` holds of the dense dimension, in the order in which its shard holds it."""
+        blocks = Part(num_units=self.num_blocks, unit_size=self._block_length)
+        sharing = blocks.owners(num_ranks)
+        own = blocks.range_of(rank, num_ranks)
+        if self._is_whole_blocks(sharing):
+            return (own,)
+        ranges, start = [], own.start
+        for part in self.parts:
+            inside = part.range_of(rank % sharing, sharing)
+            ranges.append(range(start + inside.start, start + inside.stop))
+            start += part.length
+        return tuple(ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """How one parameter is cut.
+
+    Args:
+        dim: Dimension that is cut.
+        layout: Of that dimension; longer than the dense one where shards are padded with zeros.
+        dense_length: Length of the dense dimension.
+    """
+
+    dim: int
+    layout: Layout
+    dense_length: int
+
+    def take(self, dense: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
+        """Cuts a rank's shard out of a dense tensor, as a tensor of its own."""
+        padding = self.layout.length - self.dense_length
+        if padding:
+            dense = functional.pad(dense, (0, 0) * (dense.dim() - 1 - self.dim) + (0, padding))
+        pieces = [dense.narrow(self.dim, own.start, len(own)) for own in self.layout.ranges(rank, num_ranks)]
+        return torch.cat(pieces, self.dim)
+
+    def gather(self, local: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
+        """Gives the dense tensor of which `local` is this rank's shard.
+
+        Collectives:
+            all-gather, the size of the dense tensor times the ranks that hold the same.
+        """
+        shards = all_gather(local.unsqueeze(0), dim=0, group=tp_group)
+        shape = list(local.shape)
+        shape[self.dim] = self.layout.length
+        dense = local.new_empty(shape)
+        for rank, shard in enumerate(shards):
+            start = 0
+            for own in self.layout.ranges(rank, len(shards)):
+                dense.narrow(self.dim, own.start, len(own)).copy_(shard.narrow(self.dim, start, len(own)))
+                start += len(own)
+        return dense.narrow(self.dim, 0, self.dense_length)

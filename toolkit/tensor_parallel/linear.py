@@ -1,0 +1,202 @@
+"""Linear layers whose output features (columns) or input features (rows) lie on the ranks of a tensor group.
+
+Y = X·Aᵀ + b. Columns: A = [A₁; …; Aₙ], rank i gives Yᵢ = X·Aᵢᵀ + bᵢ. Rows: A = [A₁, …, Aₙ], rank i holds the columns Xᵢ of
+X, and Y = Σ Xᵢ·Aᵢᵀ + b. A pair of them, with any elementwise function between, needs one all-reduce forward and one backward.
+
+Source:
+    arXiv 1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.tensor_parallel.functional import ColumnSpec, column_linears, row_linear
+from toolkit.tensor_parallel.layout import Layout, Shard
+
+
+class ShardedLinear(nn.Module):
+    """What columns and rows share: a slice of a dense layer's weight, stored in the dense layer's orientation.
+
+    Args:
+        dense: `nn.Linear`, or transformers' `Conv1D`, whose weight is (in, out).
+        shards: How each of its parameters is cut; the others stay whole.
+        tp_group: Ranks that hold the other slices.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, dense: nn.Module, shards: dict[str, Shard], *, tp_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        self.shards = shards
+        self.transposed = isinstance(dense, Conv1D)
+        for name in ("weight", "bias"):
+            parameter = getattr(dense, name)
+            if name in shards and parameter is not None:
+                parameter = sharded_parameter(parameter, shards[name], tp_group=tp_group)
+            self.register_parameter(name, parameter)
+
+    @property
+    def weight_OI(self) -> torch.Tensor:  # noqa: N802
+        """The weight as (out, in)."""
+        return self.weight.t() if self.transposed else self.weight
+
+    @property
+    def out_features(self) -> int:
+        """Output features on this rank."""
+        return self.weight_OI.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Input features on this rank."""
+        return self.weight_OI.shape[1]
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank {self.tp_group.rank()} of {self.tp_group.size()}"
+        )
+
+
+class ColumnParallelLinear(ShardedLinear):
+    """Holds some output features; its input is whole and its output stays on this rank.
+
+    Columns that read one input, such as query, key and value, are told of each other by `share_input`: the first that
+    is called computes for all, so that their input's gradient is reduced once.
+
+    Args:
+        dense: Layer to slice.
+        layout: Of its output features.
+        tp_group: Ranks that hold the others.
+        replica_group: Ranks that hold the same heads as this one, where the layout has fewer heads than ranks.
+
+    Collectives:
+        forward: none; backward: all-reduce of the input's gradient over `tp_group`, which runs while the weights'
+        gradients are computed; all-reduce of the replicated heads' gradients over `replica_group`.
+    """
+
+    def __init__(
+        self,
+        dense: nn.Module,
+        layout: Layout,
+        *,
+        tp_group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        shard = Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=output_features(dense))
+        bias_shard = Shard(dim=0, layout=layout, dense_length=shard.dense_length)
+        super().__init__(dense, {"weight": shard, "bias": bias_shard}, tp_group=tp_group)
+        replicated = tuple(_replicated(layout, tp_group))
+        self.spec = ColumnSpec(transposed=self.transposed, replicated=replicated, replica_group=replica_group)
+        self._shared = SharedInput((self,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gives this rank's output features. Shapes (…, in) to (…, out / tp)."""
+        return self._shared.output_of(self, x)
+
+
+class RowParallelLinear(ShardedLinear):
+    """Holds some input features, of which its input is this rank's; its output is whole, and the bias is added once.
+
+    Args:
+        dense: Layer to slice.
+        layout: Of its input features.
+        tp_group: Ranks that hold the others.
+
+    Collectives:
+        forward: all-reduce of the output over `tp_group`; backward: none.
+    """
+
+    def __init__(self, dense: nn.Module, layout: Layout, *, tp_group: dist.ProcessGroup) -> None:
+        shard = Shard(dim=0 if isinstance(dense, Conv1D) else 1, layout=layout, dense_length=layout.length)
+        super().__init__(dense, {"weight": shard}, tp_group=tp_group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gives the whole output. Shapes (…, in / tp) to (…, out)."""
+        return row_linear(x, self.weight, self.bias, transposed=self.transposed, tp_group=self.tp_group)
+
+
+class SharedInput:
+    """Columns that read one tensor, computed together at the first call; each takes its output when it is called.
+
+    One function of all of them sums the gradients of their input before it is reduced: one all-reduce instead of one a
+    layer, hidden behind all their weight gradients.
+
+    Args:
+        columns: Layers that are called with the same tensor in each forward pass.
+    """
+
+    def __init__(self, columns: Sequence[ColumnParallelLinear]) -> None:
+        self._columns = tuple(columns)
+        self._input: torch.Tensor | None = None
+        self._version = 0
+        self._outputs: dict[ColumnParallelLinear, torch.Tensor] = {}
+
+    def output_of(self, column: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        """Gives a column's output for `x`, and keeps it no longer."""
+        # Neither a traced tensor nor one of inference mode counts what is written to it.
+        version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+        if x is not self._input or version != self._version or column not in self._outputs:
+            self._input, self._version = x, version
+            self._outputs = dict(zip(self._columns, self._compute(x), strict=True))
+        output = self._outputs.pop(column)
+        if not self._outputs:
+            self._input = None
+        return output
+
+    def _compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        specs = tuple(column.spec for column in self._columns)
+        parameters = [parameter for column in self._columns for parameter in (column.weight, column.bias)]
+        return column_linears(x, specs, parameters, tp_group=self._columns[0].tp_group)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of numbers, with its weight as it is; one of quantised weights is not."""
+    if not isinstance(module, nn.Linear | Conv1D):
+        return False
+    weight = module.get_parameter("weight")
+    return weight.dim() == 2 and weight.is_floating_point()
+
+
+def output_features(dense: nn.Module) -> int:
+    """Gives the length of a linear layer's output."""
+    return dense.get_parameter("weight").shape[1 if isinstance(dense, Conv1D) else 0]
+
+
+def input_features(dense: nn.Module) -> int:
+    """Gives the length of a linear layer's input."""
+    return dense.get_parameter("weight").shape[0 if isinstance(dense, Conv1D) else 1]
+
+
+def share_input(columns: Sequence[ColumnParallelLinear]) -> None:
+    """Tells columns that they read one input, so that they compute together.
+
+    Under ZeRO-3, which gathers each module's parameters when it is called, the decoder layer must gather its parameters
+    as one: `deepspeed.utils.set_z3_leaf_modules(model, [layer_class])`.
+    """
+    shared = SharedInput(columns)
+    for column in columns:
+        column._shared = shared
+
+
+def sharded_parameter(dense: nn.Parameter, shard: Shard, *, tp_group: dist.ProcessGroup) -> nn.Parameter:
+    """Cuts this rank's shard out of a dense parameter, as a parameter of its own."""
+    local = shard.take(dense.detach(), rank=tp_group.rank(), num_ranks=tp_group.size())
+    return nn.Parameter(local, requires_grad=dense.requires_grad)
+
+
+def _replicated(layout: Layout, group: dist.ProcessGroup) -> Iterator[range]:
+    """Gives the ranges of this rank's shard, counted in the shard, that other ranks hold too."""
+    start = 0
+    owners = layout.owners(group.size())
+    for own, count in zip(layout.ranges(group.rank(), group.size()), owners, strict=True):
+        if count > 1:
+            yield range(start, start + len(own))
+        start += len(own)

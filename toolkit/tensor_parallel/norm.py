@@ -1,0 +1,65 @@
+"""An RMS norm over features that lie on the ranks of a tensor group, as OLMo 2 and OLMoE have it over all query heads.
+
+D: features, d: those on this rank.
+
+Source:
+    arXiv 1910.07467; transformers models/olmoe/modeling_olmoe.py OlmoeAttention.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.groups.collectives import all_reduce
+from toolkit.tensor_parallel.layout import Layout, Shard
+from toolkit.tensor_parallel.linear import sharded_parameter
+from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
+
+
+class ParallelRMSNorm(nn.Module):
+    """y = w·x / √(mean x² + ε), the mean over the features of all ranks.
+
+    Args:
+        dense: Norm of transformers, with a weight and `variance_epsilon`.
+        layout: Of its features.
+        tp_group: Ranks that hold the others.
+        replica_group: Ranks that hold the same features as this one, where there are fewer heads than ranks.
+
+    Collectives:
+        forward: all-reduce of 4 bytes a token; backward: as much, and all-reduce of replicated weights' gradients.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        dense: nn.Module,
+        layout: Layout,
+        *,
+        tp_group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        self.shards = {"weight": Shard(dim=0, layout=layout, dense_length=layout.length)}
+        self.weight = sharded_parameter(dense.get_parameter("weight"), self.shards["weight"], tp_group=tp_group)
+        self.variance_epsilon = float(dense.variance_epsilon)  # type: ignore[arg-type]
+        [owners] = layout.owners(tp_group.size())
+        self._counted_features = layout.length * owners  # a feature that several ranks hold is counted on each
+        if owners > 1 and self.weight.requires_grad:
+            assert replica_group is not None, "a layout with replicated heads comes with their group"
+            self.weight.register_hook(partial(all_reduce, group=replica_group))  # type: ignore[no-untyped-call]
+
+    def forward(self, x_d: torch.Tensor) -> torch.Tensor:
+        """Gives the normed features, computed in fp32. Shapes (…, d) to (…, d)."""
+        scaled_d = x_d.float()
+        squares_1 = reduce_from_region(scaled_d.square().sum(-1, keepdim=True), tp_group=self.tp_group)
+        mean_1 = copy_to_region(squares_1, tp_group=self.tp_group) / self._counted_features
+        return (self.weight * scaled_d * torch.rsqrt(mean_1 + self.variance_epsilon)).to(x_d.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.variance_epsilon}, rank {self.tp_group.rank()} of {self.tp_group.size()}"

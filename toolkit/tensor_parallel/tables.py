@@ -1,0 +1,222 @@
+"""The styles of architectures: derived from transformers' own tensor-parallel plan, or written here.
+
+Its plans run replicated what they cannot cut (Phi-3's fused layers) and leave out the vocabulary; those of
+`DERIVED` say all else that we need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.errors import PlanError
+from toolkit.tensor_parallel.linear import is_linear
+from toolkit.tensor_parallel.styles import (
+    Attention,
+    Column,
+    Experts,
+    FeatureNorm,
+    Heads,
+    Replicated,
+    Row,
+    Style,
+    Styles,
+    Vocabulary,
+    matching,
+    pattern_of,
+)
+
+QUERY = Column(parts=("query",))
+KEY_VALUE = Column(parts=("key_value",))
+FUSED_QKV = Column(parts=("query", "key_value", "key_value"))
+INTERLEAVED_QKV = Column(parts=("query", "key_value", "key_value"), interleaved=True)
+WIDTH = Column(parts=("width",))
+FUSED_GATE_UP = Column(parts=("width", "width"))
+ATTENTION_ROW = Row(part="query")
+WIDTH_ROW = Row(part="width")
+
+# Architectures whose plan in transformers is followed, each tested against its dense model.
+DERIVED = (
+    "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo", "phi", "qwen2", "qwen3", "qwen3_moe",
+    "smollm3", "starcoder2",
+)  # fmt: skip
+
+_GPT2: Mapping[str, Style] = {
+    "transformer.h.*.attn": Attention(query=("num_heads", "split_size")),
+    "transformer.h.*.attn.c_attn": FUSED_QKV,
+    "transformer.h.*.attn.c_proj": ATTENTION_ROW,
+    "transformer.h.*.mlp.c_fc": WIDTH,
+    "transformer.h.*.mlp.c_proj": WIDTH_ROW,
+}
+_GPT_NEOX: Mapping[str, Style] = {
+    "gpt_neox.layers.*.attention.query_key_value": INTERLEAVED_QKV,
+    "gpt_neox.layers.*.attention.dense": ATTENTION_ROW,
+    "gpt_neox.layers.*.mlp.dense_h_to_4h": WIDTH,
+    "gpt_neox.layers.*.mlp.dense_4h_to_h": WIDTH_ROW,
+}
+_OPT: Mapping[str, Style] = {
+    "model.decoder.layers.*.self_attn": Attention(query=("num_heads",)),
+    "model.decoder.layers.*.self_attn.q_proj": QUERY,
+    "model.decoder.layers.*.self_attn.k_proj": KEY_VALUE,
+    "model.decoder.layers.*.self_attn.v_proj": KEY_VALUE,
+    "model.decoder.layers.*.self_attn.out_proj": ATTENTION_ROW,
+    "model.decoder.layers.*.fc1": WIDTH,
+    "model.decoder.layers.*.fc2": WIDTH_ROW,
+    "model.decoder.layers.*.self_attn_layer_norm": Replicated(reads_shards=False),
+    "model.decoder.layers.*.final_layer_norm": Replicated(reads_shards=False),
+}
+_PHI3: Mapping[str, Style] = {
+    "model.layers.*.self_attn": Attention(
+        key_value=("num_key_value_heads",), ratio=("num_key_value_groups",), reads_config=True
+    ),
+    "model.layers.*.self_attn.qkv_proj": FUSED_QKV,
+    "model.layers.*.self_attn.o_proj": ATTENTION_ROW,
+    "model.layers.*.mlp.gate_up_proj": FUSED_GATE_UP,
+    "model.layers.*.mlp.down_proj": WIDTH_ROW,
+}
+
+
+# Norms over all heads, for which transformers' plan computes the whole attention on each rank.
+_NORMED_ATTENTION: Mapping[str, Style] = {
+    "model.layers.*.self_attn": Attention(ratio=("num_key_value_groups",)),
+    "model.layers.*.self_attn.q_proj": QUERY,
+    "model.layers.*.self_attn.k_proj": KEY_VALUE,
+    "model.layers.*.self_attn.v_proj": KEY_VALUE,
+    "model.layers.*.self_attn.o_proj": ATTENTION_ROW,
+    "model.layers.*.self_attn.q_norm": FeatureNorm(part="query"),
+    "model.layers.*.self_attn.k_norm": FeatureNorm(part="key_value"),
+}
+_OLMO2: Mapping[str, Style] = {
+    **_NORMED_ATTENTION,
+    "model.layers.*.mlp.gate_proj": WIDTH,
+    "model.layers.*.mlp.up_proj": WIDTH,
+    "model.layers.*.mlp.down_proj": WIDTH_ROW,
+}
+_OLMOE: Mapping[str, Style] = {**_NORMED_ATTENTION, "model.layers.*.mlp.experts": Experts()}
+
+
+def _falcon(*, interleaved: bool) -> Mapping[str, Style]:
+    return {
+        "transformer.h.*.self_attention": Attention(query=("num_heads",), key_value=("num_kv_heads",)),
+        "transformer.h.*.self_attention.query_key_value": INTERLEAVED_QKV if interleaved else FUSED_QKV,
+        "transformer.h.*.self_attention.dense": ATTENTION_ROW,
+        "transformer.h.*.mlp.dense_h_to_4h": WIDTH,
+        "transformer.h.*.mlp.dense_4h_to_h": WIDTH_ROW,
+    }  # fmt: skip
+
+
+# Names that transformers' plans give to layers of one meaning.
+_COLUMNS: Mapping[str, Column] = {
+    "q_proj": QUERY, "k_proj": KEY_VALUE, "v_proj": KEY_VALUE, "gate_proj": WIDTH, "up_proj": WIDTH, "fc1": WIDTH, "c_fc": WIDTH,
+}  # fmt: skip
+_ROWS: Mapping[str, Row] = {
+    "o_proj": ATTENTION_ROW, "dense": ATTENTION_ROW, "down_proj": WIDTH_ROW, "fc2": WIDTH_ROW, "c_proj": WIDTH_ROW,
+}  # fmt: skip
+
+
+def styles_for(model: PreTrainedModel) -> Styles:
+    """Gives the styles of a model of transformers.
+
+    Raises:
+        PlanError: TP_ARCHITECTURE for an architecture, or a variant of one, whose styles are not known; it shows what to
+            write for it.
+    """
+    config = model.config
+    layers = _layers(model)
+    if layers is None:
+        raise _unknown(model)
+    return Styles(heads=_heads(config), table={**dict.fromkeys(_vocabulary(model), Vocabulary()), **layers})
+
+
+def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
+    """Gives the styles of all but the vocabulary; None where they are not known."""
+    config = model.config
+    match config.model_type:
+        case "gpt2" if not config.add_cross_attention:
+            return _GPT2
+        case "gpt_neox":
+            return _GPT_NEOX
+        case "olmo2" | "olmo3":
+            return _OLMO2
+        case "olmoe":
+            return _OLMOE
+        case "opt":
+            return _OPT
+        case "phi3":
+            return _PHI3
+        case "falcon" if not config.alibi:  # its biases are made for all heads, outside the layers
+            return _falcon(interleaved=config.new_decoder_architecture or not config.multi_query)
+        case kind if kind in DERIVED:
+            return _derived(model)
+    return None
+
+
+def _derived(model: PreTrainedModel) -> Mapping[str, Style] | None:
+    """Translates `base_model_tp_plan`, less what this model has no module for; None where it says something unknown."""
+    plan: Mapping[str, str] = model.config.base_model_tp_plan or {}
+    table: dict[str, Style] = {}
+    experts = [name for name, style in plan.items() if style == "moe_tp_experts"]
+    for name, style in plan.items():
+        parent, _, leaf = name.rpartition(".")
+        if parent in experts or style == "embedding_rowwise":
+            continue
+        translated = _translated(leaf, style)
+        if translated is None:
+            return None
+        table[f"{model.base_model_prefix}.{name}"] = translated
+        if leaf == "q_proj":
+            table[f"{model.base_model_prefix}.{parent}"] = Attention(ratio=("num_key_value_groups",))
+    return {name: style for name, style in table.items() if matching(model, name)}
+
+
+def _translated(leaf: str, style: str) -> Style | None:
+    match style:
+        case "colwise":
+            return _COLUMNS.get(leaf)
+        case "rowwise":
+            return _ROWS.get(leaf)
+        case "replicated_with_grad_allreduce":
+            return Replicated(reads_shards=True)
+        case "moe_tp_experts":
+            return Experts()
+    return None
+
+
+def _heads(config: Any) -> Heads:
+    """Gives the heads of a configuration, by the names of its architecture."""
+    query = config.num_attention_heads
+    match config.model_type:
+        case "gpt2" | "gpt_neox" | "opt":
+            key_value = query
+        case "falcon":
+            key_value = 1 if config.multi_query and not config.new_decoder_architecture else config.num_kv_heads
+        case _:
+            key_value = config.num_key_value_heads
+    return Heads(query=query, key_value=key_value)
+
+
+def _vocabulary(model: PreTrainedModel) -> list[str]:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if any(module is end for end in ends)]
+
+
+def _unknown(model: PreTrainedModel) -> PlanError:
+    """Shows a table to complete: what transformers' plan says where it has one, and each linear layer else."""
+    known = {**dict.fromkeys(_vocabulary(model), Vocabulary()), **(_derived(model) or {})}
+    lines = [f'"{name}": {style},' for name, style in known.items()]
+    others = {pattern_of(name): module for name, module in model.named_modules() if is_linear(module)}
+    lines += [f'"{name}": …,  # {_shape(module)}' for name, module in others.items() if name not in known]
+    return PlanError.of(
+        code="TP_ARCHITECTURE",
+        key="parallel.tensor",
+        message=f"tensor parallelism of {type(model).__name__} (model_type={model.config.model_type}) is not known to be right",
+        fix="Set parallel.tensor to 1, or call apply_tensor_parallel with a table of your own, whose … are Column, Row or "
+        "Replicated: Styles(heads=Heads(query=…, key_value=…), table={\n    " + "\n    ".join(lines) + "\n})",
+    )
+
+
+def _shape(module: nn.Module) -> str:
+    return f"{type(module).__name__}, weight of {' × '.join(map(str, module.get_parameter('weight').shape))}"
