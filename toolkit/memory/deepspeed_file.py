@@ -212,7 +212,6 @@ class DeepSpeedFile:
                 message=f"{self.name} is of a script of its own, but the job's precision=fp8 is applied by `toolkit train` alone",
                 fix="Set train.precision to bf16, or leave the file out",
             )
-            return
         if all((self.config.get(name) or {}).get("enabled") is True for name in ("bf16", "fp16")):
             yield Problem(
                 code="DS_FILE_CONTRADICTS",
@@ -225,7 +224,7 @@ class DeepSpeedFile:
         names = {ours: theirs for theirs, ours in _BATCH.items()}
         for key, value in self._stated(job).items():
             wanted = getattr(job.train, key)
-            if wanted is None or value == wanted:
+            if wanted is None or value == wanted or wanted == "fp8":
                 continue
             if key != "precision":
                 said, auto = f"{names[key]}={value}", names[key]
