@@ -7,7 +7,7 @@ side, one on each card, and the next ones import what they need meanwhile. One J
 memory of every rank by phase.
 
     python benchmarks/measure.py tests/data/cards/cases.yaml --out rows.jsonl
-    python benchmarks/measure.py tests/data/cards/cases.yaml --out rows.jsonl --only gemma3-zero2 --caps
+    python benchmarks/measure.py tests/data/cards/cases.yaml --out rows.jsonl --only whole-olmo-1b-zero2 --caps 1 0.95
 
 With `--caps`, cases marked `caps` run again with torch's allocator held to shares of A, which is what the estimate says
 that a card must have, less context and NCCL.

@@ -1,6 +1,6 @@
 """The estimate against runs of many kinds on cards, measured by `benchmarks/measure.py`: the peak, each phase, the host.
 
-`tests/data/cards/cases.yaml` says what ran; `runs.jsonl` what was measured, on two H200 of one host.
+`tests/data/cards/cases.yaml` says what ran; `runs.jsonl` what was measured, on one H200 and on two of one host.
 """
 
 import statistics
@@ -97,7 +97,8 @@ def test_what_is_required_is_enough_to_train_at_full_speed(reports):
     assert max(slower.values()) < 0.06
 
 
-def test_less_than_what_is_required_is_not_enough(reports):
+def test_a_twentieth_less_is_not_enough(reports):
+    """That lies 1 to 2 % below the peak: what lies between the peak and A was not tried."""
     short = [run for run in CAPPED if 0.94 < run["cap_bytes"] / usable(reports[run["id"]]) < 0.96]
     assert len(short) >= 10
     assert all("failed" in run for run in short)
