@@ -91,7 +91,7 @@ class Estimator:
             settings = plan.settings
             micro = settings.per_device_eval_batch_size if evaluation else settings.batch.micro
             self._notify(f"tracing {plan.model.name}, {micro} × {settings.sequence_length} tokens")
-            # Always with ZeRO-3's marks, so that one trace serves every stage.
+            # Always with ZeRO-3's marks, so that one trace serves every stage (with adapters, all but the third).
             self._traces[key] = trace_plan(
                 plan, marks_modules=True, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation
             )

@@ -254,7 +254,8 @@ class _Request:
                         apply_fp8(model, self.fp8, emulate=self.fp8_emulated)
                     apply_loss(model, self.loss)
                     if self.lora is not None and self.checkpointing:
-                        # So do transformers' gradient_checkpointing_enable and peft's get_peft_model.
+                        # So does transformers' gradient_checkpointing_enable, in scripts of Trainer or Accelerate: the
+                        # embedding's output and its gradient then outlive the pass. `toolkit train` needs neither.
                         model.enable_input_require_grads()
                 model.train(not self.evaluation)
                 stacks = [in_adapters(model, stack) for stack in stacks]
