@@ -225,7 +225,6 @@ def test_frozen_weights_get_no_gradient_and_keep_no_input() -> None:
 
 def test_the_parameter_itself_is_saved() -> None:
     """A view of it would hold the storage of ZeRO-3's gathered weight until the backward pass."""
-    layer = nn.Sequential(nn.Linear(32, 48, dtype=torch.bfloat16))
     tiny = tiny_model("llama", **SIZES).to(torch.bfloat16)
     apply_fp8(tiny, Fp8(), emulate=True)
     layer = next(fp8_layers(tiny))
