@@ -43,6 +43,11 @@ ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+ADAPTER_INPUTS = (
+    "adapters under checkpointing are priced as Trainer and scripts run them, whose first layer's input needs a gradient; "
+    "`toolkit train` does not hold these two through the step, where memory is low"
+)
+
 
 def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., Replay]:
     """Gives what wraps the optimizer; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
@@ -141,6 +146,8 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
     """Says what of a job is taken for granted rather than priced."""
     if plan.job.train.method == "qlora":
         yield NF4
+    if plan.job.train.method != "full" and plan.settings.gradient_checkpointing:
+        yield ADAPTER_INPUTS
     if plan.job.train.torch_compile:
         yield "torch.compile is priced as eager execution, which holds no less"
     if settings.quantized_weights:
