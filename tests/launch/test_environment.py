@@ -13,6 +13,7 @@ from toolkit.launch.environment import (
     available_cpus,
     detect_launcher,
     explain_environment,
+    other_allocator,
     rank_from_environment,
     worker_environment,
 )
@@ -200,3 +201,16 @@ def test_a_partial_or_inconsistent_environment_is_one_clear_error(change, words)
         rank_from_environment(env)
     assert set(caught.value.codes) == {"LAUNCH_ENV"}
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ({}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, "PYTORCH_ALLOC_CONF=max_split_size_mb:128"),
+    ],
+)
+def test_an_allocator_of_the_users_own_is_named(base, said):
+    assert other_allocator(base) == said

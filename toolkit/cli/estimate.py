@@ -157,10 +157,15 @@ def _left_at_once() -> Iterator[None]:
 
 def _make_estimator(notify: Callable[[str], None]) -> Estimator:
     from toolkit.cli.calibrate import calibration_path
+    from toolkit.launch.environment import other_allocator
     from toolkit.memory.calibration import load_calibrations
     from toolkit.memory.estimator import Estimator
 
-    return Estimator(calibrations=load_calibrations(calibration_path()), notify=notify)
+    return Estimator(
+        calibrations=load_calibrations(calibration_path()),
+        notify=notify,
+        other_allocator=other_allocator(os.environ),
+    )
 
 
 def _check_options(

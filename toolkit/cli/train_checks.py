@@ -99,11 +99,12 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     """
     from toolkit.launch.devices import card_problems
     from toolkit.launch.local import check_machine, check_one_node
+    from toolkit.launch.packages import package_problems
     from toolkit.train.checks import output_problems, space_warnings
 
     raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
     check_one_node(plan)
-    found = list(card_problems(plan))
+    found = [*card_problems(plan), *package_problems(plan)]
     try:
         check_machine(plan)
     except RunError as error:
@@ -116,8 +117,11 @@ def check_start(plan: Plan) -> None:
     """Says before anything is written or deleted what the launch would say after.
 
     Raises:
+        PlanError: FP8_PACKAGE, LOSS_LIGER_PACKAGE.
         RunError: As `check_launchable`.
     """
     from toolkit.launch.local import check_launchable
+    from toolkit.launch.packages import package_problems
 
+    raise_all(PlanError, package_problems(plan))
     check_launchable(plan)

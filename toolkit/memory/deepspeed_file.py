@@ -210,7 +210,7 @@ class DeepSpeedFile:
                 code="DS_FILE_CONTRADICTS",
                 key="train.precision",
                 message=f"{self.name} is of a script of its own, but the job's precision=fp8 is applied by `toolkit train` alone",
-                fix="Set train.precision to bf16, or leave the file out",
+                fix="Set train.precision to bf16 and leave train.fp8 out, or leave the file out",
             )
         if all((self.config.get(name) or {}).get("enabled") is True for name in ("bf16", "fp16")):
             yield Problem(

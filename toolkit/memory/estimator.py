@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.launch.environment import ALLOCATOR
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
 from toolkit.memory.estimate import capability, engine_settings, estimate, keeps_frozen_inputs, trace_plan
@@ -25,6 +26,7 @@ class Estimator:
     Args:
         calibrations: What was measured on the machine at hand, by card.
         notify: Called with one line before each trace, the slow part.
+        other_allocator: A setting of torch's allocator that the person has made, and launches leave.
     """
 
     def __init__(
@@ -32,9 +34,11 @@ class Estimator:
         *,
         calibrations: Mapping[str, Calibration] | None = None,
         notify: Callable[[str], None] = lambda line: None,
+        other_allocator: str | None = None,
     ) -> None:
         self._calibrations = calibrations or {}
         self._notify = notify
+        self._other_allocator = other_allocator
         self._traces: dict[str, Trace] = {}
 
     @property
@@ -70,6 +74,8 @@ class Estimator:
         notes = () if case.file is None else case.file.notes(case.job)
         if calibration is not None:
             notes += (f"context and NCCL as `toolkit calibrate` has learned them of {plan.gpu.name} on this machine",)
+        if self._other_allocator is not None and case.file is None and not plan.on_cpu:
+            notes += (f"{self._other_allocator} is set here, and launches leave it: the slack is that of {ALLOCATOR}",)
         return replace(report, assumptions=(*report.assumptions, *notes))
 
     def attempt(self, case: Case, changes: Mapping[str, Any] | None = None) -> Outcome:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.errors import PlanError
+from toolkit.launch.packages import TORCHAO
 from toolkit.spec.job import Fp8
 
 if TYPE_CHECKING:
@@ -30,17 +31,15 @@ def check_installed() -> None:
     """Imports the package.
 
     Raises:
-        PlanError: FP8_PACKAGE when it cannot be imported.
+        PlanError: FP8_PACKAGE when it, or what is used of it, cannot be imported.
     """
     try:
         import torchao.float8  # noqa: F401
-    except ImportError as error:
-        raise PlanError.of(
-            code="FP8_PACKAGE",
-            key="train.precision",
-            message=f"precision=fp8 needs the package torchao: {str(error).splitlines()[0]}",
-            fix='Install it with `pip install "accelerator-toolkit[fp8]"`, or set train.precision to bf16',
-        ) from None
+
+        import toolkit.modeling.fp8_linear  # noqa: F401
+    except Exception as error:  # a package built for another torch fails in ways of its own
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PlanError(TORCHAO.problem(reason)) from None
 
 
 def check_device(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from toolkit.errors import PlanError
+from toolkit.launch.packages import LIGER
 from toolkit.modeling.linear_cross_entropy import LogitMap
 from toolkit.modeling.loss import IGNORED
 
@@ -18,12 +19,7 @@ def check_installed() -> None:
     try:
         import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
     except ImportError as error:
-        raise PlanError.of(
-            code="LOSS_LIGER_PACKAGE",
-            key="train.loss",
-            message=f"loss=liger needs the package liger-kernel: {str(error).splitlines()[0]}",
-            fix='Install it with `pip install "accelerator-toolkit[liger]"`, or set train.loss to chunked',
-        ) from None
+        raise PlanError(LIGER.problem(str(error).splitlines()[0])) from None
 
 
 def liger_cross_entropy(

@@ -1,0 +1,83 @@
+"""Optional packages that a plan needs, checked before anything is read, written or started; nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from toolkit.errors import Problem
+from toolkit.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """An optional package, as `pyproject.toml` lists it.
+
+    Args:
+        name: Of the distribution.
+        extra: Of ours, which brings it.
+        least: Oldest version that has all that is used.
+        code: Of the error when it is missing.
+        key: Of the job, that asks for it.
+        wanted: The key and its value, as a message has them.
+        instead: What to set to do without.
+    """
+
+    name: str
+    extra: str
+    least: str
+    code: str
+    key: str
+    wanted: str
+    instead: str
+
+    def problem(self, reason: str) -> Problem:
+        """Says that the package cannot be used, and why."""
+        return Problem(
+            code=self.code,
+            key=self.key,
+            message=f"{self.wanted} needs the package {self.name}: {reason}",
+            fix=f'Install it with `pip install "accelerator-toolkit[{self.extra}]"`, or {self.instead}',
+        )
+
+
+TORCHAO = Package(
+    name="torchao",
+    extra="fp8",
+    least="0.18",
+    code="FP8_PACKAGE",
+    key="train.precision",
+    wanted="precision=fp8",
+    instead="set train.precision to bf16",
+)
+LIGER = Package(
+    name="liger-kernel",
+    extra="liger",
+    least="0.8.5",
+    code="LOSS_LIGER_PACKAGE",
+    key="train.loss",
+    wanted="loss=liger",
+    instead="set train.loss to chunked",
+)
+
+
+def package_problems(plan: Plan) -> Iterator[Problem]:
+    """Gives the optional packages of a plan that this environment has not, or has too old."""
+    for package in _needed(plan):
+        try:
+            found = version(package.name)
+        except PackageNotFoundError:
+            yield package.problem("it is not installed")
+            continue
+        if Version(found) < Version(package.least):
+            yield package.problem(f"{found} is installed, and {package.least} or newer is needed")
+
+
+def _needed(plan: Plan) -> Iterator[Package]:
+    if plan.settings.precision == "fp8":
+        yield TORCHAO
+    if plan.job.train.loss == "liger":
+        yield LIGER
