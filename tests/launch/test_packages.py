@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
+from toolkit.cli.train_checks import check_start
+from toolkit.errors import PlanError
 from toolkit.launch.packages import LIGER, TORCHAO, package_problems
 
 ROOT = Path(__file__).parents[2]
@@ -68,17 +70,10 @@ def test_a_package_that_is_new_enough_is_no_problem(installed):
     assert not list(package_problems(plan_of(precision="fp8")))
 
 
-def test_train_says_so_before_it_writes_anything(tmp_path):
-    from toolkit.cli.train_checks import check_start
-    from toolkit.errors import PlanError
-
+def test_train_says_so_before_it_writes_anything(tmp_path, installed):
     plan = plan_of(precision="fp8", output_dir=str(tmp_path / "run"))
-    before = list(sys.path)
-    sys.path[:] = [str(tmp_path)]
-    try:
-        with pytest.raises(PlanError) as caught:
-            check_start(plan)
-    finally:
-        sys.path[:] = before
+    installed()
+    with pytest.raises(PlanError) as caught:
+        check_start(plan)
     assert caught.value.codes == ("FP8_PACKAGE",)
     assert not (tmp_path / "run").exists()

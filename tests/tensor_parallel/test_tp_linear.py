@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from drawn_together import TOGETHER
+from hypothesis import given, seed
 from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -19,14 +20,6 @@ from toolkit.tensor_parallel.layout import Layout, Part
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear, share_input
 
 TOLERANCE = 1e-5
-# The same draws on every rank, and none that depend on what happened on one of them.
-TOGETHER = settings(
-    max_examples=25,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
 
 
 def dense_layer(kind: type, num_in: int, num_out: int, *, bias: bool) -> nn.Module:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from drawn_together import TOGETHER
+from hypothesis import given, seed
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -22,13 +23,6 @@ from toolkit.tensor_parallel.layout import Shard
 from toolkit.tensor_parallel.vocabulary import VocabParallelEmbedding, gather_scores, vocabulary_layout
 
 IGNORED = -100
-TOGETHER = settings(
-    max_examples=25,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
 
 
 def difference(ours: torch.Tensor, wanted: torch.Tensor) -> float:

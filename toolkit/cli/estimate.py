@@ -113,7 +113,7 @@ def estimate(
 @contextmanager
 def estimating(*, as_json: bool) -> Iterator[Estimator]:
     """Gives an estimator; says on a terminal what it is doing, for its imports and traces take seconds."""
-    from toolkit.train.worker import quiet_torchao
+    from toolkit.launch.packages import quiet_torchao
 
     quiet_torchao()
     with _left_at_once(), warnings.catch_warnings():

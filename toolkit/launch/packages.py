@@ -1,7 +1,8 @@
-"""Optional packages that a plan needs, checked before anything is read, written or started; nothing is imported."""
+"""Optional packages: those that a plan needs are checked before anything is read, written or started; none is imported."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -81,3 +82,12 @@ def _needed(plan: Plan) -> Iterator[Package]:
         yield TORCHAO
     if plan.job.train.loss == "liger":
         yield LIGER
+
+
+def quiet_torchao() -> None:
+    """Hides what torchao, where it is installed, logs as transformers imports it.
+
+    It names each of its own kernels that cannot run on this machine, and torch each of its old calls.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)

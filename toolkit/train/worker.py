@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import warnings
@@ -14,6 +13,7 @@ from typing import NoReturn
 from toolkit.errors import INTERRUPTED_EXIT_CODE, ToolkitError
 from toolkit.launch.environment import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
+from toolkit.launch.packages import quiet_torchao
 from toolkit.plan.plan import Plan
 from toolkit.train.progress import Silent, Terminal
 
@@ -47,15 +47,6 @@ def quiet_warnings() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
     quiet_torchao()
-
-
-def quiet_torchao() -> None:
-    """Hides what torchao, where it is installed, logs as transformers imports it.
-
-    It names each of its own kernels that cannot run on this machine, and torch each of its old calls.
-    """
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def leave(code: int) -> NoReturn:
