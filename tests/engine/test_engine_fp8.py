@@ -213,10 +213,11 @@ def course_on_the_card(train: dict[str, Any]) -> tuple[list[float], dict[str, in
 @pytest.mark.skipif(card() is None, reason="needs a card with float8 units")
 def test_on_a_card_fp8_follows_bf16_in_the_memory_that_was_foreseen() -> None:
     expected, *_ = course_on_the_card({"precision": "bf16"})
-    assert expected[0] - expected[-1] > 1
+    fall = expected[0] - expected[-1]
+    assert fall > 1
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         losses, measured, predicted = course_on_the_card({"precision": "fp8", "fp8": {"recipe": recipe}})
-        assert losses == pytest.approx(expected, rel=0.02), recipe
+        assert losses == pytest.approx(expected, abs=0.05 * fall), recipe
         assert losses != expected
         for phase in ("forward", "backward", "step"):
             assert measured[phase] == pytest.approx(predicted[phase], rel=0.02), (recipe, phase)
