@@ -103,9 +103,12 @@ def build_model(
             config_dict_or_path=plan.deepspeed_config(),
             mpu=ModelParallelUnit(world),
         )
-    adapted = apply_plan(plan, model)
+    adapted: Any = apply_plan(plan, model)
+    if plan.settings.zero_stage == 3 and plan.job.train.method == "lora":
+        # Above a frozen embedding no input of the first layer would have a gradient, and the leaf's hook fire too early.
+        adapted.enable_input_require_grads()
     mark_parameters(adapted, tp_group=world.tp_group)
-    return adapted
+    return adapted  # type: ignore[no-any-return]
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
