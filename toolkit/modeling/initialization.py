@@ -221,9 +221,10 @@ class _NothingElsewhere(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        written = args[0] if args and func.__name__.endswith("_") and not func.__name__.endswith("__") else None
-        if isinstance(written, nn.Parameter) and written.is_meta:
-            raise RuntimeError(f"{func.__name__} of a weight of shape {tuple(written.shape)} outside its decoder layer")
+        writes = func.__name__.endswith("_") and not func.__name__.endswith("__")
+        for tensor in (*args, *(kwargs or {}).values()) if writes else ():
+            if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+                raise RuntimeError(f"{func.__name__} of a weight of shape {tuple(tensor.shape)} outside its layer")
         return func(*args, **(kwargs or {}))
 
 
