@@ -41,7 +41,7 @@ PEAK_FLOPS = 989.5e12
 WARM_UP = 2
 TINY = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 DEFAULT_CASES = (
     "autotp:micro=4,checkpointing=1",
@@ -111,37 +111,6 @@ def flops_per_token(raw: Mapping[str, Any], sequence_length: int) -> float:
 # What a worker does.
 
 
-class Mpu:
-    """The groups of a grid without pipelines, under the names that DeepSpeed asks for."""
-
-    def __init__(self, grid: Grid, rank: int, *, tp_group: Any, dp_group: Any) -> None:
-        self._grid, self._place = grid, grid.coordinate(rank)
-        self._dp_ranks = grid.group_of(rank, "dp")
-        self.get_data_parallel_group = lambda: dp_group
-        self.get_model_parallel_group = self.get_tensor_model_parallel_group = lambda: tp_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self._place.dp
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._grid.dp
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self._dp_ranks)
-
-    def get_model_parallel_rank(self) -> int:
-        return self._place.tp
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._grid.tp
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return 1
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-
 def engine_config(case: Case, *, num_replicas: int, bf16: bool, cuda: bool) -> dict[str, Any]:
     adam = {"lr": 1e-5, "weight_decay": 0.1} | ({} if cuda else {"torch_adam": True})
     return {
@@ -189,26 +158,23 @@ def our_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
     import deepspeed
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
 
-    from toolkit.groups.process_groups import join_group
+    from toolkit.groups.mpu import ModelParallelUnit
     from toolkit.groups.world import connect
     from toolkit.modeling.build import compile_layers
-    from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
+    from toolkit.tensor_parallel.apply import apply_tensor_parallel
+    from toolkit.tensor_parallel.marks import mark_parameters
     from toolkit.tensor_parallel.tables import styles_for
 
     grid = Grid(pp=1, dp=options.gpus // options.tensor, tp=options.tensor)
     world = connect(grid, backend=options.backend)
-    tp_group = join_group(grid, world.rank, "tp")
     raw = model_config(options)
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
-    with torch.device("meta"), no_init_weights():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=options.dtype, attn_implementation="sdpa")
-    apply_tensor_parallel(model, styles_for(model), tp_group=tp_group)
+    apply_tensor_parallel(model, styles_for(model), tp_group=world.tp_group)
     draw_weights(model, device)
-    for name in parameter_shards(model):
-        parameter: Any = model.get_parameter(name)
-        parameter.tensor_model_parallel = parameter.model_parallel = True
+    mark_parameters(model, tp_group=world.tp_group)  # on what lies on the device: to_empty makes parameters anew
     checkpoint_layers(model, case.checkpointing)
     if case.kernels == "liger":
         use_liger(model)
@@ -223,7 +189,7 @@ def our_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
         model=model,
         model_parameters=list(model.parameters()),
         config=engine_config(case, num_replicas=grid.dp, bf16=options.bf16, cuda=options.cuda),
-        mpu=Mpu(grid, world.rank, tp_group=tp_group, dp_group=world.dp_group),
+        mpu=ModelParallelUnit(world),
         dist_init_required=False,
     )
     return engine
@@ -233,7 +199,16 @@ def draw_weights(model: Any, device: Any) -> None:
     """Gives a model of the meta device storage and numbers of the usual size, the replicated ones the same on all ranks."""
     import torch
 
+    tied = {parameter: name for name, parameter in model.named_parameters()}
+    others = {
+        name: tied[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if tied[parameter] != name
+    }
     model.to_empty(device=device)
+    for name, first in others.items():
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(own, model.get_parameter(first))
     for name, module in list(model.named_modules()):
         if hasattr(module, "inv_freq"):  # not a parameter, so lost with the meta device
             parent, _, own = name.rpartition(".")
