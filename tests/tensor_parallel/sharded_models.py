@@ -95,14 +95,14 @@ def dense_model(name: str, key_heads: int = HEADS, *, tied: bool = False, **over
     return model.eval()
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """Token ids and labels, some of which do not count. Shape (2, 9)."""
-    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+def batch(length: int = 9) -> dict[str, torch.Tensor]:
+    """Token ids and labels, some of which do not count. Shape (2, length)."""
+    ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :4] = -100
     return {"input_ids": ids, "labels": labels}
 
 
-def shard(model: PreTrainedModel, group: dist.ProcessGroup) -> PreTrainedModel:
+def shard(model: PreTrainedModel, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> PreTrainedModel:
     """Makes the model this rank's part of it."""
-    return apply_tensor_parallel(model, styles_for(model), tp_group=group)
+    return apply_tensor_parallel(model, styles_for(model), tp_group=group, sequence_parallel=sequence_parallel)

@@ -22,17 +22,17 @@ TOLERANCE = 1e-5
 SMALL = 1e-2
 
 
-def errors_of(variant: Variant, group: dist.ProcessGroup) -> dict[str, float]:
+def errors_of(variant: Variant, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> dict[str, float]:
     """Largest differences from the dense model, those of gradients as shares of their largest element."""
     name, key_heads, tied = variant
     model = dense_model(name, key_heads, tied=tied)
-    wanted = model(**batch())
+    wanted = model(**batch(8 if sequence_parallel else 9))
     wanted.loss.backward()
     dense = {
         name: (weight.detach().clone(), weight.grad) for name, weight in model.named_parameters(remove_duplicate=False)
     }
     model.zero_grad()
-    found = shard(model, group)(**batch())
+    found = shard(model, group, sequence_parallel=sequence_parallel)(**batch(8 if sequence_parallel else 9))
     found.loss.backward()
     scores = gather_scores(found.logits, vocab_size=VOCABULARY, tp_group=group)
     errors = {
@@ -56,9 +56,18 @@ def errors_of(variant: Variant, group: dist.ProcessGroup) -> dict[str, float]:
     return errors
 
 
-def scenes(rank: int, chosen: list[Variant]) -> dict[Variant, dict[str, float]]:
+def scenes(rank: int, chosen: list[Variant]) -> dict[Any, dict[str, float]]:
+    """Errors by variant, and by variant and "pieces" those with sequence parallelism, of variants chosen for that too."""
     group = dist.group.WORLD
-    return {variant: errors_of(variant, group) for variant in chosen}
+    found: dict[Any, dict[str, float]] = {variant: errors_of(variant, group) for variant in chosen}
+    for variant in in_pieces(chosen):
+        found[variant, "pieces"] = errors_of(variant, group, sequence_parallel=True)
+    return found
+
+
+def in_pieces(chosen: list[Variant]) -> list[Variant]:
+    """One variant of each architecture: that with the fewest key heads."""
+    return list({name: (name, key_heads, tied) for name, key_heads, tied in reversed(chosen)}.values())
 
 
 def assert_exact(found: list[dict[Variant, Any]], variant: Variant) -> None:
