@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[dict[str, Any], str | None]] = {
     "olmo2": ({**_PLAIN}, "num_key_value_heads"),
     "olmo3": ({**_PLAIN, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}, "num_key_value_heads"),
     "olmoe": ({**_PLAIN, **_EXPERTS, "clip_qkv": 0.5}, "num_key_value_heads"),
-    "opt": ({**_PLAIN, "ffn_dim": 24, "word_embed_proj_dim": 8}, None),
+    "opt": ({**_PLAIN, "ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0}, None),
     "phi": ({**_PLAIN}, "num_key_value_heads"),
     "phi3": (_PLAIN, "num_key_value_heads"),
     "qwen2": (_PLAIN, "num_key_value_heads"),

@@ -13,6 +13,7 @@ from toolkit.errors import PlanError, raise_all
 from toolkit.groups.process_groups import split_group
 from toolkit.tensor_parallel.check import problems
 from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss
+from toolkit.tensor_parallel.decoder import Decoder, find_decoder
 from toolkit.tensor_parallel.experts import expert_shards, shard_experts
 from toolkit.tensor_parallel.gradient_sums import sum_gradients
 from toolkit.tensor_parallel.layout import Layout, Shard
@@ -27,7 +28,7 @@ from toolkit.tensor_parallel.linear import (
 )
 from toolkit.tensor_parallel.norm import ParallelRMSNorm, norm_shards
 from toolkit.tensor_parallel.random_state import shard_dropout
-from toolkit.tensor_parallel.sequence import Decoder, find_decoder, shard_sequence
+from toolkit.tensor_parallel.sequence import shard_sequence
 from toolkit.tensor_parallel.styles import (
     Attention,
     Column,
