@@ -17,6 +17,7 @@ from sharded_models import batch, dense_model, shard
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from toolkit.errors import PlanError
@@ -147,7 +148,7 @@ PIECE_DROPOUT: dict[str, dict[str, float]] = {
 def piece_dropout_scene(name: str, group: dist.ProcessGroup) -> dict[str, Any]:
     """Dropout on pieces of the sequence: masks of one layer's output that differ by rank, and all that must agree."""
     found = []
-    for run in (in_training_mode, checkpointed(True), checkpointed(False), checkpointed(False)):
+    for run in (in_training_mode, checkpointed(True), checkpointed(False), checkpointed_with_hooks):
         model = shard(dense_model(name, **PIECE_DROPOUT[name]), group, sequence_parallel=True)
         masks: list[torch.Tensor] = []
         for module in model.modules():
@@ -155,10 +156,10 @@ def piece_dropout_scene(name: str, group: dist.ProcessGroup) -> dict[str, Any]:
                 module.register_forward_hook(partial(note_mask, masks))
         torch.manual_seed(3)
         loss = run(model)
-        whole = {key: grad for key, grad in grads_of(model).items() if key not in parameter_shards(model)}
-        found.append(
-            (loss, grads_of(model), torch.rand(3).tolist(), [(mask != 0).flatten().tolist() for mask in masks])
-        )
+        grads = {key.replace(".layer.", "."): grad for key, grad in grads_of(model).items()}
+        shards = {key.replace(".layer.", ".") for key in parameter_shards(model)}
+        whole = {key: grad for key, grad in grads.items() if key not in shards}
+        found.append((loss, grads, torch.rand(3).tolist(), [(mask != 0).flatten().tolist() for mask in masks]))
     (loss, grads, after, masks), *others = found
     return {
         "loss": loss,
@@ -167,6 +168,30 @@ def piece_dropout_scene(name: str, group: dist.ProcessGroup) -> dict[str, Any]:
         "whole": {key: grad.tolist() for key, grad in whole.items()},
         "masks": masks,
     }
+
+
+def checkpointed_with_hooks(model: PreTrainedModel) -> float:
+    """Two passes, the second of which counts, with a layer's hooks run again too, as before transformers 5.24."""
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList):
+            for name, layer in list(stack.named_children()):
+                setattr(stack, name, Rerun(layer))
+    before = torch.get_rng_state()
+    in_training_mode(model)
+    model.zero_grad()
+    torch.set_rng_state(before)
+    return in_training_mode(model)
+
+
+class Rerun(nn.Module):
+    """Runs a layer again for its gradient, hooks and all."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
 
 
 def note_mask(masks: list[torch.Tensor], module: nn.Module, args: Any, output: torch.Tensor) -> None:
