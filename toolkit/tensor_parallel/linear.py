@@ -93,6 +93,11 @@ class ColumnParallelLinear(ShardedLinear):
         self.spec = ColumnSpec(transposed=self.transposed, replicated=replicated, replica_group=replica_group)
         self._shared = SharedInput((self,))
 
+    @property
+    def reads(self) -> Reads:
+        """What its input is, as `SharedInput` takes it."""
+        return self._shared.reads
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gives this rank's output features. Shapes (…, in) to (…, out / tp)."""
         return self._shared.output_of(self, x)
@@ -144,7 +149,7 @@ class SharedInput:
 
     def __init__(self, columns: Sequence[ColumnParallelLinear], *, reads: Reads = "whole") -> None:
         self._columns = tuple(columns)
-        self._reads = reads
+        self.reads = reads
         self._input: torch.Tensor | None = None
         self._version = 0
         self._outputs: dict[ColumnParallelLinear, torch.Tensor] = {}
@@ -175,9 +180,9 @@ class SharedInput:
         specs = tuple(column.spec for column in self._columns)
         parameters = [parameter for column in self._columns for parameter in (column.weight, column.bias)]
         group, known = self._columns[0].tp_group, self._gathered
-        if self._reads == "whole":
+        if self.reads == "whole":
             return column_linears(x, specs, parameters, tp_group=group)
-        if self._reads == "piece":
+        if self.reads == "piece":
             whole = start_gather(x.detach(), tp_group=group).wait()
             return column_linears(x, specs, parameters, tp_group=group, whole=whole)
         if known is not None and known.whole is x and known.version == _version(x):
