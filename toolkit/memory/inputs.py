@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -21,6 +23,7 @@ from transformers import (
 from toolkit.errors import PlanError
 from toolkit.modeling.loss import auxiliary_loss, token_loss
 from toolkit.spec.job import Packing
+from toolkit.tensor_parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 
 Task = Literal[
     "causal-lm", "sequence-classification", "masked-lm", "seq2seq-lm", "image-classification", "image-text-to-text"
@@ -95,11 +98,31 @@ def make_batch(
     return inputs, _tokens(shape)
 
 
-def loss_of(task: Task, outputs: Any, labels: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Gives the loss that the engine differentiates: ours for causal language models, else the model's own."""
+def loss_of(
+    task: Task,
+    outputs: Any,
+    labels: torch.Tensor,
+    config: PreTrainedConfig,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Gives the loss that the engine differentiates: ours for causal language models, else the model's own.
+
+    Args:
+        task: What the model does.
+        outputs: Of the model.
+        labels: As `make_batch` makes them.
+        config: Of the model.
+        tp_group: Ranks over which the vocabulary lies; None where logits are whole.
+    """
     if task != "causal-lm":
         return outputs.loss  # type: ignore[no-any-return]
-    loss = token_loss(outputs, labels)
+    if tp_group is None:
+        loss = token_loss(outputs, labels)
+    else:
+        vocab_size = config.get_text_config(decoder=True).vocab_size
+        shifted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        loss = vocab_parallel_cross_entropy(outputs.logits, shifted, vocab_size=vocab_size, tp_group=tp_group).sum()
     router = auxiliary_loss(outputs, config)
     return loss if router is None else loss + router
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
@@ -28,10 +28,11 @@ class Stage3(Replay):
         self._partitions = {parameter.name: math.ceil(parameter.numel / size) for parameter in trace.parameters}
         self._numel = sum(self._partitions[parameter.name] for parameter in self.trainable)
         self._modules: dict[str, list[Parameter]] = {}
+        leaves = set(trace.leaves)
         for parameter in trace.parameters:
-            self._modules.setdefault(parameter.module, []).append(parameter)
+            self._modules.setdefault(_gathered_by(parameter.module, leaves), []).append(parameter)
         for module, name in trace.tied:
-            self._modules.setdefault(module, []).append(self.by_name[name])
+            self._modules.setdefault(_gathered_by(module, leaves), []).append(self.by_name[name])
         self._persistent = {p.name for p in trace.parameters if p.numel <= settings.persistence_threshold}
         groups = self._group()
         self._sub_groups = [sum(self._partitions[parameter.name] for parameter in group) for group in groups]
@@ -254,13 +255,20 @@ class Stage3(Replay):
 
     @property
     def modules(self) -> dict[str, list[Parameter]]:
-        """Parameters by the module that holds them."""
+        """Parameters by the module whose hooks gather them: the one that holds them, or a leaf around it."""
         return self._modules
 
     @property
     def gathers(self) -> bool:
         """Whether a fetch allocates: not on one rank with its partitions on the card (_no_gather_coalesced)."""
         return self._gathers
+
+
+def _gathered_by(module: str, leaves: Collection[str]) -> str:
+    """Gives the leaf around a module, else the module itself (parameter_offload.py iter_params, recurse=z3_leaf_module)."""
+    parts = module.split(".")
+    around = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return next((path for path in around if path in leaves), module)
 
 
 class _Fetcher:
