@@ -34,6 +34,9 @@ _IDLE_KINDS = {
 }
 
 
+TENSOR = "tensor"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One thing to change.
@@ -110,9 +113,11 @@ def find_savings(
     pinned = case.changed(_decided(plan, case))
     settled: set[str] = set()  # kinds of which nothing is left to save
     # Those that need no trace first: they may leave nothing to find to those that do.
-    for change in sorted(candidates(plan), key=lambda change: change.kind in _TRACED_KINDS):
+    for change in sorted(candidates(plan), key=lambda change: change.kind in (*_TRACED_KINDS, TENSOR)):
         if change.kind in settled or _is_idle(change, plan, report):
             continue
+        if change.kind == TENSOR and (report.fits or case.file is not None):
+            continue  # it costs speed where memory does not call for it, and no script but our engine has it
         found = sorted(best.values(), key=_order)
         if (
             len(found) >= at_most
@@ -214,6 +219,7 @@ def candidates(plan: Plan) -> Iterator[Change]:
         yield _micro_batch(plan, 1)
     yield from _higher_stages(plan)
     if plan.job.parallel.strategy == "zero":
+        yield from _more_tensor_ranks(plan)
         yield from _offloads(plan)
         if settings.zero_stage and settings.reduce_bucket_size > SMALL_BUCKET and not plan.uses_bf16_optimizer:
             yield _one("bucket", "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET)
@@ -270,6 +276,18 @@ def _offload_kind(profile: OffloadProfile) -> str:
     if profile.activations:
         return "activations"
     return "parameter offload" if profile.parameters else "optimizer offload"
+
+
+def _more_tensor_ranks(plan: Plan) -> Iterator[Change]:
+    """Twice as many ranks share a layer; each takes twice the micro-batches, so that the global batch stays."""
+    size = 2 * plan.grid.tp
+    if plan.on_cpu or not plan.settings.zero_stage or plan.job.cluster.gpus_per_node % size:
+        return
+    values = {
+        "parallel.tensor": size,
+        "train.gradient_accumulation_steps": 2 * plan.settings.batch.accumulation,
+    }
+    yield Change(kind=TENSOR, values=values, shown=tuple(values))
 
 
 def _more_gpus(plan: Plan) -> Iterator[Change]:

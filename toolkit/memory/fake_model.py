@@ -18,7 +18,7 @@ from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.build import construct
 from toolkit.spec.job import Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
-from toolkit.tensor_parallel.styles import Styles, matching, regions
+from toolkit.tensor_parallel.linear import ColumnParallelLinear
 from toolkit.tensor_parallel.tables import styles_for
 
 
@@ -39,21 +39,11 @@ def shard(model: Any, *, tp_group: dist.ProcessGroup) -> int:
     """Makes the pruned model one rank's part, without storage, as `modeling.build` does; gives what `Trace.num_replicas` is."""
     styles = styles_for(model)
     apply_tensor_parallel(model, styles, tp_group=tp_group)
-    gather_regions_whole(model, styles)
-    return max(1, tp_group.size() // styles.heads.key_value)
-
-
-def gather_regions_whole(model: nn.Module, styles: Styles) -> None:
-    """Tells ZeRO-3 to gather as one what is computed as one: columns of one input.
-
-    Source:
-        deepspeed utils/z3_leaf_module.py _do_set_z3_leaf_modules, of the classes of the regions' parents.
-    """
-    found = {name: style for pattern, style in styles.table.items() for name in matching(model, pattern)}
-    classes = {type(model.get_submodule(region.parent)) for region in regions(found)}
     for module in model.modules():
-        if isinstance(module, tuple(classes)):
-            module._z3_leaf = True  # type: ignore[assignment]
+        # modeling.build gather_as_one, in DeepSpeed's own attribute: to import DeepSpeed takes seconds.
+        if sum(isinstance(child, ColumnParallelLinear) for child in module.children()) > 1:
+            module._z3_leaf = True
+    return max(1, tp_group.size() // styles.heads.key_value)
 
 
 def on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantized: bool) -> Any:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -21,9 +20,8 @@ from transformers import (
 )
 
 from toolkit.errors import PlanError
-from toolkit.modeling.loss import auxiliary_loss, token_loss
+from toolkit.modeling.loss import auxiliary_loss, cross_entropy_over, token_loss
 from toolkit.spec.job import Packing
-from toolkit.tensor_parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 
 Task = Literal[
     "causal-lm", "sequence-classification", "masked-lm", "seq2seq-lm", "image-classification", "image-text-to-text"
@@ -117,12 +115,8 @@ def loss_of(
     """
     if task != "causal-lm":
         return outputs.loss  # type: ignore[no-any-return]
-    if tp_group is None:
-        loss = token_loss(outputs, labels)
-    else:
-        vocab_size = config.get_text_config(decoder=True).vocab_size
-        shifted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        loss = vocab_parallel_cross_entropy(outputs.logits, shifted, vocab_size=vocab_size, tp_group=tp_group).sum()
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    loss = token_loss(outputs, labels, cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size))
     router = auxiliary_loss(outputs, config)
     return loss if router is None else loss + router
 
