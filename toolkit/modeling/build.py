@@ -30,11 +30,11 @@ from toolkit.modeling.fp8 import check_installed as check_fp8_installed
 from toolkit.modeling.fused_loss import apply_loss
 from toolkit.modeling.initialization import initialize_weights
 from toolkit.modeling.liger import check_installed
+from toolkit.modeling.storage import allocate
 from toolkit.modeling.weights import load_pretrained
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Fp8, Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
-from toolkit.tensor_parallel.linear import ColumnParallelLinear
 from toolkit.tensor_parallel.marks import mark_parameters
 from toolkit.tensor_parallel.tables import styles_for
 
@@ -79,34 +79,37 @@ def build_model(
     config = model_config(plan)
     import_architecture(config, trust_remote_code=plan.job.model.trust_remote_code)
     dp_group = None if world is None else world.dp_group
+    dense: PreTrainedModel | None = None
     if world is None or world.tp_group is None:
-        with _partitioned(plan, dp_group), no_init_weights(), torch.device(device):
+        with _partitioned(plan, dp_group), torch.device(device):
             model = construct_for(plan, config)
-        if weights is None:
-            initialize_weights(model, seed=plan.job.train.seed)
-        else:
-            load_pretrained(model, weights, group=dp_group, progress=on_progress)
-        return apply_plan(plan, model)
-    with torch.device(device):
-        model = construct_for(plan, config)
-    if weights is None:
-        initialize_weights(model, seed=plan.job.train.seed)
     else:
-        load_pretrained(model, weights, group=dp_group, progress=on_progress)
-    apply_tensor_parallel(model, styles_for(model), tp_group=world.tp_group)
-    if plan.settings.zero_stage == 3:
-        gather_as_one(model)
-        import deepspeed
+        with torch.device("meta"):
+            dense, model = construct_for(plan, config), construct_for(plan, config)
+        _shard(plan, model, device=device, world=world)
+    if weights is None:
+        initialize_weights(model, seed=plan.job.train.seed, dense=dense)
+    else:
+        load_pretrained(model, weights, group=dp_group, dense=dense, progress=on_progress)
+    adapted: Any = apply_plan(plan, model)
+    if world is not None and world.tp_group is not None:
+        if plan.settings.zero_stage == 3 and plan.job.train.method == "lora":
+            # Above a frozen embedding no input of the first layer would have a gradient, and the leaf's hook fire early.
+            adapted.enable_input_require_grads()
+        mark_parameters(adapted, tp_group=world.tp_group)
+    return adapted  # type: ignore[no-any-return]
 
-        deepspeed.zero.Init(
-            module=model,
-            data_parallel_group=dp_group,
-            config_dict_or_path=plan.deepspeed_config(),
-            mpu=ModelParallelUnit(world),
-        )
-    adapted = apply_plan(plan, model)
-    mark_parameters(adapted, tp_group=world.tp_group)
-    return adapted
+
+def _shard(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: World) -> None:
+    """Makes a model on the meta device this rank's part of it, with storage and nothing in it yet."""
+    assert world.tp_group is not None, "a grid with tensor ranks has their group"
+    apply_tensor_parallel(model, styles_for(model), tp_group=world.tp_group)
+    if plan.settings.zero_stage < 3:
+        allocate(model, device=device)
+        return
+    gather_as_one(model)
+    config, mpu = plan.deepspeed_config(), ModelParallelUnit(world)
+    allocate(model, device=device, zero_config=config, dp_group=world.dp_group, mpu=mpu)
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
@@ -221,25 +224,33 @@ def compile_layers(model: nn.Module) -> int:
     Source:
         torch tutorial "Reducing torch.compile cold start compilation time with regional compilation".
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     for layer in layers:
         layer.compile()
     return len(layers)
 
 
 def gather_as_one(model: nn.Module) -> None:
-    """Has ZeRO-3 gather a module with columns of one input when the module is called, since the first column computes for all.
+    """Has ZeRO-3 gather a decoder layer when it is called: of columns that read one input, the first computes for all.
+
+    Not the attention alone: the hook by which DeepSpeed learns that a gathered module's gradients are there sees positional
+    inputs only, and transformers calls attention by keyword.
 
     Source:
-        deepspeed utils/z3_leaf_module.py, runtime/zero/parameter_offload.py.
+        deepspeed utils/z3_leaf_module.py; runtime/zero/stage3.py, leaf modules; torch nn/modules/module.py
+        register_full_backward_hook.
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    for module in model.modules():
-        if sum(isinstance(child, ColumnParallelLinear) for child in module.children()) > 1:
-            set_z3_leaf_module(module, True)
+    for layer in decoder_layers(model):
+        set_z3_leaf_module(layer, True)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Gives the layers that transformers checkpoints one by one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @contextlib.contextmanager
