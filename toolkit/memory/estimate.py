@@ -172,7 +172,7 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
     """Says what of a job is taken for granted rather than priced."""
     if plan.job.train.method == "qlora":
         yield NF4
-    if plan.job.train.method != "full" and plan.settings.gradient_checkpointing:
+    if plan.job.train.method != "full" and plan.settings.gradient_checkpointing and plan.grid.tp == 1:
         yield ADAPTER_INPUTS
     if plan.job.train.torch_compile:
         yield "torch.compile is priced as eager execution, which holds no less"

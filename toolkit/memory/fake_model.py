@@ -15,10 +15,9 @@ from toolkit.memory.inputs import Task, auto_class
 from toolkit.memory.layers import Stack
 from toolkit.memory.quantized import quantize_linears
 from toolkit.modeling.adapters import apply_lora
-from toolkit.modeling.build import construct
+from toolkit.modeling.build import construct, decoder_layers
 from toolkit.spec.job import Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
-from toolkit.tensor_parallel.linear import ColumnParallelLinear
 from toolkit.tensor_parallel.tables import styles_for
 
 
@@ -39,10 +38,8 @@ def shard(model: Any, *, tp_group: dist.ProcessGroup) -> int:
     """Makes the pruned model one rank's part, without storage, as `modeling.build` does; gives what `Trace.num_replicas` is."""
     styles = styles_for(model)
     apply_tensor_parallel(model, styles, tp_group=tp_group)
-    for module in model.modules():
-        # modeling.build gather_as_one, in DeepSpeed's own attribute: to import DeepSpeed takes seconds.
-        if sum(isinstance(child, ColumnParallelLinear) for child in module.children()) > 1:
-            module._z3_leaf = True
+    for layer in decoder_layers(model):
+        layer._z3_leaf = True  # type: ignore[assignment]  # as gather_as_one does; to import DeepSpeed takes seconds
     return max(1, tp_group.size() // styles.heads.key_value)
 
 

@@ -273,9 +273,7 @@ class _Request:
                     if self.fp8 is not None:
                         apply_fp8(model, self.fp8, emulate=self.fp8_emulated)
                     apply_loss(model, self.loss)
-                    if self.lora is not None and self.checkpointing:
-                        # So does transformers' gradient_checkpointing_enable, in scripts of Trainer or Accelerate: the
-                        # embedding's output and its gradient then outlive the pass. `toolkit train` needs neither.
+                    if self._needs_input_gradient:
                         model.enable_input_require_grads()
                 model.train(not self.evaluation)
                 stacks = [in_adapters(model, stack) for stack in stacks]
@@ -307,6 +305,17 @@ class _Request:
             raise
         except Exception as error:
             raise trace_failed(error, model, backward=tracing is not None and tracing.in_backward) from error
+
+    @property
+    def _needs_input_gradient(self) -> bool:
+        """Whether the first layer's input has a gradient though its embedding is frozen; both then outlive the pass.
+
+        Under checkpointing transformers' gradient_checkpointing_enable does so, in scripts of Trainer or Accelerate;
+        `toolkit train` needs it under ZeRO-3 with tensor ranks alone (modeling.build build_model).
+        """
+        if self.lora is None:
+            return False
+        return bool(self.checkpointing) if self.tp_group is None else self.keeps_inputs
 
     def _step(self, model: Any, tracing: Segmenter) -> torch.Tensor:
         """Runs the model on one micro-batch and gives the loss."""
