@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.groups.collectives import all_reduce, start_all_reduce
 from toolkit.groups.fake import fake_group
-from toolkit.memory.advice import candidates
+from toolkit.memory.advice import candidates, find_savings
 from toolkit.memory.case import Case
 from toolkit.memory.causes import LOSS
 from toolkit.memory.choose_gpu import Count, batch_on, counts
@@ -247,6 +247,19 @@ def test_advice_offers_twice_the_tensor_ranks_and_keeps_the_global_batch():
     assert not [change for change in candidates(case_of(gpus=4, tensor=4).plan()) if change.kind == "tensor"]
     gpus = next(change for change in candidates(plan) if change.kind == "gpus")
     assert case.changed(gpus.values).plan().settings.batch.train == plan.settings.batch.train
+
+
+def test_advice_offers_tensor_ranks_where_only_more_cards_would_do(estimator):
+    train = {"gradient_checkpointing": True, "per_device_train_batch_size": 1, "sequence_length": 131_072}
+    case = case_of(gpus=4, tensor=1, stage=3, **train)
+    small = case.changed({"cluster.gpu": "rtx-4090-24gb", "cluster.host_memory_gib": 64})
+    report = estimator.estimate(small)
+    savings = find_savings(estimator, small, plan=small.plan(), report=report, at_most=9)
+    offered = {saving.change.kind: saving for saving in savings}
+    assert not report.fits
+    assert not any(saving.fits for kind, saving in offered.items() if kind not in ("gpus", "tensor"))
+    assert offered["tensor"].saved_bytes > 0
+    assert offered["tensor"].to_dict()["set"]["parallel.tensor"] == 2
 
 
 def test_cards_are_counted_in_whole_tensor_groups_and_batches_by_data_ranks():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,9 @@ _IDLE_KINDS = {
 }
 
 
+# The dearest in speed, and no script but our engine has it: for jobs that only more cards or an offload would make fit.
 TENSOR = "tensor"
+_DEAR = ("gpus", "optimizer offload", "parameter offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +115,11 @@ def find_savings(
     pinned = case.changed(_decided(plan, case))
     settled: set[str] = set()  # kinds of which nothing is left to save
     # Those that need no trace first: they may leave nothing to find to those that do.
-    for change in sorted(candidates(plan), key=lambda change: change.kind in (*_TRACED_KINDS, TENSOR)):
+    for change in sorted(candidates(plan), key=_order_of_trial):
         if change.kind in settled or _is_idle(change, plan, report):
             continue
-        if change.kind == TENSOR and (report.fits or case.file is not None):
-            continue  # it costs speed where memory does not call for it, and no script but our engine has it
+        if change.kind == TENSOR and (report.fits or case.file is not None or _fits_cheaply(best.values())):
+            continue
         found = sorted(best.values(), key=_order)
         if (
             len(found) >= at_most
@@ -139,6 +141,14 @@ def find_savings(
         if saving.saved_bytes >= LEAST_SAVING and (known is None or _order(saving) < _order(known)):
             best[change.kind] = saving
     return tuple(sorted(best.values(), key=_order)[:at_most])
+
+
+def _order_of_trial(change: Change) -> int:
+    return 2 if change.kind == TENSOR else int(change.kind in _TRACED_KINDS)
+
+
+def _fits_cheaply(savings: Iterable[Saving]) -> bool:
+    return any(saving.fits and saving.change.kind not in _DEAR for saving in savings)
 
 
 def _bound(change: Change, report: MemoryReport) -> float:
