@@ -47,9 +47,9 @@ def test_a_strategy_sets_stage_offload_and_checkpointing():
         ("zero3-checkpointing-no-checkpointing", "COMPARE_STRATEGY"),
         ("fsdp2-offload", "COMPARE_STRATEGY"),
         ("zero3,zero3", "COMPARE_STRATEGY"),
-        ("tp2", "COMPARE_NOT_BUILT"),
+        ("tp2", "COMPARE_STRATEGY"),
         ("pp2", "COMPARE_NOT_BUILT"),
-        ("tp2-pp2", "COMPARE_NOT_BUILT"),
+        ("zero1-tp2-pp2", "COMPARE_NOT_BUILT"),
     ],
 )
 def test_what_is_no_strategy(text, code):
@@ -57,7 +57,7 @@ def test_what_is_no_strategy(text, code):
 
 
 def test_all_names_that_are_wrong_are_told_at_once():
-    assert code_of(read_strategies, "tp2,zero2,zero9") == ("COMPARE_NOT_BUILT", "COMPARE_STRATEGY")
+    assert code_of(read_strategies, "pp2,zero2,zero9") == ("COMPARE_NOT_BUILT", "COMPARE_STRATEGY")
 
 
 def test_axes():

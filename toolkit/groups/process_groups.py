@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from toolkit.groups.fake import FakeGroup
 from toolkit.topology.grid import Grid
 
 
@@ -32,6 +33,8 @@ def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
     Raises:
         ValueError: If `num_parts` does not divide the group.
     """
+    if isinstance(group, FakeGroup):
+        return group.part(num_parts)
     ranks = dist.get_process_group_ranks(group)
     length, left_over = divmod(len(ranks), num_parts)
     if left_over:

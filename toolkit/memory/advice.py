@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,11 @@ _IDLE_KINDS = {
     **dict.fromkeys(("init", "step", "save"), _TRACED_KINDS),
     "evaluation": frozenset({"checkpointing", "activations"}),
 }
+
+
+# The dearest in speed, and no script but our engine has it: for jobs that only more cards or an offload would make fit.
+TENSOR = "tensor"
+_DEAR = ("gpus", "optimizer offload", "parameter offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +115,10 @@ def find_savings(
     pinned = case.changed(_decided(plan, case))
     settled: set[str] = set()  # kinds of which nothing is left to save
     # Those that need no trace first: they may leave nothing to find to those that do.
-    for change in sorted(candidates(plan), key=lambda change: change.kind in _TRACED_KINDS):
+    for change in sorted(candidates(plan), key=_order_of_trial):
         if change.kind in settled or _is_idle(change, plan, report):
+            continue
+        if change.kind == TENSOR and (report.fits or case.file is not None or _fits_cheaply(best.values())):
             continue
         found = sorted(best.values(), key=_order)
         if (
@@ -134,6 +141,14 @@ def find_savings(
         if saving.saved_bytes >= LEAST_SAVING and (known is None or _order(saving) < _order(known)):
             best[change.kind] = saving
     return tuple(sorted(best.values(), key=_order)[:at_most])
+
+
+def _order_of_trial(change: Change) -> int:
+    return 2 if change.kind == TENSOR else int(change.kind in _TRACED_KINDS)
+
+
+def _fits_cheaply(savings: Iterable[Saving]) -> bool:
+    return any(saving.fits and saving.change.kind not in _DEAR for saving in savings)
 
 
 def _bound(change: Change, report: MemoryReport) -> float:
@@ -214,6 +229,7 @@ def candidates(plan: Plan) -> Iterator[Change]:
         yield _micro_batch(plan, 1)
     yield from _higher_stages(plan)
     if plan.job.parallel.strategy == "zero":
+        yield from _more_tensor_ranks(plan)
         yield from _offloads(plan)
         if settings.zero_stage and settings.reduce_bucket_size > SMALL_BUCKET and not plan.uses_bf16_optimizer:
             yield _one("bucket", "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET)
@@ -270,6 +286,18 @@ def _offload_kind(profile: OffloadProfile) -> str:
     if profile.activations:
         return "activations"
     return "parameter offload" if profile.parameters else "optimizer offload"
+
+
+def _more_tensor_ranks(plan: Plan) -> Iterator[Change]:
+    """Twice as many ranks share a layer; each takes twice the micro-batches, so that the global batch stays."""
+    size = 2 * plan.grid.tp
+    if plan.on_cpu or not plan.settings.zero_stage or plan.job.cluster.gpus_per_node % size:
+        return
+    values = {
+        "parallel.tensor": size,
+        "train.gradient_accumulation_steps": 2 * plan.settings.batch.accumulation,
+    }
+    yield Change(kind=TENSOR, values=values, shown=tuple(values))
 
 
 def _more_gpus(plan: Plan) -> Iterator[Change]:

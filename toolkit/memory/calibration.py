@@ -42,6 +42,7 @@ class MeasuredRun:
         context_and_nccl_bytes: Predicted memory outside of torch's allocator.
         reserved_bytes: What torch's allocator held at the end.
         device_used_bytes: What the driver called used at the end, all processes of the card.
+        num_communicators: NCCL communicators over several ranks that a rank was in.
     """
 
     gpu: str
@@ -51,6 +52,7 @@ class MeasuredRun:
     context_and_nccl_bytes: int
     reserved_bytes: int
     device_used_bytes: int
+    num_communicators: int = 1
 
     @property
     def outside_bytes(self) -> int:
@@ -137,7 +139,8 @@ def learn(
             learned[run.gpu] = replace(before, context_bytes=largest)
         else:
             context = context_bytes if before.context_bytes is None else before.context_bytes
-            beyond = max(run.outside_bytes - context, before.communicator_bytes or 0, 0)
+            each = (run.outside_bytes - context) // max(1, run.num_communicators)
+            beyond = max(each, before.communicator_bytes or 0, 0)
             learned[run.gpu] = replace(before, communicator_bytes=beyond)
     return learned
 

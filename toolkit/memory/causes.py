@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.tensor_parallel.vocabulary import VocabParallelEmbedding
+
 # Causes outside of any named module.
 MODEL = "inputs and model"
 LOSS = "logits and loss"
@@ -70,7 +72,7 @@ def cause_of(name: str, module: nn.Module, *, within: str | None) -> str | None:
         within: Path inside its layer, "" for the layer itself; None outside the layers.
     """
     if within is None:
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding | VocabParallelEmbedding):
             return EMBEDDINGS
         return LOSS if name.rpartition(".")[2].lower() in _HEADS else None
     if not within:

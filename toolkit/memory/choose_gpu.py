@@ -122,7 +122,7 @@ def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[
         plan: What the case resolved to.
     """
     for gpu in gpus:
-        found = counts(gpu)
+        found = counts(gpu, tensor=plan.grid.tp)
         batches = {count: batch_on(plan, count) for count in found}
         keeping = [count for count in found if batches[count].train == plan.settings.batch.train]
         others = [count for count in found if count not in keeping]
@@ -137,8 +137,8 @@ def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[
         yield choice
 
 
-def counts(gpu: Gpu) -> tuple[Count, ...]:
-    """Gives the counts that are tried, ascending: what one rents.
+def counts(gpu: Gpu, *, tensor: int = 1) -> tuple[Count, ...]:
+    """Gives the counts that are tried, ascending: what one rents, as far as tensor groups of a size fill its machines.
 
     Powers of two of one machine, then 2 to 16 whole machines: of the card's usual size, or of 8 where it is usually rented
     alone. No number of cards comes twice: one machine is taken before several.
@@ -148,7 +148,8 @@ def counts(gpu: Gpu) -> tuple[Count, ...]:
     largest = max(usual, COMMON_GPUS_PER_NODE)
     found = [Count(nodes=1, gpus_per_node=1 << power) for power in range(largest.bit_length())]
     found += [Count(nodes=nodes, gpus_per_node=a_node) for nodes in range(2, MAX_NODES + 1) if nodes * a_node > largest]
-    return tuple(found)
+    # Where none fits, all are tried, and the plan says why they do not.
+    return tuple(count for count in found if count.gpus_per_node % tensor == 0) or tuple(found)
 
 
 def batch_on(plan: Plan, count: Count) -> Batch:
@@ -157,11 +158,12 @@ def batch_on(plan: Plan, count: Count) -> Batch:
     A micro batch that the job leaves open becomes smaller where that keeps the global batch.
     """
     wanted, micro = plan.settings.batch.train, plan.settings.batch.micro
-    share, remainder = divmod(wanted, count.total)
+    dp_size = max(1, count.total // plan.grid.tp)
+    share, remainder = divmod(wanted, dp_size)
     if not remainder and share and plan.job.train.per_device_train_batch_size is None:
         micro = max(size for size in divisors(share) if size <= micro)
-    accumulation = max(1, round(wanted / (micro * count.total)))
-    return Batch(micro=micro, accumulation=accumulation, dp_size=count.total)
+    accumulation = max(1, round(wanted / (micro * dp_size)))
+    return Batch(micro=micro, accumulation=accumulation, dp_size=dp_size)
 
 
 def _smallest(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, batches: Mapping[Count, Batch]) -> Choice:

@@ -1,4 +1,4 @@
-"""One job under several strategies: ZeRO stages, DDP and FSDP2, with and without offload and checkpointing."""
+"""One job under several strategies: ZeRO stages, tensor ranks, DDP and FSDP2, with and without offload and checkpointing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from toolkit.memory.case import Case, Outcome
 if TYPE_CHECKING:
     from toolkit.memory.estimator import Estimator
 
-_NAME = re.compile(r"(zero[0-3]|ddp|fsdp2)((?:-(?:offload|full-offload|no-checkpointing|checkpointing))*)")
-_UNBUILT = re.compile(r"(?:tp|pp)\d+.*")
+_NAME = re.compile(
+    r"(zero[0-3]|ddp|fsdp2)(?:-tp([1-9]\d*))?((?:-(?:offload|full-offload|no-checkpointing|checkpointing))*)"
+)
+_UNBUILT = re.compile(r"(?:.*-)?pp\d+.*")
 
 # What a suffix sets.
 _SUFFIXES: dict[str, dict[str, Any]] = {
@@ -51,7 +53,7 @@ def read_strategies(text: str) -> tuple[Strategy, ...]:
     """Reads `zero2,zero3-offload,…`.
 
     Raises:
-        SpecError: COMPARE_STRATEGY for each name that is none; COMPARE_NOT_BUILT for tensor and pipeline parallelism.
+        SpecError: COMPARE_STRATEGY for each name that is none; COMPARE_NOT_BUILT for pipeline parallelism.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -70,30 +72,34 @@ def compare(estimator: Estimator, case: Case, strategies: Sequence[Strategy]) ->
         yield Compared(strategy=strategy, outcome=estimator.attempt(case, strategy.values))
 
 
-def _parts(name: str) -> tuple[str, tuple[str, ...]] | None:
+def _parts(name: str) -> tuple[str, int | None, tuple[str, ...]] | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    suffixes = tuple(re.findall(r"full-offload|offload|no-checkpointing|checkpointing", match[2]))
+    tensor = None if match[2] is None else int(match[2])
+    suffixes = tuple(re.findall(r"full-offload|offload|no-checkpointing|checkpointing", match[3]))
     offloads = {"offload", "full-offload"} & set(suffixes)
     if any(match[1] not in _STAGES_OF[suffix] for suffix in offloads):
         return None
     both = {"checkpointing", "no-checkpointing"} <= set(suffixes)
-    if len(set(suffixes)) < len(suffixes) or len(offloads) > 1 or both:
+    shards = tensor is not None and not match[1].startswith("zero")
+    if len(set(suffixes)) < len(suffixes) or len(offloads) > 1 or both or shards:
         return None
-    return match[1], suffixes
+    return match[1], tensor, suffixes
 
 
 def _strategy(name: str) -> Strategy:
     parts = _parts(name)
     assert parts is not None
-    base, suffixes = parts
+    base, tensor, suffixes = parts
     values: dict[str, Any] = {
         "parallel.strategy": "zero" if base.startswith("zero") else base,
         "parallel.zero_stage": int(base[-1]) if base.startswith("zero") else None,
         "parallel.offload": "none",
         "parallel.offload_ratio": None,
     }
+    if tensor is not None or not base.startswith("zero"):  # DDP and FSDP2 know no tensor ranks
+        values["parallel.tensor"] = tensor or 1
     for suffix in suffixes:
         values |= _SUFFIXES[suffix]
     return Strategy(name=name, values=values)
@@ -103,8 +109,8 @@ def _not_built(name: str) -> Problem:
     return Problem(
         code="COMPARE_NOT_BUILT",
         key="--compare",
-        message=f"--compare {name}: this version has no tensor-parallel and no pipeline modules",
-        fix="Compare zero0 to zero3, ddp and fsdp2",
+        message=f"--compare {name}: this version has no pipeline modules",
+        fix="Compare zero0 to zero3, these with -tp2 and so on too, ddp and fsdp2",
     )
 
 
@@ -113,6 +119,7 @@ def _no_strategy(name: str, *, twice: bool = False) -> Problem:
         code="COMPARE_STRATEGY",
         key="--compare",
         message=f"--compare {name!r} " + ("is named twice" if twice else "is no strategy"),
-        fix="Name zero0 to zero3, ddp or fsdp2, each once; after it -checkpointing or -no-checkpointing (else as the job has it), after zero1 to zero3 -offload, and "
+        fix="Name zero0 to zero3, ddp or fsdp2, each once; after zero0 to zero3 -tp2 or another number of tensor ranks (else as the job "
+        "has it); after all of them -checkpointing or -no-checkpointing (else as the job has it), after zero1 to zero3 -offload, and "
         "after zero3 -full-offload",
     )

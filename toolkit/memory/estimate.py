@@ -24,10 +24,11 @@ from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
 from toolkit.memory.routing import Routing
 from toolkit.memory.trace import Trace, trace
-from toolkit.plan.checkpoint_size import disk_use
+from toolkit.plan.checkpoint_size import DiskUse, checkpoint_bytes, disk_use
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
 from toolkit.spec.job import Strategy
+from toolkit.topology.grid import Grid
 from toolkit.units import GIB
 
 # Ranks differ only in the gradients that their partition touches; so many sizes are told apart, each rounded up.
@@ -112,10 +113,10 @@ def estimate(
     if events.depends_on_routing:
         unbalanced = worst or traces(routing="worst")
         worst_peak = _peak(replay_ranks(unbalanced, settings, strategy=strategy, workspace=workspace))
+    num_communicators = _count_communicators(plan.grid, settings, num_replicas=events.num_replicas)
     around = overhead(
         peak,
-        # hpZ gathers over groups of its own.
-        num_communicators=int(plan.grid.world_size > 1) + int(settings.hpz_partition_size > 1),
+        num_communicators=num_communicators,
         allocator=allocator or plan.allocator,
         calibration=calibration,
     )
@@ -124,13 +125,10 @@ def estimate(
         allocator=allocator or plan.allocator,
         allocator_slack_bytes=around.slack_bytes,
         context_and_nccl_bytes=0 if plan.on_cpu else around.context_and_nccl_bytes,
+        num_communicators=num_communicators,
         gpu_capacity_bytes=plan.gpu.memory_bytes,
         host=_host(plan, events, settings, peak_bytes=peak),
-        disk=disk_use(
-            plan,
-            total=sum(parameter.numel for parameter in events.parameters),
-            trainable=sum(parameter.numel for parameter in events.parameters if parameter.trainable),
-        ),
+        disk=_disk(plan, events),
         num_traced_layers=events.num_traced_layers,
         num_layers=events.num_layers,
         worst_routing_peak_bytes=worst_peak,
@@ -142,11 +140,39 @@ def estimate(
     )
 
 
+def _count_communicators(grid: Grid, settings: EngineSettings, *, num_replicas: int) -> int:
+    """Counts the NCCL communicators of a rank that have more than one rank: one for each group that differs.
+
+    Source:
+        toolkit groups/process_groups.py: a group that holds all ranks is the world's; split_group, of one part likewise.
+    """
+    groups = {grid.group_of(0, kind) for kind in ("world", *(("dp", "tp") if grid.tp > 1 else ()))}
+    of_axes = sum(len(ranks) > 1 for ranks in groups)
+    replicas = 1 < num_replicas < grid.tp
+    return of_axes + int(replicas) + int(settings.hpz_partition_size > 1)  # hpZ gathers over groups of its own
+
+
+def _disk(plan: Plan, events: Trace) -> DiskUse:
+    """Each tensor rank writes all that it holds, what others hold too, and padding; the export has each number once."""
+    trained = [parameter for parameter in events.parameters if parameter.trainable]
+    exported = disk_use(
+        plan,
+        total=sum(parameter.dense_numel for parameter in events.parameters),
+        trainable=sum(parameter.dense_numel for parameter in trained),
+    )
+    written = checkpoint_bytes(
+        plan,
+        total=plan.grid.tp * sum(parameter.numel for parameter in events.parameters),
+        trainable=plan.grid.tp * sum(parameter.numel for parameter in trained),
+    )
+    return replace(exported, checkpoint_bytes=written)
+
+
 def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> Iterator[str]:
     """Says what of a job is taken for granted rather than priced."""
     if plan.job.train.method == "qlora":
         yield NF4
-    if plan.job.train.method != "full" and plan.settings.gradient_checkpointing:
+    if plan.job.train.method != "full" and plan.settings.gradient_checkpointing and plan.grid.tp == 1:
         yield ADAPTER_INPUTS
     if plan.job.train.torch_compile:
         yield "torch.compile is priced as eager execution, which holds no less"

@@ -28,6 +28,7 @@ class Parameter:
         itemsize: Bytes an element.
         trainable: Whether it has a gradient.
         module: Path of the module that holds it.
+        dense_numel: Elements over all tensor ranks, each counted once, padding not at all.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Parameter:
     itemsize: int
     trainable: bool
     module: str
+    dense_numel: int
 
     @property
     def size(self) -> int:
@@ -105,7 +107,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The memory events of one micro-batch, for the whole model.
+    """The memory events of one micro-batch, for the whole model; where tensor ranks share it, of one of them.
 
     Args:
         parameters: In the order of `named_parameters`.
@@ -120,6 +122,8 @@ class Trace:
         assumptions: What of the data or the installation the sizes suppose, as sentences.
         has_experts: Whether tokens choose experts.
         depends_on_routing: Whether what they choose changes the sizes.
+        leaves: Paths of modules whose parameters, those of their children too, ZeRO-3 gathers as one.
+        num_replicas: Tensor ranks that hold the same key heads.
     """
 
     parameters: tuple[Parameter, ...]
@@ -134,6 +138,8 @@ class Trace:
     assumptions: tuple[str, ...] = ()
     has_experts: bool = False
     depends_on_routing: bool = False
+    leaves: tuple[str, ...] = ()
+    num_replicas: int = 1
 
 
 @dataclass(slots=True)

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 from toolkit.memory.events import Mark, Owner, Parameter, Placed, Release, Run, TracedEvent, join
 from toolkit.memory.layers import Stack
 from toolkit.memory.segments import Locator, Segment
+from toolkit.tensor_parallel.apply import parameter_shards
+from toolkit.tensor_parallel.layout import Shard
+
+T = TypeVar("T")
 
 
 def expand(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: bool) -> tuple[Placed, ...]:
@@ -113,8 +118,11 @@ def _count(birth: Owner, stacks: Sequence[Stack]) -> int:
 
 def expand_parameters(model: Any, stacks: Sequence[Stack]) -> tuple[Parameter, ...]:
     """Gives the whole model's parameters in its own order: a layer's are those of the layer that stands for it."""
-    named = model.named_parameters()
-    return tuple(_parameter(name, parameter) for name, parameter in _repeated(named, stacks))
+    shards = parameter_shards(model)
+    named = ((name, _parameter(parameter, shards.get(name))) for name, parameter in model.named_parameters())
+    return tuple(
+        replace(parameter, name=name, module=name.rpartition(".")[0]) for name, parameter in _repeated(named, stacks)
+    )
 
 
 def expand_buffers(model: Any, stacks: Sequence[Stack]) -> int:
@@ -122,38 +130,46 @@ def expand_buffers(model: Any, stacks: Sequence[Stack]) -> int:
     return sum(buffer.nbytes for _, buffer in _repeated(model.named_buffers(), stacks))
 
 
+def expand_paths(paths: Iterable[str], stacks: Sequence[Stack]) -> tuple[str, ...]:
+    """Gives the paths of modules in the whole model."""
+    return tuple(path.rstrip(".") for path, _ in _repeated(((path, None) for path in paths), stacks))
+
+
 def expand_host_copies(copies: Iterable[tuple[Owner, int]], stacks: Sequence[Stack]) -> tuple[int, ...]:
     """Gives the bytes of each tensor that the whole model keeps on the host."""
     return tuple(size for owner, size in copies for _ in range(_count(owner, stacks)))
 
 
-def _repeated(named: Iterable[tuple[str, torch.Tensor]], stacks: Sequence[Stack]) -> Iterator[tuple[str, torch.Tensor]]:
+def _repeated(named: Iterable[tuple[str, T]], stacks: Sequence[Stack]) -> Iterator[tuple[str, T]]:
     locate = Locator(stacks)
-    order: list[tuple[str, torch.Tensor] | int] = []
-    inside: dict[int, dict[int, list[tuple[str, torch.Tensor]]]] = {}
-    for name, tensor in named:
+    order: list[tuple[str, T] | int] = []
+    inside: dict[int, dict[int, list[tuple[str, T]]]] = {}
+    for name, value in named:
         where = locate(name)
         if where is None:
-            order.append((name, tensor))
+            order.append((name, value))
             continue
         stack, position, rest = where
         if stack not in inside:
             order.append(stack)
-        inside.setdefault(stack, {}).setdefault(position, []).append((rest, tensor))
+        inside.setdefault(stack, {}).setdefault(position, []).append((rest, value))
     for entry in order:
         if not isinstance(entry, int):
             yield entry
             continue
         for layer, position in enumerate(stacks[entry].stands_for):
-            for rest, tensor in inside[entry].get(position, []):
-                yield f"{stacks[entry].prefix}.{layer}.{rest}", tensor
+            for rest, value in inside[entry].get(position, []):
+                yield f"{stacks[entry].prefix}.{layer}.{rest}", value
 
 
-def _parameter(name: str, parameter: torch.Tensor) -> Parameter:
+def _parameter(parameter: torch.Tensor, shard: Shard | None) -> Parameter:
+    """Describes a parameter, but for its place."""
+    numel = parameter.numel()
     return Parameter(
-        name=name,
-        numel=parameter.numel(),
+        name="",
+        numel=numel,
         itemsize=parameter.element_size(),
         trainable=parameter.requires_grad,
-        module=name.rpartition(".")[0],
+        module="",
+        dense_numel=numel if shard is None else numel // parameter.shape[shard.dim] * shard.dense_length,
     )

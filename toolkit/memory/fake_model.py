@@ -1,10 +1,11 @@
-"""The model of a trace: built without storage, pruned, then given storage on the fake device."""
+"""The model of a trace: built without storage, pruned, sharded, then given storage on the fake device."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
@@ -14,8 +15,10 @@ from toolkit.memory.inputs import Task, auto_class
 from toolkit.memory.layers import Stack
 from toolkit.memory.quantized import quantize_linears
 from toolkit.modeling.adapters import apply_lora
-from toolkit.modeling.build import construct
+from toolkit.modeling.build import construct, decoder_layers
 from toolkit.spec.job import Lora
+from toolkit.tensor_parallel.apply import apply_tensor_parallel
+from toolkit.tensor_parallel.tables import styles_for
 
 
 def build_empty(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -29,6 +32,15 @@ def build_empty(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, tru
             attn_implementation=config._attn_implementation,
             trust_remote_code=trust_remote_code,
         )
+
+
+def shard(model: Any, *, tp_group: dist.ProcessGroup) -> int:
+    """Makes the pruned model one rank's part, without storage, as `modeling.build` does; gives what `Trace.num_replicas` is."""
+    styles = styles_for(model)
+    apply_tensor_parallel(model, styles, tp_group=tp_group)
+    for layer in decoder_layers(model):
+        layer._z3_leaf = True  # type: ignore[assignment]  # as gather_as_one does; to import DeepSpeed takes seconds
+    return max(1, tp_group.size() // styles.heads.key_value)
 
 
 def on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantized: bool) -> Any:
@@ -62,6 +74,8 @@ def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 empty = torch.empty_like(parameter, device="cpu", dtype=kind, requires_grad=False)
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                for hook in (parameter._backward_hooks or {}).values():
+                    made[id(parameter)].register_hook(hook)
             module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:

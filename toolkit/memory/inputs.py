@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from toolkit.errors import PlanError
-from toolkit.modeling.loss import auxiliary_loss, token_loss
+from toolkit.modeling.loss import auxiliary_loss, cross_entropy_over, token_loss
 from toolkit.spec.job import Packing
 
 Task = Literal[
@@ -95,11 +96,27 @@ def make_batch(
     return inputs, _tokens(shape)
 
 
-def loss_of(task: Task, outputs: Any, labels: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Gives the loss that the engine differentiates: ours for causal language models, else the model's own."""
+def loss_of(
+    task: Task,
+    outputs: Any,
+    labels: torch.Tensor,
+    config: PreTrainedConfig,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Gives the loss that the engine differentiates: ours for causal language models, else the model's own.
+
+    Args:
+        task: What the model does.
+        outputs: Of the model.
+        labels: As `make_batch` makes them.
+        config: Of the model.
+        tp_group: Ranks over which the vocabulary lies; None where logits are whole.
+    """
     if task != "causal-lm":
         return outputs.loss  # type: ignore[no-any-return]
-    loss = token_loss(outputs, labels)
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    loss = token_loss(outputs, labels, cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size))
     router = auxiliary_loss(outputs, config)
     return loss if router is None else loss + router
 

@@ -63,6 +63,7 @@ class MemoryReport:
         num_traced_layers: Layers that were run on fake tensors.
         num_layers: Layers that they stand for.
         assumptions: What the estimate takes for granted, one sentence each.
+        num_communicators: NCCL communicators among them.
         worst_routing_peak_bytes: Peak of the fullest rank if all tokens choose the same experts; None without experts.
     """
 
@@ -76,6 +77,7 @@ class MemoryReport:
     num_traced_layers: int
     num_layers: int
     assumptions: tuple[str, ...]
+    num_communicators: int = 0
     worst_routing_peak_bytes: int | None = None
 
     @property

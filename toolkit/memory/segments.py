@@ -234,8 +234,8 @@ class Segmenter:
             self._recorder.note(Mark(kind, rest, position - self._owner[1], size, backward))
             return
         # Outside of the layers: the first and last layers stand for themselves.
-        original = self._stacks[stack].kept[position]
-        self._recorder.note(Mark(kind, f"{self._stacks[stack].prefix}.{original}.{rest}", None, size, backward))
+        layer = f"{self._stacks[stack].prefix}.{self._stacks[stack].kept[position]}"
+        self._recorder.note(Mark(kind, f"{layer}.{rest}" if rest else layer, None, size, backward))
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import PreTrainedConfig
 
 from toolkit.errors import SpecError, ToolkitError
+from toolkit.groups.fake import fake_group
 from toolkit.memory.events import Parameter, Trace, held
-from toolkit.memory.expand import expand, expand_buffers, expand_host_copies, expand_parameters
+from toolkit.memory.expand import expand, expand_buffers, expand_host_copies, expand_parameters, expand_paths
 from toolkit.memory.failure import trace_failed, unknown_architecture
-from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device
+from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device, shard
 from toolkit.memory.inputs import PADDED, Task, loss_of, make_batch
 from toolkit.memory.kernels import Device, cuda_kernels
 from toolkit.memory.layers import Stack, find_stacks, prune
@@ -36,7 +38,8 @@ from toolkit.memory.routing import (
     runs_grouped,
 )
 from toolkit.memory.segments import Segmenter
-from toolkit.memory.values import Answer, no_chance, pass_checks
+from toolkit.memory.values import Answer, in_place, no_chance, pass_checks
+from toolkit.memory.zero_hooks import find_leaves
 from toolkit.memory.zero_linear import inputs_kept
 from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
@@ -103,6 +106,7 @@ def trace(
         routing=routing,
         evaluation=evaluation,
         trust_remote_code=trusted,
+        tensor=plan.grid.tp,
         all_layers=all_layers,
     )
 
@@ -129,6 +133,7 @@ def trace_model(
     routing: Routing = "balanced",
     evaluation: bool = False,
     trust_remote_code: bool = False,
+    tensor: int = 1,
     all_layers: bool = False,
 ) -> Trace:
     """Traces one micro-batch of any model that transformers builds from a configuration.
@@ -161,34 +166,37 @@ def trace_model(
         routing: How tokens spread over experts that run one after the other; others do not depend on it.
         evaluation: Runs forward alone, without gradients and in evaluation mode.
         trust_remote_code: Whether the model's own code may run.
+        tensor: Ranks that share each layer, of which one is traced: all have shards of the same sizes.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
     Raises:
-        PlanError: TRACE_FAILED; and what `build_model` raises.
+        PlanError: TRACE_FAILED; and what `build_model` and `apply_tensor_parallel` raise.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = attention
-    request = _Request(
-        task=task,
-        micro_batch=micro_batch,
-        sequence_length=sequence_length,
-        dtype=dtype,
-        fp8=fp8,
-        fp8_emulated=fp8_emulated,
-        packing=packing,
-        flatten=attention == "flash_attention_2",
-        checkpointing=checkpointing,
-        offload_inputs=offload_inputs,
-        loss=loss,
-        lora=lora,
-        quantized=quantized,
-        marks_modules=marks_modules,
-        keeps_inputs=keeps_inputs,
-        routing=routing,
-        evaluation=evaluation,
-        trust_remote_code=trust_remote_code,
-    )
-    with _quiet(), cuda_kernels(device, packed=packing == "separated"):
+    packed = packing == "separated"
+    with _quiet(), cuda_kernels(device, packed=packed), _tensor_group(tensor) as tp_group:
+        request = _Request(
+            task=task,
+            micro_batch=micro_batch,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            fp8=fp8,
+            fp8_emulated=fp8_emulated,
+            packing=packing,
+            flatten=attention == "flash_attention_2",
+            checkpointing=checkpointing,
+            offload_inputs=offload_inputs,
+            loss=loss,
+            lora=lora,
+            quantized=quantized,
+            marks_modules=marks_modules,
+            keeps_inputs=keeps_inputs,
+            routing=routing,
+            evaluation=evaluation,
+            trust_remote_code=trust_remote_code,
+            tp_group=tp_group,
+        )
         if not all_layers and not collects_router_logits(config):
             made = request.trace(copy.deepcopy(config), all_layers=False)
             if made is not None:
@@ -196,6 +204,16 @@ def trace_model(
         whole = request.trace(config, all_layers=True)
     assert whole is not None
     return whole
+
+
+@contextlib.contextmanager
+def _tensor_group(size: int) -> Iterator[dist.ProcessGroup | None]:
+    """Gives a group of tensor ranks, beside any real groups of this process; None for one rank."""
+    if size == 1:
+        yield None
+        return
+    with fake_group(size) as group:
+        yield group
 
 
 @contextlib.contextmanager
@@ -232,6 +250,7 @@ class _Request:
     routing: Routing
     evaluation: bool
     trust_remote_code: bool
+    tp_group: dist.ProcessGroup | None
 
     def trace(self, config: PreTrainedConfig, *, all_layers: bool) -> Trace | None:
         """Traces all layers, or few; gives None where few cannot stand for all."""
@@ -247,22 +266,26 @@ class _Request:
             stacks = find_stacks(full, all_layers=all_layers, only=text.model_type if seeing else None)
             prune(full, stacks)
             full.tie_weights()
+            num_replicas = 1 if self.tp_group is None else shard(full, tp_group=self.tp_group)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
                 with unset_fake_temporarily():  # they look at numbers, or make modules without storage
                     if self.fp8 is not None:
                         apply_fp8(model, self.fp8, emulate=self.fp8_emulated)
                     apply_loss(model, self.loss)
-                    if self.lora is not None and self.checkpointing:
-                        # So does transformers' gradient_checkpointing_enable, in scripts of Trainer or Accelerate: the
-                        # embedding's output and its gradient then outlive the pass. `toolkit train` needs neither.
+                    if self._needs_input_gradient:
                         model.enable_input_require_grads()
                 model.train(not self.evaluation)
                 stacks = [in_adapters(model, stack) for stack in stacks]
                 looped = None
                 if has_experts(full.config) and not runs_grouped(full):
                     looped = LoopedExperts(full.config, self.routing)
-                answers: list[Answer] = [no_chance, *([pass_checks] if seeing else []), *([looped] if looped else [])]
+                answers: list[Answer] = [
+                    no_chance,
+                    in_place,
+                    *([pass_checks] if seeing else []),
+                    *([looped] if looped else []),
+                ]
                 tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
                 running = tracing
                 linears = inputs_kept() if self.keeps_inputs else contextlib.nullcontext()
@@ -272,11 +295,27 @@ class _Request:
                 assumed = (*assumptions(model, looped), *describe(replaced), *((PADDED,) if padded else ()))
                 made = _whole(model, stacks, tracing, assumed)
                 asked = looped is not None and looped.asked
-                return made and replace(made, has_experts=asked or runs_grouped(model), depends_on_routing=asked)
+                return made and replace(
+                    made,
+                    has_experts=asked or runs_grouped(model),
+                    depends_on_routing=asked,
+                    num_replicas=num_replicas,
+                )
         except ToolkitError:
             raise
         except Exception as error:
             raise trace_failed(error, model, backward=tracing is not None and tracing.in_backward) from error
+
+    @property
+    def _needs_input_gradient(self) -> bool:
+        """Whether the first layer's input has a gradient though its embedding is frozen; both then outlive the pass.
+
+        Under checkpointing transformers' gradient_checkpointing_enable does so, in scripts of Trainer or Accelerate;
+        `toolkit train` needs it under ZeRO-3 with tensor ranks alone (modeling.build build_model).
+        """
+        if self.lora is None:
+            return False
+        return bool(self.checkpointing) if self.tp_group is None else self.keeps_inputs
 
     def _step(self, model: Any, tracing: Segmenter) -> torch.Tensor:
         """Runs the model on one micro-batch and gives the loss."""
@@ -292,7 +331,7 @@ class _Request:
         wants_labels = self.task != "causal-lm" or self.loss != "full"
         outputs = model(**inputs, labels=labels) if wants_labels else model(**inputs)
         with tracing.loss():
-            loss = loss_of(self.task, outputs, labels, model.config)
+            loss = loss_of(self.task, outputs, labels, model.config, tp_group=self.tp_group)
             del outputs
         return loss
 
@@ -324,6 +363,7 @@ def _whole(model: Any, stacks: Sequence[Stack], tracing: Segmenter, assumed: tup
         tied=tuple(_tied(model)),
         host_copies=expand_host_copies(tracing.host_copies, stacks),
         assumptions=assumed,
+        leaves=expand_paths(find_leaves(model), stacks),
     )
     left = sum(held((*made.forward, *made.backward, *made.after)).values())
     return made if left == tracing.tracker.live_bytes else None

@@ -19,10 +19,11 @@ from toolkit.memory.values import Answer
 
 # Bytes that a CUDA kernel takes for its first argument beside the result, which is all that fake tensors show:
 # grad * output (cuda/SoftMax.cu softmax_backward_cuda_out), isneginf of the scores (transformers/attention.cpp
-# _safe_softmax).
+# _safe_softmax), the exponentials (ReduceOps.cpp logsumexp_out_impl).
 WITHIN_CALL: Mapping[Any, Callable[[torch.Tensor], int]] = {
     torch.ops.aten._softmax_backward_data.default: lambda gradient: gradient.nbytes,
     torch.ops.aten._safe_softmax.default: lambda scores: scores.numel(),
+    torch.ops.aten.logsumexp.default: lambda scores: scores.nbytes,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 aten = torch.ops.aten
+collectives: Any = torch.ops._c10d_functional
 
 
 class Answer(Protocol):
@@ -31,6 +32,22 @@ def no_chance(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         classes = minlength or kwargs.get("minlength", 0)
         if classes:
             return values.new_empty(classes, dtype=torch.int64 if weights is None else torch.float64)
+    return NotImplemented
+
+
+def in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Gives collectives that write to their input, and the wait for one, the memory of their input, as they have it.
+
+    Of `wait_tensor` fake tensors would make another one. On the host (but not on a card) ranks draw the seed of their own
+    dropout.
+
+    Source:
+        torch csrc/distributed/c10d/Functional.cpp; toolkit tensor_parallel/random_state.py.
+    """
+    if function in (collectives.wait_tensor.default, collectives.all_reduce_.default):
+        return args[0]
+    if function is aten.randint.generator and not args[1]:
+        return torch.tensor(0)
     return NotImplemented
 
 

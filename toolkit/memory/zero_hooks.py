@@ -6,7 +6,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,12 +17,29 @@ Note = Callable[[str, bool], None]
 
 
 def hook_modules(model: nn.Module, note: Note) -> list[Any]:
-    """Marks the hooks of each module that holds parameters; gives the hooks' handles."""
+    """Marks the hooks of each module that holds parameters, and of leaves; gives the hooks' handles."""
+    leaves = tuple(find_leaves(model))
+    inside = tuple(f"{leaf}." for leaf in leaves)
     handles = []
     for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
+        if name.startswith(inside):
+            continue
+        if name in leaves or next(module.parameters(recurse=False), None) is not None:
             handles += _hook(module, name, note)
     return handles
+
+
+def find_leaves(model: nn.Module) -> Iterator[str]:
+    """Gives the modules whose parameters, those of their children too, are gathered as one: no hook fires inside them.
+
+    Source:
+        deepspeed utils/z3_leaf_module.py set_z3_leaf_modules.
+    """
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if getattr(module, "_z3_leaf", False) and not name.startswith(inside):
+            inside = (*inside, f"{name}.")
+            yield name
 
 
 def _hook(module: nn.Module, name: str, note: Note) -> list[Any]:

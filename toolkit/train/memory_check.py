@@ -30,4 +30,5 @@ def compare_memory(run: Run) -> MeasuredRun | None:
         context_and_nccl_bytes=report.context_and_nccl_bytes,
         reserved_bytes=int(torch.cuda.memory_reserved(run.world.device)),
         device_used_bytes=total - free,
+        num_communicators=report.num_communicators,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
@@ -28,16 +28,22 @@ class Stage3(Replay):
         self._partitions = {parameter.name: math.ceil(parameter.numel / size) for parameter in trace.parameters}
         self._numel = sum(self._partitions[parameter.name] for parameter in self.trainable)
         self._modules: dict[str, list[Parameter]] = {}
+        leaves = set(trace.leaves)
+        self._leaf_of: dict[str, str] = {}
         for parameter in trace.parameters:
-            self._modules.setdefault(parameter.module, []).append(parameter)
+            by = _gathered_by(parameter.module, leaves)
+            self._modules.setdefault(by, []).append(parameter)
+            if by in leaves:
+                self._leaf_of[parameter.name] = by
         for module, name in trace.tied:
-            self._modules.setdefault(module, []).append(self.by_name[name])
+            self._modules.setdefault(_gathered_by(module, leaves), []).append(self.by_name[name])
         self._persistent = {p.name for p in trace.parameters if p.numel <= settings.persistence_threshold}
         groups = self._group()
         self._sub_groups = [sum(self._partitions[parameter.name] for parameter in group) for group in groups]
         self._on_nvme = self._find_on_nvme(groups)
         self._gathers = size > 1 or settings.offload_param is not None
         self._fetcher = _Fetcher(self)
+        self._waiting: dict[str, dict[str, int]] = {}  # gradients by leaf and parameter, bytes
         self._filled: list[Parameter] = []
         self._elements = 0
         self._kept = 0
@@ -143,9 +149,25 @@ class Stage3(Replay):
         if fetch:
             self._fetcher.fetch(parameters)
         else:
+            self._take_waiting(name)
             self._fetcher.release(parameters)
 
     def gradient(self, parameter: Parameter, size: int) -> None:
+        """Goes into the bucket, where a leaf's gradients wait for the last of them (stage3.py reduce_leaf_module_grads)."""
+        leaf = self._leaf_of.get(parameter.name)
+        if leaf is None:
+            self._into_bucket(parameter, size)
+        else:
+            self._waiting.setdefault(leaf, {})[parameter.name] = size
+
+    def _take_waiting(self, leaf: str) -> None:
+        """The backward pass of a leaf has come to its input: its gradients go into the bucket, in the order of parameters."""
+        waiting = self._waiting.pop(leaf, {})
+        for parameter in self._modules[leaf] if waiting else ():
+            if parameter.name in waiting:
+                self._into_bucket(parameter, waiting[parameter.name])
+
+    def _into_bucket(self, parameter: Parameter, size: int) -> None:
         """__add_grad_to_ipg_bucket: copied into the bucket, or kept whole if larger than it."""
         settings = self.settings
         if self._elements and self._elements + parameter.numel > settings.reduce_bucket_size:
@@ -187,6 +209,8 @@ class Stage3(Replay):
 
     def end_backward(self, *, first: bool, last: bool) -> None:
         """The last bucket, then whatever no hook has released."""
+        for leaf in list(self._waiting):
+            self._take_waiting(leaf)
         self._flush()
         self._fetcher.end()
 
@@ -254,13 +278,20 @@ class Stage3(Replay):
 
     @property
     def modules(self) -> dict[str, list[Parameter]]:
-        """Parameters by the module that holds them."""
+        """Parameters by the module whose hooks gather them: the one that holds them, or a leaf around it."""
         return self._modules
 
     @property
     def gathers(self) -> bool:
         """Whether a fetch allocates: not on one rank with its partitions on the card (_no_gather_coalesced)."""
         return self._gathers
+
+
+def _gathered_by(module: str, leaves: Collection[str]) -> str:
+    """Gives the leaf around a module, else the module itself (parameter_offload.py iter_params, recurse=z3_leaf_module)."""
+    parts = module.split(".")
+    around = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return next((path for path in around if path in leaves), module)
 
 
 class _Fetcher:

@@ -1,0 +1,270 @@
+"""Models that tensor ranks share: the trace is one rank's, and the ledger what each rank keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed import run_distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from traced_models import BATCH, H100, LENGTH, config_of, peaks, traced
+from transformers import AutoModelForCausalLM
+
+from toolkit.groups.collectives import all_reduce, start_all_reduce
+from toolkit.groups.fake import fake_group
+from toolkit.memory.advice import candidates, find_savings
+from toolkit.memory.case import Case
+from toolkit.memory.causes import LOSS
+from toolkit.memory.choose_gpu import Count, batch_on, counts
+from toolkit.memory.compare import read_strategies
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.stage3 import Stage3
+from toolkit.memory.estimator import Estimator, trace_key
+from toolkit.memory.events import Mark, Recorder, Run, held
+from toolkit.memory.fake_model import shard
+from toolkit.memory.trace import trace_model
+from toolkit.memory.tracker import StorageTracker
+from toolkit.memory.values import in_place
+from toolkit.modeling.build import gather_as_one
+from toolkit.plan.checkpoint_size import checkpoint_bytes
+from toolkit.spec.catalogue import find_gpu
+from toolkit.spec.job import Job
+
+TOKENS, LAYERS, INNER, HEADS, KEY_HEADS, HEAD = BATCH * LENGTH, 6, 48, 4, 2, 8
+BF16, FP32 = 2, 4
+LORA_ZERO3 = {"marks_modules": True, "keeps_inputs": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "tensor", "options"),
+    [
+        ("llama", "ZeRO-3 with checkpointing", 2, {}),
+        ("llama", "plain", 4, {}),  # two ranks hold each key head
+        ("llama", "LoRA with checkpointing", 2, LORA_ZERO3),
+        ("gpt2", "ZeRO-3", 2, {}),  # draws dropout for shards
+        ("opt", "ZeRO-3", 4, {}),
+        ("mixtral", "ZeRO-3", 2, {}),
+        ("olmoe", "fp32", 2, {}),
+    ],
+)
+def test_few_layers_give_what_all_give(name, way, tensor, options):
+    few, whole = (traced(name, way, tensor=tensor, all_layers=every, **options) for every in (False, True))
+    assert few.num_traced_layers < whole.num_traced_layers
+    differing = [field for field in few.__slots__ if getattr(few, field) != getattr(whole, field)]
+    assert differing == ["num_traced_layers"]
+    assert held((*few.forward, *few.backward, *few.after)) == {}, "what a micro-batch allocates is gone after it"
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("llama", 2), ("llama", 4), ("gpt2", 4), ("mixtral", 2), ("opt", 2)])
+def test_the_shards_of_all_ranks_are_the_model(name, tensor):
+    with torch.device("meta"):
+        dense = AutoModelForCausalLM.from_config(config_of(name), attn_implementation="eager")
+    trace = traced(name, tensor=tensor)
+    assert {p.name: p.dense_numel for p in trace.parameters} == {n: p.numel() for n, p in dense.named_parameters()}
+    copies = {p.name: tensor * p.numel / p.dense_numel for p in trace.parameters}
+    for parameter, times in copies.items():
+        if "norm" in parameter or ".ln_" in parameter or "position" in parameter or ".wpe." in parameter:
+            assert times == tensor, parameter
+        elif ("k_proj" in parameter or "v_proj" in parameter) and name == "llama":
+            assert times == tensor / KEY_HEADS if tensor > KEY_HEADS else 1, parameter
+    assert copies[next(iter(copies))] == 1, "the vocabulary of 64 rows needs no padding"
+    assert trace.num_replicas == (2 if (name, tensor) == ("llama", 4) else 1)
+
+
+def test_activations_inside_the_layers_shrink_with_the_ranks_and_those_outside_do_not():
+    """Llama, by hand: what a layer keeps from forward to backward, a rank."""
+    whole = held(traced("llama").forward)
+    for tensor in (1, 2):
+        kept = held(traced("llama", tensor=tensor).forward)
+        # gate, up, silu(gate) and their product
+        assert kept["layers: MLP"] == LAYERS * 4 * TOKENS * INNER * BF16 // tensor
+        # rotated queries and keys, values, the output, and its log-sum-exp
+        heads = 2 * HEADS + 2 * KEY_HEADS
+        assert kept["layers: attention"] == LAYERS * TOKENS * (heads * HEAD * BF16 + HEADS * FP32) // tensor
+        assert kept["layers: residual stream and norms"] == whole["layers: residual stream and norms"]
+
+
+def test_the_loss_keeps_this_ranks_scores_and_nothing_in_fp32_of_their_size():
+    vocabulary = 64_000
+    found = {}
+    for tensor in (1, 2):
+        config = config_of("llama", vocab_size=vocabulary)
+        trace = trace_model(config, micro_batch=BATCH, sequence_length=LENGTH, device=H100, tensor=tensor)
+        found[tensor] = held(trace.forward)[LOSS], peak_of(trace.forward)
+    scores = TOKENS * vocabulary
+    assert found[2][0] == pytest.approx(scores // 2 * BF16, abs=2**13)
+    assert found[1][0] == pytest.approx(scores * FP32, abs=2**13)
+    # This rank's scores, in fp32 too, and their exponentials; the dense loss has its logits, in fp32, and their logarithms.
+    assert found[2][1] == pytest.approx(scores // 2 * (BF16 + 2 * FP32), rel=0.03)
+    assert found[1][1] == pytest.approx(scores * (BF16 + 2 * FP32), rel=0.03)
+
+
+def peak_of(events) -> int:
+    level = most = 0
+    for placed in events:
+        if isinstance(placed.event, Run):
+            most = max(most, level + placed.event.peak_bytes)
+            level += sum(size for _, size in placed.event.net)
+    return most
+
+
+def test_a_reduction_in_place_takes_no_memory_and_waiting_for_one_neither():
+    recorder = Recorder()
+    tracker = StorageTracker(recorder, cause=lambda: "x", owner=lambda: None, answers=[in_place])
+    with fake_group(4) as group, FakeTensorMode(), tracker:
+        x = torch.empty(512)
+        reduced = start_all_reduce(x, group=group).wait()
+        assert tracker.live_bytes == 2048
+        copy = all_reduce(x, group=group)
+        assert tracker.live_bytes == 2 * 2048
+        del x, reduced
+        assert tracker.live_bytes == 2048
+        del copy
+    assert tracker.live_bytes == 0
+
+
+def zero3(**keys) -> EngineSettings:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, **keys}
+    return EngineSettings.read({"zero_optimization": zero, "bf16": {"enabled": True}}, dp_size=2)
+
+
+def test_zero3_gathers_and_reduces_a_layer_as_one():
+    trace = traced("llama", "ZeRO-3", tensor=2)
+    engine = Stage3(trace, zero3(stage3_max_reuse_distance=0, stage3_max_live_parameters=0), workspace_bytes=0)
+    engine.initialize()
+    engine.begin_forward()
+    gathered, waiting = {}, {}
+    size_of = {
+        f"model.layers.{layer}": sum(p.size for p in trace.parameters if p.name.startswith(f"model.layers.{layer}."))
+        for layer in range(LAYERS)
+    }
+    for placed in (*trace.forward, *trace.backward):
+        event = placed.event
+        if not isinstance(event, Mark):
+            continue
+        if event.kind == "gradient":
+            engine.account.allocate("gradients", event.size)
+            engine.gradient(engine.by_name[placed.name], event.size)
+        elif event.kind == "release" and event.backward:
+            waiting[placed.name] = engine.account.held("gradients")
+            engine.module(placed.name, fetch=False, backward=True)
+            assert engine.account.held("gradients") == 0
+        else:
+            engine.module(placed.name, fetch=event.kind == "fetch", backward=event.backward)
+            if event.kind == "fetch":
+                gathered[placed.name] = engine.account.held("parameters gathered")
+    for layer, size in size_of.items():
+        assert gathered[layer] == pytest.approx(size, abs=512 * 9)
+        assert waiting[layer] == pytest.approx(size, abs=512 * 9)
+    assert not any("self_attn" in name for name in gathered)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_modules_that_zero3_gathers_as_one_are_those_of_the_engine(name):
+    def flagged(model):
+        return [path for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
+
+    with torch.device("meta"):
+        ours, theirs = (AutoModelForCausalLM.from_config(config_of(name, attn_pdrop=0.0)) for _ in range(2))
+    with fake_group(2) as group:
+        shard(ours, tp_group=group)
+    gather_as_one(theirs)
+    assert flagged(ours) == flagged(theirs) != []
+
+
+def trace_beside_real_groups(rank: int) -> tuple[dict[str, int], float]:
+    found = peaks(traced("llama", tensor=4))
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    return found, total.item()
+
+
+@pytest.mark.gloo
+def test_a_rank_of_a_real_run_traces_a_group_of_another_size():
+    assert run_distributed(trace_beside_real_groups, 2) == [(peaks(traced("llama", tensor=4)), 2.0)] * 2
+
+
+def case_of(*, gpus: int, tensor: int, model: str = "llama-3.2-1b", stage: int = 1, **train) -> Case:
+    values = {"sequence_length": 512, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **train}
+    cluster = {"gpu": "h100-sxm-80gb", "gpus_per_node": gpus}
+    parallel = {"zero_stage": stage, "tensor": tensor}
+    return Case.of(Job.model_validate({"model": model, "cluster": cluster, "train": values, "parallel": parallel}))
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    return Estimator()
+
+
+def test_an_estimate_is_of_each_tensor_rank(estimator):
+    case = case_of(gpus=4, tensor=2)
+    report, dense = estimator.estimate(case), estimator.estimate(case_of(gpus=2, tensor=1))
+    assert [(rank.coordinate.dp, rank.coordinate.tp) for rank in report.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    first, second = report.ranks[0], report.ranks[1]
+    assert first.phases == second.phases, "tensor ranks hold shards of the same sizes"
+    whole, part = (each.phases["init"].causes["parameters"] for each in (dense.ranks[0], first))
+    assert part == pytest.approx(whole / 2, rel=1e-3)  # norms are whole on each rank
+    assert first.peak_allocated_bytes < 0.6 * dense.ranks[0].peak_allocated_bytes
+    assert report.num_communicators == 3  # the world's, the data ranks', the tensor ranks'
+    assert report.disk.export_bytes == dense.disk.export_bytes
+    assert dense.checkpoint_bytes < report.checkpoint_bytes < 1.001 * dense.checkpoint_bytes
+
+
+def test_key_heads_on_several_ranks_are_stored_by_each_and_cost_a_communicator(estimator):
+    eight = case_of(gpus=8, tensor=8, model="qwen2.5-7b")  # 28 query heads
+    with pytest.raises(Exception, match="TP_HEADS"):
+        eight.plan()
+    case = case_of(gpus=4, tensor=4, model="qwen2.5-1.5b")  # 12 query heads, 2 key heads
+    plan = case.plan()
+    report = estimator.estimate_plan(plan, case)
+    assert report.num_communicators == 2  # all ranks are tensor ranks; two of them share each key head
+    export = report.disk.export_bytes // 2
+    assert report.checkpoint_bytes > checkpoint_bytes(plan, total=export, trainable=export)
+
+
+def test_a_trace_is_of_one_number_of_tensor_ranks():
+    keys = {trace_key(case_of(gpus=4, tensor=tensor).plan()) for tensor in (1, 2, 4)}
+    assert len(keys) == 3
+
+
+def test_strategies_with_tensor_ranks_have_names():
+    plain, sharded, ddp = read_strategies("zero1,zero1-tp2-no-checkpointing,ddp")
+    assert "parallel.tensor" not in plain.values
+    assert sharded.values["parallel.tensor"] == 2
+    assert sharded.values["train.gradient_checkpointing"] is False
+    assert ddp.values["parallel.tensor"] == 1, "DDP knows none"
+    for name in ("ddp-tp2", "zero1-tp0", "tp2"):
+        with pytest.raises(Exception, match="COMPARE_STRATEGY"):
+            read_strategies(name)
+
+
+def test_advice_offers_twice_the_tensor_ranks_and_keeps_the_global_batch():
+    case = case_of(gpus=4, tensor=2)
+    plan = case.plan()
+    [change] = [change for change in candidates(plan) if change.kind == "tensor"]
+    changed = case.changed(change.values).plan()
+    assert (changed.grid.tp, changed.grid.dp) == (4, 1)
+    assert changed.settings.batch.train == plan.settings.batch.train
+    assert not [change for change in candidates(case_of(gpus=4, tensor=4).plan()) if change.kind == "tensor"]
+    gpus = next(change for change in candidates(plan) if change.kind == "gpus")
+    assert case.changed(gpus.values).plan().settings.batch.train == plan.settings.batch.train
+
+
+def test_advice_offers_tensor_ranks_where_only_more_cards_would_do(estimator):
+    train = {"gradient_checkpointing": True, "per_device_train_batch_size": 1, "sequence_length": 131_072}
+    case = case_of(gpus=4, tensor=1, stage=3, **train)
+    small = case.changed({"cluster.gpu": "rtx-4090-24gb", "cluster.host_memory_gib": 64})
+    report = estimator.estimate(small)
+    savings = find_savings(estimator, small, plan=small.plan(), report=report, at_most=9)
+    offered = {saving.change.kind: saving for saving in savings}
+    assert not report.fits
+    assert not any(saving.fits for kind, saving in offered.items() if kind not in ("gpus", "tensor"))
+    assert offered["tensor"].saved_bytes > 0
+    assert offered["tensor"].to_dict()["set"]["parallel.tensor"] == 2
+
+
+def test_cards_are_counted_in_whole_tensor_groups_and_batches_by_data_ranks():
+    gpu = find_gpu("h100-sxm-80gb")
+    assert [count.total for count in counts(gpu, tensor=4)][:3] == [4, 8, 16]
+    plan = case_of(gpus=4, tensor=2).plan()
+    batch = batch_on(plan, Count(nodes=1, gpus_per_node=8))
+    assert (batch.dp_size, batch.train) == (4, plan.settings.batch.train)
