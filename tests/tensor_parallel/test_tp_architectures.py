@@ -10,9 +10,12 @@ import torch.distributed as dist
 from distributed import run_distributed
 from sharded_models import VOCABULARY, Variant, batch, dense_model, pairs, shard, variants
 
-from toolkit.tensor_parallel.apply import parameter_shards
-from toolkit.tensor_parallel.tables import DERIVED
+from toolkit.groups.fake import fake_world
+from toolkit.groups.process_groups import join_group
+from toolkit.tensor_parallel.apply import dense_shards, parameter_shards
+from toolkit.tensor_parallel.tables import DERIVED, styles_for
 from toolkit.tensor_parallel.vocabulary import gather_scores
+from toolkit.topology.grid import Grid
 
 TOLERANCE = 1e-5
 # Elements of a gradient below which all of it may be rounding: that of a bias of keys is, since it changes nothing.
@@ -96,6 +99,20 @@ def test_every_variant_is_the_dense_one(num_ranks: int) -> None:
     found = run_distributed(scenes, num_ranks, variants(), timeout_seconds=600)
     for variant in variants():
         assert_exact(found, variant)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_would_be_cut_is_what_is_cut(num_ranks: int) -> None:
+    grid = Grid(tp=num_ranks)
+    with fake_world(grid, rank=1), torch.device("meta"):
+        group = join_group(grid, 1, "tp")
+        for name, key_heads, tied in variants():
+            model = dense_model(name, key_heads, tied=tied)
+            names = dict(model.named_parameters())
+            foreseen = dense_shards(model, styles_for(model), num_ranks=num_ranks)
+            assert dict(model.named_parameters()) == names
+            assert foreseen == parameter_shards(shard(model, group)), name
+            assert foreseen
 
 
 def test_every_architecture_that_is_said_to_be_right_is_tried() -> None:

@@ -90,9 +90,7 @@ class ColumnParallelLinear(ShardedLinear):
         tp_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
-        shard = Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=output_features(dense))
-        bias_shard = Shard(dim=0, layout=layout, dense_length=shard.dense_length)
-        super().__init__(dense, {"weight": shard, "bias": bias_shard}, tp_group=tp_group)
+        super().__init__(dense, column_shards(dense, layout), tp_group=tp_group)
         replicated = tuple(_replicated(layout, tp_group))
         self.spec = ColumnSpec(transposed=self.transposed, replicated=replicated, replica_group=replica_group)
         self._shared = SharedInput((self,))
@@ -115,8 +113,7 @@ class RowParallelLinear(ShardedLinear):
     """
 
     def __init__(self, dense: nn.Module, layout: Layout, *, tp_group: dist.ProcessGroup) -> None:
-        shard = Shard(dim=0 if isinstance(dense, Conv1D) else 1, layout=layout, dense_length=layout.length)
-        super().__init__(dense, {"weight": shard}, tp_group=tp_group)
+        super().__init__(dense, row_shards(dense, layout), tp_group=tp_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gives the whole output. Shapes (…, in / tp) to (…, out)."""
@@ -173,6 +170,20 @@ def output_features(dense: nn.Module) -> int:
 def input_features(dense: nn.Module) -> int:
     """Gives the length of a linear layer's input."""
     return dense.get_parameter("weight").shape[0 if isinstance(dense, Conv1D) else 1]
+
+
+def column_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
+    """Gives how the parameters of a linear layer are cut by a layout of its output features."""
+    length = output_features(dense)
+    return {
+        "weight": Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=length),
+        "bias": Shard(dim=0, layout=layout, dense_length=length),
+    }
+
+
+def row_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
+    """Gives how the weight of a linear layer is cut by a layout of its input features; its bias stays whole."""
+    return {"weight": Shard(dim=0 if isinstance(dense, Conv1D) else 1, layout=layout, dense_length=layout.length)}
 
 
 def share_input(columns: Sequence[ColumnParallelLinear]) -> None:

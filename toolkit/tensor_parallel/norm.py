@@ -20,6 +20,11 @@ from toolkit.tensor_parallel.linear import sharded_parameter
 from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
 
 
+def norm_shards(layout: Layout) -> dict[str, Shard]:
+    """Gives how the weight of a norm over all features is cut by their layout."""
+    return {"weight": Shard(dim=0, layout=layout, dense_length=layout.length)}
+
+
 class ParallelRMSNorm(nn.Module):
     """y = w·x / √(mean x² + ε), the mean over the features of all ranks.
 
@@ -45,7 +50,7 @@ class ParallelRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
-        self.shards = {"weight": Shard(dim=0, layout=layout, dense_length=layout.length)}
+        self.shards = norm_shards(layout)
         self.weight = sharded_parameter(dense.get_parameter("weight"), self.shards["weight"], tp_group=tp_group)
         self.variance_epsilon = float(dense.variance_epsilon)  # type: ignore[arg-type]
         [owners] = layout.owners(tp_group.size())
