@@ -40,7 +40,7 @@ def facts(rank: int, plans: dict[tuple[str, str], tuple[Plan, Plan]]) -> dict[tu
     world = connect(Grid(pp=1, dp=RANKS, tp=1), backend="gloo")
     assert not any(name.endswith("modeling_mixtral") for name in sys.modules)
     for (architecture, precision), (dense_plan, sharded_plan) in plans.items():
-        sharded = build_model(sharded_plan, device=CPU, dp_group=world.dp_group)
+        sharded = build_model(sharded_plan, device=CPU, world=world)
         partitioned = all(hasattr(weight, "ds_id") for weight in sharded.parameters())
         dtypes = {weight.ds_tensor.dtype for weight in sharded.parameters()}
         whole, dense = whole_model(sharded), build_model(dense_plan, device=CPU)

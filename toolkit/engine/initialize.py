@@ -16,6 +16,7 @@ from toolkit.engine.run import Run
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.seed import seed_random_state
 from toolkit.errors import PlanError, raise_all
+from toolkit.groups.mpu import ModelParallelUnit
 from toolkit.groups.world import World, connect, disconnect
 from toolkit.modeling.build import build_model
 from toolkit.plan.plan import Plan
@@ -54,11 +55,9 @@ def initialize(
     try:
         if weights is None and plan.settings.init == "pretrained":
             weights = locate_weights(plan)
-        model = build_model(
-            plan, device=world.device, weights=weights, dp_group=world.dp_group, on_progress=on_progress
-        )
+        model = build_model(plan, device=world.device, weights=weights, world=world, on_progress=on_progress)
         schedule = LearningRate(plan)
-        engine = start_engine(plan, model, schedule)
+        engine = start_engine(plan, model, schedule, world=world)
         # After the model is built: whether its weights are drawn or read must not change what dropout draws.
         seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp)
         memory.end("init")
@@ -69,7 +68,7 @@ def initialize(
         raise
 
 
-def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate) -> Any:
+def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate, *, world: World) -> Any:
     """Wraps a built model in the DeepSpeed engine."""
     import deepspeed
 
@@ -78,6 +77,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate) -> Any:
         model_parameters=parameter_groups(model, weight_decay=plan.job.train.weight_decay),
         lr_scheduler=schedule.build,
         config=plan.deepspeed_config(),
+        mpu=None if world.tp_group is None else ModelParallelUnit(world),
         dist_init_required=False,
     )
     return engine

@@ -14,12 +14,14 @@ from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.engine.memory_watch import MemoryWatch
+from toolkit.engine.same_batch import compare_batches
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.stop import StopFlag
 from toolkit.errors import RunError
 from toolkit.groups.world import World, disconnect
-from toolkit.modeling.loss import auxiliary_loss, count_targets, token_loss
+from toolkit.modeling.loss import auxiliary_loss, count_targets, cross_entropy_over, token_loss
 from toolkit.plan.plan import Plan
+from toolkit.tensor_parallel.marks import counts_in_norm
 
 MicroBatch = Mapping[str, torch.Tensor]
 
@@ -55,6 +57,8 @@ class Run:
         self._stop_flag = StopFlag(late=world.device.type != "cpu")
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
         self._plain_norm: torch.Tensor | None = None
+        self._cross_entropy = cross_entropy_over(world.tp_group, vocab_size=plan.model.vocab_size)
+        self._batches_compared = world.tp_group is None
         self.last_learning_rate = self.learning_rate
 
     def __enter__(self) -> Run:
@@ -138,20 +142,24 @@ class Run:
             Mean loss over the unmasked tokens of all ranks and micro-batches. Scalar fp32 on the device, not synced.
 
         Collectives:
-            One all-reduce of 3 numbers before, one after; the engine's own.
+            One all-reduce of 3 numbers before, one after; the engine's and the model's own.
 
         Raises:
             RunError: STEP_MICRO_BATCHES when their number is not the plan's; STEP_LENGTH when the length of the run is
-                not known yet.
+                not known yet; TP_BATCH when the ranks of a tensor group were given different batches (first step).
         """
         self._check(micro_batches)
         self.last_learning_rate = self.learning_rate
         device = self.world.device
         moved = [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in micro_batches]
+        if not self._batches_compared:
+            compare_batches(micro_batches, self.world)
+            self._batches_compared = True
         targets = torch.stack([count_targets(batch["labels"]) for batch in moved]).sum()
         flags = torch.tensor([int(self.stop_requested), _num_tokens(moved)], device=device)
         counts = torch.cat([targets.view(1), flags]).to(torch.float64)
-        dist.all_reduce(counts, group=self.world.dp_group)
+        dist.all_reduce(counts)
+        counts[0::2] /= self.world.grid.tp  # tensor ranks have counted the same tokens
         self.should_stop = self._stop_flag.read(counts[1]) or self.should_stop
         self._num_tokens += counts[2]
         num_targets = counts[0].clamp(min=1).to(torch.float32)
@@ -185,7 +193,7 @@ class Run:
             with torch.no_grad():
                 for batch in batches:
                     moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-                    sums[0] += token_loss(self._outputs(moved), moved["labels"])
+                    sums[0] += self._token_loss(self._outputs(moved), moved["labels"])
                     sums[1] += count_targets(moved["labels"])
         finally:
             self.engine.train()
@@ -196,7 +204,7 @@ class Run:
     def _micro_step(self, batch: dict[str, torch.Tensor], num_targets: torch.Tensor, *, share: float) -> torch.Tensor:
         """Forward and backward; gives this rank's part of the mean loss."""
         outputs = self._outputs(batch)
-        loss = token_loss(outputs, batch["labels"]) / num_targets
+        loss = self._token_loss(outputs, batch["labels"]) / num_targets
         reported = loss.detach()
         dp_size = self.world.grid.dp
         router = auxiliary_loss(outputs, self.model.config)
@@ -209,6 +217,9 @@ class Run:
         self.engine.backward(loss * dp_size, scale_wrt_gas=False)
         self.memory.end("backward")
         return reported
+
+    def _token_loss(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        return token_loss(outputs, labels, cross_entropy=self._cross_entropy)
 
     def _outputs(self, batch: Mapping[str, torch.Tensor]) -> Any:
         """Runs the model; only one that computes its loss itself is given the labels."""
@@ -223,8 +234,18 @@ class Run:
         """
         if self.plan.settings.zero_stage or self.plan.settings.precision != "fp32":
             return None
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        group = self.world.tp_group
+        counted = [
+            parameter.grad
+            for parameter in self.model.parameters()
+            if parameter.grad is not None and (group is None or counts_in_norm(parameter, tp_group=group))
+        ]
+        norm = torch.nn.utils.get_total_norm(counted)
+        if group is None:
+            return norm
+        squared = norm.to(self.world.device) ** 2
+        dist.all_reduce(squared, group=group)
+        return squared.sqrt()
 
     def _collator(self, dataset: PackedDataset) -> Collator:
         # transformers' FlashAttention path tells packed documents apart only in a batch of one row

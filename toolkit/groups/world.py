@@ -36,7 +36,8 @@ class World:
         device: Where its tensors live.
         grid: The grid of all ranks.
         coordinate: This rank's place in the grid.
-        dp_group: Ranks that share parameters and see different data.
+        dp_group: Ranks that hold the same parameters and see different data.
+        tp_group: Ranks that share each layer and see the same data; None where each rank holds layers whole.
         owns_groups: Whether `connect` joined the process groups, so that `disconnect` leaves them.
     """
 
@@ -46,6 +47,7 @@ class World:
     grid: Grid
     coordinate: Coordinate
     dp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup | None
     owns_groups: bool
 
     @property
@@ -132,6 +134,7 @@ def connect(
         grid=grid,
         coordinate=coordinate,
         dp_group=join_group(grid, rank, "dp"),
+        tp_group=join_group(grid, rank, "tp") if grid.tp > 1 else None,
         owns_groups=owns_groups,
     )
 

@@ -21,6 +21,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 
 from toolkit.errors import PlanError, SpecError
+from toolkit.groups.mpu import ModelParallelUnit
+from toolkit.groups.world import World
 from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.fp8 import apply_fp8, check_device
@@ -31,6 +33,10 @@ from toolkit.modeling.liger import check_installed
 from toolkit.modeling.weights import load_pretrained
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Fp8, Lora
+from toolkit.tensor_parallel.apply import apply_tensor_parallel
+from toolkit.tensor_parallel.linear import ColumnParallelLinear
+from toolkit.tensor_parallel.marks import mark_parameters
+from toolkit.tensor_parallel.tables import styles_for
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -40,18 +46,19 @@ def build_model(
     *,
     device: torch.device,
     weights: Path | None = None,
-    dp_group: Any = None,
+    world: World | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> nn.Module:
     """Builds the plan's model on this rank, ready for the engine.
 
-    Under ZeRO-3 each parameter is partitioned as its module is made, so no rank ever holds the whole model.
+    Under ZeRO-3 each parameter is partitioned as its module is made, and tensor ranks hold shards from the start, so no
+    rank ever holds the whole model.
 
     Args:
         plan: What to build.
         device: Where parameters live.
         weights: Folder of safetensors; None draws the weights from `train.seed`.
-        dp_group: Data-parallel group over which ZeRO-3 partitions.
+        world: This rank's groups; None for a process alone.
         on_progress: Called with tensors done and tensors in all while weights load.
 
     Returns:
@@ -60,7 +67,8 @@ def build_model(
     Raises:
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
-            LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS.
+            LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS; with tensor
+            ranks those of `apply_tensor_parallel`.
         CheckpointError: The weights do not fit the model.
     """
     if plan.job.train.loss == "liger":
@@ -68,16 +76,37 @@ def build_model(
     if plan.settings.precision == "fp8":
         check_fp8_installed()
         check_device(device)
-    dtype = DTYPES[plan.settings.dtype]
     config = model_config(plan)
     import_architecture(config, trust_remote_code=plan.job.model.trust_remote_code)
-    with _partitioned(plan, dp_group), no_init_weights(), torch.device(device):
-        model = construct(config, dtype=dtype, trust_remote_code=plan.job.model.trust_remote_code)
+    dp_group = None if world is None else world.dp_group
+    if world is None or world.tp_group is None:
+        with _partitioned(plan, dp_group), no_init_weights(), torch.device(device):
+            model = construct_for(plan, config)
+        if weights is None:
+            initialize_weights(model, seed=plan.job.train.seed)
+        else:
+            load_pretrained(model, weights, group=dp_group, progress=on_progress)
+        return apply_plan(plan, model)
+    with torch.device(device):
+        model = construct_for(plan, config)
     if weights is None:
         initialize_weights(model, seed=plan.job.train.seed)
     else:
         load_pretrained(model, weights, group=dp_group, progress=on_progress)
-    return apply_plan(plan, model)
+    apply_tensor_parallel(model, styles_for(model), tp_group=world.tp_group)
+    if plan.settings.zero_stage == 3:
+        gather_as_one(model)
+        import deepspeed
+
+        deepspeed.zero.Init(
+            module=model,
+            data_parallel_group=dp_group,
+            config_dict_or_path=plan.deepspeed_config(),
+            mpu=ModelParallelUnit(world),
+        )
+    adapted = apply_plan(plan, model)
+    mark_parameters(adapted, tp_group=world.tp_group)
+    return adapted
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
@@ -158,6 +187,12 @@ def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = F
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # looked up is imported
 
 
+def construct_for(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
+    """Makes the plan's causal LM under whatever contexts the caller has entered; its weights are not drawn."""
+    with no_init_weights():
+        return construct(config, dtype=DTYPES[plan.settings.dtype], trust_remote_code=plan.job.model.trust_remote_code)
+
+
 def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Makes the causal LM of a configuration, in `dtype`, under whatever contexts the caller has entered."""
     try:
@@ -192,6 +227,19 @@ def compile_layers(model: nn.Module) -> int:
     for layer in layers:
         layer.compile()
     return len(layers)
+
+
+def gather_as_one(model: nn.Module) -> None:
+    """Has ZeRO-3 gather a module with columns of one input when the module is called, since the first column computes for all.
+
+    Source:
+        deepspeed utils/z3_leaf_module.py, runtime/zero/parameter_offload.py.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in model.modules():
+        if sum(isinstance(child, ColumnParallelLinear) for child in module.children()) > 1:
+            set_z3_leaf_module(module, True)
 
 
 @contextlib.contextmanager

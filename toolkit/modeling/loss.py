@@ -1,14 +1,21 @@
 """The loss: next-token cross entropy, summed over the tokens that count.
 
-B: sequences of a micro batch, S: tokens of a sequence, V: vocabulary.
+B: sequences of a micro batch, S: tokens of a sequence, V: vocabulary, or this rank's part of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
+
+from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+# Logits and labels to the summed loss.
+CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 IGNORED = -100  # label that torch.nn.functional.cross_entropy leaves out (its ignore_index)
 
@@ -32,7 +39,7 @@ def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> t
         transformers loss/loss_utils.py ForCausalLMLoss: the labels are shifted, not the logits, which spares a copy
         of the largest tensor.
     """
-    shifted_BS = functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+    shifted_BS = shifted(labels_BS)
     return functional.cross_entropy(
         logits_BSV.float().view(-1, logits_BSV.shape[-1]),
         shifted_BS.reshape(-1),
@@ -41,15 +48,41 @@ def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> t
     )
 
 
-def token_loss(outputs: Any, labels_BS: torch.Tensor) -> torch.Tensor:
+def shifted(labels_BS: torch.Tensor) -> torch.Tensor:
+    """Gives each position the label of the next one, and the last position none. Shape (batch, sequence)."""
+    return functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+
+
+def token_loss(
+    outputs: Any, labels_BS: torch.Tensor, *, cross_entropy: CrossEntropy = summed_cross_entropy
+) -> torch.Tensor:
     """Gives the summed cross entropy of a model's outputs: from its logits, or as it computed it from the labels itself.
 
     Args:
         outputs: Of a model that was called without labels, or, under `fused_loss.apply_loss`, with them.
         labels_BS: As `summed_cross_entropy` takes them.
+        cross_entropy: Computes it from logits; `cross_entropy_over` where ranks hold parts of the vocabulary.
     """
     own = getattr(outputs, "loss", None)
-    return own if own is not None else summed_cross_entropy(outputs.logits, labels_BS)
+    return own if own is not None else cross_entropy(outputs.logits, labels_BS)
+
+
+def cross_entropy_over(tp_group: dist.ProcessGroup | None, *, vocab_size: int) -> CrossEntropy:
+    """Gives what computes `summed_cross_entropy` of logits whose vocabulary lies on the ranks of a group.
+
+    Args:
+        tp_group: Those ranks; None where the logits are whole.
+        vocab_size: Of the whole model, without padding.
+    """
+    if tp_group is None:
+        return summed_cross_entropy
+
+    def summed(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        targets_BS = shifted(labels_BS)
+        losses_BS = vocab_parallel_cross_entropy(logits_BSV, targets_BS, vocab_size=vocab_size, tp_group=tp_group)
+        return losses_BS.sum()
+
+    return summed
 
 
 def auxiliary_loss(outputs: Any, config: Any) -> torch.Tensor | None:

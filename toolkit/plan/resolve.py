@@ -263,7 +263,7 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
     width = 4 if precision == "fp32" else 2
     trainable = trainable_parameters(job, model) or model.num_parameters
     optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
-    return width * model.num_parameters + trainable * (width + optimizer) / job.cluster.num_ranks
+    return width * model.num_parameters / job.parallel.tensor + trainable * (width + optimizer) / job.cluster.num_ranks
 
 
 def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:
@@ -318,7 +318,7 @@ def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: _Choose
         )
     if not profile.partial or trainable is None:
         return SUB_GROUP_SIZE
-    size = max(1, trainable // batch.dp_size // PARTIAL_SUB_GROUPS)
+    size = max(1, trainable // job.cluster.num_ranks // PARTIAL_SUB_GROUPS)
     return chooser.derive(
         "deepspeed.zero_optimization.sub_group_size",
         size,
@@ -331,6 +331,8 @@ def _decide_bucket(job: Job, model: ModelSpec, zero_stage: int, chooser: _Choose
     if written is not None:
         return written
     trainable = trainable_parameters(job, model)
+    if trainable is not None:
+        trainable = -(-trainable // job.parallel.tensor)
     size = min(MAX_REDUCE_BUCKET, trainable or MAX_REDUCE_BUCKET)
     if zero_stage == 0:
         return size

@@ -263,7 +263,7 @@ class Parallel(Section):
     Args:
         strategy: DeepSpeed's ZeRO; torch's DDP or FSDP2, as Accelerate runs them, can be estimated, not trained.
         zero_stage: 0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054).
-        tensor: Tensor-parallel size; 1 until our tensor-parallel modules exist.
+        tensor: Ranks that share each layer (arXiv 1909.08053); they see the same batch.
         pipeline: Pipeline stages; 1 until our pipeline modules exist.
         offload: Named profile; `toolkit.plan.offload` explains each.
         offload_ratio: Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`.

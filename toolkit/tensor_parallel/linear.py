@@ -42,21 +42,13 @@ class ShardedLinear(nn.Module):
             if name in shards and parameter is not None:
                 parameter = sharded_parameter(parameter, shards[name], tp_group=tp_group)
             self.register_parameter(name, parameter)
+        # Features on this rank; ZeRO-3 will leave the weight without a shape between its uses.
+        self.out_features, self.in_features = self.weight_OI.shape
 
     @property
     def weight_OI(self) -> torch.Tensor:  # noqa: N802
         """The weight as (out, in)."""
         return self.weight.t() if self.transposed else self.weight
-
-    @property
-    def out_features(self) -> int:
-        """Output features on this rank."""
-        return self.weight_OI.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        """Input features on this rank."""
-        return self.weight_OI.shape[1]
 
     def extra_repr(self) -> str:
         return (

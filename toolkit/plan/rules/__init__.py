@@ -6,12 +6,23 @@ from collections.abc import Callable, Iterable
 
 from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
-from toolkit.plan.rules import data, deepspeed_effect, deepspeed_keys, estimate_only, fp8, hardware, training, zero
+from toolkit.plan.rules import (
+    data,
+    deepspeed_effect,
+    deepspeed_keys,
+    estimate_only,
+    fp8,
+    hardware,
+    tensor,
+    training,
+    zero,
+)
 
 Rule = Callable[[Draft], Iterable[Problem]]
 
 RULES: tuple[Rule, ...] = (
     *hardware.RULES,
+    *tensor.RULES,
     *zero.RULES,
     *training.RULES,
     *fp8.RULES,

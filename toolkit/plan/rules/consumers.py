@@ -50,6 +50,15 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {_OWN}",
             source="transformers modeling_utils.py gradient_checkpointing_enable",
         )
+    if draft.job.parallel.tensor > 1:
+        yield Problem(
+            code="CONSUMER_TENSOR",
+            key="parallel.tensor",
+            message=f"tensor={draft.job.parallel.tensor} shards the model by modules of our own and hands DeepSpeed their groups: "
+            f"{name} has no place for either",
+            fix=f"Set parallel.tensor to 1, or {_OWN}",
+            source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
+        )
     if draft.settings.precision == "fp8":
         yield Problem(
             code="CONSUMER_FP8",

@@ -14,17 +14,16 @@ FLASH_COMPUTE_CAPABILITY = (8, 0)
 _ABSOLUTE_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom", "gptj", "codegen", "gpt_neo", "biogpt", "xglm"})
 
 
-def parallel_sizes(draft: Draft) -> Iterator[Problem]:
-    """Tensor and pipeline sizes above 1 wait for their modules."""
-    for name, what in (("tensor", "tensor-parallel"), ("pipeline", "pipeline")):
-        size = getattr(draft.job.parallel, name)
-        if size != 1:
-            yield Problem(
-                code="PARALLEL_SIZE",
-                key=f"parallel.{name}",
-                message=f"{name}={size} is not built: this version has no {what} modules",
-                fix=f"Set parallel.{name} to 1 and let parallel.zero_stage=3 shard the parameters",
-            )
+def pipeline_size(draft: Draft) -> Iterator[Problem]:
+    """Pipeline sizes above 1 wait for their modules."""
+    size = draft.job.parallel.pipeline
+    if size != 1:
+        yield Problem(
+            code="PARALLEL_SIZE",
+            key="parallel.pipeline",
+            message=f"pipeline={size} is not built: this version has no pipeline modules",
+            fix="Set parallel.pipeline to 1; parallel.zero_stage=3 or parallel.tensor shard the parameters",
+        )
 
 
 def precision_of_card(draft: Draft) -> Iterator[Problem]:
@@ -114,4 +113,4 @@ def _version(capability: str) -> tuple[int, ...]:
     return tuple(int(part) for part in capability.split(".") if part.isdigit())
 
 
-RULES = (parallel_sizes, precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels)
+RULES = (pipeline_size, precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels)

@@ -1,0 +1,152 @@
+"""Courses of training: a plan's steps through the engine, and those of one process of plain torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from tiny_plans import RANKS, step_batches, tiny_plan
+from torch.nn import functional
+
+import toolkit as tk
+from toolkit.groups.world import World
+from toolkit.modeling.build import build_model
+from toolkit.plan.plan import Plan
+from toolkit.tensor_parallel.apply import parameter_shards
+
+FEW = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A plan, and how close it must come to the reference: losses and norms, then weights."""
+
+    train: dict[str, Any]
+    stage: int
+    architecture: str = "llama"
+    offload: str = "none"
+    packing: str = "wrapped"
+    config: dict[str, Any] = field(default_factory=dict)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    steps: int = FEW
+    tensor: int = 1
+    tolerance: float = 1e-5
+    weight_tolerance: float = 1e-5
+
+    @property
+    def ranks(self) -> int:
+        return RANKS * self.tensor
+
+    def plan(self, **parallel: Any) -> Plan:
+        return tiny_plan(
+            self.architecture,
+            ranks=self.ranks,
+            train=self.train,
+            parallel={"zero_stage": self.stage, "offload": self.offload, "tensor": self.tensor, **parallel},
+            config=self.config,
+            deepspeed=self.deepspeed,
+        )
+
+
+CLOSE, NEAR = {"tolerance": 1e-4, "weight_tolerance": 1e-4}, {"tolerance": 8e-3, "weight_tolerance": 2e-3}
+# bf16 keeps 8 bits of a number: 2**-9 of a loss of 4.2 is 0.008.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What the steps gave. Weights are numpy arrays by name, after the first step and after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    first: dict[str, Any]
+    last: dict[str, Any]
+
+
+# ---- plain torch -----------------------------------------------------------------------------------------------------
+
+
+def reference_loss(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean over every token that counts in the global batch, and that plus the router's mean loss a micro-batch."""
+    summed, count, routed = torch.zeros(()), 0, []
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        outputs = model(**inputs)
+        summed = summed + functional.cross_entropy(
+            outputs.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+        )
+        count += int((batch["labels"][:, 1:] != -100).sum())
+        if getattr(outputs, "aux_loss", None) is not None:
+            routed.append(model.config.router_aux_loss_coef * outputs.aux_loss)
+    mean = summed / count
+    return mean, mean + torch.stack(routed).mean() if routed else mean
+
+
+def reference(case: Case) -> Course:
+    """The course of a case, whatever its ZeRO stage, precision and offload."""
+    told = {"loss": "full", "precision": "fp32", "gradient_accumulation_dtype": None, "gradient_checkpointing": False}
+    train = {**case.train, **told}
+    return _reference(json.dumps([case.architecture, train, case.config, case.packing, case.steps]))
+
+
+@cache
+def _reference(arguments: str) -> Course:
+    architecture, train, config, packing, steps = json.loads(arguments)
+    plan = tiny_plan(architecture, train=train, parallel={"zero_stage": 0}, config=config)
+    model = build_model(plan, device=torch.device("cpu"))
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    decay = train.get("weight_decay", 0.0)
+    exempt = [weight for name, weight in trained.items() if weight.ndim == 1]
+    groups = [
+        {"params": [weight for weight in trained.values() if weight.ndim > 1], "weight_decay": decay},
+        *([{"params": exempt, "weight_decay": 0.0}] if exempt else []),
+    ]
+    kind = torch.optim.SGD if train["optimizer"] == "sgd" else torch.optim.AdamW
+    optimizer = kind(groups, lr=train["learning_rate"])
+    losses, norms, snapshots = [], [], []
+    for step in range(steps):
+        batches = [batch for rank in step_batches(step, kind=packing) for batch in rank]
+        mean, loss = reference_loss(model, batches)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), train["max_grad_norm"])))
+        optimizer.step()
+        losses.append(float(mean.detach()))
+        snapshots.append({name: weight.detach().numpy().copy() for name, weight in trained.items()})
+    return Course(losses=losses, norms=norms, first=snapshots[0], last=snapshots[-1])
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+def full_weights(model: torch.nn.Module, world: World) -> dict[str, Any]:
+    """The master copies of the trained weights, gathered."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found, shards = {}, parameter_shards(model)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            full = safe_get_full_fp32_param(weight)
+            value = (weight if full is None else full).detach().float()
+            if name in shards:
+                value = shards[name].gather(value, tp_group=world.tp_group)
+            found[name] = value.numpy().copy()
+    return found
+
+
+def train_with_engine(rank: int, plan: Plan, packing: str, steps: int) -> Course:
+    losses, norms, snapshots = [], [], []
+    with tk.initialize(plan) as run:
+        for step in range(steps):
+            losses.append(float(run.step(step_batches(step, kind=packing)[run.world.coordinate.dp])))
+            norms.append(run.gradient_norm)
+            if step in (0, steps - 1):
+                snapshots.append(full_weights(run.model, run.world))
+    return Course(losses=losses, norms=norms, first=snapshots[0], last=snapshots[1])
+
+
+def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float(abs(ours[name] - theirs[name]).max()) for name in ours)

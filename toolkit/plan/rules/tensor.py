@@ -1,0 +1,161 @@
+"""What tensor parallelism allows: sizes that divide, architectures with known styles, and what it has been proven with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.errors import PlanError, Problem
+from toolkit.plan.draft import Draft
+from toolkit.topology.grid import Grid, divisors, join
+from toolkit.topology.placement import place
+
+# Architectures whose styles `toolkit.tensor_parallel.tables` knows.
+TENSOR_MODEL_TYPES = frozenset(
+    {
+        *("falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral"),
+        *("olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+        "starcoder2",
+    }
+)
+# Those whose queries, keys and values are one matrix.
+FUSED_MODEL_TYPES = frozenset({"falcon", "gpt2", "gpt_neox", "phi3"})
+
+_KEY = "parallel.tensor"
+_ALONE = f"Set {_KEY} to 1"
+
+
+def grid_on_nodes(draft: Draft) -> Iterator[Problem]:
+    """The grid fills the cards, and a tensor group stays inside a node."""
+    cluster, parallel = draft.job.cluster, draft.job.parallel
+    if parallel.tensor == 1:
+        return
+    try:
+        grid = Grid.from_world(world_size=cluster.num_ranks, tp=parallel.tensor)
+        place(grid, num_nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node)
+    except PlanError as error:
+        yield from error.problems
+
+
+def whole_heads(draft: Draft) -> Iterator[Problem]:
+    """Each rank owns whole query heads, and each key head lies on equally many ranks."""
+    size, model = draft.job.parallel.tensor, draft.model
+    query, key_value = model.num_attention_heads, model.num_key_value_heads
+    if size == 1 or not _is_known(draft):
+        return
+    valid = [n for n in divisors(query) if key_value % n == 0 or n % key_value == 0]
+    if model.model_type in FUSED_MODEL_TYPES:
+        valid = [n for n in valid if key_value % n == 0]
+    valid = [n for n in valid if model.intermediate_size % n == 0]
+    if size in valid:
+        return
+    if query % size:
+        name, number, why = "num_attention_heads", query, "a rank must own whole heads"
+    elif model.intermediate_size % size:
+        name, number, why = "intermediate_size", model.intermediate_size, "each rank holds equally many features"
+    elif key_value % size and size % key_value:
+        name, number, why = "num_key_value_heads", key_value, "a key head must lie on equally many ranks as the others"
+    else:
+        name, number = "num_key_value_heads", key_value
+        why = (
+            f"model_type={model.model_type} keeps queries, keys and values in one matrix, of which ranks would share a part: "
+            "DeepSpeed counts a parameter in the gradient norm once or on each rank, not by parts"
+        )
+    yield Problem(
+        code="TP_HEADS",
+        key=_KEY,
+        message=f"tensor={size} does not divide {name}={number}: {why}",
+        fix=f"Set tensor to one of {join(valid)}",
+    )
+
+
+def known_styles(draft: Draft) -> Iterator[Problem]:
+    """The architecture is one whose styles are known and tested."""
+    if draft.job.parallel.tensor > 1 and not _is_known(draft):
+        yield Problem(
+            code="TP_ARCHITECTURE",
+            key=_KEY,
+            message=f"tensor={draft.job.parallel.tensor} with model_type={draft.model.model_type}: tensor parallelism of this "
+            "architecture is not known to be right",
+            fix=f"{_ALONE} and let parallel.zero_stage=3 shard the parameters, or call apply_tensor_parallel in a script with a "
+            f"table of your own; known are {', '.join(sorted(TENSOR_MODEL_TYPES))}",
+        )
+
+
+def proven_together(draft: Draft) -> Iterator[Problem]:
+    """What changes the same modules or the same state in another way."""
+    if draft.job.parallel.tensor == 1:
+        return
+    train, parallel = draft.job.train, draft.job.parallel
+    if parallel.strategy != "zero":
+        yield _refused(
+            "parallel.strategy", parallel.strategy, "our tensor parallelism runs in the DeepSpeed engine", "zero"
+        )
+    if train.method == "qlora":
+        yield _refused("train.method", "qlora", "packed 4-bit weights cannot be cut", "lora")
+    if draft.settings.precision == "fp8":
+        yield _refused(
+            "train.precision",
+            "fp8",
+            "the products of cut layers are our own, in the precision of their factors",
+            "bf16",
+        )
+    if train.loss != "full":
+        why = "the loss over the ranks' parts of the vocabulary never joins the logits, and has one way to be computed"
+        yield _refused("train.loss", train.loss, why, "full")
+    if draft.profile.needs_nvme:
+        why = "its swap files are named by data-parallel rank alone, so tensor ranks of a node would write over each other's"
+        yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
+    if train.method == "lora" and train.lora is not None:
+        if train.lora.lora_dropout:
+            why = "adapters of cut inputs would need other random numbers than those of whole ones"
+            yield _refused("train.lora.lora_dropout", f"{train.lora.lora_dropout:g}", why, "0")
+        if train.lora.modules_to_save:
+            why = "peft copies a module with its process group"
+            yield _refused("train.lora.modules_to_save", ", ".join(train.lora.modules_to_save), why, "none")
+
+
+def counted_norm(draft: Draft) -> Iterator[Problem]:
+    """DeepSpeed's 16-bit optimizers of stage 0 copy their masters without the marks of cut parameters."""
+    settings = draft.settings
+    if draft.job.parallel.tensor > 1 and settings.zero_stage == 0 and settings.dtype != "fp32":
+        yield Problem(
+            code="TP_STAGE",
+            key="parallel.zero_stage",
+            message=f"zero_stage=0 with tensor={draft.job.parallel.tensor} and precision={settings.precision}: DeepSpeed would leave "
+            "the other ranks' shards out of the gradient norm, and clip too little",
+            fix="Set parallel.zero_stage to 1, which takes no more memory and no more time",
+            source="deepspeed runtime/fp16/unfused_optimizer.py step, runtime/utils.py get_weight_norm",
+        )
+
+
+def groups_of_deepspeed(draft: Draft) -> Iterator[Problem]:
+    """hpZ and quantized gradients make groups of neighbours, which here hold different shards."""
+    zero = draft.job.deepspeed.get("zero_optimization")
+    if draft.job.parallel.tensor == 1 or not isinstance(zero, dict):
+        return
+    for name in ("zero_hpz_partition_size", "zero_quantized_gradients"):
+        if zero.get(name) and zero[name] != 1:
+            yield Problem(
+                code="TP_DEEPSPEED_GROUPS",
+                key=f"deepspeed.zero_optimization.{name}",
+                message=f"{name}={zero[name]} with tensor={draft.job.parallel.tensor}: DeepSpeed gathers over neighbouring ranks, "
+                "which hold different shards here",
+                fix=f"Remove {name}, or set {_KEY} to 1",
+                source="deepspeed utils/groups.py _create_zero_param_parallel_group, _get_local_all_to_all_group",
+            )
+
+
+def _is_known(draft: Draft) -> bool:
+    return draft.model.model_type in TENSOR_MODEL_TYPES
+
+
+def _refused(key: str, value: str, why: str, instead: str) -> Problem:
+    return Problem(
+        code="TP_TOGETHER",
+        key=key,
+        message=f"{key.rpartition('.')[2]}={value} with tensor above 1: {why}",
+        fix=f"Set {key} to {instead}, or {_KEY} to 1",
+    )
+
+
+RULES = (grid_on_nodes, whole_heads, known_styles, proven_together, counted_norm, groups_of_deepspeed)
