@@ -1,0 +1,209 @@
+"""Checkpoints of real tensor ranks, exported and loaded by transformers: equal to what the ranks held together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_distributed
+from tiny_models import empty_model, logits
+from tiny_plans import step_batches, tiny_plan
+from transformers import AutoModelForCausalLM
+
+import toolkit as tk
+from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
+from toolkit.errors import CheckpointError
+from toolkit.plan.plan import Plan
+from toolkit.tensor_parallel.apply import parameter_shards
+
+pytestmark = pytest.mark.gloo
+
+PADDED = {"vocab_size": 61}
+BF16 = {"precision": "bf16", "optimizer": "adamw_torch", "learning_rate": 0.01}
+SUMS = {**BF16, "gradient_accumulation_dtype": "fp32"}
+# name: architecture, tensor ranks, stage, settings of training, of the config
+CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
+    "llama-z0": ("llama", 2, 0, {}, PADDED),
+    "llama-z1-bf16": ("llama", 2, 1, BF16, {}),
+    "llama-z1-sums": ("llama", 2, 1, SUMS, PADDED),
+    "llama-z2-bf16": ("llama", 2, 2, BF16, {"attention_bias": True}),
+    "llama-z3-bf16": ("llama", 2, 3, BF16, PADDED),
+    "llama-tied-z1": ("llama-tied", 2, 1, {}, PADDED),
+    "llama-tied-z3": ("llama-tied", 2, 3, {}, PADDED),
+    "shared-heads-z1": ("llama", 4, 1, {}, {"attention_bias": True}),
+    "shared-heads-z3": ("llama", 4, 3, {}, PADDED),
+    "one-head-z3": ("qwen2", 2, 3, {}, {"num_key_value_heads": 1}),
+    "gpt2-z1": ("gpt2", 2, 1, {"weight_decay": 0.1}, PADDED),
+    "gpt2-z3": ("gpt2", 4, 3, {"weight_decay": 0.1}, {}),
+    "phi3-z2": ("phi3", 2, 2, {}, {}),
+    "phi3-z3": ("phi3", 2, 3, {}, {}),
+    "gpt_neox-z3": ("gpt_neox", 4, 3, {}, {}),
+    "falcon-z1": ("falcon", 2, 1, {}, {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "mixtral-z1": ("mixtral", 2, 1, {}, {"num_local_experts": 4}),
+    "mixtral-z3": ("mixtral", 2, 3, {}, {"num_local_experts": 4}),
+    "olmoe-z2": ("olmoe", 4, 2, {}, {"num_key_value_heads": 4}),
+}  # fmt: skip
+TRAINED_IN = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _plan(name: str) -> Plan:
+    architecture, tensor, stage, train, config = CASES[name]
+    parallel = {"zero_stage": stage, "tensor": tensor}
+    return tiny_plan(architecture, ranks=4, parallel=parallel, train=train, config=config)
+
+
+def dense_state(run: Any) -> dict[str, torch.Tensor]:
+    """What the ranks hold together."""
+    import deepspeed
+
+    shards, state = parameter_shards(run.model), {}
+    for name, weight in run.model.named_parameters(remove_duplicate=False):
+        with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_id")):
+            own = weight.detach().clone()
+        state[name] = shards[name].gather(own, tp_group=run.world.tp_group) if name in shards else own
+    return state
+
+
+def _save(root: Path, name: str) -> None:
+    with tk.initialize(_plan(name)) as run:
+        for step in (1, 2):
+            run.step(step_batches(step)[run.world.coordinate.dp])
+        tk.save(run, root / name, probe=True)
+        state = dense_state(run)
+        if run.world.is_main:
+            torch.save(state, root / f"{name}.pt")
+
+
+def _save_all(rank: int, root: str) -> dict[str, str]:
+    failures = {}
+    for name in CASES:
+        try:
+            _save(Path(root), name)
+        except Exception:  # reported by the test of this case; the ranks fail alike
+            failures[name] = traceback.format_exc()
+    return failures
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensor")
+
+
+@pytest.fixture(scope="module")
+def failures(root: Path) -> dict[str, str]:
+    return run_distributed(_save_all, 4, str(root))[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_export_is_what_the_ranks_held_together(
+    failures: dict[str, str], root: Path, tmp_path: Path, name: str
+) -> None:
+    assert name not in failures, failures[name]
+    done = tk.export(root / name, tmp_path / "out", check_logits=True)
+    assert done.logits_difference is not None
+    assert done.report.verified
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    expected = torch.load(root / f"{name}.pt")
+    found = dict(loaded.named_parameters(remove_duplicate=False))
+    assert found.keys() == expected.keys()
+    for key, weight in expected.items():
+        assert torch.equal(found[key], weight), key
+    assert loaded.dtype is TRAINED_IN[_plan(name).settings.dtype]
+
+
+@pytest.mark.parametrize("name", ["llama-z1-bf16", "llama-z1-sums", "llama-z2-bf16", "llama-z3-bf16"])
+def test_fp32_comes_from_the_master_weights_of_every_rank(
+    failures: dict[str, str], root: Path, tmp_path: Path, name: str
+) -> None:
+    tk.export(root / name, tmp_path / "out", dtype="fp32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = torch.load(root / f"{name}.pt")
+    finer = {}
+    for key, weight in loaded.named_parameters():
+        assert weight.dtype is torch.float32
+        assert torch.equal(weight.bfloat16(), expected[key]), key
+        finer[key] = (weight != weight.bfloat16()).float().mean()
+    assert min(finer[f"model.layers.0.{key}.weight"] for key in ("self_attn.k_proj", "mlp.down_proj")) > 0.5
+    # The last rows are those of the last rank.
+    assert (loaded.lm_head.weight[-8:] != expected["lm_head.weight"][-8:].float()).float().mean() > 0.3
+
+
+def test_the_model_that_is_loaded_says_what_the_ranks_said(failures: dict[str, str], root: Path, tmp_path: Path) -> None:
+    """The comparison with the probe, which the export made itself, is repeated here without it."""
+    tk.export(root / "shared-heads-z3", tmp_path / "out", check_logits=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    expected = empty_model(loaded.config)
+    expected.load_state_dict(torch.load(root / "shared-heads-z3.pt"))
+    torch.testing.assert_close(logits(loaded), logits(expected), atol=1e-5, rtol=1e-5)
+
+
+def _broken(source: Path, target: Path, *, without: str = "", tensor: int | None = None) -> Path:
+    """A copy without the files of a pattern, or whose plan tells of other tensor ranks; sealed by a manifest again."""
+    shutil.copytree(source, target, copy_function=os.link)
+    for path in (target / "global_step2").glob(without or "nothing"):
+        path.unlink()
+    if tensor is not None:
+        plan = tiny_plan("llama", ranks=4, parallel={"zero_stage": 3, "tensor": tensor}, config=PADDED)
+        (target / "plan.json").unlink()
+        plan.save(target / "plan.json")
+    (target / "manifest.json").unlink()
+    write_manifest(target, hash_files(target, list_files(target)))
+    return target
+
+
+def _refusal(folder: Path, out: Path) -> tuple[str, str]:
+    with pytest.raises(CheckpointError) as caught:
+        tk.export(folder, out)
+    assert not out.exists()
+    return caught.value.codes[0], str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llama-z1-bf16", "llama-z3-bf16"])
+@pytest.mark.parametrize("kind", ["model_states", "optim_states"])
+def test_a_missing_file_is_named(failures: dict[str, str], root: Path, tmp_path: Path, name: str, kind: str) -> None:
+    folder = _broken(root / name, tmp_path / "lacking", without=f"*mp_rank_01_{kind}.pt")
+    code, message = _refusal(folder, tmp_path / "out")
+    assert code == "EXPORT_INCOMPLETE"
+    assert f"mp_rank_01_{kind}.pt" in message
+    assert "mp_rank_00" not in message
+
+
+def test_one_missing_file_of_one_rank_is_named(failures: dict[str, str], root: Path, tmp_path: Path) -> None:
+    missing = "zero_pp_rank_1_mp_rank_01_model_states.pt"
+    folder = _broken(root / "llama-z3-bf16", tmp_path / "lacking", without=missing)
+    code, message = _refusal(folder, tmp_path / "out")
+    assert (code, f"lacks {missing}:" in message) == ("EXPORT_INCOMPLETE", True)
+
+
+def test_the_plan_says_how_many_ranks_there_are(failures: dict[str, str], root: Path, tmp_path: Path) -> None:
+    more = _broken(root / "llama-z3-bf16", tmp_path / "more", tensor=4)
+    code, message = _refusal(more, tmp_path / "out")
+    assert (code, "mp_rank_03" in message) == ("EXPORT_INCOMPLETE", True)
+    fewer = _broken(root / "shared-heads-z3", tmp_path / "fewer", tensor=2)
+    code, message = _refusal(fewer, tmp_path / "out")
+    assert (code, "mp_rank_02" in message, "tensor=2" in message) == ("EXPORT_MODEL_PARALLEL", True, True)
+    alone = _broken(root / "llama-z3-bf16", tmp_path / "alone", tensor=1)
+    assert _refusal(alone, tmp_path / "out")[0] == "EXPORT_MODEL_PARALLEL"
+
+
+def test_layers_of_pipeline_stages_are_refused(failures: dict[str, str], root: Path, tmp_path: Path) -> None:
+    folder = _broken(root / "llama-z1-bf16", tmp_path / "stages")
+    (folder / "global_step2" / "layer_00-model_states.pt").write_bytes(b"")
+    code, message = _refusal(folder, tmp_path / "out")
+    assert (code, "layer_00-model_states.pt" in message) == ("EXPORT_MODEL_PARALLEL", True)
+
+
+def test_a_rank_of_another_run_is_damage(failures: dict[str, str], root: Path, tmp_path: Path) -> None:
+    folder = _broken(root / "llama-z1-bf16", tmp_path / "mixed", without="mp_rank_01_model_states.pt")
+    foreign = root / "llama-z2-bf16" / "global_step2" / "mp_rank_01_model_states.pt"  # has biases
+    os.link(foreign, folder / "global_step2" / foreign.name)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, hash_files(folder, list_files(folder)))
+    code, message = _refusal(folder, tmp_path / "out")
+    assert (code, "q_proj.bias" in message, "rank 01" in message) == ("EXPORT_DAMAGED", True, True)
