@@ -34,7 +34,6 @@ from toolkit.modeling.weights import load_pretrained
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Fp8, Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
-from toolkit.tensor_parallel.linear import ColumnParallelLinear
 from toolkit.tensor_parallel.marks import mark_parameters
 from toolkit.tensor_parallel.tables import styles_for
 
@@ -221,25 +220,33 @@ def compile_layers(model: nn.Module) -> int:
     Source:
         torch tutorial "Reducing torch.compile cold start compilation time with regional compilation".
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     for layer in layers:
         layer.compile()
     return len(layers)
 
 
 def gather_as_one(model: nn.Module) -> None:
-    """Has ZeRO-3 gather a module with columns of one input when the module is called, since the first column computes for all.
+    """Has ZeRO-3 gather a decoder layer when it is called: of columns that read one input, the first computes for all.
+
+    Not the attention alone: the hook by which DeepSpeed learns that a gathered module's gradients are there sees positional
+    inputs only, and transformers calls attention by keyword.
 
     Source:
-        deepspeed utils/z3_leaf_module.py, runtime/zero/parameter_offload.py.
+        deepspeed utils/z3_leaf_module.py; runtime/zero/stage3.py, leaf modules; torch nn/modules/module.py
+        register_full_backward_hook.
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    for module in model.modules():
-        if sum(isinstance(child, ColumnParallelLinear) for child in module.children()) > 1:
-            set_z3_leaf_module(module, True)
+    for layer in decoder_layers(model):
+        set_z3_leaf_module(layer, True)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Gives the layers that transformers checkpoints one by one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @contextlib.contextmanager
