@@ -49,7 +49,7 @@ def _whole(run: Run, logits_BSV: torch.Tensor) -> torch.Tensor:
     model: Any = run.model
     head = model.get_output_embeddings()
     columns = [] if head is None else [part for part in head.modules() if isinstance(part, ColumnParallelLinear)]
-    if not columns:
+    if not columns or run.world.tp_group is None:
         return logits_BSV
     vocab_size = columns[0].shards["weight"].dense_length
     return gather_scores(logits_BSV, vocab_size=vocab_size, tp_group=run.world.tp_group)

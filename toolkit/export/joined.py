@@ -25,7 +25,7 @@ class JoinedCheckpoint:
 
     Args:
         folder: Where they come from, for messages.
-        ranks: By tensor rank; all hold the same names.
+        ranks: By tensor rank; all hold the same tensors, and the first knows which of them are shared.
         shards: How each tensor is cut that is; the others are whole on every rank, and read from rank 0.
     Raises:
         CheckpointError: EXPORT_DAMAGED where the ranks hold other tensors, EXPORT_SHAPE where their shards are not
@@ -38,18 +38,20 @@ class JoinedCheckpoint:
     tensors: dict[str, StoredTensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        first, *others = (_shapes(weights) for weights in self.ranks)
-        for rank, shapes in enumerate(others, start=1):
-            if shapes != first:
-                raise CheckpointError(_unlike(self.folder, rank, sorted(dict(shapes.items() ^ first.items()))))
-        self.tensors = {name: self._whole(name, stored) for name, stored in self.ranks[0].tensors.items()}
+        first, *others = self.ranks
+        for rank, weights in enumerate(others, start=1):
+            unlike = sorted(_differences(first.tensors, weights.tensors))
+            if unlike:
+                raise CheckpointError(_unlike(self.folder, rank, unlike))
+        self.tensors = {name: self._whole(name, stored) for name, stored in first.tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One whole tensor, in `dtype` if it is a floating-point one."""
         shard = self.shards.get(name)
         if shard is None:
             return self.ranks[0].read(name, dtype)
-        return join_shards(partial(self._read_shard, name, dtype), shard, num_ranks=len(self.ranks))
+        read = partial(self._read_shard, self.tensors[name].owner, dtype)
+        return join_shards(read, shard, num_ranks=len(self.ranks))
 
     def _read_shard(self, name: str, dtype: torch.dtype, rank: int) -> Tensor:
         return self.ranks[rank].read(name, dtype)
@@ -95,8 +97,15 @@ def join_shards(read: Callable[[int], Tensor], shard: Shard, *, num_ranks: int) 
     return dense
 
 
-def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
-    return {name: stored.shape for name, stored in weights.tensors.items()}
+def _differences(first: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> set[str]:
+    """Gives names of tensors that another rank lacks, has in another shape, or has more.
+
+    Under stage 3 DeepSpeed's global rank 0 alone writes which names share a tensor (runtime/engine.py
+    _get_shared_params): the others' files know the first name only.
+    """
+    owners = {stored.owner: first[stored.owner].shape for stored in first.values()}
+    unlike = {name for name, shape in owners.items() if name not in other or other[name].shape != shape}
+    return unlike | (other.keys() - first.keys())
 
 
 def _unlike(folder: Path, rank: int, names: list[str]) -> Problem:
