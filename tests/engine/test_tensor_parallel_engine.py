@@ -14,6 +14,9 @@ from toolkit.plan.plan import Plan
 TENSOR, RANKS, STEPS, FEW = 2, 4, 10, 2
 SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
 ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+LORA = SGD | {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}, "learning_rate": 0.2, "max_grad_norm": 0.1}
+LORA_ON_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj", "lm_head"]}}
+LORA_ATTENTION = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
 BF16 = {"precision": "bf16"}
 SUMS = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
 STEADY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -31,6 +34,19 @@ def cases() -> dict[str, Case]:
         made[f"optimizer-cpu zero {stage}"] = Case(
             train=ADAM, stage=stage, offload="optimizer-cpu", tensor=TENSOR, **CLOSE
         )
+    for stage in (1, 3):
+        made[f"lora zero {stage}"] = Case(train=LORA, stage=stage, tensor=TENSOR)
+        made[f"lora fused zero {stage}"] = Case(
+            train=LORA, stage=stage, architecture="gpt2", config=STEADY, tensor=TENSOR
+        )
+    made["lora on head zero 2"] = Case(train=LORA_ON_HEAD, stage=2, tensor=TENSOR)
+    made["lora beside experts zero 2"] = Case(train=LORA_ATTENTION, stage=2, architecture="mixtral", tensor=TENSOR)
+    made["lora shared heads zero 2"] = Case(
+        train=LORA, stage=2, config={"num_key_value_heads": 1, "num_attention_heads": 4}, tensor=TENSOR
+    )
+    made["shared heads zero 1"] = Case(
+        train=SGD, stage=1, config={"num_key_value_heads": 1, "num_attention_heads": 4}, tensor=TENSOR
+    )
     for stage in (2, 3):
         made[f"experts zero {stage}"] = Case(
             train=SGD, stage=stage, architecture="mixtral", config=ROUTED, tensor=TENSOR

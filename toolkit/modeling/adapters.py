@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.modeling.sharded_adapters import ADAPTED_BY, draw_adapters, shard_adapters
 from toolkit.spec.job import Lora
+from toolkit.tensor_parallel.linear import ShardedLinear
 
 
 def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
@@ -38,15 +42,23 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=_resolved_targets(model, targets),
         modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
     )
+    config._register_custom_module(ADAPTED_BY)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
-            return get_peft_model(model, config, autocast_adapter_dtype=False)
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", message="Unsupported layer type .*ParallelLinear", category=UserWarning
+                )
+                # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
+                adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+            shard_adapters(adapted)
+            draw_adapters(adapted, seed=seed)
+            return adapted
         except (ValueError, re.error) as error:
             if "lora_dropout" in str(error):
                 raise _dropout_on_experts(model, lora, linear) from None
@@ -60,10 +72,26 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
             ) from None
 
 
+def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
+    """Gives the targets as peft reads them: its `all-linear` would pass over our sharded layers."""
+    if not isinstance(targets, str):
+        return list(targets)
+    sharded = any(isinstance(module, ShardedLinear) for module in model.modules())
+    if targets != "all-linear" or not sharded:
+        return targets
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is not head and _is_linear(module)]
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear | Conv1D | ShardedLinear)
+
+
 def _linear_names(model: PreTrainedModel) -> list[str]:
     """Gives the last part of each linear layer's name, once."""
     named = model.named_modules()
-    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, torch.nn.Linear)})
+    kinds = torch.nn.Linear | ShardedLinear
+    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, kinds)})
 
 
 def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:

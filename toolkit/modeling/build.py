@@ -30,6 +30,7 @@ from toolkit.modeling.fp8 import check_installed as check_fp8_installed
 from toolkit.modeling.fused_loss import apply_loss
 from toolkit.modeling.initialization import initialize_weights
 from toolkit.modeling.liger import check_installed
+from toolkit.modeling.storage import allocate
 from toolkit.modeling.weights import load_pretrained
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Fp8, Lora
@@ -78,34 +79,37 @@ def build_model(
     config = model_config(plan)
     import_architecture(config, trust_remote_code=plan.job.model.trust_remote_code)
     dp_group = None if world is None else world.dp_group
+    dense: PreTrainedModel | None = None
     if world is None or world.tp_group is None:
-        with _partitioned(plan, dp_group), no_init_weights(), torch.device(device):
+        with _partitioned(plan, dp_group), torch.device(device):
             model = construct_for(plan, config)
-        if weights is None:
-            initialize_weights(model, seed=plan.job.train.seed)
-        else:
-            load_pretrained(model, weights, group=dp_group, progress=on_progress)
-        return apply_plan(plan, model)
-    with torch.device(device):
-        model = construct_for(plan, config)
-    if weights is None:
-        initialize_weights(model, seed=plan.job.train.seed)
     else:
-        load_pretrained(model, weights, group=dp_group, progress=on_progress)
-    apply_tensor_parallel(model, styles_for(model), tp_group=world.tp_group)
-    if plan.settings.zero_stage == 3:
-        gather_as_one(model)
-        import deepspeed
+        with torch.device("meta"):
+            dense, model = construct_for(plan, config), construct_for(plan, config)
+        _shard(plan, model, device=device, world=world)
+    if weights is None:
+        initialize_weights(model, seed=plan.job.train.seed, dense=dense)
+    else:
+        load_pretrained(model, weights, group=dp_group, dense=dense, progress=on_progress)
+    adapted: Any = apply_plan(plan, model)
+    if world is not None and world.tp_group is not None:
+        if plan.settings.zero_stage == 3 and plan.job.train.method == "lora":
+            # Above a frozen embedding no input of the first layer would have a gradient, and the leaf's hook fire early.
+            adapted.enable_input_require_grads()
+        mark_parameters(adapted, tp_group=world.tp_group)
+    return adapted  # type: ignore[no-any-return]
 
-        deepspeed.zero.Init(
-            module=model,
-            data_parallel_group=dp_group,
-            config_dict_or_path=plan.deepspeed_config(),
-            mpu=ModelParallelUnit(world),
-        )
-    adapted = apply_plan(plan, model)
-    mark_parameters(adapted, tp_group=world.tp_group)
-    return adapted
+
+def _shard(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: World) -> None:
+    """Makes a model on the meta device this rank's part of it, with storage and nothing in it yet."""
+    assert world.tp_group is not None, "a grid with tensor ranks has their group"
+    apply_tensor_parallel(model, styles_for(model), tp_group=world.tp_group)
+    if plan.settings.zero_stage < 3:
+        allocate(model, device=device)
+        return
+    gather_as_one(model)
+    config, mpu = plan.deepspeed_config(), ModelParallelUnit(world)
+    allocate(model, device=device, zero_config=config, dp_group=world.dp_group, mpu=mpu)
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:

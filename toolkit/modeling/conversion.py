@@ -10,18 +10,22 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
     revert_weight_conversion,
 )
+
+from toolkit.tensor_parallel.layout import Layout, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,45 @@ def convert_group(
     shaped = _FullShapes(model, targets)
     converted = converter.convert(group.name, model=shaped, config=getattr(model, "config", None))
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def source_shards(group: ConversionGroup, shard: Shard) -> dict[str, Shard] | None:
+    """Gives how to cut a group's checkpoint tensors so that they convert to the shard of its only model tensor.
+
+    Stacking and joining are known to commute with a cut: of experts stacked along a new dim, each is cut along the dim
+    behind; of tensors joined along the dim that is cut, each is one part of the layout.
+
+    Args:
+        group: From `group_checkpoint_keys`.
+        shard: Of the model tensor.
+    Returns:
+        Checkpoint key to its cut; `None` for a rule that does anything else.
+    """
+    if group.converter is None:
+        return {group.keys[0]: shard}
+    found = {pattern for _, pattern in group.sources}
+    patterns = [pattern for pattern in group.converter.source_patterns if pattern in found]
+    cuts = dict.fromkeys(patterns, shard)
+    for operation in reversed(group.converter.operations):
+        cuts = _before(operation, cuts)
+        if not cuts:
+            return None
+    return {key: cuts[pattern] for key, pattern in group.sources}
+
+
+def _before(operation: Any, cuts: Mapping[str, Shard]) -> dict[str, Shard]:
+    """Gives the cuts of what goes into an operation, by pattern, from those of what comes out; none where not known."""
+    shard = next(iter(cuts.values()))
+    if type(operation) is MergeModulelist and 0 <= operation.dim < shard.dim:
+        return {pattern: replace(cut, dim=cut.dim - 1) for pattern, cut in cuts.items()}
+    if type(operation) is Concatenate and operation.dim == shard.dim:
+        parts = shard.layout.parts
+        if len(parts) == len(cuts) and shard.layout.num_blocks == 1 and shard.layout.length == shard.dense_length:
+            return {
+                pattern: Shard(dim=shard.dim, layout=Layout(parts=(part,)), dense_length=part.length)
+                for pattern, part in zip(cuts, parts, strict=True)
+            }
+    return {}
 
 
 def revert(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

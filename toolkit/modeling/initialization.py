@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,40 +15,104 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from toolkit.modeling.own_part import OwnPart
 
 _DONE = "_is_hf_initialized"  # transformers.initialization leaves a tensor alone that has this attribute
 
 
 @torch.no_grad()
-def initialize_weights(model: PreTrainedModel, *, seed: int, modules: frozenset[str] | None = None) -> None:
+def initialize_weights(
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    modules: frozenset[str] | None = None,
+    dense: PreTrainedModel | None = None,
+) -> None:
     """Draws every weight by the architecture's own rule, from a seed of its own for each module.
 
-    The seed of a module is a hash of `seed` and the module's name, so the full model is the same at every ZeRO stage
-    and number of ranks on one type of device. The random state of the process is left as it was. Tied weights stay
-    tied and keep the draw of the module that comes first; buffers are filled as `initialize_buffers` does.
+    The seed of a module is a hash of `seed` and the module's name, so the full model is the same at every ZeRO stage,
+    tensor size and number of ranks on one type of device. The random state of the process is left as it was. Tied
+    weights stay tied and keep the draw of the module that comes first; buffers are filled as `initialize_buffers` does.
+
+    Of a sharded model each rank draws whole weights, but those of one decoder layer at a time, and keeps its shards.
 
     Args:
-        model: A model whose storage is allocated (`to_empty`) or partitioned (`deepspeed.zero.Init`).
+        model: A model whose storage is allocated (`allocate`) or partitioned (`deepspeed.zero.Init`).
         seed: Any integer.
         modules: Names of the modules to draw; all when left out.
+        dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded.
     Collectives:
-        Under ZeRO-3 one all-gather and one broadcast a module, of its weights; otherwise none.
+        Under ZeRO-3 one all-gather and one broadcast a module (of a sharded model, a weight); otherwise none.
+    Raises:
+        ValueError: If the model is sharded and `dense` is left out.
     Source:
         transformers, modeling_utils.py, PreTrainedModel.initialize_weights.
     """
+    part = OwnPart.of(model, dense)
     tie_weights(model)
+    with torch.random.fork_rng(devices=_cuda_devices(model)), guard_torch_init_functions():
+        if dense is None:
+            _draw_in_place(model, seed=seed, modules=modules)
+        else:
+            _draw_apart(model, dense, part, seed=seed, modules=modules)
+    initialize_buffers(model)
+
+
+def _draw_in_place(model: PreTrainedModel, *, seed: int, modules: frozenset[str] | None) -> None:
     drawn: set[int] = set()
     partitioned = any(hasattr(weight, "ds_id") for weight in model.parameters())
-    with torch.random.fork_rng(devices=_cuda_devices(model)), guard_torch_init_functions():
-        for name, module, owner in _children_first(model):
-            own = list(module.parameters(recurse=False))
+    for name, module, owner in _children_first(model):
+        own = list(module.parameters(recurse=False))
+        if modules is None or name in modules:
+            with gathered(own), _GatherIfTouched() if partitioned else nullcontext():
+                _draw(name, module, owner, seed=seed, kept=[weight for weight in own if id(weight) in drawn])
+        drawn.update(map(id, own))
+
+
+def _draw_apart(
+    model: PreTrainedModel, dense: PreTrainedModel, part: OwnPart, *, seed: int, modules: frozenset[str] | None
+) -> None:
+    """Draws the dense twin unit by unit, and copies this rank's part of each into the model."""
+    device = next(model.parameters()).device
+    done: set[nn.Parameter] = set()
+    for _, unit in groupby(_children_first(dense), key=_units(dense)):
+        done |= _draw_unit(model, list(unit), part, device=device, seed=seed, modules=modules, but=done)
+
+
+def _draw_unit(
+    model: PreTrainedModel,
+    unit: list[tuple[str, nn.Module, Any]],
+    part: OwnPart,
+    *,
+    device: torch.device,
+    seed: int,
+    modules: frozenset[str] | None,
+    but: AbstractSet[nn.Parameter],
+) -> set[nn.Parameter]:
+    """Draws some modules of the dense twin, but weights that an earlier unit has, and gives their weights."""
+    weights = {weight for _, module, _ in unit for weight in module.parameters(recurse=False)}
+    with _materialized([module for _, module, _ in unit], device, but=but), _NothingElsewhere():
+        drawn: dict[nn.Parameter, str] = {}
+        for name, module, owner in unit:
+            own = dict(module.named_parameters(name, recurse=False))
             if modules is None or name in modules:
-                torch.manual_seed(module_seed(seed, name))
-                tied = [weight for weight in own if id(weight) in drawn]
-                with _marked_done(tied), gathered(own), _GatherIfTouched() if partitioned else nullcontext():
-                    owner._init_weights(module)
-            drawn.update(map(id, own))
-    initialize_buffers(model)
+                kept = [weight for weight in own.values() if weight.is_meta or weight in drawn]
+                _draw(name, module, owner, seed=seed, kept=kept)
+                drawn |= {weight: key for key, weight in own.items() if not weight.is_meta and weight not in drawn}
+        for weight, key in drawn.items():
+            target = model.get_parameter(key)
+            with gathered([target]):
+                target.data.copy_(part.take(key, weight))
+    return weights
+
+
+def _draw(name: str, module: nn.Module, owner: Any, *, seed: int, kept: Iterable[Tensor]) -> None:
+    """Draws a module's weights by the rule of the model that owns it, but those that keep their values."""
+    torch.manual_seed(module_seed(seed, name))
+    with _marked_done(kept):
+        owner._init_weights(module)
 
 
 @torch.no_grad()
@@ -114,6 +180,52 @@ def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
 
     context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0)
     return context
+
+
+def _units(model: nn.Module) -> Callable[[tuple[str, nn.Module, Any]], str]:
+    """Gives the name of what a module is drawn with: its decoder layer, since some rules reach below their module."""
+    layers = {name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+
+    def unit_of(member: tuple[str, nn.Module, Any]) -> str:
+        parts = member[0].split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        return next((prefix for prefix in prefixes if prefix in layers), member[0])
+
+    return unit_of
+
+
+@contextmanager
+def _materialized(
+    modules: Iterable[nn.Module], device: torch.device, *, but: AbstractSet[nn.Parameter]
+) -> Iterator[None]:
+    """Gives the modules' own weights storage on a device, but some, and takes it from them again at the end."""
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in modules:
+        for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if weight not in but:
+                before.append((module, name, weight))
+                if weight not in made:
+                    made[weight] = nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
+                module._parameters[name] = made[weight]
+    try:
+        yield
+    finally:
+        for module, name, weight in before:
+            module._parameters[name] = weight
+
+
+class _NothingElsewhere(TorchFunctionMode):
+    """Refuses to write to a weight that has no storage: a rule that reaches out of its unit would be lost."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        writes = func.__name__.endswith("_") and not func.__name__.endswith("__")
+        for tensor in (*args, *(kwargs or {}).values()) if writes else ():
+            if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+                raise RuntimeError(f"{func.__name__} of a weight of shape {tuple(tensor.shape)} outside its layer")
+        return func(*args, **(kwargs or {}))
 
 
 class _GatherIfTouched(TorchFunctionMode):

@@ -61,6 +61,17 @@ class SafetensorsFolder:
         """Maps one tensor from its file; its pages are read when they are used."""
         return self._file_of[key].get_tensor(key)  # type: ignore[no-any-return]
 
+    def read_ranges(self, key: str, *, dim: int, ranges: Sequence[range]) -> Tensor:
+        """Reads some ranges of one tensor along a dim, joined in their order, and no other byte of it."""
+        view = self._file_of[key].get_slice(key)
+        before = (slice(None),) * dim
+        pieces = [view[(*before, slice(each.start, each.stop))] for each in ranges if len(each)]
+        if not pieces:
+            shape = list(view.get_shape())
+            shape[dim] = 0
+            return torch.empty(shape, dtype=self.metas[key].dtype)
+        return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+
     def _open(self, path: Path) -> None:
         try:
             file: Any = safe_open(path, framework="pt", device="cpu")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
+from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.modeling.agreement import agree, is_source
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys
 from toolkit.modeling.initialization import gathered, initialize_buffers, initialize_weights, tie_weights, tied_keys
+from toolkit.modeling.own_part import OwnPart
 from toolkit.modeling.safetensors_folder import SafetensorsFolder, corrupt, some
 
 _BATCH_BYTES = 128 * 2**20  # tensors that cross in one go: enough to hide a collective's latency, little on the host
@@ -64,37 +65,46 @@ def load_pretrained(
     folder: str | Path,
     *,
     group: dist.ProcessGroup | None = None,
+    dense: PreTrainedModel | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Fills a model from a folder that `save_pretrained` wrote, and fills its buffers.
 
-    The group's first rank reads; each value is cast to the dtype of the parameter it fills. Host memory beyond the
-    model: one batch of tensors (128 MiB, or the largest group that converts together) on the reading rank.
+    The group's first rank reads, of a sharded model only what the group holds; each value is cast to the dtype of the
+    parameter it fills. Host memory beyond the model: one batch of tensors (128 MiB, or the largest group that converts
+    together) on the reading rank.
 
     Args:
-        model: Allocated by `to_empty` (ZeRO 0 to 2) or built under `deepspeed.zero.Init` (ZeRO-3), on every rank.
+        model: Allocated by `allocate`, or built under `deepspeed.zero.Init` (ZeRO-3), on every rank.
         folder: Local folder with `model.safetensors` or shards and their index.
-        group: Ranks that hold this same model, whole or partitioned; all ranks when left out.
+        group: Ranks that hold this same model or the same shards of it, whole or partitioned; all ranks when left out.
+        dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded.
         progress: Called on each rank with tensors done and tensors in all.
     Collectives:
-        A broadcast of each tensor over `group` (ZeRO 0 to 2), or an all-gather and a broadcast over the ZeRO group.
+        A broadcast of each tensor over `group` (ZeRO 0 to 2), or an all-gather and a broadcast over the ZeRO group. Of a
+        sharded model also an all-reduce of 4 bytes a batch over the tensor group.
     Raises:
         CheckpointError: On every rank, with all problems at once: WEIGHTS_ABSENT, WEIGHTS_BIN, WEIGHTS_CORRUPT,
             WEIGHTS_MISSING, WEIGHTS_UNEXPECTED, WEIGHTS_SHAPE, WEIGHTS_DTYPE, WEIGHTS_TIED.
+        ValueError: If the model is sharded and `dense` or `group` is left out.
     """
+    part = OwnPart.of(model, dense)
+    if part.tp_group is not None and group is None:
+        raise ValueError("a model that is sharded needs group=, the ranks that hold the same shards")
     tie_weights(model)
     initialize_buffers(model)
-    reader = _Reader(model, Path(folder)) if _is_source(group) else None
+    reader = _Reader(dense or model, Path(folder), part) if is_source(group) else None
+    together = partial(agree, group=group, tp_group=part.tp_group, device=next(model.parameters()).device)
     names: tuple[tuple[str, ...], ...]
     report: LoadReport
-    names, report = _agree(reader.plan if reader else None, group)
+    names, report = together(reader.plan if reader else None)
     if report.initialized:
         owners = frozenset(key.rpartition(".")[0] for key in report.initialized)
-        initialize_weights(model, seed=0, modules=owners)
+        initialize_weights(model, seed=0, modules=owners, dense=dense)
     targets = model.state_dict(keep_vars=True)
     done = 0
     for number, keys in enumerate(names):
-        values = _agree(partial(reader.values, number) if reader else None, group, keep=True)
+        values = together(partial(reader.values, number) if reader else None, keep=True)
         _assign({key: targets[key] for key in keys}, values, group=group)
         del values  # before the next batch is read
         done += len(keys)
@@ -156,6 +166,7 @@ class _Reader:
 
     model: PreTrainedModel
     path: Path
+    part: OwnPart
     files: SafetensorsFolder = field(init=False)
     schedule: Schedule = field(init=False)
     targets: dict[str, Tensor] = field(init=False)
@@ -173,60 +184,32 @@ class _Reader:
         values: dict[str, Tensor] = {}
         for group, keys in self.schedule.batches[number]:
             try:
-                tensors = {key: self.files.read(key) for key in group.keys}
+                values |= self.part.read(self.files, group, keys, dense=self.model, targets=self.targets)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(corrupt(self.path, f"cannot be read at {group.name}: {error}")) from error
-            converted = convert_group(self.model, group, tensors, self.targets)
-            values |= {key: converted[key] for key in keys}
         return values
 
     def _differing_ties(self) -> Iterator[Problem]:
         """A checkpoint may hold both ends of a tie, as old ones do; then they must be equal."""
         groups, _ = group_checkpoint_keys(self.model, self.files.metas, self.targets)
-        key_of = {group.name: group.keys[0] for group in groups if group.converter is None}
+        group_of = {group.name: group for group in groups if group.converter is None}
         for target, source in tied_keys(self.model).items():
-            if target not in key_of or source not in key_of:
+            if target not in group_of or source not in group_of:
                 continue
-            if not torch.equal(self.files.read(key_of[target]), self.files.read(key_of[source])):
+            if not torch.equal(self._value(group_of[target]), self._value(group_of[source])):
+                first, second = group_of[target].keys[0], group_of[source].keys[0]
                 yield Problem(
                     code="WEIGHTS_TIED",
-                    key=key_of[target],
-                    message=f"{key_of[target]} differs from {key_of[source]} in the checkpoint, but the config ties "
+                    key=first,
+                    message=f"{first} differs from {second} in the checkpoint, but the config ties "
                     "them (tie_word_embeddings=true): one of the two would be lost",
                     fix='Set "tie_word_embeddings": false in the model\'s config.json',
                     source="transformers, modeling_utils.py, PreTrainedModel.tie_weights",
                 )
 
-
-def _is_source(group: dist.ProcessGroup | None) -> bool:
-    return not dist.is_initialized() or dist.get_rank(group) == 0
-
-
-def _agree(action: Callable[[], Any] | None, group: dist.ProcessGroup | None, *, keep: bool = False) -> Any:
-    """Runs `action` on the group's first rank; its result, or its failure, becomes every rank's.
-
-    Args:
-        action: What to run; `None` on the other ranks.
-        group: The ranks.
-        keep: The result stays on the first rank, the others get an empty mapping.
-    """
-    result: Any = {}
-    failure: BaseException | None = None
-    if action is not None:
-        try:
-            result = action()
-        except Exception as error:  # raised below, on every rank: one that raised alone would leave the others waiting
-            failure = error
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        portable = failure if failure is None or isinstance(failure, ToolkitError) else RuntimeError(repr(failure))
-        message = [(portable, None if keep else result)]
-        dist.broadcast_object_list(message, group=group, group_src=0)
-        if action is None:
-            failure, received = message[0]
-            result = {} if keep else received
-    if failure is not None:
-        raise failure
-    return result
+    def _value(self, group: ConversionGroup) -> Tensor:
+        [value] = self.part.read(self.files, group, (group.name,), dense=self.model, targets=self.targets).values()
+        return value
 
 
 @torch.no_grad()

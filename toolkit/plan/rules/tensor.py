@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.draft import Draft
+from toolkit.spec.job import Lora
 from toolkit.topology.grid import Grid, divisors, join
 from toolkit.topology.placement import place
 
@@ -19,6 +20,9 @@ TENSOR_MODEL_TYPES = frozenset(
 )
 # Those whose queries, keys and values are one matrix.
 FUSED_MODEL_TYPES = frozenset({"falcon", "gpt2", "gpt_neox", "phi3"})
+
+# Linear layers of the attention in mixtures of experts.
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 _KEY = "parallel.tensor"
 _ALONE = f"Set {_KEY} to 1"
@@ -105,6 +109,11 @@ def proven_together(draft: Draft) -> Iterator[Problem]:
     if draft.profile.needs_nvme:
         why = "its swap files are named by data-parallel rank alone, so tensor ranks of a node would write over each other's"
         yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
+    if train.method == "lora" and draft.model.num_experts and not _adapts_attention_alone(train.lora or Lora()):
+        why = "adapters of stacked experts cannot be cut"
+        yield _refused(
+            "train.lora.target_modules", _shown(train.lora or Lora()), why, f"some of {', '.join(_ATTENTION)}"
+        )
     if train.method == "lora" and train.lora is not None:
         if train.lora.lora_dropout:
             why = "adapters of cut inputs would need other random numbers than those of whole ones"
@@ -143,6 +152,15 @@ def groups_of_deepspeed(draft: Draft) -> Iterator[Problem]:
                 fix=f"Remove {name}, or set {_KEY} to 1",
                 source="deepspeed utils/groups.py _create_zero_param_parallel_group, _get_local_all_to_all_group",
             )
+
+
+def _adapts_attention_alone(lora: Lora) -> bool:
+    targets = lora.target_modules
+    return not isinstance(targets, str) and all(name.rpartition(".")[2] in _ATTENTION for name in targets)
+
+
+def _shown(lora: Lora) -> str:
+    return lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
 
 
 def _is_known(draft: Draft) -> bool:

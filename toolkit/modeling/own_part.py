@@ -1,0 +1,116 @@
+"""The part of a whole model that this rank of a tensor group holds: taken from whole tensors, or read by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from toolkit.modeling.conversion import ConversionGroup, convert_group, source_shards
+from toolkit.modeling.safetensors_folder import SafetensorsFolder
+from toolkit.tensor_parallel.apply import parameter_shards
+from toolkit.tensor_parallel.layout import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPart:
+    """Which part of each weight of the whole model this rank holds.
+
+    Args:
+        shards: Key to how that weight is cut; the others are whole.
+        tp_group: Ranks that hold the other parts; `None` where no weight is cut.
+    """
+
+    shards: Mapping[str, Shard]
+    tp_group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, model: nn.Module, dense: nn.Module | None) -> OwnPart:
+        """Finds what a model, sharded by `apply_tensor_parallel` or not, holds of its dense twin.
+
+        Raises:
+            ValueError: If the model is sharded and has no twin.
+        """
+        shards = parameter_shards(model)
+        if not shards:
+            return cls(shards={}, tp_group=None)
+        if dense is None:
+            raise ValueError("a model that is sharded needs its dense twin: dense=, on the meta device")
+        groups: list[Any] = [getattr(module, "tp_group", None) for module in model.modules()]
+        return cls(shards=shards, tp_group=next(group for group in groups if group is not None))
+
+    def take(self, key: str, whole: Tensor) -> Tensor:
+        """Gives this rank's part of a whole tensor."""
+        shard = self.shards.get(key)
+        if shard is None:
+            return whole
+        rank, num_ranks = self._place
+        return shard.take(whole, rank=rank, num_ranks=num_ranks)
+
+    def read(
+        self,
+        files: SafetensorsFolder,
+        group: ConversionGroup,
+        keys: tuple[str, ...],
+        *,
+        dense: nn.Module,
+        targets: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Reads this rank's part of what a group of checkpoint tensors becomes.
+
+        Only the part's own bytes are read, unless the group converts in a way that slices do not survive: such a group
+        is read whole.
+
+        Args:
+            files: The checkpoint.
+            group: Its tensors that convert together.
+            keys: Model keys to give.
+            dense: The whole model, read for its config only.
+            targets: Model key to a meta tensor of the whole shape.
+        """
+        cuts = self._source_shards(files, group, keys, dense=dense, targets=targets)
+        if cuts is None:
+            converted = convert_group(dense, group, {key: files.read(key) for key in group.keys}, targets)
+            return {key: self.take(key, converted[key]) for key in keys}
+        converted = convert_group(
+            dense, group, {key: self._slice(files, key, cuts[key]) for key in group.keys}, targets
+        )
+        return {key: converted[key] for key in keys}
+
+    def _source_shards(
+        self,
+        files: SafetensorsFolder,
+        group: ConversionGroup,
+        keys: tuple[str, ...],
+        *,
+        dense: nn.Module,
+        targets: Mapping[str, Tensor],
+    ) -> dict[str, Shard] | None:
+        """Gives how to cut each tensor of a group; `None` where it must be read whole. Both ways are tried on shapes."""
+        cut = [key for key in keys if key in self.shards]
+        if not cut or len(keys) > 1:
+            return None
+        shards = source_shards(group, self.shards[cut[0]])
+        if shards is None or any(files.metas[key].shape[shards[key].dim] != shards[key].dense_length for key in shards):
+            return None
+        rank, num_ranks = self._place
+        metas = {key: shard.take(files.metas[key], rank=rank, num_ranks=num_ranks) for key, shard in shards.items()}
+        found = convert_group(dense, group, metas, targets)[cut[0]]
+        return shards if found.shape == self.take(cut[0], targets[cut[0]]).shape else None
+
+    def _slice(self, files: SafetensorsFolder, key: str, shard: Shard) -> Tensor:
+        rank, num_ranks = self._place
+        ranges = shard.layout.ranges(rank, num_ranks)
+        end = shard.dense_length
+        own = files.read_ranges(key, dim=shard.dim, ranges=[range(min(r.start, end), min(r.stop, end)) for r in ranges])
+        padding = sum(map(len, ranges)) - own.shape[shard.dim]
+        return functional.pad(own, (0, 0) * (own.dim() - 1 - shard.dim) + (0, padding)) if padding else own
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        assert self.tp_group is not None, "what is cut lies on the ranks of a group"
+        return self.tp_group.rank(), self.tp_group.size()

@@ -1,0 +1,122 @@
+"""LoRA around layers whose features lie on the ranks of a tensor group.
+
+y = x·Wᵀ + s·(x·Aᵀ)·Bᵀ. Around columns A is whole and B is cut as the layer's output is; each rank's B asks for its own part
+of the gradient of x·Aᵀ, which is summed. Around a row A is cut as the layer's input is, each rank's x·Aᵀ is a partial sum,
+and B is whole.
+
+Source:
+    arXiv 2106.09685, section 4.1; arXiv 1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+
+from toolkit.groups.collectives import all_reduce
+from toolkit.modeling.initialization import module_seed
+from toolkit.tensor_parallel.layout import Shard
+from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
+from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
+
+# For `LoraConfig._register_custom_module`: peft's own adapter of linear layers fits ours, whose sizes are this rank's.
+ADAPTED_BY = {ColumnParallelLinear: LoraLinear, RowParallelLinear: LoraLinear}
+
+
+def shard_adapters(model: nn.Module) -> None:
+    """Makes the adapters around sharded layers shards themselves, with the collectives that they need.
+
+    Args:
+        model: A `peft.PeftModel` whose sharded layers were adapted by `ADAPTED_BY`.
+    """
+    for module in model.modules():
+        if not isinstance(module, LoraLinear):
+            continue
+        base: Any = module.get_base_layer()
+        if not isinstance(base, ShardedLinear):
+            continue
+        cut = base.shards["weight"]
+        for name in module.lora_A:
+            a, b = module.lora_A[name], module.lora_B[name]
+            if isinstance(base, ColumnParallelLinear):
+                _cut(b, Shard(dim=0, layout=cut.layout, dense_length=cut.dense_length))
+                a.register_forward_hook(_CopyOutput(base))
+                if base.spec.replicated:
+                    b.weight.register_hook(_SumReplicas(base))
+            else:
+                _cut(a, Shard(dim=1, layout=cut.layout, dense_length=cut.dense_length))
+                a.register_forward_hook(_ReduceOutput(base))
+
+
+@torch.no_grad()
+def draw_adapters(model: nn.Module, *, seed: int) -> None:
+    """Draws the A matrices of linear adapters, each from a seed of its own, so that the whole is the same on any number of ranks.
+
+    Source:
+        peft tuners/lora/layer.py reset_lora_parameters.
+    """
+    for name, module, group in _linear_adapters(model):
+        weight = module.weight
+        cut: Shard | None = getattr(module, "shards", {}).get("weight")
+        shape = list(weight.shape)
+        if cut is not None:
+            shape[cut.dim] = cut.dense_length
+        torch.manual_seed(module_seed(seed, name))
+        dense = nn.init.kaiming_uniform_(weight.new_empty(shape), a=5**0.5)
+        if cut is None:
+            weight.copy_(dense)
+        else:
+            weight.copy_(cut.take(dense, rank=group.rank(), num_ranks=group.size()))
+
+
+def _linear_adapters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Gives the name and module of each A matrix, and the tensor group of the layer that it adapts."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            for adapter in module.lora_A:
+                group = getattr(module.get_base_layer(), "tp_group", None)
+                yield f"{name}.lora_A.{adapter}", module.lora_A[adapter], group
+
+
+def _cut(module: Any, shard: Shard) -> None:
+    """Notes that a linear layer of peft's, made with this rank's sizes, is a shard."""
+    module.shards = {"weight": shard}
+
+
+class _CopyOutput:
+    """Sums the gradient of a whole output that each rank's shard reads."""
+
+    def __init__(self, base: ShardedLinear) -> None:
+        self._group = base.tp_group
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return copy_to_region(output, tp_group=self._group)
+
+
+class _ReduceOutput:
+    """Sums the output of shards of an input."""
+
+    def __init__(self, base: ShardedLinear) -> None:
+        self._group = base.tp_group
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return reduce_from_region(output, tp_group=self._group)
+
+
+class _SumReplicas:
+    """Sums the gradient of output features that several ranks hold, of which each has seen its own readers alone."""
+
+    def __init__(self, base: ColumnParallelLinear) -> None:
+        self._ranges, self._group = base.spec.replicated, base.spec.replica_group
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        assert self._group is not None, "a layout with replicated heads comes with their group"
+        summed = grad.clone()
+        for own in self._ranges:
+            rows = summed.narrow(0, own.start, len(own))
+            rows.copy_(all_reduce(rows, group=self._group))
+        return summed
