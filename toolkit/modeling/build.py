@@ -28,7 +28,7 @@ from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.fp8 import apply_fp8, check_device
 from toolkit.modeling.fp8 import check_installed as check_fp8_installed
 from toolkit.modeling.fused_loss import apply_loss
-from toolkit.modeling.initialization import initialize_weights
+from toolkit.modeling.initialization import initialize_weights, tie_weights
 from toolkit.modeling.liger import check_installed
 from toolkit.modeling.storage import allocate
 from toolkit.modeling.weights import load_pretrained
@@ -86,6 +86,8 @@ def build_model(
     else:
         with torch.device("meta"):
             dense, model = construct_for(plan, config), construct_for(plan, config)
+        for made in (dense, model):
+            tie_weights(made)
         _shard(plan, model, device=device, world=world)
     if weights is None:
         initialize_weights(model, seed=plan.job.train.seed, dense=dense)
