@@ -12,13 +12,17 @@ import pytest
 import torch
 from distributed import run_distributed
 from safetensors.torch import load_file
+from tiny_models import tiny_model
 from tiny_plans import step_batches, tiny_plan
 from transformers import AutoModelForCausalLM
 
 import toolkit as tk
 from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
 from toolkit.errors import CheckpointError
+from toolkit.export.checkpoint import logits_difference
 from toolkit.plan.plan import Plan
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job
 from toolkit.tensor_parallel.apply import parameter_shards
 
 pytestmark = pytest.mark.gloo
@@ -48,13 +52,30 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "mixtral-z3": ("mixtral", 2, 3, {}, {"num_local_experts": 4}),
     "olmoe-z2": ("olmoe", 2, 2, {}, {}),
 }  # fmt: skip
+LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}, "learning_rate": 0.05}
+ATTENTION = {**LORA, "lora": {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]}}
+ADAPTED: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
+    "lora-z1": ("llama", 2, 1, LORA, PADDED),
+    "lora-z2-bf16": ("llama", 2, 2, {**BF16, **LORA}, {}),
+    "lora-z3": ("llama-tied", 2, 3, LORA, PADDED),
+    "lora-shared-heads-z3": ("llama", 4, 3, LORA, {}),
+    "lora-gpt2-z1": ("gpt2", 2, 1, LORA, {}),
+    "lora-phi3-z3": ("phi3", 2, 3, {**LORA, "lora": {"r": 4, "use_rslora": True}}, {}),
+    "lora-mixtral-z2": ("mixtral", 2, 2, ATTENTION, {"num_local_experts": 4}),
+    "lora-pretrained-z2": ("llama", 2, 2, LORA, {}),
+    "lora-pretrained-z3": ("llama-tied", 2, 3, LORA, {}),
+}
 TRAINED_IN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _plan(name: str) -> Plan:
-    architecture, tensor, stage, train, config = CASES[name]
+def _plan(name: str, root: Path) -> Plan:
+    architecture, tensor, stage, train, config = (CASES | ADAPTED)[name]
     parallel = {"zero_stage": stage, "tensor": tensor}
-    return tiny_plan(architecture, ranks=4, parallel=parallel, train=train, config=config)
+    plan = tiny_plan(architecture, ranks=4, parallel=parallel, train=train, config=config)
+    if "pretrained" not in name:
+        return plan
+    model = {"name": str(root / "start" / architecture)}
+    return resolve(Job.model_validate(plan.job.model_dump(mode="json", exclude_unset=True) | {"model": model}))
 
 
 def dense_state(run: Any) -> dict[str, torch.Tensor]:
@@ -70,7 +91,7 @@ def dense_state(run: Any) -> dict[str, torch.Tensor]:
 
 
 def _save(root: Path, name: str) -> None:
-    with tk.initialize(_plan(name)) as run:
+    with tk.initialize(_plan(name, root)) as run:
         for step in (1, 2):
             run.step(step_batches(step)[run.world.coordinate.dp])
         tk.save(run, root / name, probe=True)
@@ -81,7 +102,7 @@ def _save(root: Path, name: str) -> None:
 
 def _save_all(rank: int, root: str) -> dict[str, str]:
     failures = {}
-    for name in CASES:
+    for name in CASES | ADAPTED:
         try:
             _save(Path(root), name)
         except Exception:  # reported by the test of this case; the ranks fail alike
@@ -91,7 +112,10 @@ def _save_all(rank: int, root: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tensor")
+    root = tmp_path_factory.mktemp("tensor")
+    for architecture in ("llama", "llama-tied"):
+        tiny_model(architecture).save_pretrained(root / "start" / architecture)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +140,7 @@ def test_the_export_is_what_the_ranks_held_together(
     assert found.keys() == expected.keys()
     for key, weight in expected.items():
         assert torch.equal(found[key], weight), key
-    assert loaded.dtype is TRAINED_IN[_plan(name).settings.dtype]
+    assert loaded.dtype is TRAINED_IN[_plan(name, root).settings.dtype]
 
 
 @pytest.mark.parametrize("name", ["llama-z1-bf16", "llama-z1-sums", "llama-z2-bf16", "llama-z3-bf16"])
@@ -134,6 +158,40 @@ def test_fp32_comes_from_the_master_weights_of_every_rank(
     assert min(finer[f"model.layers.0.{key}.weight"] for key in ("self_attn.k_proj", "mlp.down_proj")) > 0.5
     # The last rows are those of the last rank.
     assert (loaded.lm_head.weight[-8:] != expected["lm_head.weight"][-8:].float()).float().mean() > 0.3
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_is_what_the_ranks_held_together(
+    failures: dict[str, str], root: Path, tmp_path: Path, name: str
+) -> None:
+    assert name not in failures, failures[name]
+    done = tk.export(root / name, tmp_path / "out", check_logits="pretrained" in name or None)
+    assert (done.logits_difference is not None) == ("pretrained" in name)
+    state = torch.load(root / f"{name}.pt")
+    expected = {key.replace(".default", ""): value for key, value in state.items() if ".lora_" in key}
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    assert any(value.any() for key, value in found.items() if "lora_B" in key)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_a_merged_adapter_says_what_the_ranks_said(
+    failures: dict[str, str], root: Path, tmp_path: Path, name: str
+) -> None:
+    done = tk.export(root / name, tmp_path / "out", merge_adapter=True, check_logits=True)
+    assert done.logits_difference is not None
+    assert done.logits_difference < (3e-2 if "bf16" in name else 1e-5)
+    plain = tmp_path / "plain"  # the adapter changes the scores by more than that
+    shutil.copytree(tmp_path / "out", plain)
+    state = torch.load(root / f"{name}.pt")
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    bases = {key: value for key, value in state.items() if ".base_layer." in key}
+    with torch.no_grad():
+        for key, value in bases.items():
+            model.get_parameter(key.removeprefix("base_model.model.").replace(".base_layer", "")).copy_(value)
+    assert logits_difference(model, root / name / "probe.safetensors") > 3 * done.logits_difference
 
 
 def _broken(source: Path, target: Path, *, without: str = "", tensor: int | None = None) -> Path:
