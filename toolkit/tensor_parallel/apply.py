@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from toolkit.errors import PlanError, raise_all
-from toolkit.groups.collectives import all_reduce
 from toolkit.groups.process_groups import split_group
 from toolkit.tensor_parallel.check import problems
 from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss
+from toolkit.tensor_parallel.decoder import Decoder, find_decoder
 from toolkit.tensor_parallel.experts import expert_shards, shard_experts
+from toolkit.tensor_parallel.gradient_sums import sum_gradients
 from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -28,6 +28,7 @@ from toolkit.tensor_parallel.linear import (
 )
 from toolkit.tensor_parallel.norm import ParallelRMSNorm, norm_shards
 from toolkit.tensor_parallel.random_state import shard_dropout
+from toolkit.tensor_parallel.sequence import shard_sequence
 from toolkit.tensor_parallel.styles import (
     Attention,
     Column,
@@ -49,7 +50,9 @@ M = TypeVar("M", bound=nn.Module)
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
 
 
-def apply_tensor_parallel(model: M, styles: Styles, *, tp_group: dist.ProcessGroup) -> M:
+def apply_tensor_parallel(
+    model: M, styles: Styles, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False
+) -> M:
     """Turns a dense model, the same on all ranks of a group, into this rank's part of it, in place.
 
     It is called as before, on the same batch on all ranks. Its loss, given `labels`, is the dense model's; its logits
@@ -59,6 +62,8 @@ def apply_tensor_parallel(model: M, styles: Styles, *, tp_group: dist.ProcessGro
         model: On any device, meta included.
         styles: As `styles_for` gives them, or a table of one's own.
         tp_group: Ranks that share the model.
+        sequence_parallel: Whether ranks also share what lies between the sharded regions, by pieces of the sequence, whose
+            length they must divide (TP_SEQUENCE at the call). Hidden states of single layers, where asked for, are pieces.
 
     Returns:
         The model.
@@ -66,26 +71,35 @@ def apply_tensor_parallel(model: M, styles: Styles, *, tp_group: dist.ProcessGro
     Raises:
         PlanError: TP_HEADS, TP_WIDTH where the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
             TP_STYLE_PARTS, TP_STYLE_NEIGHBOUR, TP_STYLE_TIED where the table is not the model's. All at once, and with
-            the model as it was.
+            the model as it was. Then TP_SEQUENCE_ARCHITECTURE where the sequence cannot lie in pieces.
     """
     raise_all(PlanError, problems(model, styles, num_ranks=tp_group.size()))
     found = _found(model, styles)
+    decoder = find_decoder(model, found) if sequence_parallel else None
     tied = list(_tied_parameters(model))
-    builder = _Builder(styles, tp_group)
+    builder = _Builder(styles, tp_group, decoder)
     for name, style in found.items():
         builder.shard(model, name, style)
     for first, *others in tied:
         for other in others:
             _set_parameter(model, other, model.get_parameter(first))
+    if decoder is None:
+        _join_regions(model, found, tp_group)
+    else:
+        shard_sequence(model, decoder, found, tp_group=tp_group)
+    if isinstance(_head(model), ColumnParallelLinear):
+        model.loss_function = VocabParallelCausalLoss(tp_group=tp_group)  # type: ignore[assignment]
+    return model
+
+
+def _join_regions(model: nn.Module, found: dict[str, Style], tp_group: dist.ProcessGroup) -> None:
+    """Lets the columns of a region compute together, and ranks draw apart inside it."""
     for region in regions(found):
         columns = [model.get_submodule(name) for name in region.columns]
         share_input([column for column in columns if isinstance(column, ColumnParallelLinear)])
         if _drops_attention(model):
             parent, row = model.get_submodule(region.parent), model.get_submodule(region.rows[0])
             shard_dropout(parent, columns=columns, row=row, tp_group=tp_group)
-    if isinstance(_head(model), ColumnParallelLinear):
-        model.loss_function = VocabParallelCausalLoss(tp_group=tp_group)  # type: ignore[assignment]
-    return model
 
 
 def parameter_shards(model: nn.Module) -> dict[str, Shard]:
@@ -152,9 +166,10 @@ def _layout(module: nn.Module, style: Column | Row | FeatureNorm | Vocabulary, h
 class _Builder:
     """Puts a shard in the place of a module, or makes the module one."""
 
-    def __init__(self, styles: Styles, tp_group: dist.ProcessGroup) -> None:
+    def __init__(self, styles: Styles, tp_group: dist.ProcessGroup, decoder: Decoder | None) -> None:
         self._heads = styles.heads
         self._group = tp_group
+        self._decoder = decoder
         has_heads = any(isinstance(style, Column) and "key_value" in style.parts for style in styles.table.values())
         shared = has_heads and styles.heads.key_value < tp_group.size()
         self._replica_group = split_group(tp_group, styles.heads.key_value) if shared else None
@@ -166,20 +181,20 @@ class _Builder:
                 model.set_submodule(name, VocabParallelEmbedding(module, tp_group=self._group))
             case Column() | Row() | Vocabulary() | FeatureNorm():
                 layout = _layout(module, style, self._heads, self._group.size())
-                model.set_submodule(name, self._of_layout(module, style, layout))
+                model.set_submodule(name, self._of_layout(module, name, style, layout))
             case Experts():
                 shard_experts(module, tp_group=self._group)
             case Replicated(reads_shards=True):
-                for parameter in module.parameters():
-                    if parameter.requires_grad:
-                        parameter.register_hook(partial(all_reduce, group=self._group))  # type: ignore[no-untyped-call]
+                for inner in module.modules():
+                    sum_gradients(inner, inner._parameters, group=self._group)
             case Attention():
                 self._localise(module, style)
 
-    def _of_layout(self, module: nn.Module, style: Style, layout: Layout) -> nn.Module:
+    def _of_layout(self, module: nn.Module, name: str, style: Style, layout: Layout) -> nn.Module:
         match style:
             case Row():
-                return RowParallelLinear(module, layout, tp_group=self._group)
+                to_piece = self._decoder is not None and self._decoder.gives_piece(name)
+                return RowParallelLinear(module, layout, tp_group=self._group, sequence_parallel=to_piece)
             case Vocabulary():
                 return ColumnParallelLinear(module, layout, tp_group=self._group)
             case FeatureNorm():

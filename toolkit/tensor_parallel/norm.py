@@ -8,13 +8,11 @@ Source:
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.groups.collectives import all_reduce
+from toolkit.tensor_parallel.gradient_sums import sum_gradients
 from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.linear import sharded_parameter
 from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
@@ -55,9 +53,9 @@ class ParallelRMSNorm(nn.Module):
         self.variance_epsilon = float(dense.variance_epsilon)  # type: ignore[arg-type]
         [owners] = layout.owners(tp_group.size())
         self._counted_features = layout.length * owners  # a feature that several ranks hold is counted on each
-        if owners > 1 and self.weight.requires_grad:
+        if owners > 1:
             assert replica_group is not None, "a layout with replicated heads comes with their group"
-            self.weight.register_hook(partial(all_reduce, group=replica_group))  # type: ignore[no-untyped-call]
+            sum_gradients(self, ["weight"], group=replica_group)
 
     def forward(self, x_d: torch.Tensor) -> torch.Tensor:
         """Gives the normed features, computed in fp32. Shapes (…, d) to (…, d)."""
