@@ -91,6 +91,7 @@ class ColumnParallelLinear(ShardedLinear):
         super().__init__(dense, column_shards(dense, layout), tp_group=tp_group)
         replicated = tuple(_replicated(layout, tp_group))
         self.spec = ColumnSpec(transposed=self.transposed, replicated=replicated, replica_group=replica_group)
+        self.place = 0
         self._shared = SharedInput((self,))
 
     @property
@@ -152,7 +153,8 @@ class SharedInput:
         self.reads = reads
         self._input: torch.Tensor | None = None
         self._version = 0
-        self._outputs: dict[ColumnParallelLinear, torch.Tensor] = {}
+        # By position, not by column: compiled code asks again for what it has read, and layers differ in their columns.
+        self._outputs: list[torch.Tensor | None] = []
         self._gathered: _Gathered | None = None
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
@@ -167,12 +169,15 @@ class SharedInput:
 
     def output_of(self, column: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         """Gives a column's output for `x`, and keeps it no longer."""
-        version = _version(x)
-        if x is not self._input or version != self._version or column not in self._outputs:
+        version, place = _version(x), column.place
+        if x is not self._input or version != self._version or not self._outputs or self._outputs[place] is None:
             self._input, self._version = x, version
-            self._outputs = dict(zip(self._columns, self._compute(x), strict=True))
-        output = self._outputs.pop(column)
-        if not self._outputs:
+            self._outputs = list(self._compute(x))
+        output = self._outputs[place]
+        assert output is not None, "computed above, or before and not taken yet"
+        self._outputs[place] = None
+        if all(other is None for other in self._outputs):
+            self._outputs = []
             self._input = self._gathered = None
         return output
 
@@ -242,8 +247,8 @@ def share_input(columns: Sequence[ColumnParallelLinear], *, reads: Reads = "whol
     as one: `deepspeed.utils.set_z3_leaf_modules(model, [layer_class])`.
     """
     shared = SharedInput(columns, reads=reads)
-    for column in columns:
-        column._shared = shared
+    for place, column in enumerate(columns):
+        column._shared, column.place = shared, place
     return shared
 
 
