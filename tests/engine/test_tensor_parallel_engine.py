@@ -128,6 +128,7 @@ def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) ->
 
 @pytest.mark.gloo
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_every_architecture_trains_as_plain_torch_does() -> None:
     chosen = product_cases()
     plans = {name: (case.plan(), case.packing, case.steps) for name, case in chosen.items()}
