@@ -41,7 +41,7 @@ PEAK_FLOPS = 989.5e12
 WARM_UP = 2
 TINY = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 DEFAULT_CASES = (
     "autotp:micro=4,checkpointing=1",
@@ -61,8 +61,10 @@ class Case:
         mode: `autotp` or `ours`.
         micro: Sequences of a micro batch.
         checkpointing: Share of the layers that recompute.
-        kernels: `none`, `liger` for norms, gated activations and rotary embeddings, or `compile` for whole layers.
+        kernels: `none`, `torch` for its own fused norms, `liger` for norms, gated activations and rotary embeddings, or
+            `compile` for whole layers.
         attention: `sdpa` as torch chooses, or `cudnn` before its other kernels.
+        vocabulary: AutoTP's vocab_parallel_lm_head, which it sets by itself for tied weights alone.
         overlap: AutoTP's tp_overlap_comm, or inductor's reordering of collectives under `compile`.
         environment: Variables of the workers.
     """
@@ -72,6 +74,7 @@ class Case:
     checkpointing: float = 0.0
     kernels: str = "none"
     attention: str = "sdpa"
+    vocabulary: bool = False
     overlap: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,7 +82,8 @@ class Case:
     def parse(cls, text: str) -> Case:
         """Reads `mode:name=value,…`; names in capitals are variables of the environment."""
         mode, _, rest = text.partition(":")
-        types = {"micro": int, "checkpointing": float, "kernels": str, "attention": str, "overlap": lambda v: v == "1"}
+        types: dict[str, Any] = {"micro": int, "checkpointing": float, "kernels": str, "attention": str}
+        types |= dict.fromkeys(("vocabulary", "overlap"), lambda value: value == "1")
         values: dict[str, Any] = {}
         environment: dict[str, str] = {}
         for item in filter(None, rest.split(",")):
@@ -150,6 +154,8 @@ def autotp_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
     # AutoTP has no groups yet when it reads the batch: it counts all ranks (runtime/config.py _batch_assertion).
     settings = engine_config(case, num_replicas=options.gpus, bf16=options.bf16, cuda=options.cuda)
     settings["tensor_parallel"] = {"autotp_size": options.tensor, "tp_overlap_comm": case.overlap}
+    if case.vocabulary:
+        settings["tensor_parallel"]["vocab_parallel_lm_head"] = True
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     return engine
 
@@ -176,7 +182,9 @@ def our_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
     draw_weights(model, device)
     mark_parameters(model, tp_group=world.tp_group)  # on what lies on the device: to_empty makes parameters anew
     checkpoint_layers(model, case.checkpointing)
-    if case.kernels == "liger":
+    if case.kernels == "torch":
+        use_torch_norms(model)
+    elif case.kernels == "liger":
         use_liger(model)
     elif case.kernels == "compile":
         if case.overlap:
@@ -220,6 +228,18 @@ def draw_weights(model: Any, device: Any) -> None:
                 parameter.fill_(1)
             else:
                 parameter.normal_(std=0.02)
+
+
+def use_torch_norms(model: Any) -> None:
+    """Puts torch's own RMS norm, one kernel each way, in the place of the model's, which is six and more."""
+    from torch.nn import functional
+
+    def norm(self: Any, hidden_states: Any) -> Any:
+        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(norm, module)
 
 
 def use_liger(model: Any) -> None:
@@ -456,7 +476,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         case, grid = Case.parse(row["case"]), f"{row['model']}, {row['layers']} layers, tp {row['tp']} × dp {row['dp']}"
         kernels = ", ".join(
             [case.kernels]
-            + [name for name, on in (("cudnn", case.attention == "cudnn"), ("overlap", case.overlap)) if on]
+            + [
+                name
+                for name, on in (
+                    ("cudnn", case.attention == "cudnn"),
+                    ("vocabulary", case.vocabulary),
+                    ("overlap", case.overlap),
+                )
+                if on
+            ]
             + [f"{name}={value}" for name, value in case.environment.items()]
         )
         cells = [case.mode, grid, str(case.micro), f"{case.checkpointing:.0%}", kernels]

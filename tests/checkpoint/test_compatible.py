@@ -16,18 +16,21 @@ from toolkit.plan.plan import Plan
 from toolkit.spec.job import Data
 
 
-def _changes(tmp_path: Path, *, now: Plan, then: Plan) -> list[tuple[str, str]]:
-    then.save(tmp_path / "plan.json")
-    state = State(
+def _state(plan: Plan) -> State:
+    return State(
         step=4,
         num_steps=10,
-        zero_stage=then.settings.zero_stage,
-        world_size=then.grid.world_size,
-        train_batch_size=then.settings.batch.train,
+        zero_stage=plan.settings.zero_stage,
+        world_size=plan.grid.world_size,
+        train_batch_size=plan.settings.batch.train,
         saved_at=0.0,
         versions={},
     )
-    problems = [*layout_problems(now, tmp_path, state), *source_problems(now.job, then.job, {}, tmp_path)]
+
+
+def _changes(tmp_path: Path, *, now: Plan, then: Plan) -> list[tuple[str, str]]:
+    then.save(tmp_path / "plan.json")
+    problems = [*layout_problems(now, tmp_path, _state(then)), *source_problems(now.job, then.job, {}, tmp_path)]
     return [(problem.code, problem.key or "") for problem in problems]
 
 
@@ -100,3 +103,36 @@ def test_what_makes_a_position_mean_other_documents(tmp_path: Path, changed: dic
 def test_a_list_of_one_file_is_that_file(tmp_path: Path) -> None:
     plan = tiny_plan()
     assert _changes(tmp_path, now=_reads(plan, train=("a.jsonl",)), then=_reads(plan)) == []
+
+
+def _messages(tmp_path: Path, *, now: Plan, then: Plan) -> list[str]:
+    then.save(tmp_path / "plan.json")
+    return [str(problem) for problem in layout_problems(now, tmp_path, _state(then))]
+
+
+def test_another_tensor_size_is_one_problem(tmp_path: Path) -> None:
+    then, now = tiny_plan(ranks=4, parallel={"tensor": 2}), tiny_plan(ranks=4)
+    assert _changes(tmp_path, now=now, then=then) == [("CHECKPOINT_LAYOUT", "parallel.tensor")]
+    assert _changes(tmp_path, now=then, then=now) == [("CHECKPOINT_LAYOUT", "parallel.tensor")]
+    assert _changes(tmp_path, now=then, then=then) == []
+    [message] = _messages(tmp_path, now=now, then=then)
+    assert f"parallel.tensor=1, but {tmp_path} was saved with 2" in message
+    assert f"Set parallel.tensor to 2 to resume, or export it (`toolkit export {tmp_path}`) and warm-start" in message
+
+
+def test_ranks_and_tensor_size_that_change_together_are_one_problem(tmp_path: Path) -> None:
+    then, now = tiny_plan(ranks=4, parallel={"tensor": 2}), tiny_plan(ranks=2)
+    [message] = _messages(tmp_path, now=now, then=then)
+    assert (
+        f"cluster.gpus_per_node × cluster.nodes=2 and parallel.tensor=1, but {tmp_path} was saved with 4 and 2"
+        in message
+    )
+    assert "Set cluster.gpus_per_node × cluster.nodes to 4 and parallel.tensor to 2 to resume" in message
+
+
+def test_a_batch_that_follows_from_the_ranks_is_not_told_beside_them(tmp_path: Path) -> None:
+    two, four = tiny_plan(ranks=2), tiny_plan(ranks=4)
+    ranks = ("CHECKPOINT_LAYOUT", "cluster.gpus_per_node × cluster.nodes")
+    assert _changes(tmp_path, now=four, then=two) == [ranks]
+    larger = tiny_plan(ranks=4, train={"per_device_train_batch_size": 3})
+    assert _changes(tmp_path, now=larger, then=two) == [ranks, ("CHECKPOINT_DATA", "train.train_batch_size")]

@@ -33,6 +33,7 @@ class Case:
     deepspeed: dict[str, Any] = field(default_factory=dict)
     steps: int = FEW
     tensor: int = 1
+    sequence_parallel: bool | None = None
     tolerance: float = 1e-5
     weight_tolerance: float = 1e-5
 
@@ -45,7 +46,13 @@ class Case:
             self.architecture,
             ranks=self.ranks,
             train=self.train,
-            parallel={"zero_stage": self.stage, "offload": self.offload, "tensor": self.tensor, **parallel},
+            parallel={
+                "zero_stage": self.stage,
+                "offload": self.offload,
+                "tensor": self.tensor,
+                "sequence_parallel": self.sequence_parallel,
+                **parallel,
+            },
             config=self.config,
             deepspeed=self.deepspeed,
         )

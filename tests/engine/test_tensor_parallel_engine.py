@@ -56,6 +56,16 @@ def cases() -> dict[str, Case]:
         made[f"checkpointing zero {stage}"] = Case(
             train=SGD | {"gradient_checkpointing": True}, stage=stage, architecture="qwen2", tensor=TENSOR
         )
+    pieces: dict[str, Any] = {"tensor": TENSOR, "sequence_parallel": True}
+    for stage in range(4):
+        made[f"sequence zero {stage}"] = Case(train=SGD, stage=stage, steps=STEPS, **pieces)
+    for stage in (1, 3):
+        made[f"sequence lora zero {stage}"] = Case(train=LORA, stage=stage, **pieces)
+        made[f"sequence checkpointing zero {stage}"] = Case(
+            train=SGD | {"gradient_checkpointing": True}, stage=stage, architecture="qwen2", **pieces
+        )
+    made["sequence lora fused zero 2"] = Case(train=LORA, stage=2, architecture="gpt2", config=STEADY, **pieces)
+    made["sequence experts zero 2"] = Case(train=SGD, stage=2, architecture="mixtral", config=ROUTED, **pieces)
     made["full-cpu"] = Case(train=ADAM, stage=3, offload="full-cpu", tensor=TENSOR, **CLOSE)
     made["padded zero 2"] = Case(train=SGD, stage=2, packing="none", architecture="qwen2", tensor=TENSOR)
     made["separated zero 1"] = Case(train=SGD, stage=1, packing="separated", architecture="qwen2", tensor=TENSOR)

@@ -192,6 +192,16 @@ def test_lora_is_exported_alone_and_merged(workspace, launcher):
     assert torch.allclose(adapted, merged, atol=1e-4)
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_sharded_model_learns_as_the_dense_one(workspace, number):
+    printed = workspace.run("09", "torchrun", number)
+    pairs = re.findall(r"^step \d+ loss ([\d.]+) dense ([\d.]+)$", printed, re.MULTILINE)
+    assert len(pairs) == 8
+    assert all(float(ours) == pytest.approx(float(dense), abs=1e-4) for ours, dense in pairs)
+    assert float(pairs[-1][0]) < float(pairs[0][0]) - 1
+
+
 def test_offload_profiles_are_explained(workspace):
     printed = workspace.run("06", "python", 0)
     assert '"offload_param": {"device": "cpu", "pin_memory": true}' in printed

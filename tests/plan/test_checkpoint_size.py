@@ -40,3 +40,11 @@ def test_adapters_are_exported_alone():
     use = foreseen_disk_use(plan)
     assert use.export_bytes < 0.02 * 2 * ONE_B
     assert use == disk_use(plan, total=ONE_B + use.export_bytes // 2, trainable=use.export_bytes // 2)
+
+
+def test_each_tensor_rank_writes_its_part():
+    one, two = (plan_of(model="llama-3.2-1b", parallel={"zero_stage": 2, "tensor": size}) for size in (1, 2))
+    assert foreseen_disk_use(two) == foreseen_disk_use(one)
+    # Counted on one rank, as a run does: what both ranks hold is in both ranks' files.
+    held = ONE_B // 2 + 1000
+    assert checkpoint_bytes(two, total=held, trainable=held) == 14 * (ONE_B + 2000)

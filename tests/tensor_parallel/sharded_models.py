@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[dict[str, Any], str | None]] = {
     "olmo2": ({**_PLAIN}, "num_key_value_heads"),
     "olmo3": ({**_PLAIN, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}, "num_key_value_heads"),
     "olmoe": ({**_PLAIN, **_EXPERTS, "clip_qkv": 0.5}, "num_key_value_heads"),
-    "opt": ({**_PLAIN, "ffn_dim": 24, "word_embed_proj_dim": 8}, None),
+    "opt": ({**_PLAIN, "ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0}, None),
     "phi": ({**_PLAIN}, "num_key_value_heads"),
     "phi3": (_PLAIN, "num_key_value_heads"),
     "qwen2": (_PLAIN, "num_key_value_heads"),
@@ -95,14 +95,14 @@ def dense_model(name: str, key_heads: int = HEADS, *, tied: bool = False, **over
     return model.eval()
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """Token ids and labels, some of which do not count. Shape (2, 9)."""
-    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+def batch(length: int = 9) -> dict[str, torch.Tensor]:
+    """Token ids and labels, some of which do not count. Shape (2, length)."""
+    ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :4] = -100
     return {"input_ids": ids, "labels": labels}
 
 
-def shard(model: PreTrainedModel, group: dist.ProcessGroup) -> PreTrainedModel:
+def shard(model: PreTrainedModel, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> PreTrainedModel:
     """Makes the model this rank's part of it."""
-    return apply_tensor_parallel(model, styles_for(model), tp_group=group)
+    return apply_tensor_parallel(model, styles_for(model), tp_group=group, sequence_parallel=sequence_parallel)

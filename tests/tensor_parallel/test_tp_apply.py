@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,22 +14,30 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from sharded_models import batch, dense_model, shard
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from toolkit.errors import PlanError
 from toolkit.groups.fake import fake_world
 from toolkit.groups.process_groups import join_group, split_group
-from toolkit.tensor_parallel.apply import parameter_shards
+from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
+from toolkit.tensor_parallel.gradient_sums import summed_parameters
+from toolkit.tensor_parallel.linear import RowParallelLinear
+from toolkit.tensor_parallel.styles import Replicated, Styles
+from toolkit.tensor_parallel.tables import styles_for
 from toolkit.topology.grid import Grid
 
 RANKS = 2
 TOLERANCE = 1e-5
+LENGTH = 8  # of a sequence, in pieces on 2 and 4 ranks
 GPT2_DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
 
 
 def backward(model: PreTrainedModel) -> float:
-    loss = model(**batch()).loss
+    loss = model(**batch(LENGTH)).loss
     loss.backward()
     return float(loss.detach())
 
@@ -50,11 +61,20 @@ def difference(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 
 
 def both(
-    name: str, group: dist.ProcessGroup, run: Callable[[PreTrainedModel], Any], **overrides: Any
+    name: str,
+    group: dist.ProcessGroup,
+    run: Callable[[PreTrainedModel], Any],
+    *,
+    sequence_parallel: bool = False,
+    change: Callable[[PreTrainedModel], Any] = lambda ours: None,
+    table: Callable[[PreTrainedModel], Styles] = styles_for,
+    **overrides: Any,
 ) -> tuple[float, Any, Any]:
     """Runs the dense model and this rank's part alike. Gives the largest difference of gradients, and what each run gave."""
     model = dense_model(name, 1 if name == "qwen3" else 4, tied=name == "qwen3", **overrides)
-    dense, ours = copy.deepcopy(model), shard(model, group)
+    dense, styles = copy.deepcopy(model), table(model)
+    ours = apply_tensor_parallel(model, styles, tp_group=group, sequence_parallel=sequence_parallel)
+    change(ours)
     results = []
     for part in (dense, ours):
         torch.manual_seed(3)
@@ -117,6 +137,97 @@ def dropout_scene(group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
+# Architectures that draw between regions by modules and by functions, before and after their sums.
+PIECE_DROPOUT: dict[str, dict[str, float]] = {
+    "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
+    "opt": {"dropout": 0.5, "attention_dropout": 0.2},
+    "gpt_neox": {"hidden_dropout": 0.5},
+}
+
+
+def piece_dropout_scene(name: str, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Dropout on pieces of the sequence: masks of one layer's output that differ by rank, and all that must agree."""
+    found = []
+    for run in (in_training_mode, checkpointed(True), checkpointed(False), checkpointed_with_hooks):
+        model = shard(dense_model(name, **PIECE_DROPOUT[name]), group, sequence_parallel=True)
+        masks: list[torch.Tensor] = []
+        for module in model.modules():
+            if isinstance(module, RowParallelLinear):
+                module.register_forward_hook(partial(note_mask, masks))
+        torch.manual_seed(3)
+        loss = run(model)
+        grads = {key.replace(".layer.", "."): grad for key, grad in grads_of(model).items()}
+        shards = {key.replace(".layer.", ".") for key in parameter_shards(model)}
+        whole = {key: grad for key, grad in grads.items() if key not in shards}
+        found.append((loss, grads, torch.rand(3).tolist(), [(mask != 0).flatten().tolist() for mask in masks]))
+    (loss, grads, after, masks), *others = found
+    return {
+        "loss": loss,
+        "after": after,
+        "again": max(abs(loss - other) + difference(other_grads, grads) for other, other_grads, _, _ in others),
+        "whole": {key: grad.tolist() for key, grad in whole.items()},
+        "masks": masks,
+    }
+
+
+def checkpointed_with_hooks(model: PreTrainedModel) -> float:
+    """Two passes, the second of which counts, with a layer's hooks run again too, as before transformers 5.24."""
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList):
+            for name, layer in list(stack.named_children()):
+                setattr(stack, name, Rerun(layer))
+    before = torch.get_rng_state()
+    in_training_mode(model)
+    model.zero_grad()
+    torch.set_rng_state(before)
+    return in_training_mode(model)
+
+
+class Rerun(nn.Module):
+    """Runs a layer again for its gradient, hooks and all."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
+
+
+def note_mask(masks: list[torch.Tensor], module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    """Notes the gradient of what will be dropped in part: zero where it is."""
+    if output.requires_grad:
+        output.register_hook(masks.append)
+
+
+def nothing(model: PreTrainedModel) -> None:
+    pass
+
+
+def renew_parameters(model: PreTrainedModel) -> None:
+    """What moving off the meta device does: parameters without the hooks of the old ones, tied ones still tied."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = new.setdefault(parameter, nn.Parameter(parameter.detach().clone()))
+    assert summed_parameters(model)
+
+
+def whole_attention(model: PreTrainedModel) -> Styles:
+    """A table that leaves attention whole on each rank."""
+    styles = styles_for(model)
+    table = {name: style for name, style in styles.table.items() if "self_attn" not in name}
+    return replace(styles, table={**table, "model.layers.*.self_attn": Replicated(reads_shards=False)})
+
+
+def copy_inputs(model: PreTrainedModel) -> None:
+    """Calls some columns with a copy of what their module gathered, as adapters may."""
+    for layer in model.model.layers:
+        for column in (layer.self_attn.k_proj, layer.mlp.gate_proj):
+            column.register_forward_pre_hook(lambda module, args: (args[0] * 1,))
+
+
 def scenes(rank: int) -> dict[str, Any]:
     group = dist.group.WORLD
     alone = split_group(group, RANKS)
@@ -128,20 +239,41 @@ def scenes(rank: int) -> dict[str, Any]:
         "frozen": both("qwen3", group, frozen),
         "dropout outside shards": both("gpt2", group, in_training_mode, **GPT2_DROPOUT),
         "a group of one": both("qwen3", alone, backward),
+        "new parameters": both("qwen3", group, backward, change=renew_parameters),
     }
+    runs |= {
+        f"{name}, in pieces": both(architecture, where, run, sequence_parallel=True, change=change)
+        for name, architecture, where, run, change in (
+            ("reentrant checkpointing", "qwen3", group, checkpointed(True), nothing),
+            ("checkpointing", "qwen3", group, checkpointed(False), nothing),
+            ("checkpointed experts", "qwen3_moe", group, checkpointed(False), nothing),
+            ("checkpointing without modules", "opt", group, checkpointed(False), nothing),
+            ("accumulation", "qwen3", group, accumulate, nothing),
+            ("frozen", "qwen3", group, frozen, nothing),
+            ("a group of one", "qwen3", alone, backward, nothing),
+            ("new parameters", "qwen3", group, backward, renew_parameters),
+            ("inputs made of what was gathered", "llama", group, backward, copy_inputs),
+        )
+    }
+    runs["whole attention, in pieces"] = both("llama", group, backward, sequence_parallel=True, table=whole_attention)
     model = dense_model("qwen3", 1, tied=True)
     dense, ours = copy.deepcopy(model), shard(model, group)
     losses = [trained(part) for part in (dense, ours)]
     weights = gather_all(ours, group, {name: parameter.detach() for name, parameter in ours.named_parameters()})
     wanted = {name: parameter.detach() for name, parameter in dense.named_parameters()}
     runs["training"] = (difference(weights, wanted), *losses)
-    return {"runs": runs, "dropout": dropout_scene(group), "bf16": bf16_scene(group)}
+    return {
+        "runs": runs,
+        "dropout": dropout_scene(group),
+        "dropout in pieces": {name: piece_dropout_scene(name, group) for name in PIECE_DROPOUT},
+        "bf16": [bf16_scene(group, sequence_parallel=pieces) for pieces in (False, True)],
+    }
 
 
-def bf16_scene(group: dist.ProcessGroup) -> tuple[float, float, set[torch.dtype]]:
+def bf16_scene(group: dist.ProcessGroup, *, sequence_parallel: bool) -> tuple[float, float, set[torch.dtype]]:
     """Loss of both in bf16, and the dtypes of the gradients."""
     model = dense_model("llama", 2).to(torch.bfloat16)
-    dense, ours = copy.deepcopy(model), shard(model, group)
+    dense, ours = copy.deepcopy(model), shard(model, group, sequence_parallel=sequence_parallel)
     return backward(dense), backward(ours), {grad.dtype for grad in grads_of(ours).values()}
 
 
@@ -170,8 +302,28 @@ def test_dropout_on_shards_leaves_the_ranks_in_step(found: list[dict[str, Any]])
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("name", PIECE_DROPOUT)
+def test_dropout_on_pieces_differs_by_rank_and_leaves_the_ranks_in_step(found: list[dict[str, Any]], name: str) -> None:
+    first, second = (result["dropout in pieces"][name] for result in found)
+    assert first["loss"] == second["loss"]
+    assert first["after"] == second["after"]
+    assert first["whole"] == second["whole"]
+    assert max(first["again"], second["again"]) <= TOLERANCE
+    assert len(first["masks"]) == 4
+    masks = [tuple(mask) for result in (first, second) for mask in result["masks"]]
+    assert len(set(masks)) == len(masks)
+    of_first_layer = [result["masks"][2:] for result in (first, second)]  # the gradient comes to it last
+    for mask, other in zip(*of_first_layer, strict=True):
+        assert len(mask) == len(other) == 2 * LENGTH // RANKS * 16
+        # Half are kept; of the second rank's, less the last token of each sequence, which has no target.
+        assert 0.35 < sum(mask) / len(mask) < 0.65
+        assert 0.25 < sum(other) / len(other) < 0.5
+        assert 0.08 < sum(a and b for a, b in zip(mask, other, strict=True)) / len(mask) < 0.3
+
+
+@pytest.mark.gloo
 def test_in_bf16_the_loss_is_the_dense_one_up_to_rounding(found: list[dict[str, Any]]) -> None:
-    for dense, ours, dtypes in (result["bf16"] for result in found):
+    for dense, ours, dtypes in (scene for result in found for scene in result["bf16"]):
         assert ours == pytest.approx(dense, rel=0.01)
         assert dtypes == {torch.bfloat16}
 
@@ -201,12 +353,15 @@ class Operations(TorchDispatchMode):
         return sum(name.startswith("all_reduce") for name in self.seen)
 
 
-def traced(name: str, key_heads: int, tp: int) -> tuple[Operations, Operations]:
+def traced(
+    name: str, key_heads: int, tp: int, *, sequence_parallel: bool = False, **overrides: Any
+) -> tuple[Operations, Operations]:
     """What one rank does forward and backward, on tensors without values and a group without other ranks."""
     with fake_world(Grid(tp=tp)), FakeTensorMode(allow_non_fake_inputs=True):
-        model = shard(dense_model(name, key_heads), join_group(Grid(tp=tp), 0, "tp"))
+        group = join_group(Grid(tp=tp), 0, "tp")
+        model = shard(dense_model(name, key_heads, **overrides), group, sequence_parallel=sequence_parallel)
         with Operations() as forward:
-            loss = model(**batch()).loss
+            loss = model(**batch(LENGTH)).loss
         with Operations() as backward:
             loss.backward()
     return forward, backward
@@ -245,12 +400,82 @@ def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced() -> 
     ]
 
 
-def test_a_layer_compiles_as_one_graph() -> None:
+def test_in_pieces_a_region_costs_a_gather_and_a_scatter_each_way_and_one_more_gather() -> None:
+    forward, backward = traced("llama", 4, 2, sequence_parallel=True)
+    regions, embedding, loss, head = 2 * 2, 1, 2, 1
+    end, start, norms = 1, 1, 2 * 2 + 1
+    assert forward.seen.count("all_gather_into_tensor") == regions + end
+    assert forward.seen.count("reduce_scatter_tensor") == regions
+    assert forward.reductions() == embedding + loss
+    assert backward.seen.count("all_gather_into_tensor") == 2 * regions + start
+    assert backward.seen.count("reduce_scatter_tensor") == regions
+    assert backward.reductions() == head + norms
+
+
+def test_in_pieces_products_run_beside_what_is_sent() -> None:
+    _, backward = traced("llama", 4, 2, sequence_parallel=True)
+    seen = backward.seen
+    gate_up = seen.index("addmm_")
+    assert seen[gate_up - 2 : gate_up + 6] == [
+        "all_gather_into_tensor", "mm", "addmm_", "reduce_scatter_tensor", "wait_tensor", "mm", "mm", "wait_tensor",
+    ]  # fmt: skip
+
+
+def test_frozen_columns_gather_nothing_for_their_weights() -> None:
+    with fake_world(Grid(tp=2)), FakeTensorMode(allow_non_fake_inputs=True):
+        dense = dense_model("llama", 4)
+        for name, parameter in dense.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        model = shard(dense, join_group(Grid(tp=2), 0, "tp"), sequence_parallel=True)
+        loss = model(**batch(LENGTH)).loss
+        with Operations() as backward:
+            loss.backward()
+    assert backward.seen.count("all_gather_into_tensor") == 4  # of the rows' gradients
+
+
+def kept_for_backward(name: str, *, sequence_parallel: bool) -> list[tuple[int, ...]]:
+    """Shapes of what one of four ranks keeps, parameters left out."""
+    shapes: list[tuple[int, ...]] = []
+    with fake_world(Grid(tp=4)), FakeTensorMode(allow_non_fake_inputs=True):
+        model = shard(dense_model(name), join_group(Grid(tp=4), 0, "tp"), sequence_parallel=sequence_parallel)
+        parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            if x.untyped_storage()._cdata not in parameters:
+                shapes.append(tuple(x.shape))
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(**batch(LENGTH))
+    return shapes
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_in_pieces_layers_keep_no_whole_hidden_states(name: str) -> None:
+    width = dense_model(name).config.hidden_size
+    kept = [kept_for_backward(name, sequence_parallel=pieces) for pieces in (False, True)]
+    whole = [sum(shape in ((2, LENGTH, width), (2 * LENGTH, width)) for shape in shapes) for shapes in kept]
+    assert whole[1] <= 2 < 6 <= whole[0]  # at the ends: the input of the head, and of OPT's projection before it
+    assert sum(map(math.prod, kept[1])) < 0.8 * sum(map(math.prod, kept[0]))
+
+
+def test_a_sequence_that_the_ranks_cannot_share_is_refused_with_its_numbers() -> None:
+    with fake_world(Grid(tp=2)):
+        model = shard(dense_model("llama"), join_group(Grid(tp=2), 0, "tp"), sequence_parallel=True)
+        with pytest.raises(PlanError) as caught:
+            model(**batch(9))
+    assert caught.value.codes == ("TP_SEQUENCE",)
+    assert "tensor=2 does not divide a sequence of 9 tokens" in str(caught.value)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_layer_compiles_as_one_graph(sequence_parallel: bool) -> None:
     """In a group without other ranks, whose reductions leave a tensor as it is: compiled or not, the numbers are equal."""
     import torch._dynamo
 
     with fake_world(Grid(tp=2)), torch._dynamo.config.patch(disable=False):
-        model = shard(dense_model("qwen3", 1, num_hidden_layers=1), join_group(Grid(tp=2), 0, "tp"))
+        group = join_group(Grid(tp=2), 0, "tp")
+        model = shard(dense_model("qwen3", 1, num_hidden_layers=1), group, sequence_parallel=sequence_parallel)
         eager = backward(model)
         wanted = {parameter: grad.clone() for parameter, grad in grads_of(model).items()}
         model.zero_grad()

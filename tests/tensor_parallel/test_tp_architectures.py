@@ -10,26 +10,29 @@ import torch.distributed as dist
 from distributed import run_distributed
 from sharded_models import VOCABULARY, Variant, batch, dense_model, pairs, shard, variants
 
-from toolkit.tensor_parallel.apply import parameter_shards
-from toolkit.tensor_parallel.tables import DERIVED
+from toolkit.groups.fake import fake_world
+from toolkit.groups.process_groups import join_group
+from toolkit.tensor_parallel.apply import dense_shards, parameter_shards
+from toolkit.tensor_parallel.tables import DERIVED, styles_for
 from toolkit.tensor_parallel.vocabulary import gather_scores
+from toolkit.topology.grid import Grid
 
 TOLERANCE = 1e-5
 # Elements of a gradient below which all of it may be rounding: that of a bias of keys is, since it changes nothing.
 SMALL = 1e-2
 
 
-def errors_of(variant: Variant, group: dist.ProcessGroup) -> dict[str, float]:
+def errors_of(variant: Variant, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> dict[str, float]:
     """Largest differences from the dense model, those of gradients as shares of their largest element."""
     name, key_heads, tied = variant
     model = dense_model(name, key_heads, tied=tied)
-    wanted = model(**batch())
+    wanted = model(**batch(8 if sequence_parallel else 9))
     wanted.loss.backward()
     dense = {
         name: (weight.detach().clone(), weight.grad) for name, weight in model.named_parameters(remove_duplicate=False)
     }
     model.zero_grad()
-    found = shard(model, group)(**batch())
+    found = shard(model, group, sequence_parallel=sequence_parallel)(**batch(8 if sequence_parallel else 9))
     found.loss.backward()
     scores = gather_scores(found.logits, vocab_size=VOCABULARY, tp_group=group)
     errors = {
@@ -53,12 +56,22 @@ def errors_of(variant: Variant, group: dist.ProcessGroup) -> dict[str, float]:
     return errors
 
 
-def scenes(rank: int, chosen: list[Variant]) -> dict[Variant, dict[str, float]]:
+def scenes(rank: int, chosen: list[Variant]) -> dict[Any, dict[str, float]]:
+    """Errors by variant, and by variant and "pieces" those with sequence parallelism, of variants chosen for that too."""
     group = dist.group.WORLD
-    return {variant: errors_of(variant, group) for variant in chosen}
+    found: dict[Any, dict[str, float]] = {variant: errors_of(variant, group) for variant in chosen}
+    for variant in in_pieces(chosen, group.size()):
+        found[variant, "pieces"] = errors_of(variant, group, sequence_parallel=True)
+    return found
 
 
-def assert_exact(found: list[dict[Variant, Any]], variant: Variant) -> None:
+def in_pieces(chosen: list[Variant], num_ranks: int) -> list[Variant]:
+    """One variant of each architecture, that with the fewest key heads; over four ranks those that differ most."""
+    first = {name: (name, key_heads, tied) for name, key_heads, tied in reversed(chosen)}
+    return [first[name] for name in (first if num_ranks == 2 else ("llama", "gpt2", "opt", "olmoe", "qwen3_moe"))]
+
+
+def assert_exact(found: list[dict[Any, Any]], variant: Any) -> None:
     for result in found:
         assert {name: error for name, error in result[variant].items() if not error <= TOLERANCE} == {}
 
@@ -90,12 +103,42 @@ def test_a_model_on_four_ranks_is_the_dense_one(over_four: list[dict[Variant, An
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("variant", in_pieces(pairs(2), 2), ids=name_of)
+def test_in_pieces_of_the_sequence_on_two_ranks_it_is_the_dense_one(
+    over_two: list[dict[Variant, Any]], variant: Variant
+) -> None:
+    assert_exact(over_two, (variant, "pieces"))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("variant", in_pieces(pairs(4), 4), ids=name_of)
+def test_in_pieces_of_the_sequence_on_four_ranks_it_is_the_dense_one(
+    over_four: list[dict[Variant, Any]], variant: Variant
+) -> None:
+    assert_exact(over_four, (variant, "pieces"))
+
+
+@pytest.mark.gloo
 @pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_variant_is_the_dense_one(num_ranks: int) -> None:
     found = run_distributed(scenes, num_ranks, variants(), timeout_seconds=600)
     for variant in variants():
         assert_exact(found, variant)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_would_be_cut_is_what_is_cut(num_ranks: int) -> None:
+    grid = Grid(tp=num_ranks)
+    with fake_world(grid, rank=1), torch.device("meta"):
+        group = join_group(grid, 1, "tp")
+        for name, key_heads, tied in pairs(num_ranks):
+            model = dense_model(name, key_heads, tied=tied)
+            names = dict(model.named_parameters())
+            foreseen = dense_shards(model, styles_for(model), num_ranks=num_ranks)
+            assert dict(model.named_parameters()) == names
+            assert foreseen == parameter_shards(shard(model, group)), name
+            assert foreseen
 
 
 def test_every_architecture_that_is_said_to_be_right_is_tried() -> None:

@@ -13,8 +13,10 @@ from torch import nn
 from toolkit.errors import PlanError
 from toolkit.groups.fake import fake_world
 from toolkit.groups.process_groups import join_group
+from toolkit.tensor_parallel import decoder as decoder_module
 from toolkit.tensor_parallel import styles as styles_module
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
+from toolkit.tensor_parallel.gradient_sums import summed_parameters
 from toolkit.tensor_parallel.layout import Part
 from toolkit.tensor_parallel.styles import (
     Attention,
@@ -61,12 +63,14 @@ WHOLE_INNER = {"blocks.*.inner": Replicated(reads_shards=False)}
 SOUND: dict[str, Style] = {"blocks.*.up": COLUMN, "blocks.*.down": ROW, **NORM, **WHOLE_INNER}
 
 
-def problems_of(model: nn.Module, styles: Styles, tp: int) -> list[tuple[str, str, str]]:
+def problems_of(
+    model: nn.Module, styles: Styles, tp: int, *, sequence_parallel: bool = False
+) -> list[tuple[str, str, str]]:
     before = dict(model.named_parameters())
     with fake_world(Grid(tp=tp)):
         group = join_group(Grid(tp=tp), 0, "tp")
         try:
-            apply_tensor_parallel(model, styles, tp_group=group)
+            apply_tensor_parallel(model, styles, tp_group=group, sequence_parallel=sequence_parallel)
         except PlanError as error:
             after = dict(model.named_parameters())
             assert all(after[name] is parameter for name, parameter in before.items()), "the model was touched"
@@ -244,6 +248,67 @@ def test_what_is_shown_for_an_architecture_with_a_plan_is_code() -> None:
     assert written == styles_for(model).table
 
 
+def in_pieces(model: nn.Module, table: dict[str, Style]) -> list[tuple[str, str, str]]:
+    styles = Styles(heads=Heads(query=2, key_value=2), table=table)
+    return problems_of(model, styles, 2, sequence_parallel=True)
+
+
+def test_a_table_of_one_s_own_may_lie_in_pieces() -> None:
+    assert in_pieces(Model(), SOUND) == []
+    assert in_pieces(Model(), {**SOUND, "blocks.*.inner.up": COLUMN, "blocks.*.inner.down": ROW}) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"embed": Vocabulary()}, "its sharded modules lie in 0 lists of decoder layers instead of one"),
+        (
+            {"blocks.*.inner.up": COLUMN, "blocks.*.inner.down": ROW},
+            "blocks.0.up may mix tokens and has no style, blocks.0.down may mix tokens and has no style",
+        ),
+        (
+            {**SOUND, "blocks.*.up": Column(parts=("query",)), "blocks.*.down": Row(part="query")},
+            "blocks.0 computes attention itself",
+        ),
+        (
+            {name.replace("*", "1"): style for name, style in SOUND.items()},
+            "blocks.0.up may mix tokens and has no style, blocks.0.down may mix",
+        ),
+    ],
+)
+def test_a_table_whose_sequence_cannot_lie_in_pieces(table: dict[str, Style], words: str) -> None:
+    [(code, key, text)] = in_pieces(Model(), table)
+    assert (code, key) == ("TP_SEQUENCE_ARCHITECTURE", "parallel.tensor")
+    assert "sequence parallelism of Model is not possible" in text
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("opt", {"layerdrop": 0.1}, "layerdrop leaves out layers"),
+        ("mixtral", {"router_jitter_noise": 0.1, "attention_dropout": 0.1}, "model.layers.0.mlp adds noise"),
+    ],
+)
+def test_a_model_whose_sequence_cannot_lie_in_pieces(name: str, values: dict[str, Any], words: str) -> None:
+    model = dense_model(name, **values)
+    [(code, _, text)] = problems_of(model, styles_for(model), 2, sequence_parallel=True)
+    assert code == "TP_SEQUENCE_ARCHITECTURE"
+    assert words in text
+    assert problems_of(model, styles_for(model), 2) == []
+
+
+def test_parameters_whose_gradients_are_parts_are_told() -> None:
+    of_norms = {f"model.layers.{layer}.self_attn.{name}_norm.weight" for layer in (0, 1) for name in "qk"}
+    on_pieces = {
+        f"model.layers.{layer}.{name}_layernorm.weight" for layer in (0, 1) for name in ("input", "post_attention")
+    }
+    for pieces, names in ((False, of_norms), (True, of_norms | on_pieces | {"model.norm.weight"})):
+        model = dense_model("qwen3_moe")  # its routers read the whole sequence
+        assert problems_of(model, styles_for(model), 2, sequence_parallel=pieces) == []
+        assert summed_parameters(model).keys() == names
+
+
 def test_a_sharded_model_on_meta_has_the_shapes_of_one_rank() -> None:
     with torch.device("meta"):
         model = dense_model("phi3", 2)
@@ -260,8 +325,9 @@ def test_a_sharded_model_on_meta_has_the_shapes_of_one_rank() -> None:
     )
 
 
-def test_the_examples_of_the_docstrings() -> None:
-    result = doctest.testmod(styles_module)
+@pytest.mark.parametrize("module", [styles_module, decoder_module])
+def test_the_examples_of_the_docstrings(module: Any) -> None:
+    result = doctest.testmod(module)
     assert result.attempted
     assert result.failed == 0
 

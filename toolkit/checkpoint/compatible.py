@@ -42,19 +42,14 @@ def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
 def layout_problems(plan: Plan, folder: Path, state: State) -> list[Problem]:
     """Gives what differs between a plan and a checkpoint that this version cannot convert."""
     saved = Plan.load(folder / PLAN)
-    problems = []
+    problems: list[Problem] = []
     warm_start = f"or export it (`toolkit export {folder}`) and warm-start from the export"
-    for name, now, then in _shard_values(plan, saved, state):
-        if now != then:
-            problems.append(
-                Problem(
-                    code="CHECKPOINT_LAYOUT",
-                    key=name,
-                    message=f"{name}={now}, but {folder} was saved with {then}: its shards fit that layout only",
-                    fix=f"Set {name} to {then} to resume, {warm_start}",
-                    source="deepspeed runtime/engine.py load_checkpoint",
-                )
-            )
+    # Ranks and how they share the model change together: one cause, one problem.
+    causes = [list(_grid_values(plan, saved, state)), *([value] for value in _shard_values(plan, saved, state))]
+    for values in causes:
+        differing = [(name, now, then) for name, now, then in values if now != then]
+        if differing:
+            problems.append(_other_layout(differing, folder, warm_start))
     for name, now, then in _order_values(plan, saved):
         if now != then:
             problems.append(
@@ -82,10 +77,27 @@ def layout_problems(plan: Plan, folder: Path, state: State) -> list[Problem]:
     return problems
 
 
-def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, Any, Any]]:
-    """What the engine's files depend on: name, value of the plan, value of the checkpoint."""
-    now, then = plan.job.train, saved.job.train
+def _other_layout(changed: list[tuple[str, Any, Any]], folder: Path, warm_start: str) -> Problem:
+    return Problem(
+        code="CHECKPOINT_LAYOUT",
+        key=changed[-1][0],
+        message=f"{' and '.join(f'{name}={now}' for name, now, _ in changed)}, but {folder} was saved with "
+        f"{' and '.join(str(then) for _, _, then in changed)}: its shards fit that layout only",
+        fix=f"Set {' and '.join(f'{name} to {then}' for name, _, then in changed)} to resume, {warm_start}",
+        source="deepspeed runtime/engine.py load_checkpoint",
+    )
+
+
+def _grid_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, Any, Any]]:
+    """How many ranks wrote the files, and how they shared the model: name, value of the plan, value of the checkpoint."""
     yield "cluster.gpus_per_node × cluster.nodes", plan.grid.world_size, state.world_size
+    yield "parallel.tensor", plan.grid.tp, saved.grid.tp
+    yield "parallel.pipeline", plan.grid.pp, saved.grid.pp
+
+
+def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, Any, Any]]:
+    """What else the engine's files depend on: name, value of the plan, value of the checkpoint."""
+    now, then = plan.job.train, saved.job.train
     yield "parallel.zero_stage", plan.settings.zero_stage, state.zero_stage
     if plan.settings.dtype != saved.settings.dtype:  # fp8 is in the products alone, not in what is saved
         yield "train.precision", plan.settings.precision, saved.settings.precision
@@ -115,7 +127,12 @@ def _round_robin(plan: Plan) -> bool:
 
 def _order_values(plan: Plan, saved: Plan) -> Iterator[tuple[str, Any, Any]]:
     """What the order of the rows depends on: a step then is a position in the data."""
-    yield "train.train_batch_size", plan.settings.batch.train, saved.settings.batch.train
+    batch, before = plan.settings.batch, saved.settings.batch
+    if (batch.micro, batch.accumulation) != (
+        before.micro,
+        before.accumulation,
+    ):  # else the number of ranks is the cause
+        yield "train.train_batch_size", batch.train, before.train
     yield "train.sequence_length", plan.settings.sequence_length, saved.settings.sequence_length
     yield "train.seed", plan.job.train.seed, saved.job.train.seed
     now, then = plan.job.data, saved.job.data

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from toolkit.engine.run import Run
 from toolkit.modeling.fp8 import without_fp8
+from toolkit.tensor_parallel.linear import ColumnParallelLinear
+from toolkit.tensor_parallel.vocabulary import gather_scores
 
 PROBE = "probe.safetensors"
 
@@ -28,14 +31,25 @@ def record_probe(run: Run, folder: Path) -> None:
     Products in fp8 run in bf16 here: an export holds bf16 weights, and who loads it multiplies them so.
 
     Collectives:
-        Those of a forward pass under ZeRO-3.
+        Those of a forward pass under ZeRO-3; an all-gather of the scores over the tensor group.
     """
     ids_BS = probe_tokens(run.plan.model.vocab_size)
     run.engine.eval()
     try:
         with torch.no_grad(), without_fp8(run.model):
-            logits_BSV = run.engine(input_ids=ids_BS.to(run.world.device)).logits
+            logits_BSV = _whole(run, run.engine(input_ids=ids_BS.to(run.world.device)).logits)
     finally:
         run.engine.train()
     if run.world.is_main:
         save_file({"input_ids": ids_BS, "logits": logits_BSV.float().cpu().contiguous()}, folder / PROBE)
+
+
+def _whole(run: Run, logits_BSV: torch.Tensor) -> torch.Tensor:
+    """Joins the ranks' scores where each has those of its part of the vocabulary."""
+    model: Any = run.model
+    head = model.get_output_embeddings()
+    columns = [] if head is None else [part for part in head.modules() if isinstance(part, ColumnParallelLinear)]
+    if not columns or run.world.tp_group is None:
+        return logits_BSV
+    vocab_size = columns[0].shards["weight"].dense_length
+    return gather_scores(logits_BSV, vocab_size=vocab_size, tp_group=run.world.tp_group)

@@ -72,6 +72,8 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate, *, world:
     """Wraps a built model in the DeepSpeed engine."""
     import deepspeed
 
+    if world.tp_group is None:
+        deepspeed.utils.groups.mpu = None  # of an earlier run of this process; DeepSpeed never takes it back
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, weight_decay=plan.job.train.weight_decay),

@@ -109,6 +109,13 @@ class LoraTarget:
     num_experts: int = 1
     experts_out_first: bool = False
 
+    @property
+    def output_dim(self) -> int:
+        """Dimension of the weight that is the layer's output; B has it as its first, A the other as its last."""
+        if self.num_experts > 1:
+            return 1 if self.experts_out_first else 2
+        return int(self.transposed)
+
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
         """What is added to the weight.
 
@@ -125,6 +132,17 @@ class LoraTarget:
             return torch.einsum(equation, stacked_b, stacked_a) * self.scaling
         delta = b @ a * self.scaling
         return delta.T if self.transposed else delta
+
+
+def base_key(name: str) -> str:
+    """A name of the PeftModel as the base model has it, for all but A and B: frozen weights, and those trained whole."""
+    return _plain(name).replace(f".modules_to_save.{_NAME}.", ".").replace(".original_module.", ".")
+
+
+def factor_of(name: str) -> tuple[str, str] | None:
+    """The name of peft's layer and the letter of its factor, A or B; None for other weights."""
+    factor = _FACTOR.fullmatch(name)
+    return None if factor is None else (factor["module"], factor["kind"][-1])
 
 
 def lora_targets(adapted: nn.Module) -> dict[str, LoraTarget]:
@@ -177,7 +195,7 @@ class MergedWeights:
                     raise CheckpointError(_unknown_kind(factor["kind"]))
                 self._factors.setdefault(factor["module"], {})[factor["kind"][-1]] = name
             elif ".original_module." not in name:
-                self._origin[_plain(name).replace(f".modules_to_save.{_NAME}.", ".")] = name
+                self._origin[base_key(name)] = name
         if self.base is not None:
             self._drop_aliases(self.base.tensors)
         self.tensors = {

@@ -16,13 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.errors import CheckpointError, Problem
-from toolkit.export.adapter import ADAPTER_CONFIG, Weights, is_adapted, read_adapter_config
+from toolkit.export.adapter import ADAPTER_CONFIG, Weights, is_adapted, lora_targets, read_adapter_config
+from toolkit.export.adapter_shards import adapted_shards
 from toolkit.export.contents import Contents, Kind, Opened, choose_contents
+from toolkit.export.joined import JoinedCheckpoint
 from toolkit.export.readback import verify_written
 from toolkit.export.writer import Entry, ShardWriter, staged_folder
 from toolkit.export.zero_reader import ZeroCheckpoint
 from toolkit.modeling.conversion import revert
 from toolkit.modeling.initialization import tie_weights
+from toolkit.tensor_parallel.apply import dense_shards
+from toolkit.tensor_parallel.tables import styles_for
 
 Progress = Callable[[int, int], None]
 _SAMPLES = 16  # tensors whose bytes are read back
@@ -69,13 +73,14 @@ def export_checkpoint(
     verify: bool = True,
     overwrite: bool = False,
     trust_remote_code: bool = False,
+    tp_size: int = 1,
     progress: Progress | None = None,
     inspect: Callable[[Path, ExportReport], None] | None = None,
 ) -> ExportReport:
     """Writes a checkpoint of ZeRO 0 to 3 as Hugging Face safetensors, on one CPU process.
 
     Host memory: the largest group of tensors that convert together (mostly one matrix; of a mixture of experts, one
-    layer's stacked matrix), whatever the size of the model or of a shard.
+    layer's stacked matrix), and one tensor rank's part of one, whatever the size of the model or of a shard.
 
     Args:
         checkpoint_dir: A `checkpoint-STEP` folder.
@@ -90,18 +95,25 @@ def export_checkpoint(
         verify: Read back every name and shape, as `from_pretrained` would match them, and a sample of the values.
         overwrite: Replace what `output_dir` holds.
         trust_remote_code: Run model code that lies in `model_dir`.
+        tp_size: `parallel.tensor` of the run: ranks whose shards are joined.
         progress: Called with tensors written and tensors in all.
         inspect: Called with the finished folder before it takes its place; what it raises leaves nothing behind.
     Raises:
         CheckpointError: EXPORT_LATEST, EXPORT_CONFIG, EXPORT_KEYS, EXPORT_SHAPE, EXPORT_NOT_ADAPTED, EXPORT_EXISTS,
-            EXPORT_VERIFY, and those of `ZeroCheckpoint` and `toolkit.export.adapter`.
+            EXPORT_VERIFY, and those of `ZeroCheckpoint`, `JoinedCheckpoint` and `toolkit.export.adapter`.
         RunError: EXPORT_WRITE.
     """
     source = Path(checkpoint_dir)
     target = Path(output_dir).absolute()
     if source.resolve().is_relative_to(target.resolve()):
         raise CheckpointError(_would_be_lost(source, target))
-    opened = _open(source, tag_dir, model_dir or source / "model", peft_dir, trust_remote_code=trust_remote_code)
+    opened = _open(
+        tag_dir or _latest(source),
+        model_dir or source / "model",
+        peft_dir,
+        trust_remote_code=trust_remote_code,
+        tp_size=tp_size,
+    )
     if merge_adapter and opened.peft_model is None:
         raise CheckpointError(_not_adapted(source))
     with staged_folder(target, overwrite=overwrite) as folder:
@@ -126,14 +138,18 @@ def export_checkpoint(
     return report
 
 
-def _open(
-    source: Path, tag_dir: Path | None, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool
-) -> Opened:
-    weights: Weights = ZeroCheckpoint(tag_dir or _latest(source))
-    adapted = is_adapted(weights)
+def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool, tp_size: int) -> Opened:
+    ranks = [ZeroCheckpoint(tag_dir, tp_rank, tp_size) for tp_rank in range(tp_size)]
+    adapted = is_adapted(ranks[0])
     model = _meta_model(model_dir, trust_remote_code=trust_remote_code)
     lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
     peft_model = _peft_model(_meta_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
+    weights: Weights = ranks[0]
+    if tp_size > 1:
+        shards = dense_shards(model, styles_for(model), num_ranks=tp_size)
+        if peft_model is not None:
+            shards = adapted_shards(weights.tensors, shards, lora_targets(peft_model))
+        weights = JoinedCheckpoint(tag_dir, ranks, shards)
     return Opened(weights=weights, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
 
 

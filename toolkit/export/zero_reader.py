@@ -1,18 +1,18 @@
-"""Reads single tensors out of a checkpoint that the DeepSpeed engine wrote, whatever its ZeRO stage.
+"""Reads single tensors out of a checkpoint that the DeepSpeed engine wrote, whatever its ZeRO stage: one tensor rank's.
 
 Files are mapped, not loaded: a tensor's bytes are read when that tensor is asked for, and Adam's moments, three
 quarters of a checkpoint, never are. The layouts are those of DeepSpeed 0.19:
 
-* stage 0 to 2: `mp_rank_00_model_states.pt` holds the whole module in the training dtype; `*_optim_states.pt` of each
-  rank holds its slice of the fp32 master weights, with the address of every parameter's fragment;
-* stage 3: `zero_pp_rank_R_mp_rank_00_model_states.pt` holds shapes, buffers and rank R's part of each frozen
-  parameter; rank R's part of the trainable ones is in its `*_optim_states.pt`, in the order of the shapes.
+* stage 0 to 2: `mp_rank_TT_model_states.pt` holds tensor rank TT's whole module in the training dtype;
+  `*_mp_rank_TT_optim_states.pt` of each data-parallel rank holds its slice of the fp32 master weights, with the address
+  of every parameter's fragment;
+* stage 3: `zero_pp_rank_D_mp_rank_TT_model_states.pt` holds shapes, buffers and data-parallel rank D's part of each
+  frozen parameter; its part of the trainable ones is in its `*_optim_states.pt`, in the order of the shapes.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -24,9 +24,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.swapped import SWAPPED, master_weights, read_sub_groups
 from toolkit.errors import CheckpointError, Problem
-
-_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+from toolkit.export.engine_files import check_tensor_ranks, model_files, optimizer_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +44,12 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class ZeroCheckpoint:
-    """The module's tensors of one checkpoint tag.
+    """The module's tensors of one checkpoint tag, as one tensor rank held them.
 
     Args:
         folder: The tag's folder.
+        tp_rank: Whose tensors.
+        tp_size: Tensor ranks that wrote the tag.
     Raises:
         CheckpointError: EXPORT_NO_CHECKPOINT, EXPORT_INCOMPLETE, EXPORT_DAMAGED, EXPORT_MODEL_PARALLEL, EXPORT_NVME.
     Source:
@@ -57,6 +57,8 @@ class ZeroCheckpoint:
     """
 
     folder: Path
+    tp_rank: int = 0
+    tp_size: int = 1
     stage: int = field(init=False)
     tensors: dict[str, StoredTensor] = field(init=False)
     _module: dict[str, Tensor] = field(init=False)
@@ -65,16 +67,13 @@ class ZeroCheckpoint:
     _fragments: dict[str, list[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        models = _by_rank(self.folder, _MODEL_FILE)
-        if not models:
-            raise CheckpointError(_no_checkpoint(self.folder))
-        split = [path for path in models if "mp_rank_00" not in path.name] or sorted(self.folder.glob("layer_*.pt"))
-        if split:
-            raise CheckpointError(_model_parallel(self.folder, split[0].name))
+        check_tensor_ranks(self.folder, tp_size=self.tp_size)
+        models = model_files(self.folder, tp_rank=self.tp_rank)
+        optimizers = optimizer_files(self.folder, tp_rank=self.tp_rank)
         partitioned = models[0].name.startswith("zero_pp_rank_")
         self._states = [_load(path) for path in (models if partitioned else models[:1])]
         self._module = {key: value for key, value in self._states[0]["module"].items() if isinstance(value, Tensor)}
-        self._optimizers = [_load(path)["optimizer_state_dict"] for path in _by_rank(self.folder, _OPTIMIZER_FILE)]
+        self._optimizers = [_load(path)["optimizer_state_dict"] for path in optimizers]
         self.stage = 3 if partitioned else int(self._optimizers[0].get("zero_stage", 1)) if self._optimizers else 0
         self._check_complete()
         self._fragments = dict(self._partitions()) if partitioned else {}
@@ -151,7 +150,8 @@ class ZeroCheckpoint:
             groups = read_sub_groups(self.folder)
             if groups is None:
                 raise CheckpointError(_on_nvme(self.folder))
-            for rank, flats in enumerate(in_memory):
+            for dp_rank, flats in enumerate(in_memory):
+                rank = dp_rank * self.tp_size + self.tp_rank  # swap files lie by global rank
                 yield list(master_weights(self.folder, rank, flats, groups))
         except (OSError, ValueError) as error:
             raise CheckpointError(_damaged(self.folder, f"holds swap files that cannot be read: {error}")) from error
@@ -206,12 +206,6 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | {name: tuple(shape) for name, shape in (state.get("frozen_param_shapes") or {}).items()}
 
 
-def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    matches = [(path, pattern.fullmatch(path.name)) for path in folder.glob("*.pt")]
-    ranked = [((int(match["mp"]), int(match["dp"] or 0)), path) for path, match in matches if match]
-    return [path for _, path in sorted(ranked)]
-
-
 def _load(path: Path) -> dict[str, Any]:
     try:
         # DeepSpeed pickles objects of its own (loss scaler, fragment addresses), so weights_only would refuse.
@@ -223,15 +217,6 @@ def _load(path: Path) -> dict[str, Any]:
     return state
 
 
-def _no_checkpoint(folder: Path) -> Problem:
-    return Problem(
-        code="EXPORT_NO_CHECKPOINT",
-        key=str(folder),
-        message=f"{folder} holds no *_model_states.pt: it is not a folder that the DeepSpeed engine saved",
-        fix="Name a checkpoint-STEP folder of output_dir",
-    )
-
-
 def _incomplete(folder: Path, wanted: str, found: int) -> Problem:
     return Problem(
         code="EXPORT_INCOMPLETE",
@@ -239,15 +224,6 @@ def _incomplete(folder: Path, wanted: str, found: int) -> Problem:
         message=f"{folder} lacks {wanted}, found {found}: each data-parallel rank writes one",
         fix="Copy the files of every node into this folder, or export an earlier checkpoint",
         source="deepspeed, runtime/engine.py, DeepSpeedEngine._save_zero_checkpoint",
-    )
-
-
-def _model_parallel(folder: Path, name: str) -> Problem:
-    return Problem(
-        code="EXPORT_MODEL_PARALLEL",
-        key=str(folder),
-        message=f"{folder} holds {name}: weights that are split by tensor parallelism need the job's plan to be joined",
-        fix="Export a checkpoint of a job with tensor: 1 and pipeline: 1",
     )
 
 

@@ -35,6 +35,7 @@ from toolkit.modeling.weights import load_pretrained
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Fp8, Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
+from toolkit.tensor_parallel.gradient_sums import register_gradient_sums
 from toolkit.tensor_parallel.marks import mark_parameters
 from toolkit.tensor_parallel.tables import styles_for
 
@@ -98,6 +99,7 @@ def build_model(
         if plan.settings.zero_stage == 3 and plan.job.train.method == "lora":
             # Above a frozen embedding no input of the first layer would have a gradient, and the leaf's hook fire early.
             adapted.enable_input_require_grads()
+        register_gradient_sums(adapted)
         mark_parameters(adapted, tp_group=world.tp_group)
     return adapted  # type: ignore[no-any-return]
 
@@ -105,7 +107,9 @@ def build_model(
 def _shard(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: World) -> None:
     """Makes a model on the meta device this rank's part of it, with storage and nothing in it yet."""
     assert world.tp_group is not None, "a grid with tensor ranks has their group"
-    apply_tensor_parallel(model, styles_for(model), tp_group=world.tp_group)
+    apply_tensor_parallel(
+        model, styles_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
+    )
     if plan.settings.zero_stage < 3:
         allocate(model, device=device)
         return

@@ -10,7 +10,8 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ from torch import nn
 
 from toolkit.groups.collectives import all_reduce
 from toolkit.modeling.initialization import module_seed
+from toolkit.tensor_parallel.gradient_sums import sum_gradients
 from toolkit.tensor_parallel.layout import Shard
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
-from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
+from toolkit.tensor_parallel.pieces import SEQUENCE_DIM
+from toolkit.tensor_parallel.regions import (
+    copy_to_region,
+    gather_from_sequence,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+)
 
 # For `LoraConfig._register_custom_module`: peft's own adapter of linear layers fits ours, whose sizes are this rank's.
 ADAPTED_BY = {ColumnParallelLinear: LoraLinear, RowParallelLinear: LoraLinear}
@@ -44,12 +52,45 @@ def shard_adapters(model: nn.Module) -> None:
             a, b = module.lora_A[name], module.lora_B[name]
             if isinstance(base, ColumnParallelLinear):
                 _cut(b, Shard(dim=0, layout=cut.layout, dense_length=cut.dense_length))
-                a.register_forward_hook(_CopyOutput(base))
                 if base.spec.replicated:
                     b.weight.register_hook(_SumReplicas(base))
+                _read_by_columns(a, base)
             else:
                 _cut(a, Shard(dim=1, layout=cut.layout, dense_length=cut.dense_length))
-                a.register_forward_hook(_ReduceOutput(base))
+                assert isinstance(base, RowParallelLinear), "sharded linear layers are columns or rows"
+                _give_to_row(a, b, base)
+
+
+def _read_by_columns(a: nn.Module, base: ColumnParallelLinear) -> None:
+    """Lets each rank's B read what A gives of the columns' input.
+
+    Of an input that was gathered from pieces, each rank's shards ask for a part of the gradient, which is summed where it
+    was gathered; A's own gradient is such a part, too.
+    """
+    group = base.tp_group
+    if base.reads == "whole":
+        _on_output(a, partial(copy_to_region, tp_group=group))
+        return
+    if base.reads == "piece":
+        _on_output(a, partial(gather_from_sequence, dim=SEQUENCE_DIM, tp_group=group))
+    sum_gradients(a, ["weight"], group=group)
+
+
+def _give_to_row(a: nn.Module, b: nn.Module, base: RowParallelLinear) -> None:
+    """Sums what the ranks' shards of A give of the row's input; pieces of it are read by a B whose gradient is then a part."""
+    group = base.tp_group
+    if not base.sequence_parallel:
+        _on_output(a, partial(reduce_from_region, tp_group=group))
+        return
+    _on_output(a, partial(reduce_scatter_to_sequence, dim=SEQUENCE_DIM, tp_group=group))
+    sum_gradients(b, ["weight"], group=group)
+
+
+def _on_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return change(output)
+
+    module.register_forward_hook(hook)
 
 
 @torch.no_grad()
@@ -85,26 +126,6 @@ def _linear_adapters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 def _cut(module: Any, shard: Shard) -> None:
     """Notes that a linear layer of peft's, made with this rank's sizes, is a shard."""
     module.shards = {"weight": shard}
-
-
-class _CopyOutput:
-    """Sums the gradient of a whole output that each rank's shard reads."""
-
-    def __init__(self, base: ShardedLinear) -> None:
-        self._group = base.tp_group
-
-    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return copy_to_region(output, tp_group=self._group)
-
-
-class _ReduceOutput:
-    """Sums the output of shards of an input."""
-
-    def __init__(self, base: ShardedLinear) -> None:
-        self._group = base.tp_group
-
-    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return reduce_from_region(output, tp_group=self._group)
 
 
 class _SumReplicas:

@@ -178,6 +178,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
         offload_ratio=_decide_offload_ratio(job, chooser),
         sub_group_size=_decide_sub_group(job, model, batch, chooser),
         reduce_bucket_size=_decide_bucket(job, model, zero_stage, chooser),
+        sequence_parallel=_decide_sequence_parallel(job, chooser),
     )
 
 
@@ -342,6 +343,13 @@ def _decide_bucket(job: Job, model: ModelSpec, zero_stage: int, chooser: _Choose
         else "400 MB in 16 bit: enough for full bandwidth, less than DeepSpeed's 1 GB"
     )
     return chooser.derive("deepspeed.zero_optimization.reduce_bucket_size", size, reason)
+
+
+def _decide_sequence_parallel(job: Job, chooser: _Chooser) -> bool:
+    if job.parallel.tensor == 1:
+        return bool(job.parallel.sequence_parallel)
+    reason = "each rank keeps what lies between sharded layers, as any model and any length of sequence allow"
+    return chooser.choose("parallel.sequence_parallel", job.parallel.sequence_parallel, False, reason)
 
 
 def _written(job: Job, key: str) -> int | None:

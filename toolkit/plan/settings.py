@@ -54,6 +54,7 @@ class Settings:
         num_train_epochs: Passes over the data; None when `max_steps` sets the length.
         eval_steps: Steps between evaluations; None without evaluation data.
         sub_group_size: Parameters a ZeRO-3 optimizer sub-group.
+        sequence_parallel: Whether tensor ranks hold pieces of the sequence between sharded layers.
     """
 
     batch: Batch
@@ -77,6 +78,7 @@ class Settings:
     offload_ratio: Fraction
     sub_group_size: PositiveInt
     reduce_bucket_size: PositiveInt
+    sequence_parallel: bool = False
 
     @property
     def dtype(self) -> Dtype:
@@ -133,6 +135,7 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         "train.train_batch_size": (train.train_batch_size, batch.train),
         "train.learning_rate": (None if scaled else train.learning_rate, settings.learning_rate),
         "parallel.zero_stage": (job.parallel.zero_stage, settings.zero_stage),
+        "parallel.sequence_parallel": (job.parallel.sequence_parallel, settings.sequence_parallel),
         "model.init": (job.model.init, settings.init),
         "deepspeed.zero_optimization.sub_group_size": (None, settings.sub_group_size),
         "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),

@@ -264,6 +264,8 @@ class Parallel(Section):
         strategy: DeepSpeed's ZeRO; torch's DDP or FSDP2, as Accelerate runs them, can be estimated, not trained.
         zero_stage: 0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054).
         tensor: Ranks that share each layer (arXiv 1909.08053); they see the same batch.
+        sequence_parallel: Whether tensor ranks also share what lies between the sharded layers, by pieces of the sequence (arXiv
+            2205.05198): less memory for activations, the same bytes sent.
         pipeline: Pipeline stages; 1 until our pipeline modules exist.
         offload: Named profile; `toolkit.plan.offload` explains each.
         offload_ratio: Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`.
@@ -272,6 +274,7 @@ class Parallel(Section):
     strategy: Strategy = "zero"
     zero_stage: ZeroStage | None = None
     tensor: Count = 1
+    sequence_parallel: StrictBool | None = None
     pipeline: Count = 1
     offload: Offload = "none"
     offload_ratio: OpenFraction | None = None

@@ -1,0 +1,30 @@
+"""Tensor parallelism of Hugging Face models: `apply_tensor_parallel`, and what a table of styles is written with."""
+
+from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
+from toolkit.tensor_parallel.styles import (
+    Attention,
+    Column,
+    Experts,
+    FeatureNorm,
+    Heads,
+    Replicated,
+    Row,
+    Styles,
+    Vocabulary,
+)
+from toolkit.tensor_parallel.tables import styles_for
+
+__all__ = [
+    "Attention",
+    "Column",
+    "Experts",
+    "FeatureNorm",
+    "Heads",
+    "Replicated",
+    "Row",
+    "Styles",
+    "Vocabulary",
+    "apply_tensor_parallel",
+    "parameter_shards",
+    "styles_for",
+]

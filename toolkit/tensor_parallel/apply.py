@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from toolkit.errors import PlanError, raise_all
-from toolkit.groups.collectives import all_reduce
 from toolkit.groups.process_groups import split_group
 from toolkit.tensor_parallel.check import problems
 from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss
-from toolkit.tensor_parallel.experts import shard_experts
-from toolkit.tensor_parallel.layout import Shard
+from toolkit.tensor_parallel.decoder import Decoder, find_decoder
+from toolkit.tensor_parallel.experts import expert_shards, shard_experts
+from toolkit.tensor_parallel.gradient_sums import sum_gradients
+from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
+    column_shards,
     input_features,
     output_features,
+    row_shards,
     share_input,
 )
-from toolkit.tensor_parallel.norm import ParallelRMSNorm
+from toolkit.tensor_parallel.norm import ParallelRMSNorm, norm_shards
 from toolkit.tensor_parallel.random_state import shard_dropout
+from toolkit.tensor_parallel.sequence import shard_sequence
 from toolkit.tensor_parallel.styles import (
     Attention,
     Column,
     Experts,
     FeatureNorm,
+    Heads,
     Replicated,
     Row,
     Style,
@@ -39,14 +43,16 @@ from toolkit.tensor_parallel.styles import (
     matching,
     regions,
 )
-from toolkit.tensor_parallel.vocabulary import VocabParallelEmbedding, vocabulary_layout
+from toolkit.tensor_parallel.vocabulary import VocabParallelEmbedding, embedding_shards, vocabulary_layout
 
 M = TypeVar("M", bound=nn.Module)
 # Names that configurations give to the dropout of attention weights, the one that acts on shards.
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
 
 
-def apply_tensor_parallel(model: M, styles: Styles, *, tp_group: dist.ProcessGroup) -> M:
+def apply_tensor_parallel(
+    model: M, styles: Styles, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False
+) -> M:
     """Turns a dense model, the same on all ranks of a group, into this rank's part of it, in place.
 
     It is called as before, on the same batch on all ranks. Its loss, given `labels`, is the dense model's; its logits
@@ -56,6 +62,8 @@ def apply_tensor_parallel(model: M, styles: Styles, *, tp_group: dist.ProcessGro
         model: On any device, meta included.
         styles: As `styles_for` gives them, or a table of one's own.
         tp_group: Ranks that share the model.
+        sequence_parallel: Whether ranks also share what lies between the sharded regions, by pieces of the sequence, whose
+            length they must divide (TP_SEQUENCE at the call). Hidden states of single layers, where asked for, are pieces.
 
     Returns:
         The model.
@@ -63,26 +71,35 @@ def apply_tensor_parallel(model: M, styles: Styles, *, tp_group: dist.ProcessGro
     Raises:
         PlanError: TP_HEADS, TP_WIDTH where the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
             TP_STYLE_PARTS, TP_STYLE_NEIGHBOUR, TP_STYLE_TIED where the table is not the model's. All at once, and with
-            the model as it was.
+            the model as it was. Then TP_SEQUENCE_ARCHITECTURE where the sequence cannot lie in pieces.
     """
     raise_all(PlanError, problems(model, styles, num_ranks=tp_group.size()))
-    found = {name: style for pattern, style in styles.table.items() for name in matching(model, pattern)}
+    found = _found(model, styles)
+    decoder = find_decoder(model, found) if sequence_parallel else None
     tied = list(_tied_parameters(model))
-    builder = _Builder(styles, tp_group)
+    builder = _Builder(styles, tp_group, decoder)
     for name, style in found.items():
         builder.shard(model, name, style)
     for first, *others in tied:
         for other in others:
             _set_parameter(model, other, model.get_parameter(first))
+    if decoder is None:
+        _join_regions(model, found, tp_group)
+    else:
+        shard_sequence(model, decoder, found, tp_group=tp_group)
+    if isinstance(_head(model), ColumnParallelLinear):
+        model.loss_function = VocabParallelCausalLoss(tp_group=tp_group)  # type: ignore[assignment]
+    return model
+
+
+def _join_regions(model: nn.Module, found: dict[str, Style], tp_group: dist.ProcessGroup) -> None:
+    """Lets the columns of a region compute together, and ranks draw apart inside it."""
     for region in regions(found):
         columns = [model.get_submodule(name) for name in region.columns]
         share_input([column for column in columns if isinstance(column, ColumnParallelLinear)])
         if _drops_attention(model):
             parent, row = model.get_submodule(region.parent), model.get_submodule(region.rows[0])
             shard_dropout(parent, columns=columns, row=row, tp_group=tp_group)
-    if isinstance(_head(model), ColumnParallelLinear):
-        model.loss_function = VocabParallelCausalLoss(tp_group=tp_group)  # type: ignore[assignment]
-    return model
 
 
 def parameter_shards(model: nn.Module) -> dict[str, Shard]:
@@ -95,12 +112,64 @@ def parameter_shards(model: nn.Module) -> dict[str, Shard]:
     }
 
 
+def dense_shards(model: nn.Module, styles: Styles, *, num_ranks: int) -> dict[str, Shard]:
+    """Gives how `apply_tensor_parallel` would cut each parameter of a dense model, by name; whole ones are left out.
+
+    Args:
+        model: On any device, meta included; it is left as it is.
+        styles: Its table.
+        num_ranks: Ranks that would share it.
+
+    Raises:
+        PlanError: As `apply_tensor_parallel`.
+    """
+    raise_all(PlanError, problems(model, styles, num_ranks=num_ranks))
+    shards: dict[str, Shard] = {}
+    for name, style in _found(model, styles).items():
+        module = model.get_submodule(name)
+        own = _shards_of(module, style, styles.heads, num_ranks)
+        shards |= {f"{name}.{key}": shard for key, shard in own.items() if module._parameters.get(key) is not None}
+    return shards
+
+
+def _shards_of(module: Any, style: Style, heads: Heads, num_ranks: int) -> dict[str, Shard]:
+    match style:
+        case Column():
+            return column_shards(module, _layout(module, style, heads, num_ranks))
+        case Row():
+            return row_shards(module, _layout(module, style, heads, num_ranks))
+        case Vocabulary() if isinstance(module, nn.Embedding):
+            return embedding_shards(module, num_ranks)
+        case Vocabulary():
+            return column_shards(module, _layout(module, style, heads, num_ranks))
+        case FeatureNorm():
+            return norm_shards(_layout(module, style, heads, num_ranks))
+        case Experts():
+            return expert_shards(module)
+        case Replicated() | Attention():
+            return {}
+
+
+def _layout(module: nn.Module, style: Column | Row | FeatureNorm | Vocabulary, heads: Heads, num_ranks: int) -> Layout:
+    """Gives the layout of the dimension along which a style cuts a module."""
+    match style:
+        case Column():
+            return style.layout(output_features(module), heads)
+        case Row():
+            return style.layout(input_features(module), heads)
+        case FeatureNorm():
+            return style.layout(len(module.get_parameter("weight")), heads)
+        case Vocabulary():
+            return vocabulary_layout(output_features(module), num_ranks)
+
+
 class _Builder:
     """Puts a shard in the place of a module, or makes the module one."""
 
-    def __init__(self, styles: Styles, tp_group: dist.ProcessGroup) -> None:
+    def __init__(self, styles: Styles, tp_group: dist.ProcessGroup, decoder: Decoder | None) -> None:
         self._heads = styles.heads
         self._group = tp_group
+        self._decoder = decoder
         has_heads = any(isinstance(style, Column) and "key_value" in style.parts for style in styles.table.values())
         shared = has_heads and styles.heads.key_value < tp_group.size()
         self._replica_group = split_group(tp_group, styles.heads.key_value) if shared else None
@@ -108,33 +177,29 @@ class _Builder:
     def shard(self, model: nn.Module, name: str, style: Style) -> None:
         module = model.get_submodule(name)
         match style:
-            case Column():
-                layout = style.layout(output_features(module), self._heads)
-                column = ColumnParallelLinear(module, layout, tp_group=self._group, replica_group=self._replica_group)
-                model.set_submodule(name, column)
-            case Row():
-                layout = style.layout(input_features(module), self._heads)
-                model.set_submodule(name, RowParallelLinear(module, layout, tp_group=self._group))
-            case Vocabulary():
-                model.set_submodule(name, self._vocabulary(module))
-            case FeatureNorm():
-                layout = style.layout(len(module.get_parameter("weight")), self._heads)
-                norm = ParallelRMSNorm(module, layout, tp_group=self._group, replica_group=self._replica_group)
-                model.set_submodule(name, norm)
+            case Vocabulary() if isinstance(module, nn.Embedding):
+                model.set_submodule(name, VocabParallelEmbedding(module, tp_group=self._group))
+            case Column() | Row() | Vocabulary() | FeatureNorm():
+                layout = _layout(module, style, self._heads, self._group.size())
+                model.set_submodule(name, self._of_layout(module, name, style, layout))
             case Experts():
                 shard_experts(module, tp_group=self._group)
             case Replicated(reads_shards=True):
-                for parameter in module.parameters():
-                    if parameter.requires_grad:
-                        parameter.register_hook(partial(all_reduce, group=self._group))  # type: ignore[no-untyped-call]
+                for inner in module.modules():
+                    sum_gradients(inner, inner._parameters, group=self._group)
             case Attention():
                 self._localise(module, style)
 
-    def _vocabulary(self, module: nn.Module) -> nn.Module:
-        if isinstance(module, nn.Embedding):
-            return VocabParallelEmbedding(module, tp_group=self._group)
-        layout = vocabulary_layout(output_features(module), self._group.size())
-        return ColumnParallelLinear(module, layout, tp_group=self._group)
+    def _of_layout(self, module: nn.Module, name: str, style: Style, layout: Layout) -> nn.Module:
+        match style:
+            case Row():
+                to_piece = self._decoder is not None and self._decoder.gives_piece(name)
+                return RowParallelLinear(module, layout, tp_group=self._group, sequence_parallel=to_piece)
+            case Vocabulary():
+                return ColumnParallelLinear(module, layout, tp_group=self._group)
+            case FeatureNorm():
+                return ParallelRMSNorm(module, layout, tp_group=self._group, replica_group=self._replica_group)
+        return ColumnParallelLinear(module, layout, tp_group=self._group, replica_group=self._replica_group)
 
     def _localise(self, module: Any, style: Attention) -> None:
         size, own = self._group.size(), self._heads.on_rank(self._group.size())
@@ -147,6 +212,10 @@ class _Builder:
         if style.reads_config:
             module.config = copy.copy(module.config)
             module.config.num_attention_heads, module.config.num_key_value_heads = own.query, own.key_value
+
+
+def _found(model: nn.Module, styles: Styles) -> dict[str, Style]:
+    return {name: style for pattern, style in styles.table.items() for name in matching(model, pattern)}
 
 
 def _drops_attention(model: nn.Module) -> bool:

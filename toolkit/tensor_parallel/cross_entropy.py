@@ -145,23 +145,33 @@ class _CrossEntropy(Function):
         chunks = settings.chunks(scores_Tv, grad_Tv[:, : len(settings.rows)], targets_T, log_sum_T, factor_T)
         for scores, out, targets, log_sum, factor in chunks:
             here, place = settings.place(targets)
-            grad = torch.sub(scores, log_sum[:, None]).exp_().mul_((1 + 2 * settings.z_loss * log_sum)[:, None])
+            grad = torch.sub(scores, log_sum[:, None]).exp_()  # fp32, as the sums are
+            if settings.z_loss:
+                grad.mul_((1 + 2 * settings.z_loss * log_sum)[:, None])
             if settings.rows:
                 share = here.float().mul_(settings.label_smoothing - 1)
                 grad.scatter_add_(1, place[:, None], share[:, None])
-            grad.sub_(settings.label_smoothing / settings.vocab_size).mul_(factor[:, None])
-            out.copy_(grad)
+            if settings.label_smoothing:
+                grad.sub_(settings.label_smoothing / settings.vocab_size)
+            torch.mul(grad, factor[:, None], out=out)
         return grad_Tv, None, None, None
 
 
 def _statistics(
     scores_Tv: torch.Tensor, targets_T: torch.Tensor, settings: _Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives log Σ exp z, z_target (0 where another rank holds it) and Σ z of this rank's classes, in fp32."""
-    scores_Tv = scores_Tv.float()
+    """Gives log Σ exp z, z_target (0 where another rank holds it) and, with smoothing, Σ z of this rank's classes, in fp32.
+
+    Each score is read from memory as often as it must be, and written once: `logsumexp` of a copy in fp32 would move half
+    as much again.
+    """
+    nothing_T = torch.zeros_like(targets_T, dtype=torch.float32)
     if not settings.rows:
-        nothing_T = scores_Tv.new_zeros(len(targets_T))
         return nothing_T - torch.inf, nothing_T, nothing_T
     here_T, place_T = settings.place(targets_T)
-    target_score_T = scores_Tv.gather(1, place_T[:, None]).squeeze(1).masked_fill_(~here_T, 0)
-    return torch.logsumexp(scores_Tv, 1), target_score_T, scores_Tv.sum(1)
+    target_score_T = scores_Tv.gather(1, place_T[:, None]).squeeze(1).float().masked_fill_(~here_T, 0)
+    top_T = scores_Tv.amax(1).float()
+    top_T.masked_fill_(top_T.isinf(), 0)  # as logsumexp does: ∞ − ∞ is no number
+    log_sum_T = torch.sub(scores_Tv, top_T[:, None]).exp_().sum(1).log_().add_(top_T)
+    score_sum_T = scores_Tv.sum(1, dtype=torch.float32) if settings.label_smoothing else nothing_T
+    return log_sum_T, target_score_T, score_sum_T

@@ -25,13 +25,10 @@ def shard_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
     Source:
         transformers integrations/moe.py; models/mixtral/modeling_mixtral.py MixtralExperts.
     """
-    inner = experts.get_parameter("down_proj").shape[2]
-    half = Part(num_units=inner)
-    experts.shards = {  # type: ignore[assignment]
-        "gate_up_proj": Shard(dim=1, layout=Layout(parts=(half, half)), dense_length=2 * inner),
-        "down_proj": Shard(dim=2, layout=Layout(parts=(half,)), dense_length=inner),
-    }
-    for name, shard in experts.shards.items():  # type: ignore[union-attr, operator]
+    shards = expert_shards(experts)
+    inner = shards["down_proj"].dense_length
+    experts.shards = shards  # type: ignore[assignment]
+    for name, shard in shards.items():
         experts.register_parameter(name, sharded_parameter(experts.get_parameter(name), shard, tp_group=tp_group))
     if hasattr(experts, "intermediate_dim"):
         experts.intermediate_dim = inner // tp_group.size()  # type: ignore[assignment]
@@ -44,6 +41,16 @@ def shard_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
 
     experts.register_forward_pre_hook(copy_inputs)
     experts.register_forward_hook(reduce_output)
+
+
+def expert_shards(experts: nn.Module) -> dict[str, Shard]:
+    """Gives how the parameters of stacked experts are cut."""
+    inner = experts.get_parameter("down_proj").shape[2]
+    half = Part(num_units=inner)
+    return {
+        "gate_up_proj": Shard(dim=1, layout=Layout(parts=(half, half)), dense_length=2 * inner),
+        "down_proj": Shard(dim=2, layout=Layout(parts=(half,)), dense_length=inner),
+    }
 
 
 def _copied(argument: Any, tp_group: dist.ProcessGroup) -> Any:

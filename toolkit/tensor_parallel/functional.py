@@ -3,12 +3,12 @@
 T: tokens (batch × sequence), I: input features, O: output features, of this rank.
 
 Source:
-    arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.3 on what runs beside what.
+    arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2 on pieces of the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from toolkit.groups.collectives import Pending, start_all_reduce
+from toolkit.tensor_parallel.pieces import start_gather, start_reduce_scatter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +43,26 @@ def column_linears(
     parameters: Sequence[torch.Tensor | None],
     *,
     tp_group: dist.ProcessGroup,
+    whole: torch.Tensor | None = None,
+    reduces: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """Gives the outputs of several columns of one input.
 
     Args:
-        x: Whole on each rank. Shape (…, in).
+        x: Whole on each rank, shape (…, in); or where `whole` is given this rank's piece of it, shape (…, seq / tp, in),
+            which is all that is kept for the backward pass.
         columns: In the order of the outputs.
         parameters: Weight, bias, weight, bias, …; None for no bias.
         tp_group: Ranks that hold the other output features.
+        whole: The ranks' pieces, joined; without a gradient of its own. Shape (…, seq, in).
+        reduces: Whether the gradient of an `x` that is whole is summed here; False where what made `x` does it.
 
     Collectives:
         forward: none; backward: all-reduce of the input's gradient, while the weights' are computed, and of those of
-        replicated features.
+        replicated features. Of a piece: all-gather of it while the input's gradient is computed, and reduce-scatter of
+        that.
     """
-    return _ColumnLinears.apply(x, columns, tp_group, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    return _ColumnLinears.apply(x, whole, columns, tp_group, reduces, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def row_linear(
@@ -65,8 +72,9 @@ def row_linear(
     *,
     transposed: bool,
     tp_group: dist.ProcessGroup,
+    to_piece: bool = False,
 ) -> torch.Tensor:
-    """Gives the whole output of a row from this rank's part of its input.
+    """Gives the output of a row from this rank's part of its input.
 
     Args:
         x: Shape (…, in / tp).
@@ -74,11 +82,13 @@ def row_linear(
         bias: Whole on each rank, added once. Shape (out).
         transposed: Whether the weight is (in, out).
         tp_group: Ranks that hold the other input features.
+        to_piece: Whether to give this rank's piece of the sequence, the dimension before the features, instead of all.
 
     Collectives:
-        forward: all-reduce of the output; backward: none.
+        forward: all-reduce of the output; backward: none. To a piece: reduce-scatter; all-gather of its gradient, so that the
+        bias's is whole.
     """
-    return _RowLinear.apply(x, weight, bias, transposed, tp_group)  # type: ignore[no-any-return, no-untyped-call]
+    return _RowLinear.apply(x, weight, bias, transposed, tp_group, to_piece)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ColumnLinears(Function):
@@ -86,14 +96,21 @@ class _ColumnLinears(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, columns: tuple[ColumnSpec, ...], group: dist.ProcessGroup, *parameters: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        whole: torch.Tensor | None,
+        columns: tuple[ColumnSpec, ...],
+        group: dist.ProcessGroup,
+        reduces: bool,
+        *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         ctx.save_for_backward(x, *weights)
-        ctx.columns, ctx.group = columns, group
+        ctx.columns, ctx.group, ctx.reduces = columns, group, reduces
+        ctx.whole_shape = None if whole is None else whole.shape
         ctx.set_materialize_grads(False)
         return tuple(
-            functional.linear(x, weight.t() if column.transposed else weight, bias)
+            functional.linear(x if whole is None else whole, weight.t() if column.transposed else weight, bias)
             for column, weight, bias in zip(columns, weights, biases, strict=True)
         )
 
@@ -103,25 +120,33 @@ class _ColumnLinears(Function):
         x, *weights = ctx.saved_tensors
         read = [index for index, grad in enumerate(grads) if grad is not None]
         grads_TO = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
-        grad_x: Pending | None = None
-        if ctx.needs_input_grad[0]:
-            grad_x = start_all_reduce(_input_gradient(ctx.columns, weights, grads_TO), group=ctx.group)
-        x_TI = x.flatten(0, -2)
+        needs_x: bool = ctx.needs_input_grad[0]
+        needs_parameters: tuple[bool, ...] = ctx.needs_input_grad[_FIRST_PARAMETER:]
+        gathering = None
+        if ctx.whole_shape is not None and any(needs_parameters[2 * index] for index in read):
+            gathering = start_gather(x, tp_group=ctx.group)  # beside the product of the input's gradient
+        finish_grad_x = _start_input_gradient(ctx, weights, grads_TO) if needs_x else None
+        x_TI = (x if gathering is None else gathering.wait()).flatten(0, -2)
         grad_parameters: list[torch.Tensor | None] = [None] * (2 * len(weights))
         sums: list[tuple[torch.Tensor, Pending]] = []
         for index in read:
             column, grad_TO = ctx.columns[index], grads_TO[index]
-            if ctx.needs_input_grad[3 + 2 * index]:
+            if needs_parameters[2 * index]:
                 grad_weight = _weight_gradient(x_TI, grad_TO, transposed=column.transposed)
                 sums += _start_replica_sums(grad_weight, column, dim=1 if column.transposed else 0)
                 grad_parameters[2 * index] = grad_weight
-            if ctx.needs_input_grad[4 + 2 * index]:
+            if needs_parameters[2 * index + 1]:
                 grad_bias = grad_TO.sum(0)
                 sums += _start_replica_sums(grad_bias, column, dim=0)
                 grad_parameters[2 * index + 1] = grad_bias
         for target, pending in sums:
             target.copy_(pending.wait())  # nothing to do where the sum was made in place
-        return None if grad_x is None else grad_x.wait().view_as(x), None, None, *grad_parameters
+        grad_x = None if finish_grad_x is None else finish_grad_x().view_as(x)
+        return grad_x, *[None] * (_FIRST_PARAMETER - 1), *grad_parameters
+
+
+# Place of the first weight among the arguments of `_ColumnLinears`.
+_FIRST_PARAMETER = 5
 
 
 class _RowLinear(Function):
@@ -133,11 +158,13 @@ class _RowLinear(Function):
         bias: torch.Tensor | None,
         transposed: bool,
         group: dist.ProcessGroup,
+        to_piece: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.transposed = transposed
+        ctx.transposed, ctx.group, ctx.to_piece = transposed, group, to_piece
         partial = functional.linear(x, weight.t() if transposed else weight)
-        y = start_all_reduce(partial, group=group).wait()
+        reducing = start_reduce_scatter(partial, tp_group=group) if to_piece else start_all_reduce(partial, group=group)
+        y = reducing.wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -145,13 +172,24 @@ class _RowLinear(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_TO = grads[0].flatten(0, -2)
+        grad = start_gather(grads[0], tp_group=ctx.group).wait() if ctx.to_piece else grads[0]
+        grad_TO = grad.flatten(0, -2)
         grad_x = grad_weight = None
         if needs_x:
             grad_x = (grad_TO @ (weight.t() if ctx.transposed else weight)).view_as(x)
         if needs_weight:
             grad_weight = _weight_gradient(x.flatten(0, -2), grad_TO, transposed=ctx.transposed)
-        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None
+        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None, None
+
+
+def _start_input_gradient(
+    ctx: Any, weights: Sequence[torch.Tensor], grads_TO: dict[int, torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    """Starts to sum the gradient of the columns' input over the ranks; gives what waits for it."""
+    partial_TI = _input_gradient(ctx.columns, weights, grads_TO)
+    if ctx.whole_shape is not None:
+        return start_reduce_scatter(partial_TI.view(ctx.whole_shape), tp_group=ctx.group).wait
+    return start_all_reduce(partial_TI, group=ctx.group).wait if ctx.reduces else lambda: partial_TI
 
 
 def _input_gradient(

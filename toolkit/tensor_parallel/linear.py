@@ -10,6 +10,8 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,10 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.tensor_parallel.functional import ColumnSpec, column_linears, row_linear
 from toolkit.tensor_parallel.layout import Layout, Shard
+from toolkit.tensor_parallel.pieces import SEQUENCE_DIM, start_gather
+from toolkit.tensor_parallel.regions import gather_from_sequence
+
+Reads = Literal["whole", "piece", "gathered"]
 
 
 class ShardedLinear(nn.Module):
@@ -82,12 +88,16 @@ class ColumnParallelLinear(ShardedLinear):
         tp_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
-        shard = Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=output_features(dense))
-        bias_shard = Shard(dim=0, layout=layout, dense_length=shard.dense_length)
-        super().__init__(dense, {"weight": shard, "bias": bias_shard}, tp_group=tp_group)
+        super().__init__(dense, column_shards(dense, layout), tp_group=tp_group)
         replicated = tuple(_replicated(layout, tp_group))
         self.spec = ColumnSpec(transposed=self.transposed, replicated=replicated, replica_group=replica_group)
+        self.place = 0
         self._shared = SharedInput((self,))
+
+    @property
+    def reads(self) -> Reads:
+        """What its input is, as `SharedInput` takes it."""
+        return self._shared.reads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gives this rank's output features. Shapes (…, in) to (…, out / tp)."""
@@ -101,18 +111,29 @@ class RowParallelLinear(ShardedLinear):
         dense: Layer to slice.
         layout: Of its input features.
         tp_group: Ranks that hold the others.
+        sequence_parallel: Whether the output is this rank's piece of the sequence, its last dimension but one.
 
     Collectives:
-        forward: all-reduce of the output over `tp_group`; backward: none.
+        forward: all-reduce of the output over `tp_group`; backward: none. With `sequence_parallel` reduce-scatter and
+        all-gather.
     """
 
-    def __init__(self, dense: nn.Module, layout: Layout, *, tp_group: dist.ProcessGroup) -> None:
-        shard = Shard(dim=0 if isinstance(dense, Conv1D) else 1, layout=layout, dense_length=layout.length)
-        super().__init__(dense, {"weight": shard}, tp_group=tp_group)
+    def __init__(
+        self, dense: nn.Module, layout: Layout, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__(dense, row_shards(dense, layout), tp_group=tp_group)
+        self.sequence_parallel = sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gives the whole output. Shapes (…, in / tp) to (…, out)."""
-        return row_linear(x, self.weight, self.bias, transposed=self.transposed, tp_group=self.tp_group)
+        """Gives the output. Shapes (…, seq, in / tp) to (…, seq, out), or (…, seq / tp, out) with `sequence_parallel`."""
+        return row_linear(
+            x,
+            self.weight,
+            self.bias,
+            transposed=self.transposed,
+            tp_group=self.tp_group,
+            to_piece=self.sequence_parallel,
+        )
 
 
 class SharedInput:
@@ -123,30 +144,68 @@ class SharedInput:
 
     Args:
         columns: Layers that are called with the same tensor in each forward pass.
+        reads: What that tensor is: whole on each rank, a piece of the sequence, or whole because `gather` made it so from
+            a piece, which is then all that is kept for the backward pass.
     """
 
-    def __init__(self, columns: Sequence[ColumnParallelLinear]) -> None:
+    def __init__(self, columns: Sequence[ColumnParallelLinear], *, reads: Reads = "whole") -> None:
         self._columns = tuple(columns)
+        self.reads = reads
         self._input: torch.Tensor | None = None
         self._version = 0
-        self._outputs: dict[ColumnParallelLinear, torch.Tensor] = {}
+        # By position, not by column: compiled code asks again for what it has read, and layers differ in their columns.
+        self._outputs: list[torch.Tensor | None] = []
+        self._gathered: _Gathered | None = None
+
+    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """Joins the ranks' pieces of the columns' input. Other readers of the result may only be shards.
+
+        Collectives:
+            forward: all-gather; backward: reduce-scatter where anything but the columns reads the result.
+        """
+        whole = gather_from_sequence(piece, dim=SEQUENCE_DIM, tp_group=self._columns[0].tp_group)
+        self._gathered = _Gathered(piece=piece, whole=whole, version=_version(whole))
+        return whole
 
     def output_of(self, column: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         """Gives a column's output for `x`, and keeps it no longer."""
-        # Neither a traced tensor nor one of inference mode counts what is written to it.
-        version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-        if x is not self._input or version != self._version or column not in self._outputs:
+        version, place = _version(x), column.place
+        if x is not self._input or version != self._version or not self._outputs or self._outputs[place] is None:
             self._input, self._version = x, version
-            self._outputs = dict(zip(self._columns, self._compute(x), strict=True))
-        output = self._outputs.pop(column)
-        if not self._outputs:
-            self._input = None
+            self._outputs = list(self._compute(x))
+        output = self._outputs[place]
+        assert output is not None, "computed above, or before and not taken yet"
+        self._outputs[place] = None
+        if all(other is None for other in self._outputs):
+            self._outputs = []
+            self._input = self._gathered = None
         return output
 
     def _compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         specs = tuple(column.spec for column in self._columns)
         parameters = [parameter for column in self._columns for parameter in (column.weight, column.bias)]
-        return column_linears(x, specs, parameters, tp_group=self._columns[0].tp_group)
+        group, known = self._columns[0].tp_group, self._gathered
+        if self.reads == "whole":
+            return column_linears(x, specs, parameters, tp_group=group)
+        if self.reads == "piece":
+            whole = start_gather(x.detach(), tp_group=group).wait()
+            return column_linears(x, specs, parameters, tp_group=group, whole=whole)
+        if known is not None and known.whole is x and known.version == _version(x):
+            return column_linears(known.piece, specs, parameters, tp_group=group, whole=x.detach())
+        # Something made of what was gathered, as adapters with dropout do: its gradient is summed where that was.
+        return column_linears(x, specs, parameters, tp_group=group, reduces=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    piece: torch.Tensor
+    whole: torch.Tensor
+    version: int
+
+
+def _version(x: torch.Tensor) -> int:
+    """Counts what was written to a tensor; neither a traced tensor nor one of inference mode counts it."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -167,15 +226,30 @@ def input_features(dense: nn.Module) -> int:
     return dense.get_parameter("weight").shape[0 if isinstance(dense, Conv1D) else 1]
 
 
-def share_input(columns: Sequence[ColumnParallelLinear]) -> None:
-    """Tells columns that they read one input, so that they compute together.
+def column_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
+    """Gives how the parameters of a linear layer are cut by a layout of its output features."""
+    length = output_features(dense)
+    return {
+        "weight": Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=length),
+        "bias": Shard(dim=0, layout=layout, dense_length=length),
+    }
+
+
+def row_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
+    """Gives how the weight of a linear layer is cut by a layout of its input features; its bias stays whole."""
+    return {"weight": Shard(dim=0 if isinstance(dense, Conv1D) else 1, layout=layout, dense_length=layout.length)}
+
+
+def share_input(columns: Sequence[ColumnParallelLinear], *, reads: Reads = "whole") -> SharedInput:
+    """Tells columns that they read one input, so that they compute together; `reads` as `SharedInput` takes it.
 
     Under ZeRO-3, which gathers each module's parameters when it is called, the decoder layer must gather its parameters
     as one: `deepspeed.utils.set_z3_leaf_modules(model, [layer_class])`.
     """
-    shared = SharedInput(columns)
-    for column in columns:
-        column._shared = shared
+    shared = SharedInput(columns, reads=reads)
+    for place, column in enumerate(columns):
+        column._shared, column.place = shared, place
+    return shared
 
 
 def sharded_parameter(dense: nn.Parameter, shard: Shard, *, tp_group: dist.ProcessGroup) -> nn.Parameter:

@@ -8,16 +8,19 @@ Source:
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.groups.collectives import all_reduce
+from toolkit.tensor_parallel.gradient_sums import sum_gradients
 from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.linear import sharded_parameter
 from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
+
+
+def norm_shards(layout: Layout) -> dict[str, Shard]:
+    """Gives how the weight of a norm over all features is cut by their layout."""
+    return {"weight": Shard(dim=0, layout=layout, dense_length=layout.length)}
 
 
 class ParallelRMSNorm(nn.Module):
@@ -45,14 +48,14 @@ class ParallelRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
-        self.shards = {"weight": Shard(dim=0, layout=layout, dense_length=layout.length)}
+        self.shards = norm_shards(layout)
         self.weight = sharded_parameter(dense.get_parameter("weight"), self.shards["weight"], tp_group=tp_group)
         self.variance_epsilon = float(dense.variance_epsilon)  # type: ignore[arg-type]
         [owners] = layout.owners(tp_group.size())
         self._counted_features = layout.length * owners  # a feature that several ranks hold is counted on each
-        if owners > 1 and self.weight.requires_grad:
+        if owners > 1:
             assert replica_group is not None, "a layout with replicated heads comes with their group"
-            self.weight.register_hook(partial(all_reduce, group=replica_group))  # type: ignore[no-untyped-call]
+            sum_gradients(self, ["weight"], group=replica_group)
 
     def forward(self, x_d: torch.Tensor) -> torch.Tensor:
         """Gives the normed features, computed in fp32. Shapes (…, d) to (…, d)."""

@@ -35,6 +35,10 @@ class RandomRegion:
         if self._outside is None:
             self._outside = _Outside(_generator(device), self._rank)
 
+    def forget(self) -> None:
+        """Counts as outside from now on, in whatever state the generator is."""
+        self._outside = None
+
     def leave(self) -> None:
         """Sets the generator back to the common state, one step on."""
         if self._outside is not None:

@@ -31,6 +31,12 @@ def vocabulary_layout(vocab_size: int, num_ranks: int) -> Layout:
     return Layout(parts=(Part(num_units=num_ranks, unit_size=rows),))
 
 
+def embedding_shards(embedding: nn.Embedding, num_ranks: int) -> dict[str, Shard]:
+    """Gives how the weight of an embedding is cut."""
+    length = embedding.num_embeddings
+    return {"weight": Shard(dim=0, layout=vocabulary_layout(length, num_ranks), dense_length=length)}
+
+
 def own_rows(vocab_size: int, tp_group: dist.ProcessGroup) -> range:
     """Gives the token ids of which this rank holds the rows, without padding; empty where it holds padding alone."""
     [own] = vocabulary_layout(vocab_size, tp_group.size()).ranges(tp_group.rank(), tp_group.size())
@@ -55,8 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.tp_group = tp_group
         self.num_embeddings, self.embedding_dim = dense.num_embeddings, dense.embedding_dim
-        layout = vocabulary_layout(dense.num_embeddings, tp_group.size())
-        self.shards = {"weight": Shard(dim=0, layout=layout, dense_length=dense.num_embeddings)}
+        self.shards = embedding_shards(dense, tp_group.size())
         self.weight = sharded_parameter(dense.get_parameter("weight"), self.shards["weight"], tp_group=tp_group)
         self._rows = own_rows(dense.num_embeddings, tp_group)
         padding = dense.padding_idx

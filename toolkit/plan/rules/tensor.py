@@ -24,7 +24,10 @@ FUSED_MODEL_TYPES = frozenset({"falcon", "gpt2", "gpt_neox", "phi3"})
 # Linear layers of the attention in mixtures of experts.
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-_KEY = "parallel.tensor"
+# Multiple of tokens to which rows are padded (`toolkit.data.packing.ROUND_TO`).
+PADDED_TO = 8
+
+_KEY, _SEQUENCE = "parallel.tensor", "parallel.sequence_parallel"
 _ALONE = f"Set {_KEY} to 1"
 
 
@@ -123,6 +126,34 @@ def proven_together(draft: Draft) -> Iterator[Problem]:
             yield _refused("train.lora.modules_to_save", ", ".join(train.lora.modules_to_save), why, "none")
 
 
+def pieces_of_sequences(draft: Draft) -> Iterator[Problem]:
+    """Sequence parallelism is of tensor ranks, and gives each an equal piece of every sequence."""
+    if not draft.settings.sequence_parallel:
+        return
+    size, length, data = draft.job.parallel.tensor, draft.settings.sequence_length, draft.job.data
+    if size == 1:
+        yield Problem(
+            code="TP_SEQUENCE",
+            key=_SEQUENCE,
+            message="sequence_parallel=true with tensor=1: there are no tensor ranks to share the sequence",
+            fix=f"Remove sequence_parallel, or set {_KEY} above 1",
+        )
+    elif length % size:
+        yield Problem(
+            code="TP_SEQUENCE",
+            key=_SEQUENCE,
+            message=f"tensor={size} does not divide sequence_length={length}: each rank holds an equal piece",
+            fix=f"Set train.sequence_length to a multiple of {size}, such as {max(length // size, 1) * size}, or {_SEQUENCE} to false",
+        )
+    elif data is not None and data.packing == "none" and PADDED_TO % size:
+        yield Problem(
+            code="TP_SEQUENCE",
+            key=_SEQUENCE,
+            message=f"tensor={size} with packing=none: rows are padded to a multiple of {PADDED_TO}, which it does not divide",
+            fix=f"Set data.packing to wrapped or separated, or {_SEQUENCE} to false",
+        )
+
+
 def counted_norm(draft: Draft) -> Iterator[Problem]:
     """DeepSpeed's 16-bit optimizers of stage 0 copy their masters without the marks of cut parameters."""
     settings = draft.settings
@@ -176,4 +207,12 @@ def _refused(key: str, value: str, why: str, instead: str) -> Problem:
     )
 
 
-RULES = (grid_on_nodes, whole_heads, known_styles, proven_together, counted_norm, groups_of_deepspeed)
+RULES = (
+    grid_on_nodes,
+    whole_heads,
+    known_styles,
+    proven_together,
+    pieces_of_sequences,
+    counted_norm,
+    groups_of_deepspeed,
+)

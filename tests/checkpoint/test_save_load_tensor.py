@@ -1,0 +1,125 @@
+"""Save and load with tensor ranks: exact, of the size foreseen, and of no other tensor size."""
+
+from __future__ import annotations
+
+import traceback
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import run_distributed
+from tiny_plans import step_batches, tiny_plan
+
+import toolkit as tk
+from toolkit.checkpoint.manifest import verify
+from toolkit.checkpoint.save import foreseen_bytes
+from toolkit.errors import ToolkitError
+from toolkit.plan.plan import Plan
+
+pytestmark = pytest.mark.gloo
+
+DROPOUT = {"attention_dropout": 0.5}
+LORA = {"method": "lora", "lora": {"r": 4}, "learning_rate": 0.05}
+# name: architecture, tensor ranks, stage, other options of the plan
+CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "zero-0": ("gpt2", 2, 0, {"config": {"attn_pdrop": 0.3, "resid_pdrop": 0.3}}),
+    "zero-1-bf16": ("llama", 2, 1, {"train": {"precision": "bf16"}, "config": DROPOUT}),
+    "zero-2": ("mixtral", 2, 2, {"train": {"weight_decay": 0.1}, "config": {"num_local_experts": 4}}),
+    "zero-3": ("llama", 2, 3, {"config": {"vocab_size": 61, **DROPOUT}}),
+    "zero-3-bf16": ("llama-tied", 4, 3, {"train": {"precision": "bf16"}}),
+    "lora-1": ("llama", 2, 1, {"train": LORA}),
+    "lora-3": ("llama", 4, 3, {"train": LORA}),
+}
+
+
+def _plan(name: str, *, tensor: int | None = None) -> Plan:
+    architecture, own, stage, options = CASES[name]
+    parallel = {"zero_stage": stage, "tensor": tensor or own}
+    return tiny_plan(architecture, ranks=4, parallel=parallel, **options)
+
+
+def _step(run: Any, step: int) -> tuple[float, float | None]:
+    return float(run.step(step_batches(step)[run.world.coordinate.dp])), run.gradient_norm
+
+
+def _resume(name: str, folder: Path) -> dict[str, Any]:
+    with tk.initialize(_plan(name)) as run:
+        for step in (1, 2):
+            _step(run, step)
+        tk.save(run, folder)
+        expected = [_step(run, step) for step in (3, 4)]
+        foreseen = foreseen_bytes(run)
+    with tk.initialize(_plan(name)) as run:
+        state = tk.load(run, folder)
+        found = [_step(run, step) for step in (3, 4)]
+    return {"step": state.step, "expected": expected, "found": found, "foreseen": foreseen}
+
+
+def _refusal(plan: Plan, folder: Path) -> tuple[tuple[str, ...], str]:
+    with tk.initialize(plan) as run:
+        try:
+            tk.load(run, folder)
+        except ToolkitError as error:
+            return error.codes, str(error)
+    return (), ""
+
+
+def _all(rank: int, root: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name in CASES:
+        try:
+            results[name] = _resume(name, Path(root) / name)
+        except Exception:  # reported by the test of this case; the ranks fail alike
+            results[name] = traceback.format_exc()
+    results["refused"] = _refusal(_plan("zero-3", tensor=4), Path(root) / "zero-3")
+    return results
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("save-tensor")
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> list[dict[str, Any]]:
+    return run_distributed(_all, 4, str(root))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_next_steps_are_equal(results: list[dict[str, Any]], root: Path, name: str) -> None:
+    for result in results:
+        assert isinstance(result[name], dict), result[name]
+        assert result[name]["step"] == 2
+        assert result[name]["found"] == result[name]["expected"]
+        assert result[name]["expected"][0] != result[name]["expected"][1]
+    held = set(verify(root / name))
+    assert {f"random/rank-0000{rank}.pt" for rank in range(4)} <= held
+    _, tensor, stage, _ = CASES[name]
+    files = {f"global_step2/mp_rank_{rank:02d}_model_states.pt" for rank in range(tensor)}
+    if stage == 3:
+        parts = [(data, rank) for data in range(4 // tensor) for rank in range(tensor)]
+        files = {f"global_step2/zero_pp_rank_{data}_mp_rank_{rank:02d}_model_states.pt" for data, rank in parts}
+    assert files == {path for path in held if path.endswith("_model_states.pt")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_size_over_all_ranks_is_foreseen(results: list[dict[str, Any]], root: Path, name: str) -> None:
+    written = sum(_tensor_bytes(path) for path in (root / name / "global_step2").glob("*.pt"))
+    foreseen = results[0][name]["foreseen"]
+    assert 0.98 * foreseen < written < 1.02 * foreseen + 2_000, (written, foreseen)
+
+
+def _tensor_bytes(path: Path) -> int:
+    """Bytes of a file's tensors, without their names: of models so tiny these would be as much again."""
+    with zipfile.ZipFile(path) as archive:
+        return sum(entry.file_size for entry in archive.infolist() if "/data/" in entry.filename)
+
+
+def test_another_tensor_size_is_refused_on_all_ranks(results: list[dict[str, Any]], root: Path) -> None:
+    for result in results:
+        codes, message = result["refused"]
+        assert codes == ("CHECKPOINT_LAYOUT",)
+        assert f"parallel.tensor=4, but {root / 'zero-3'} was saved with 2" in message
+        assert f"toolkit export {root / 'zero-3'}" in message
+        assert "warm-start from the export" in message

@@ -1,0 +1,173 @@
+"""Finds where a decoder's sequence may lie in pieces, or what forbids it, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from toolkit.errors import PlanError
+from toolkit.tensor_parallel.linear import Reads
+from toolkit.tensor_parallel.styles import Column, Experts, Region, Replicated, Row, Style, pattern_of, regions
+from toolkit.topology.grid import join
+
+# Names that architectures of transformers give to the norm behind the last layer.
+_FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+# A module in which something forbids sequence parallelism, and what; "" for the model.
+_Reason = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Where a model's sequence lies in pieces, by names of its modules.
+
+    Args:
+        layers: Its decoder layers, in their order.
+        end: The last module on pieces: the final norm, or the last layer of a model without one.
+        gathering: Parents of one region each, which gather their columns' input.
+        whole: Modules inside which all is as without sequence parallelism: mixtures of experts, whose router and experts
+            both read the whole sequence, and whatever may mix tokens and is not sharded.
+        drops: Whether anything may be drawn at random in training.
+    """
+
+    layers: tuple[str, ...]
+    end: str
+    gathering: frozenset[str]
+    whole: frozenset[str]
+    drops: bool
+
+    def reads(self, region: Region) -> Reads:
+        """Gives what the columns of a region are called with."""
+        if region.parent in self.gathering:
+            return "gathered"
+        return "piece" if region.parent in self.layers else "whole"
+
+    def gives_piece(self, row: str) -> bool:
+        """Whether a row's output is a piece."""
+        return not any(is_inside(row, whole) for whole in self.whole)
+
+    def acts_on_pieces(self, name: str) -> bool:
+        """Whether a module of a layer, or the last one on pieces, lies outside the modules that gather."""
+        return not any(is_inside(name, outer) for outer in self.gathering | self.whole)
+
+    @property
+    def on_pieces(self) -> tuple[str, ...]:
+        """Modules whose input is a piece."""
+        return self.layers if self.end in self.layers else (*self.layers, self.end)
+
+
+def find_decoder(model: nn.Module, found: Mapping[str, Style]) -> Decoder:
+    """Finds where the sequence of a dense model may lie in pieces.
+
+    Args:
+        model: It is left as it is.
+        found: Styles by names of its modules.
+
+    Raises:
+        PlanError: TP_SEQUENCE_ARCHITECTURE, with what keeps the model from sequence parallelism.
+    """
+    inside = [name for name, style in found.items() if isinstance(style, Column | Row | Experts)]
+    stacks = {_stack_of(name) for name in inside}
+    if len(stacks) != 1 or "" in stacks:
+        raise _refused(
+            model, [("", f"its sharded modules lie in {len(stacks)} lists of decoder layers instead of one")]
+        )
+    decoder = _decoder(model, found, stacks.pop())
+    reasons = [*_model_reasons(model), *_layer_reasons(model, decoder, found), *_random_reasons(model, decoder)]
+    if reasons:
+        raise _refused(model, reasons)
+    return decoder
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Whether a module is another, or lies in it, by their names."""
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def _decoder(model: nn.Module, found: Mapping[str, Style], stack: str) -> Decoder:
+    layers = tuple(f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children())
+    base = stack.rpartition(".")[0]
+    norms = (name for name in _FINAL_NORMS if getattr(model.get_submodule(base), name, None) is not None)
+    parents = {region.parent for region in regions(found)}
+    children = [f"{layer}.{child}" for layer in layers for child, _ in model.get_submodule(layer).named_children()]
+    whole = {child for child in children if _stays_whole(model, child, parents, found)}
+    gathering = {parent for parent in parents if parent not in layers and not any(is_inside(parent, x) for x in whole)}
+    return Decoder(
+        layers=layers,
+        end=next((f"{base}.{name}".removeprefix(".") for name in norms), layers[-1]),
+        gathering=frozenset(gathering),
+        whole=frozenset(whole),
+        drops=_drops(model),
+    )
+
+
+def _stays_whole(model: nn.Module, child: str, parents: set[str], found: Mapping[str, Style]) -> bool:
+    """Whether a layer's child holds what is no column but may want the whole sequence, or regions within regions."""
+    styles = [style for name, style in found.items() if is_inside(name, child)]
+    sharded = any(isinstance(style, Column | Row) for style in styles)
+    matrix = any(parameter.dim() > 1 for parameter in model.get_submodule(child).parameters())
+    return (
+        any(isinstance(style, Experts) for style in styles)
+        or (Replicated(reads_shards=False) in styles and (sharded or matrix))
+        or sum(is_inside(parent, child) for parent in parents) > 1
+    )
+
+
+def _model_reasons(model: nn.Module) -> Iterator[_Reason]:
+    if getattr(getattr(model, "config", None), "layerdrop", 0):
+        yield "", "layerdrop leaves out layers, the first one too"
+
+
+def _layer_reasons(model: nn.Module, decoder: Decoder, found: Mapping[str, Style]) -> Iterator[_Reason]:
+    for name, style in found.items():
+        layer = name.rpartition(".")[0]
+        if layer in decoder.layers and isinstance(style, Column) and "width" not in style.parts:
+            yield layer, "computes attention itself, not in a module that could gather its input"
+        if layer in decoder.layers and isinstance(style, Experts):
+            yield layer, "holds its experts itself, not in a module that could gather their input"
+    for layer in decoder.layers:
+        for name, module in model.get_submodule(layer).named_modules(prefix=layer):
+            matrix = any(parameter.dim() > 1 for parameter in module._parameters.values() if parameter is not None)
+            if matrix and name not in found and decoder.acts_on_pieces(name):
+                yield name, "may mix tokens and has no style"
+
+
+def _random_reasons(model: nn.Module, decoder: Decoder) -> Iterator[_Reason]:
+    """On pieces ranks draw apart, where all hold the whole sequence they must draw the same."""
+    for name in sorted(decoder.whole) if decoder.drops else ():
+        module = model.get_submodule(name)
+        if any(isinstance(inner, nn.Dropout) and inner.p for inner in module.modules()):
+            yield name, "drops elements of the whole sequence, which would differ between ranks"
+        if getattr(module, "jitter_noise", 0):
+            yield name, "adds noise (router_jitter_noise) beside dropout, which would differ between ranks"
+
+
+def _drops(model: nn.Module) -> bool:
+    """Whether the configuration names a dropout; without one, whether the model holds a module of it."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    return any("drop" in name and isinstance(value, float) and value for name, value in config.to_dict().items())
+
+
+def _stack_of(name: str) -> str:
+    """Gives the list in which a module's layer stands: all before the first number of its name.
+
+    >>> _stack_of("model.layers.3.mlp.experts.0"), _stack_of("head")
+    ('model.layers', '')
+    """
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0]]) if numbers else ""
+
+
+def _refused(model: nn.Module, reasons: list[_Reason]) -> PlanError:
+    """Names each reason once for all layers alike."""
+    told = {(pattern_of(name), why): f"{name} {why}".strip() for name, why in reversed(reasons)}
+    return PlanError.of(
+        code="TP_SEQUENCE_ARCHITECTURE",
+        key="parallel.tensor",
+        message=f"sequence parallelism of {type(model).__name__} is not possible: {join(reversed(told.values()))}",
+        fix="Turn sequence parallelism off",
+    )
