@@ -25,7 +25,7 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     names = {"ddp": "DDP", "fsdp2": "FSDP2"}
     strategy = names.get(plan.job.parallel.strategy, f"ZeRO-{settings.zero_stage}")
     if plan.grid.tp > 1:
-        strategy += f" over {plan.grid.dp} × tensor {plan.grid.tp}"
+        strategy += f", data {plan.grid.dp} × tensor {plan.grid.tp}"
     offload = f"offload {plan.profile.name}" if case.file is None else f"under {case.file.name}"
     print(
         f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: {strategy}, {offload}, "

@@ -24,7 +24,7 @@ from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
 from toolkit.memory.routing import Routing
 from toolkit.memory.trace import Trace, trace
-from toolkit.plan.checkpoint_size import DiskUse, checkpoint_bytes, disk_use
+from toolkit.plan.checkpoint_size import DiskUse, disk_use
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
 from toolkit.spec.job import Strategy
@@ -155,17 +155,11 @@ def _count_communicators(grid: Grid, settings: EngineSettings, *, num_replicas: 
 def _disk(plan: Plan, events: Trace) -> DiskUse:
     """Each tensor rank writes all that it holds, what others hold too, and padding; the export has each number once."""
     trained = [parameter for parameter in events.parameters if parameter.trainable]
-    exported = disk_use(
-        plan,
-        total=sum(parameter.dense_numel for parameter in events.parameters),
-        trainable=sum(parameter.dense_numel for parameter in trained),
-    )
-    written = checkpoint_bytes(
-        plan,
-        total=plan.grid.tp * sum(parameter.numel for parameter in events.parameters),
-        trainable=plan.grid.tp * sum(parameter.numel for parameter in trained),
-    )
-    return replace(exported, checkpoint_bytes=written)
+    exported = events.parameters if plan.job.train.method == "full" else trained
+    total, trainable, held = (sum(p.numel for p in each) for each in (events.parameters, trained, exported))
+    use = disk_use(plan, total=total, trainable=trainable)
+    itemsize = use.export_bytes // (plan.grid.tp * held)
+    return replace(use, export_bytes=itemsize * sum(parameter.dense_numel for parameter in exported))
 
 
 def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> Iterator[str]:

@@ -121,7 +121,7 @@ def trace_key(plan: Plan) -> str:
         "train": job.train.model_dump(mode="json", include={"method", "lora", "loss", "torch_compile", "fp8"}),
         "data": None if job.data is None else job.data.model_dump(mode="json"),
         "strategy": job.parallel.strategy,
-        "tensor": plan.grid.tp,
+        "tensor": [plan.grid.tp, settings.sequence_parallel],
         "kernels": _kernels(plan.gpu),
         "emulated": plan.on_cpu and settings.precision == "fp8",
     }

@@ -34,10 +34,10 @@ def build_empty(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, tru
         )
 
 
-def shard(model: Any, *, tp_group: dist.ProcessGroup) -> int:
+def shard(model: Any, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False) -> int:
     """Makes the pruned model one rank's part, without storage, as `modeling.build` does; gives what `Trace.num_replicas` is."""
     styles = styles_for(model)
-    apply_tensor_parallel(model, styles, tp_group=tp_group)
+    apply_tensor_parallel(model, styles, tp_group=tp_group, sequence_parallel=sequence_parallel)
     for layer in decoder_layers(model):
         layer._z3_leaf = True  # type: ignore[assignment]  # as gather_as_one does; to import DeepSpeed takes seconds
     return max(1, tp_group.size() // styles.heads.key_value)

@@ -107,6 +107,7 @@ def trace(
         evaluation=evaluation,
         trust_remote_code=trusted,
         tensor=plan.grid.tp,
+        sequence_parallel=settings.sequence_parallel,
         all_layers=all_layers,
     )
 
@@ -134,6 +135,7 @@ def trace_model(
     evaluation: bool = False,
     trust_remote_code: bool = False,
     tensor: int = 1,
+    sequence_parallel: bool = False,
     all_layers: bool = False,
 ) -> Trace:
     """Traces one micro-batch of any model that transformers builds from a configuration.
@@ -167,6 +169,7 @@ def trace_model(
         evaluation: Runs forward alone, without gradients and in evaluation mode.
         trust_remote_code: Whether the model's own code may run.
         tensor: Ranks that share each layer, of which one is traced: all have shards of the same sizes.
+        sequence_parallel: Whether they also hold pieces of the sequence between the sharded layers.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
     Raises:
@@ -196,6 +199,7 @@ def trace_model(
             evaluation=evaluation,
             trust_remote_code=trust_remote_code,
             tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
         )
         if not all_layers and not collects_router_logits(config):
             made = request.trace(copy.deepcopy(config), all_layers=False)
@@ -251,6 +255,7 @@ class _Request:
     evaluation: bool
     trust_remote_code: bool
     tp_group: dist.ProcessGroup | None
+    sequence_parallel: bool
 
     def trace(self, config: PreTrainedConfig, *, all_layers: bool) -> Trace | None:
         """Traces all layers, or few; gives None where few cannot stand for all."""
@@ -266,7 +271,9 @@ class _Request:
             stacks = find_stacks(full, all_layers=all_layers, only=text.model_type if seeing else None)
             prune(full, stacks)
             full.tie_weights()
-            num_replicas = 1 if self.tp_group is None else shard(full, tp_group=self.tp_group)
+            num_replicas = 1
+            if self.tp_group is not None:
+                num_replicas = shard(full, tp_group=self.tp_group, sequence_parallel=self.sequence_parallel)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
                 with unset_fake_temporarily():  # they look at numbers, or make modules without storage
