@@ -29,6 +29,7 @@ OWN = {
     "OFFLOAD_NVME_FROZEN", "ESTIMATE_ONLY", "LOSS_CARD", "LOSS_PRECISION", "FP8_UNUSED",
     "GRID_WORLD", "TP_SPANS_NODES", "TP_HEADS", "TP_ARCHITECTURE", "TP_TOGETHER", "TP_SEQUENCE", "TP_STAGE",
     "TP_DEEPSPEED_GROUPS",
+    "KERNELS_CARD", "KERNELS_MODEL", "KERNELS_COMPILE",
 }  # fmt: skip
 SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 

@@ -131,6 +131,7 @@ def test_what_trainer_cannot_carry():
     refused("CONSUMER_FRACTION", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
     refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
     refused("CONSUMER_LOSS", "train.loss", train={"loss": "chunked"})
+    refused("CONSUMER_KERNELS", "train.kernels", train={"kernels": "liger"})
     refused("CONSUMER_FP8", "train.precision", train={"precision": "fp8"})
     refused("CONSUMER_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
     assert "silently" in refused("CONSUMER_LIGER", "train.loss", model="gpt2", train={"loss": "liger"}).message
