@@ -41,6 +41,21 @@ def folder(plan, tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def shared(plan):
+    """A plan that Trainer and Accelerate scripts can carry too."""
+    if plan.grid.tp > 1:
+        pytest.skip("a job with tensor ranks has no files for them, as another test says")
+    return plan
+
+
+def test_a_job_with_tensor_ranks_has_files_of_our_own_engine_alone(plan, folder):
+    others = {"deepspeed-trainer.json", "training_arguments.json", "deepspeed-accelerate.json", "accelerate.yaml"}
+    files = {file.name for file in folder.iterdir()}
+    assert {"plan.json", "deepspeed.json", "commands.sh"} <= files
+    assert files & others == (others if plan.grid.tp == 1 else set())
+
+
 def test_there_are_jobs():
     assert len(JOBS) >= 6
 
@@ -70,6 +85,8 @@ def test_its_name_tells_the_truth(path, plan):
     for word in words:
         if word.startswith("zero"):
             assert plan.settings.zero_stage == int(word[4:])
+        if word.startswith("tensor"):
+            assert plan.grid.tp == int(word[6:])
     assert ("lora" in words) == (plan.job.train.method == "lora")
 
 
@@ -84,6 +101,8 @@ def test_deepspeed_parses_its_files(plan, folder, monkeypatch):
     # DeepSpeed asks the process group for its rank before it asks the grid for its size; no group of 8 runs here.
     monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
     for name in ("deepspeed.json", "deepspeed-trainer.json", "deepspeed-accelerate.json"):
+        if plan.grid.tp > 1 and name != "deepspeed.json":
+            continue
         config = DeepSpeedConfig(str(folder / name), mpu=Ranks())
         batch = plan.settings.batch
         assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (batch.train, batch.micro)
@@ -94,7 +113,7 @@ def test_deepspeed_parses_its_files(plan, folder, monkeypatch):
         assert (None if offload is None else offload.device) == plan.profile.optimizer
 
 
-def test_accelerate_parses_its_yaml(plan, folder):
+def test_accelerate_parses_its_yaml(shared, plan, folder):
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(folder / "accelerate.yaml"))
@@ -105,7 +124,7 @@ def test_accelerate_parses_its_yaml(plan, folder):
     assert config.use_cpu == plan.on_cpu
 
 
-def test_trainer_finds_its_arguments_and_deepspeeds_equal(plan, folder):
+def test_trainer_finds_its_arguments_and_deepspeeds_equal(shared, plan, folder):
     from transformers import TrainingArguments
 
     class Arguments(TrainingArguments):
@@ -125,7 +144,8 @@ def test_trainer_finds_its_arguments_and_deepspeeds_equal(plan, folder):
 def test_the_files_are_what_their_suffixes_say(folder):
     for file in folder.glob("*.json"):
         json.loads(file.read_text())
-    yaml.safe_load((folder / "accelerate.yaml").read_text())
+    for file in folder.glob("*.yaml"):
+        yaml.safe_load(file.read_text())
 
 
 @pytest.mark.parametrize("name", ["questions.jsonl", "conversations.jsonl"])

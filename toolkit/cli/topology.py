@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,15 +34,34 @@ def topology(
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="Devices of each.", show_default="as many as the sizes need")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Prove every group by real collectives; on CPU where cards are too few.")
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=1.0,
+            help="With --check: when no rank moves for so long, say who waits for whom, and end.",
+            show_default="60",
+        ),
+    ] = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show each rank's node, coordinate and groups, for a job or for sizes.
+    """Show each rank's node, coordinate and groups, for a job or for sizes; with --check, prove them.
 
-    Example: `toolkit topology job.yaml`, `toolkit topology --pp 2 --tp 2 --nodes 2 --gpus-per-node 4`.
+    A check starts the ranks of this machine. Under torchrun, `deepspeed` or `accelerate launch` it is one of their ranks,
+    on any number of machines, and sizes that are left out are theirs.
+
+    Example: `toolkit topology job.yaml`, `toolkit topology --pp 2 --tp 2 --nodes 2 --gpus-per-node 4`,
+    `torchrun --nproc-per-node 8 -m toolkit topology --tp 4 --check`.
 
     JSON keys: grid (pp, dp, tp), world_size, num_nodes, gpus_per_node, ranks (rank, node, local_rank, coordinate),
-    groups (by kind: size, num_groups, inside_node, max_nodes, ranks).
+    groups (by kind: size, num_groups, inside_node, max_nodes, ranks). With --check also check: passed, backend, operations,
+    kinds (by kind: passed, seconds, bus_gb_per_second, which is null on CPU), waiting (of ranks that hang: kind, operation,
+    group, waiting, missing), problems.
     """
     sizes = {"--pp": pp, "--dp": dp, "--tp": tp, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
     given = [option for option, size in sizes.items() if size is not None]
@@ -49,22 +69,45 @@ def topology(
         raise typer.BadParameter(f"{', '.join(given)} would be ignored beside JOB: use --set", param_hint="JOB")
     if job is None and overrides:
         raise typer.BadParameter("it changes a job, and none is given", param_hint="--set")
+    if timeout is not None and not check:
+        raise typer.BadParameter("it is of --check, which is not given", param_hint="--timeout")
+    if check and job is None:
+        nodes, gpus_per_node = _launched_sizes(nodes, gpus_per_node)
+        given += ["--gpus-per-node"] if gpus_per_node is not None else []
     if job is None and not given:
         raise typer.BadParameter("give a job, or sizes such as --tp 2 --gpus-per-node 8", param_hint="JOB")
     if job is None:
         _check_size(max((pp or 1) * (dp or 1) * (tp or 1), (nodes or 1) * (gpus_per_node or 1)))
+    read = None if job is None else read_job(job, overrides)
     placement = (
-        place_job(read_job(job, overrides))
-        if job is not None
+        place_job(read)
+        if read is not None
         else _place_sizes(pp=pp or 1, dp=dp, tp=tp or 1, nodes=nodes or 1, gpus_per_node=gpus_per_node)
     )
     _check_size(placement.grid.world_size)
+    if check:
+        from toolkit.cli import topology_check
+
+        gpu = None if read is None else read.cluster.gpu
+        raise typer.Exit(topology_check.check(placement, gpu=gpu, timeout_seconds=timeout or 60.0, as_json=as_json))
     if as_json:
         from toolkit.topology.table import to_dict
 
         print_json(to_dict(placement))
     else:
         _print(placement)
+
+
+def _launched_sizes(nodes: int | None, gpus_per_node: int | None) -> tuple[int | None, int | None]:
+    """Fills in what a launcher has started, where neither is given."""
+    from toolkit.launch.environment import rank_from_environment
+
+    identity = rank_from_environment(os.environ)
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if identity is None or nodes is not None or gpus_per_node is not None or not local_size.isdecimal():
+        return nodes, gpus_per_node
+    num_nodes, left_over = divmod(identity.world_size, int(local_size))
+    return (nodes, gpus_per_node) if left_over else (num_nodes, int(local_size))
 
 
 def _check_size(num_ranks: int) -> None:

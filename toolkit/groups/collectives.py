@@ -1,4 +1,6 @@
-"""Collectives over an explicit group, as torch's functional operators: they trace, compile, and run on fake tensors.
+"""Collectives and point-to-point over an explicit group, whose ranks are counted within it.
+
+Collectives are torch's functional operators: they trace, compile, and run on fake tensors. Point-to-point is eager.
 
 Source:
     torch csrc/distributed/c10d/Functional.cpp, the operators that DTensor calls.
@@ -59,6 +61,48 @@ def reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) 
     laid_out = tensor if dim == 0 else torch.cat(equal_pieces(tensor, size, dim=dim))
     scattered = _ops.reduce_scatter_tensor(laid_out.contiguous(), "sum", size, group.group_name)
     return Pending(tensor=scattered).wait()
+
+
+def broadcast(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gives the tensor of the group's rank `source`, on each of its ranks, as a new tensor.
+
+    Args:
+        tensor: What `source` gives; on the others only its shape and dtype count.
+    """
+    return Pending(tensor=_ops.broadcast(tensor.contiguous(), source, group.group_name)).wait()
+
+
+def send(tensor: torch.Tensor, *, to: int, group: dist.ProcessGroup) -> None:
+    """Sends a tensor to the group's rank `to`, which calls `receive`; returns when its memory may be written to."""
+    dist.send(tensor.contiguous(), group=group, group_dst=to)
+
+
+def receive(like: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gives what the group's rank `source` sends, a new tensor of the shape, dtype and device of `like`."""
+    received = torch.empty_like(like, memory_format=torch.contiguous_format)
+    dist.recv(received, group=group, group_src=source)
+    return received
+
+
+def exchange(tensor: torch.Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sends a tensor to the group's rank `to` while it receives one of that shape and dtype from its rank `source`.
+
+    Both in one batch: no order of the ranks' calls lets them wait for each other.
+
+    Source:
+        torch distributed/distributed_c10d.py batch_isend_irecv.
+    """
+    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    sending = dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=to)
+    receiving = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
+    for work in dist.batch_isend_irecv([sending, receiving]):
+        work.wait()
+    return received
+
+
+def barrier(*, group: dist.ProcessGroup) -> None:
+    """Returns when each of the group's ranks has called this."""
+    dist.barrier(group)
 
 
 def equal_pieces(tensor: torch.Tensor, count: int, *, dim: int) -> tuple[torch.Tensor, ...]:

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.groups.build_locks import check_build_locks
+from toolkit.groups.device import rank_device
 from toolkit.groups.process_groups import join_group
 from toolkit.launch.environment import ALLOCATOR, WorkerIdentity, rank_from_environment
 from toolkit.topology.grid import Coordinate, Grid
@@ -120,7 +121,7 @@ def connect(
         )
     check_build_locks(environment)
     _prepare_process(backend, identity)
-    device = _device(backend, local_rank)
+    device = rank_device(backend, local_rank)
     owns_groups = not dist.is_initialized()
     if owns_groups:
         _forget_groups()
@@ -157,21 +158,6 @@ def _forget_groups() -> None:
 
     deepspeed_comm.cdb = None
     importlib.reload(deepspeed_groups)
-
-
-def _device(backend: str, local_rank: int) -> torch.device:
-    if backend == "gloo":
-        return torch.device("cpu")
-    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
-        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise PlanError.of(
-            code="WORLD_NO_GPU",
-            key="cluster.gpu",
-            message=f"local rank {local_rank} has no GPU: torch sees {seen} CUDA device{'' if seen == 1 else 's'}",
-            fix="Lower cluster.gpus_per_node, mend the driver or CUDA_VISIBLE_DEVICES, or set cluster.gpu to cpu",
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
 
 
 def _prepare_process(backend: str, identity: WorkerIdentity) -> None:

@@ -23,11 +23,11 @@ def too_few_cards(plan: Plan, environment: Mapping[str, str] | None = None) -> I
     """Says that this machine has fewer cards than a plan has ranks; nothing where the driver cannot be asked."""
     found = None if plan.on_cpu else visible_cards(environment)
     if found is not None:
-        yield from _too_few(plan, len(found))
+        yield from fewer_cards(plan.job.cluster.gpus_per_node, len(found))
 
 
-def _too_few(plan: Plan, num_cards: int) -> Iterator[Problem]:
-    wanted = plan.job.cluster.gpus_per_node
+def fewer_cards(wanted: int, num_cards: int) -> Iterator[Problem]:
+    """Says that a machine has fewer cards than ranks of a job want."""
     if num_cards < wanted:
         yield Problem(
             code="LAUNCH_CARDS",
@@ -51,7 +51,7 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
             fix="Start on a machine with the cards of the job",
         )
         return
-    yield from _too_few(plan, len(found))
+    yield from fewer_cards(plan.job.cluster.gpus_per_node, len(found))
     others = sorted({name or "a card that the catalogue lacks" for name in found} - {plan.gpu.name})
     if others:
         yield Problem(

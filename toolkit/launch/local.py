@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.errors import RunError, raise_all
 from toolkit.launch.devices import too_few_cards
-from toolkit.launch.environment import worker_environment
+from toolkit.launch.environment import Backend, worker_environment
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome
 from toolkit.launch.ports import check_port, free_port
@@ -39,25 +39,56 @@ def launch_local(
     """
     check_launchable(plan)
     cluster = plan.job.cluster
-    port = cluster.master_port or free_port()
-    size = cluster.num_ranks
+    with nvme_folder_of(plan):
+        return launch_ranks(
+            argv,
+            num_ranks=cluster.num_ranks,
+            backend=plan.gpu.backend,
+            port=cluster.master_port,
+            log_dir=log_dir,
+            extra_environment=extra_environment,
+        )
+
+
+def launch_ranks(
+    argv: Sequence[str],
+    *,
+    num_ranks: int,
+    backend: Backend,
+    log_dir: Path,
+    port: int | None = None,
+    extra_environment: Mapping[str, str] | None = None,
+) -> RunOutcome:
+    """Runs one process a rank on this machine until all have ended.
+
+    Args:
+        argv: Command of a worker.
+        num_ranks: Of the run, all of them here.
+        backend: `nccl` or `gloo`.
+        log_dir: Folder of logs and error files.
+        port: Of the rendezvous; a free one when left out.
+        extra_environment: Variables beyond the worker's own.
+
+    Raises:
+        RunError: WORKER_START, LOG_DIR.
+    """
+    port = port or free_port()
 
     def environment(rank: int) -> dict[str, str]:
         made = worker_environment(
             base=os.environ,
             rank=rank,
             local_rank=rank,
-            world_size=size,
-            local_world_size=size,
+            world_size=num_ranks,
+            local_world_size=num_ranks,
             master_addr="127.0.0.1",
             master_port=port,
-            backend=plan.gpu.backend,
+            backend=backend,
             cpu_threads=None,
         )
         return made | dict(extra_environment or {})
 
-    with nvme_folder_of(plan):
-        return supervise(argv, ranks=range(size), env_for_rank=environment, log_dir=log_dir)
+    return supervise(argv, ranks=range(num_ranks), env_for_rank=environment, log_dir=log_dir)
 
 
 def check_launchable(plan: Plan) -> None:

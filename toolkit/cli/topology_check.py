@@ -1,0 +1,195 @@
+"""`toolkit topology --check`: starts the ranks, or is one of a launcher's, and prints what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.cli.output import new_table, print_json, print_problems, print_table
+from toolkit.errors import CheckError, Problem, RunError, ToolkitError, raise_all
+
+if TYPE_CHECKING:
+    from toolkit.groups.waits import Wait
+    from toolkit.launch.environment import Backend, WorkerIdentity
+    from toolkit.topology.placement import Placement
+
+
+def check(placement: Placement, *, gpu: str | None, timeout_seconds: float, as_json: bool) -> int:
+    """Checks every group of a placement and prints the result; gives the exit code.
+
+    Args:
+        placement: The grid on its machines.
+        gpu: The job's cluster.gpu; None takes cards where each rank has one, else CPU.
+        timeout_seconds: Time in which some rank must move.
+        as_json: Whether to print JSON.
+
+    Raises:
+        RunError: LAUNCH_NODES, LAUNCH_CARDS, LAUNCH_ENV, WORKER_START.
+        PlanError: WORLD_SIZE, WORLD_NO_GPU, GPU_UNKNOWN.
+        CheckError: GROUP_OPERATION, GROUP_HANG.
+    """
+    from toolkit.launch.environment import rank_from_environment
+    from toolkit.spec.catalogue import find_gpu
+
+    backend: Backend | None = None if gpu is None else find_gpu(gpu).backend
+    identity = rank_from_environment(os.environ)
+    if identity is not None:
+        return _as_rank(placement, identity, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json)
+    return _as_launcher(placement, backend=backend, timeout_seconds=timeout_seconds, as_json=as_json)
+
+
+def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_seconds: float, as_json: bool) -> int:
+    """Runs all ranks on this machine."""
+    from toolkit.cli.local_run import print_failure
+    from toolkit.launch.local import launch_ranks
+
+    _check_one_node(placement)
+    num_ranks = placement.grid.world_size
+    backend = _choose_backend(num_ranks, backend)
+    _say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''} over {backend} ...")
+    folder = Path(tempfile.mkdtemp(prefix="toolkit-topology-"))
+    written = folder / "check.json"
+    argv = [
+        sys.executable,
+        "-m",
+        "toolkit.groups.check_worker",
+        "--backend",
+        backend,
+        "--timeout",
+        str(timeout_seconds),
+    ]
+    argv += [f"--{axis}={size}" for axis, size in placement.grid.as_dict().items()]
+    argv += ["--log-dir", str(folder), "--result", str(written)]
+    outcome = launch_ranks(argv, num_ranks=num_ranks, backend=backend, log_dir=folder)
+    result = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else None
+    if result is None:  # what is printed points to the logs, which stay
+        print_failure(outcome)
+        if as_json and outcome.failure is not None:
+            print_problems(outcome.failure.problems, as_json=True)
+        return outcome.exit_code
+    shutil.rmtree(folder)
+    show(placement, result, as_json=as_json)
+    return outcome.exit_code or (0 if result["passed"] else CheckError.exit_code)
+
+
+def _as_rank(
+    placement: Placement,
+    identity: WorkerIdentity,
+    *,
+    backend: Backend | None,
+    timeout_seconds: float,
+    as_json: bool,
+) -> int:
+    """Takes the part of one rank of torchrun, `deepspeed`, `accelerate launch` or `toolkit launch`."""
+    from toolkit.groups.check import check_groups
+    from toolkit.groups.check_worker import hang_to_dict, report_to_dict
+
+    def on_hang(error: ToolkitError, waits: Sequence[Wait]) -> None:
+        if identity.rank == 0:
+            show(placement, hang_to_dict(backend, error, tuple(waits)), as_json=as_json)
+
+    report = check_groups(
+        placement.grid, identity=identity, backend=backend, timeout_seconds=timeout_seconds, on_hang=on_hang
+    )
+    if report is None:
+        return 0  # rank 0's exit code tells of all
+    if backend is None and report.backend == "gloo":
+        _say("not every rank has a card: checked on CPU")
+    result = report_to_dict(report)
+    show(placement, result, as_json=as_json)
+    return 0 if result["passed"] else CheckError.exit_code
+
+
+def show(placement: Placement, result: dict[str, Any], *, as_json: bool) -> None:
+    """Prints a check's result."""
+    if as_json:
+        from toolkit.topology.table import to_dict
+
+        print_json({**to_dict(placement), "check": result})
+        return
+    if result["kinds"]:
+        _show_kinds(placement, result)
+    if result["waiting"]:
+        _show_waiting(result["waiting"])
+    print_problems((Problem(**problem) for problem in result["problems"]), as_json=False)
+    if result["passed"]:
+        print(f"every group is sound over {result['backend']}: {', '.join(result['operations'])}")
+
+
+def _show_kinds(placement: Placement, result: dict[str, Any]) -> None:
+    with_speed = any(found["bus_gb_per_second"] is not None for found in result["kinds"].values())
+    columns = (
+        "kind",
+        "groups",
+        "ranks each",
+        "inside a node",
+        "result",
+        "seconds",
+        *(("bus GB/s",) if with_speed else ()),
+    )
+    table = new_table(columns, right=("groups", "ranks each", "seconds", "bus GB/s"))
+    for kind, found in result["kinds"].items():
+        described = placement.kind(kind)
+        cells = [kind, str(described.num_groups), str(described.size), "yes" if described.inside_node else "no"]
+        cells += ["ok" if found["passed"] else "wrong", f"{found['seconds']:.2f}"]
+        speed = found["bus_gb_per_second"]
+        table.add_row(*cells, *(("–" if speed is None else f"{speed:.1f}",) if with_speed else ()))
+    print_table(table)
+
+
+def _show_waiting(waiting: Sequence[dict[str, Any]]) -> None:
+    from toolkit.topology.table import format_ranks
+
+    table = new_table(("ranks", "wait in", "of group", "for ranks", "which are"))
+    for wait in waiting:
+        places = "; ".join(dict.fromkeys(missing["place"] for missing in wait["missing"]))
+        table.add_row(
+            format_ranks(wait["waiting"]),
+            wait["operation"],
+            f"{wait['kind']} {format_ranks(wait['group'])}",
+            format_ranks([missing["rank"] for missing in wait["missing"]])
+            if wait["missing"]
+            else "none: all have come",
+            places,
+        )
+    print_table(table)
+
+
+def _check_one_node(placement: Placement) -> None:
+    if placement.num_nodes > 1:
+        raise RunError.of(
+            code="LAUNCH_NODES",
+            key="cluster.nodes",
+            message=f"nodes={placement.num_nodes}: this command starts the ranks of one machine",
+            fix="Start it on each node under a launcher, such as `torchrun --nnodes "
+            f"{placement.num_nodes} --nproc-per-node {placement.gpus_per_node} --rdzv-backend c10d --rdzv-endpoint "
+            "HOST:29500 -m toolkit topology JOB --check`",
+        )
+
+
+def _choose_backend(num_ranks: int, wanted: Backend | None) -> Backend:
+    """Takes cards where there are enough; a job that asks for them goes nowhere without."""
+    from toolkit.launch.devices import fewer_cards, visible_cards
+
+    if wanted == "gloo":
+        return wanted
+    cards = visible_cards()
+    if wanted == "nccl":
+        # Without NVIDIA's driver only torch can tell, which the ranks ask.
+        raise_all(RunError, () if cards is None else fewer_cards(num_ranks, len(cards)))
+        return wanted
+    num_cards = len(cards or ())
+    if num_cards >= num_ranks:
+        return "nccl"
+    _say(f"this machine has {num_cards} card{'' if num_cards == 1 else 's'} for {num_ranks} ranks: checking on CPU")
+    return "gloo"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

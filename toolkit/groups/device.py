@@ -1,0 +1,27 @@
+"""The device of a rank."""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.errors import PlanError
+
+
+def rank_device(backend: str, local_rank: int) -> torch.device:
+    """Gives the device on which a rank's tensors live, and makes it torch's current one.
+
+    Raises:
+        PlanError: WORLD_NO_GPU, where a backend of cards meets a rank that has none.
+    """
+    if backend == "gloo":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise PlanError.of(
+            code="WORLD_NO_GPU",
+            key="cluster.gpu",
+            message=f"local rank {local_rank} has no GPU: torch sees {seen} CUDA device{'' if seen == 1 else 's'}",
+            fix="Lower cluster.gpus_per_node, mend the driver or CUDA_VISIBLE_DEVICES, or set cluster.gpu to cpu",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

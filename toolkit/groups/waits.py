@@ -1,0 +1,130 @@
+"""Who waits for whom among ranks that take steps together: no process group, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import CheckError
+from toolkit.topology.grid import Grid
+from toolkit.topology.table import format_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What ranks of a group do together, once.
+
+    Args:
+        kind: Of the group, as in `KINDS`.
+        operation: Such as `all-reduce`; one of its name for each kind.
+    """
+
+    kind: str
+    operation: str
+
+    @property
+    def name(self) -> str:
+        """Its name among all steps."""
+        return f"{self.kind} {self.operation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """How far a rank has come.
+
+    Args:
+        entered: Names of the steps that it has come to, in order.
+        is_inside: Whether it has yet to leave the last of them.
+    """
+
+    entered: tuple[str, ...] = ()
+    is_inside: bool = False
+
+    def __str__(self) -> str:
+        if not self.entered:
+            return "not started"
+        return f"{'in' if self.is_inside else 'past'} {self.entered[-1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Ranks of one group that wait in one step.
+
+    Args:
+        step: Where they wait.
+        group: All ranks of the group.
+        waiting: Those that have come.
+        missing: Those that have not, each with its place; none where all have come and their data does not move.
+    """
+
+    step: Step
+    group: tuple[int, ...]
+    waiting: tuple[int, ...]
+    missing: tuple[tuple[int, Place], ...]
+
+    def __str__(self) -> str:
+        who = f"{_ranks(self.waiting)} {'wait' if len(self.waiting) > 1 else 'waits'} in {self.step.operation} of "
+        who += f"{self.step.kind} ({_ranks(self.group)})"
+        return f"{who} {self.for_whom()}"
+
+    def for_whom(self) -> str:
+        """Says for which ranks they wait and where those are."""
+        if not self.missing:
+            return "though all have come: the data does not move"
+        places: dict[str, list[int]] = {}
+        for rank, place in self.missing:
+            places.setdefault(str(place), []).append(rank)
+        return "for " + ", and ".join(f"{_ranks(ranks)} ({place})" for place, ranks in places.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Gives the object that `--json` prints."""
+        return {
+            "kind": self.step.kind,
+            "operation": self.step.operation,
+            "group": list(self.group),
+            "waiting": list(self.waiting),
+            "missing": [{"rank": rank, "place": str(place)} for rank, place in self.missing],
+        }
+
+
+def who_waits(grid: Grid, steps: Sequence[Step], places: Mapping[int, Place]) -> tuple[Wait, ...]:
+    """Finds the ranks that are inside a step, and who of their groups has not come to it.
+
+    Args:
+        grid: All ranks.
+        steps: Every step, in the order in which a rank takes them.
+        places: Of every rank.
+
+    Returns:
+        One a group and step, in the order of steps: what comes first is what others wait for in turn. What moves no data
+        though all have come stands last, since most of that is only slow to learn that others are stuck.
+    """
+    found = []
+    for step in steps:
+        inside = {rank for rank, place in places.items() if place.is_inside and place.entered[-1] == step.name}
+        for group in grid.groups(step.kind) if inside else ():
+            waiting = tuple(rank for rank in group if rank in inside)
+            missing = tuple((rank, places[rank]) for rank in group if step.name not in places[rank].entered)
+            if waiting:
+                found.append(Wait(step=step, group=group, waiting=waiting, missing=missing))
+    return tuple(sorted(found, key=lambda wait: not wait.missing))
+
+
+def hang_error(waits: Sequence[Wait], *, seconds: float) -> CheckError:
+    """Gives the error of ranks that wait for ever: its message tells the first wait, from which the others follow."""
+    more = len(waits) - 1
+    others = f"; {more} more group{'s' if more > 1 else ''} wait{'' if more > 1 else 's'} too" if more > 0 else ""
+    first = waits[0] if waits else "each rank is between two operations"
+    absent = [rank for rank, _ in waits[0].missing] if waits else []
+    who = _ranks(absent or (waits[0].waiting if waits else ()))
+    return CheckError.of(
+        code="GROUP_HANG",
+        message=f"no rank has moved for {seconds:g} s: {first}{others}",
+        fix=f"Look at the output, the node and the network of {who or 'all ranks'}; with cards, NCCL_DEBUG=INFO tells how they "
+        "connect. Where ranks are only slow, give a longer --timeout",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}" if ranks else ""
