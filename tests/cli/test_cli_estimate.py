@@ -121,7 +121,7 @@ def test_a_host_that_is_too_small_is_exit_code_1(capsys):
     ("sets", "options", "code"),
     [
         (["train.micro=2"], [], "KEY_UNKNOWN"),
-        (["parallel.tensor=2"], [], "PARALLEL_SIZE"),
+        (["parallel.pipeline=2"], [], "PARALLEL_SIZE"),
         ([], ["--sweep", "learning=1"], "SWEEP_KEY"),
         ([], ["--sweep", "sequence_length"], "SWEEP_SYNTAX"),
         ([], ["--sweep", "sequence_length=1,1"], "SWEEP_SYNTAX"),
