@@ -1,8 +1,8 @@
 """The toolkit's tensor parallelism against DeepSpeed AutoTP, on the same cards in one run.
 
 Each case is a fresh group of processes that trains a model of random weights on one fixed batch with DeepSpeed's ZeRO-1,
-AdamW and clipping: `autotp` as a careful person writes it by hand, `ours` with `apply_tensor_parallel`. Prints one JSON
-object a case and a table at the end.
+AdamW and clipping: `autotp` as a careful person writes it by hand, `ours` with `apply_tensor_parallel`, `toolkit` as a job,
+through `tk.initialize` and `run.step`, with the peak that was foreseen. Prints one JSON object a case and a table at the end.
 
     python benchmarks/tensor_parallel.py --model llama-3.1-8b --gpus 4 --cases autotp:micro=4,checkpointing=1 \\
         ours:micro=4,checkpointing=1 ours:micro=4,checkpointing=1,kernels=liger ours:micro=8,checkpointing=0.5,kernels=compile
@@ -39,6 +39,7 @@ from toolkit.topology.grid import Grid
 # Dense bf16 of an H100 SXM and an H200, FLOP/s (NVIDIA H100 datasheet, without sparsity).
 PEAK_FLOPS = 989.5e12
 WARM_UP = 2
+PROFILED_STEPS = 2
 TINY = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
@@ -50,6 +51,7 @@ DEFAULT_CASES = (
     "ours:micro=2",
     "ours:micro=4,kernels=liger",
     "ours:micro=4,kernels=compile",
+    "toolkit:micro=4,kernels=liger",
 )
 
 
@@ -58,11 +60,11 @@ class Case:
     """One row of the table.
 
     Args:
-        mode: `autotp` or `ours`.
+        mode: `autotp`, `ours` or `toolkit`.
         micro: Sequences of a micro batch.
         checkpointing: Share of the layers that recompute.
-        kernels: `none`, `torch` for its own fused norms, `liger` for norms, gated activations and rotary embeddings, or
-            `compile` for whole layers.
+        kernels: `none`, `torch` for its own fused norms, `liger` for norms and gated activations, or `compile` for
+            whole layers.
         attention: `sdpa` as torch chooses, or `cudnn` before its other kernels.
         vocabulary: AutoTP's vocab_parallel_lm_head, which it sets by itself for tied weights alone.
         overlap: AutoTP's tp_overlap_comm, or inductor's reordering of collectives under `compile`.
@@ -92,8 +94,10 @@ class Case:
                 environment[name] = value
             else:
                 values[name] = types[name](value)
-        if mode not in ("autotp", "ours"):
-            raise ValueError(f"mode={mode} is neither autotp nor ours")
+        if mode not in ("autotp", "ours", "toolkit"):
+            raise ValueError(f"mode={mode} is neither autotp nor ours nor toolkit")
+        if mode == "toolkit" and values.get("kernels") == "torch":
+            raise ValueError("kernels=torch is no value of a job")
         return cls(mode=mode, environment=environment, **values)
 
 
@@ -168,6 +172,7 @@ def our_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
     from toolkit.groups.mpu import ModelParallelUnit
     from toolkit.groups.world import connect
     from toolkit.modeling.build import compile_layers
+    from toolkit.modeling.fused_kernels import apply_kernels
     from toolkit.tensor_parallel.apply import apply_tensor_parallel
     from toolkit.tensor_parallel.marks import mark_parameters
     from toolkit.tensor_parallel.tables import styles_for
@@ -185,7 +190,7 @@ def our_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
     if case.kernels == "torch":
         use_torch_norms(model)
     elif case.kernels == "liger":
-        use_liger(model)
+        print(f"Liger's kernels leave {apply_kernels(model, 'liger').left or 'nothing'}", flush=True)
     elif case.kernels == "compile":
         if case.overlap:
             import torch._inductor.config as inductor
@@ -201,6 +206,54 @@ def our_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
         dist_init_required=False,
     )
     return engine
+
+
+def toolkit_run(options: argparse.Namespace, case: Case, folder: Path) -> Any:
+    """Starts the same training as a job of the toolkit; `folder` is this rank's own."""
+    import torch
+
+    import toolkit as tk
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model_config(options)), encoding="utf-8")
+    card = torch.cuda.get_device_name() if options.cuda else "cpu"
+    names = {"cpu": "cpu", "NVIDIA H200": "h200-sxm-141gb", "NVIDIA H100 80GB HBM3": "h100-sxm-80gb"}
+    train = {
+        "precision": options.precision,
+        "sequence_length": options.sequence_length,
+        "per_device_train_batch_size": case.micro,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": case.checkpointing,
+        "kernels": "liger" if case.kernels == "liger" else "eager",
+        "torch_compile": case.kernels == "compile",
+        "weight_decay": 0.1,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "max_steps": options.steps + PROFILED_STEPS,
+    }
+    job = {
+        "model": {"name": str(folder), "init": "random"},
+        "cluster": {"gpu": names[card], "gpus_per_node": options.gpus},
+        "train": train,
+        "parallel": {"zero_stage": 1, "tensor": options.tensor},
+    }
+    return tk.initialize(tk.resolve(tk.Job.model_validate(job)))
+
+
+def foreseen(run: Any) -> dict[str, Any]:
+    """Gives the estimate of a job beside the peaks of this rank so far, GiB."""
+    import toolkit as tk
+
+    report = tk.estimate(run.plan)
+    phases = report.fullest.phases
+    return {
+        "predicted_peak_gib": round(report.peak_allocated_bytes / 2**30, 2),
+        "phases_gib": {
+            name: {"measured": round(peak / 2**30, 2), "predicted": round(phases[name].allocated_bytes / 2**30, 2)}
+            for name, peak in run.memory.peaks.items()
+            if name in phases
+        },
+    }
 
 
 def draw_weights(model: Any, device: Any) -> None:
@@ -242,31 +295,6 @@ def use_torch_norms(model: Any) -> None:
             module.forward = partial(norm, module)
 
 
-def use_liger(model: Any) -> None:
-    """Puts Liger's kernels in the place of norms, gated activations and rotary embeddings of a Llama-like model."""
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb
-
-    def norm(self: Any, hidden_states: Any) -> Any:
-        return LigerRMSNormFunction.apply(hidden_states, self.weight, self.variance_epsilon, 0.0, "llama", True)
-
-    def mlp(self: Any, x: Any) -> Any:
-        return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
-
-    count = {"norm": 0, "mlp": 0}
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = partial(norm, module)
-            count["norm"] += 1
-        elif hasattr(module, "gate_proj") and hasattr(module, "act_fn"):
-            module.forward = partial(mlp, module)
-            count["mlp"] += 1
-    if not all(count.values()):
-        raise ValueError(f"{type(model).__name__} has no place for some of Liger's kernels: {count}")
-    sys.modules[type(model).__module__].apply_rotary_pos_emb = liger_rotary_pos_emb  # type: ignore[attr-defined]
-
-
 @contextlib.contextmanager
 def attention_kernels(case: Case) -> Iterator[None]:
     if case.attention != "cudnn":
@@ -292,7 +320,9 @@ def train(options: argparse.Namespace, case: Case, out: Path) -> None:
     if options.cuda:
         torch.cuda.set_device(device)
     begun = time.perf_counter()
-    engine = (autotp_engine if case.mode == "autotp" else our_engine)(options, case, device)
+    run = toolkit_run(options, case, out.parent / f"model-{rank}") if case.mode == "toolkit" else None
+    if run is None:
+        engine = (autotp_engine if case.mode == "autotp" else our_engine)(options, case, device)
     vocab_size, replica = model_config(options)["vocab_size"], rank // options.tensor
     generator = torch.Generator().manual_seed(replica)
     ids = torch.randint(0, vocab_size, (case.micro, options.sequence_length), generator=generator).to(device)
@@ -301,11 +331,14 @@ def train(options: argparse.Namespace, case: Case, out: Path) -> None:
     seconds, losses, norms = [], [], []
 
     def step() -> None:
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
+        if run is None:
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+        else:
+            loss = run.step([{"input_ids": ids, "labels": ids}])
         losses.append(float(loss.detach()))
-        norms.append(float(engine.get_global_grad_norm() or 0.0))
+        norms.append(float((engine.get_global_grad_norm() if run is None else run.gradient_norm) or 0.0))
         if options.cuda:
             torch.cuda.synchronize()
 
@@ -317,10 +350,13 @@ def train(options: argparse.Namespace, case: Case, out: Path) -> None:
             step()
             seconds.append(time.perf_counter() - start)
         memory["peak"] = _allocated(options, peak=True)
+        if run is not None and options.cuda:  # it reads and resets the card's peaks phase by phase
+            memory["peak"] = round(max(run.memory.peaks.values()) / 2**30, 2)
         profile = profiled(step, options, rank) if options.profile else {}
     if rank == 0:
         row = result(options, case, seconds=seconds, memory=memory)
         row |= {"build_seconds": round(built, 1), "losses": _rounded(losses), "gradient_norms": _rounded(norms)}
+        row |= {} if run is None else foreseen(run)
         _write_profile(options, out.stem, profile)
         out.write_text(json.dumps(row | {key: profile[key] for key in profile if key != "kernels"}), encoding="utf-8")
     faulthandler.cancel_dump_traceback_later()
@@ -362,8 +398,6 @@ def _rounded(values: list[float]) -> list[float]:
 
 
 # What the cards did.
-
-PROFILED_STEPS = 2
 
 
 def profiled(step: Any, options: argparse.Namespace, rank: int) -> dict[str, Any]:
@@ -500,7 +534,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             ]
             rate, step = row["tokens_per_second_per_gpu"], 1000 * row["step_seconds"]
             cells += [f"{rate:,.0f}", f"{rate / max(base):.2f}" if base else "", f"{row['mfu']:.1%}"]
-            cells.append(f"{row['peak_allocated_gib'] or 0:.1f}")
+            predicted = f" ({row['predicted_peak_gib']:.1f} predicted)" if "predicted_peak_gib" in row else ""
+            cells.append(f"{row['peak_allocated_gib'] or 0:.1f}{predicted}")
             cells += [
                 f"{row[name]:.0f} ms ({row[name] / step:.0%})" if name in row else ""
                 for name in ("exposed_communication_ms", "idle_ms")

@@ -9,7 +9,7 @@ import pytest
 import toolkit as tk
 from toolkit.cli.train_checks import check_start
 from toolkit.errors import PlanError
-from toolkit.launch.packages import LIGER, TORCHAO, package_problems
+from toolkit.launch.packages import LIGER, LIGER_KERNELS, TORCHAO, package_problems
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("package", [TORCHAO, LIGER], ids=lambda package: package.name)
+@pytest.mark.parametrize("package", [TORCHAO, LIGER, LIGER_KERNELS], ids=lambda package: package.code)
 def test_the_oldest_version_is_that_of_the_extra(package):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras[package.extra] == [f"{package.name}>={package.least}"]
@@ -53,8 +53,8 @@ def test_a_plan_that_needs_none_asks_for_none(installed):
 
 def test_missing_packages_are_named_together(installed):
     installed()
-    problems = list(package_problems(plan_of(precision="fp8", loss="liger")))
-    assert [problem.code for problem in problems] == ["FP8_PACKAGE", "LOSS_LIGER_PACKAGE"]
+    problems = list(package_problems(plan_of(precision="fp8", loss="liger", kernels="liger")))
+    assert [problem.code for problem in problems] == ["FP8_PACKAGE", "LOSS_LIGER_PACKAGE", "KERNELS_PACKAGE"]
     assert all("it is not installed" in problem.message for problem in problems)
 
 

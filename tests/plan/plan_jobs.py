@@ -12,7 +12,19 @@ from toolkit.plan.draft import Draft
 from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import resolve_with
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Attention, Dtype, Fp8Recipe, Job, Loss, Model, Offload, Optimizer, Precision, Schedule
+from toolkit.spec.job import (
+    Attention,
+    Dtype,
+    Fp8Recipe,
+    Job,
+    Kernels,
+    Loss,
+    Model,
+    Offload,
+    Optimizer,
+    Precision,
+    Schedule,
+)
 from toolkit.spec.model import ModelSpec, resolve_model
 
 H100, V100, CPU = "h100-sxm-80gb", "v100-sxm-16gb", "cpu"
@@ -111,6 +123,7 @@ TRAIN = {
     "gradient_checkpointing": st.booleans() | st.floats(0, 1),
     "attention": literal(Attention),
     "loss": literal(Loss),
+    "kernels": literal(Kernels),
     "learning_rate": st.floats(1e-9, 1),
     "learning_rate_scaling": st.sampled_from(["none", "linear", "sqrt"]),
     "learning_rate_reference_batch_size": st.integers(1, 512),

@@ -100,6 +100,7 @@ def test_a_share_of_the_layers():
 
 def test_activations_on_the_cpu():
     assert "in bf16" in refused("CONSUMER_FP8", "train.precision", train={"precision": "fp8"}).message
+    refused("CONSUMER_KERNELS", "train.kernels", train={"kernels": "liger"})
     for loss in ("chunked", "liger"):
         refused("CONSUMER_LOSS", "train.loss", train={"loss": loss})
     refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})

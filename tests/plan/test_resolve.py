@@ -54,6 +54,7 @@ DEFAULTS = [
     ("deepspeed.zero_optimization.reduce_bucket_size", {"model": "llama-3.1-8b"}, MAX_REDUCE_BUCKET, "bandwidth"),
     ("deepspeed.zero_optimization.sub_group_size", {"parallel": {"offload": "optimizer-cpu-partial"}}, 25_014, "whole sub-groups"),
     ("train.optimizer", {}, "adamw", "fixed default"),
+    ("train.kernels", {}, "eager", "no extra package"),
 ]  # fmt: skip
 
 

@@ -131,6 +131,7 @@ def test_what_trainer_cannot_carry():
     refused("CONSUMER_FRACTION", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
     refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
     refused("CONSUMER_LOSS", "train.loss", train={"loss": "chunked"})
+    refused("CONSUMER_KERNELS", "train.kernels", train={"kernels": "liger"})
     refused("CONSUMER_FP8", "train.precision", train={"precision": "fp8"})
     assert "silently" in refused("CONSUMER_LIGER", "train.loss", model="gpt2", train={"loss": "liger"}).message
     for share in (True, False, 1.0, 0.0):

@@ -117,7 +117,7 @@ def check_start(plan: Plan) -> None:
     """Says before anything is written or deleted what the launch would say after.
 
     Raises:
-        PlanError: FP8_PACKAGE, LOSS_LIGER_PACKAGE.
+        PlanError: FP8_PACKAGE, LOSS_LIGER_PACKAGE, KERNELS_PACKAGE.
         RunError: As `check_launchable`.
     """
     from toolkit.launch.local import check_launchable

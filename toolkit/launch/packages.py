@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -63,6 +63,13 @@ LIGER = Package(
     wanted="loss=liger",
     instead="set train.loss to chunked",
 )
+LIGER_KERNELS = replace(
+    LIGER,
+    code="KERNELS_PACKAGE",
+    key="train.kernels",
+    wanted="kernels=liger",
+    instead="set train.kernels to eager",
+)
 
 
 def package_problems(plan: Plan) -> Iterator[Problem]:
@@ -82,6 +89,8 @@ def _needed(plan: Plan) -> Iterator[Package]:
         yield TORCHAO
     if plan.job.train.loss == "liger":
         yield LIGER
+    if plan.settings.kernels == "liger":
+        yield LIGER_KERNELS
 
 
 def quiet_torchao() -> None:

@@ -176,6 +176,8 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
         yield ADAPTER_INPUTS
     if plan.job.train.torch_compile:
         yield "torch.compile is priced as eager execution, which holds no less"
+    if plan.settings.kernels == "liger":
+        yield "fused kernels are priced as eager ones, which hold no less"
     if settings.quantized_weights:
         yield "zero_quantized_weights is priced as if gathers were not quantized"
     if allocator == "expandable":

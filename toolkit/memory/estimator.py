@@ -114,6 +114,7 @@ def trace_key(plan: Plan) -> str:
             settings.sequence_length,
             settings.precision,
             settings.attention,
+            settings.kernels,
             settings.gradient_checkpointing,
             plan.profile.activations,
         ],

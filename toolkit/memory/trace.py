@@ -44,9 +44,10 @@ from toolkit.memory.zero_linear import inputs_kept
 from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.fp8 import apply_fp8
+from toolkit.modeling.fused_kernels import find_fusable
 from toolkit.modeling.fused_loss import apply_loss
 from toolkit.plan.plan import Plan
-from toolkit.spec.job import Fp8, Lora, Loss, Packing
+from toolkit.spec.job import Fp8, Kernels, Lora, Loss, Packing
 
 __all__ = ["Parameter", "Trace", "trace", "trace_model"]
 
@@ -99,6 +100,7 @@ def trace(
         checkpointing=settings.gradient_checkpointing,
         offload_inputs=plan.profile.activations,
         loss=train.loss,
+        kernels=settings.kernels,
         lora=None if train.method == "full" else train.lora or Lora(),
         quantized=train.method == "qlora",
         marks_modules=settings.zero_stage == 3 if marks_modules is None else marks_modules,
@@ -126,6 +128,7 @@ def trace_model(
     checkpointing: float = 0.0,
     offload_inputs: bool = False,
     loss: Loss = "full",
+    kernels: Kernels = "eager",
     lora: Lora | None = None,
     quantized: bool = False,
     marks_modules: bool = False,
@@ -159,6 +162,7 @@ def trace_model(
         checkpointing: Share of the layers that recompute, 0 to 1.
         offload_inputs: Whether the inputs of those wait in host memory.
         loss: How a causal language model computes its loss.
+        kernels: Which compute norms and gated activations; all are traced as `eager`.
         lora: Adapters; None trains everything.
         quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
         marks_modules: Whether to mark the hooks of ZeRO-3.
@@ -188,6 +192,7 @@ def trace_model(
             checkpointing=checkpointing,
             offload_inputs=offload_inputs,
             loss=loss,
+            kernels=kernels,
             lora=lora,
             quantized=quantized,
             marks_modules=marks_modules,
@@ -243,6 +248,7 @@ class _Request:
     checkpointing: float
     offload_inputs: bool
     loss: Loss
+    kernels: Kernels
     lora: Lora | None
     quantized: bool
     marks_modules: bool
@@ -272,6 +278,7 @@ class _Request:
                 with unset_fake_temporarily():  # they look at numbers, or make modules without storage
                     if self.fp8 is not None:
                         apply_fp8(model, self.fp8, emulate=self.fp8_emulated)
+                    left = find_fusable(model).left if self.kernels == "liger" else ()
                     apply_loss(model, self.loss)
                     if self._needs_input_gradient:
                         model.enable_input_require_grads()
@@ -292,7 +299,12 @@ class _Request:
                 with without_packages(model) as replaced, linears:
                     tracing.run(lambda: self._step(model, running), backward=not self.evaluation)
                 padded = self.packing == "none" and self.task != "image-classification"
-                assumed = (*assumptions(model, looped), *describe(replaced), *((PADDED,) if padded else ()))
+                assumed = (
+                    *assumptions(model, looped),
+                    *describe(replaced),
+                    *((PADDED,) if padded else ()),
+                    *([f"kernels={self.kernels} leaves as they are: {', '.join(left)}"] if left else []),
+                )
                 made = _whole(model, stacks, tracing, assumed)
                 asked = looped is not None and looped.asked
                 return made and replace(

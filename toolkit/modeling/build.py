@@ -23,13 +23,15 @@ from transformers.initialization import no_init_weights
 from toolkit.errors import PlanError, SpecError
 from toolkit.groups.mpu import ModelParallelUnit
 from toolkit.groups.world import World
+from toolkit.launch.packages import LIGER_KERNELS
 from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.fp8 import apply_fp8, check_device
 from toolkit.modeling.fp8 import check_installed as check_fp8_installed
+from toolkit.modeling.fused_kernels import apply_kernels
 from toolkit.modeling.fused_loss import apply_loss
 from toolkit.modeling.initialization import initialize_weights, tie_weights
-from toolkit.modeling.liger import check_installed
+from toolkit.modeling.liger import check_installed, import_for
 from toolkit.modeling.storage import allocate
 from toolkit.modeling.weights import load_pretrained
 from toolkit.plan.plan import Plan
@@ -68,12 +70,14 @@ def build_model(
     Raises:
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
-            LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS; with tensor
-            ranks those of `apply_tensor_parallel`.
+            LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS,
+            KERNELS_PACKAGE, KERNELS_MODEL; with tensor ranks those of `apply_tensor_parallel`.
         CheckpointError: The weights do not fit the model.
     """
     if plan.job.train.loss == "liger":
         check_installed()
+    if plan.settings.kernels == "liger":
+        import_for(LIGER_KERNELS)
     if plan.settings.precision == "fp8":
         check_fp8_installed()
         check_device(device)
@@ -119,7 +123,7 @@ def _shard(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: W
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
-    """Applies adapters, float8 products, checkpointing, the loss and compilation to a built model, in that order."""
+    """Applies adapters, float8 products, kernels, checkpointing, the loss and compilation to a built model, in that order."""
     train, settings = plan.job.train, plan.settings
     model.config.use_cache = False
     adapted: Any = model
@@ -127,6 +131,7 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
         adapted = apply_lora(model, train.lora or Lora(), seed=train.seed)
     if settings.precision == "fp8":
         apply_fp8(adapted, train.fp8 or Fp8(), emulate=plan.on_cpu)
+    apply_kernels(adapted, settings.kernels)
     apply_gradient_checkpointing(
         adapted, fraction=settings.gradient_checkpointing, offload_inputs=plan.profile.activations
     )

@@ -1,25 +1,34 @@
-"""Liger's fused head and cross entropy: the Triton kernel of the optional package liger-kernel."""
+"""The optional package liger-kernel, and its Triton kernel of head and cross entropy."""
 
 from __future__ import annotations
 
 import torch
 
 from toolkit.errors import PlanError
-from toolkit.launch.packages import LIGER
+from toolkit.launch.packages import LIGER, Package
 from toolkit.modeling.linear_cross_entropy import LogitMap
 from toolkit.modeling.loss import IGNORED
 
 
 def check_installed() -> None:
-    """Imports the package.
+    """Imports the package for its loss.
 
     Raises:
         PlanError: LOSS_LIGER_PACKAGE when it, or Triton, cannot be imported.
     """
+    import_for(LIGER)
+
+
+def import_for(package: Package) -> None:
+    """Imports the package for what an entry of the optional packages says.
+
+    Raises:
+        PlanError: The entry's code when it, or Triton, cannot be imported.
+    """
     try:
         import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
     except ImportError as error:
-        raise PlanError(LIGER.problem(str(error).splitlines()[0])) from None
+        raise PlanError(package.problem(str(error).splitlines()[0])) from None
 
 
 def liger_cross_entropy(

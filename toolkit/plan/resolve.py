@@ -179,6 +179,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
         sub_group_size=_decide_sub_group(job, model, batch, chooser),
         reduce_bucket_size=_decide_bucket(job, model, zero_stage, chooser),
         sequence_parallel=_decide_sequence_parallel(job, chooser),
+        kernels=chooser.choose("train.kernels", train.kernels, "eager", "no extra package, on any device"),
     )
 
 

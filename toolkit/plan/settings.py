@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, TypeAdapter
 
 from toolkit.plan.batch import Batch
-from toolkit.spec.job import Attention, Dtype, Job, Precision
+from toolkit.spec.job import Attention, Dtype, Job, Kernels, Precision
 from toolkit.spec.values import Count, Fraction, NonNegativeCount, ZeroStage
 
 Source = Literal["job", "default", "derived", "deepspeed"]
@@ -55,6 +55,7 @@ class Settings:
         eval_steps: Steps between evaluations; None without evaluation data.
         sub_group_size: Parameters a ZeRO-3 optimizer sub-group.
         sequence_parallel: Whether tensor ranks hold pieces of the sequence between sharded layers.
+        kernels: What computes norms and gated activations.
     """
 
     batch: Batch
@@ -79,6 +80,7 @@ class Settings:
     sub_group_size: PositiveInt
     reduce_bucket_size: PositiveInt
     sequence_parallel: bool = False
+    kernels: Kernels = "eager"
 
     @property
     def dtype(self) -> Dtype:
@@ -110,6 +112,7 @@ _TAKEN = (
     "gradient_accumulation_dtype",
     "gradient_checkpointing",
     "attention",
+    "kernels",
     "min_learning_rate_ratio",
     "warmup_steps",
     "warmup_ratio",

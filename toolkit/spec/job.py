@@ -38,6 +38,7 @@ Strategy = Literal["zero", "ddp", "fsdp2"]
 Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "lion", "sgd"]
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]
+Kernels = Literal["eager", "liger"]
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
 ]
@@ -163,6 +164,8 @@ class Train(Section):
         attention: `eager` writes all scores out; `sdpa` is torch's fused kernels; `flash_attention_2` the flash-attn package.
         loss: `full` computes all logits; `chunked` computes head and cross entropy together, block by block; `liger` does
             so with the Triton kernel of the liger-kernel package.
+        kernels: `eager` runs norms and gated activations operation by operation; `liger` each in one Triton kernel of the
+            liger-kernel package.
         learning_rate: Peak, after the warm-up.
         learning_rate_scaling: Multiplies `learning_rate` by the ratio of `train_batch_size` to
             `learning_rate_reference_batch_size` (arXiv 1706.02677), or by its square root (arXiv 1404.5997).
@@ -203,6 +206,7 @@ class Train(Section):
     gradient_checkpointing: StrictBool | Fraction | None = None
     attention: Attention | None = None
     loss: Loss = "full"
+    kernels: Kernels | None = None
     learning_rate: PositiveNumber | None = None
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
     learning_rate_reference_batch_size: Count | None = None

@@ -68,6 +68,15 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             fix=f"Set train.precision to bf16, or {_OWN}",
             source="accelerate accelerator.py _prepare_deepspeed, utils/ao.py convert_model_to_fp8_ao",
         )
+    if draft.settings.kernels != "eager":
+        yield Problem(
+            code="CONSUMER_KERNELS",
+            key="train.kernels",
+            message=f"kernels={draft.settings.kernels} is applied by our own loop, to the modules of one model: {name} has no such "
+            "switch, and Liger's own patches the classes of the process, rotary embeddings too",
+            fix=f"Set train.kernels to eager, or {_OWN}",
+            source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
+        )
     yield from _loss_problems(draft, consumer)
     if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(
