@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from toolkit.errors import PlanError
-from toolkit.memory.device import Device
+from toolkit.memory.kernels import Device
 from toolkit.memory.trace import trace_model
 from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.fused_kernels import Fusable, apply_kernels, find_fusable
