@@ -30,6 +30,11 @@ def gelu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def joined_product(both: torch.Tensor) -> torch.Tensor:
+    assert both.dim() == 2, "the kernel's gradient has no other dimensions"
+    return silu_product(*both.chunk(2, -1))
+
+
 def package(calls: list[str]) -> dict[str, ModuleType]:
     """Gives modules for `sys.modules`; names of kernels that run are appended to `calls`."""
 
@@ -42,7 +47,7 @@ def package(calls: list[str]) -> dict[str, ModuleType]:
     ops.LigerRMSNormFunction = kernel("norm", rms_norm)
     ops.LigerSiLUMulFunction = kernel("swiglu", silu_product)
     ops.LigerGELUMulFunction = kernel("geglu", gelu_product)
-    ops.LigerFusedGateUpSiLUMulFunction = kernel("joined", lambda both: silu_product(*both.chunk(2, -1)))
+    ops.LigerFusedGateUpSiLUMulFunction = kernel("joined", joined_product)
     return made
 
 

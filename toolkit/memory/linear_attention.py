@@ -59,11 +59,20 @@ def describe(packages: set[str]) -> tuple[str, ...]:
 def _fallback(value: Any) -> tuple[Callable[..., Any], str] | None:
     """Gives the PyTorch code of a function that may be another package's, and the package; None for all others."""
     while isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
-        package = inspect.getclosurevars(value).nonlocals.get("package")
+        package = _closed_over(value).get("package")
         if isinstance(package, str):
             return value.__wrapped__, package
         value = value.__wrapped__
     return None
+
+
+def _closed_over(function: FunctionType) -> dict[str, Any]:
+    """Gives what a function has from the one around it; a cell may be empty, as after torch.compile's imports."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def _noting(function: Callable[..., Any], package: str, used: set[str]) -> Callable[..., Any]:

@@ -272,7 +272,10 @@ def _gated_forward(gated: Gated) -> Forward:
         return self.down_proj(multiply.apply(*self.gate_up_proj(x).chunk(2, dim=-1)))  # type: ignore[no-any-return]
 
     def joined_silu(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(LigerFusedGateUpSiLUMulFunction.apply(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        both = self.gate_up_proj(x)
+        # The kernel gives the gradient of rows, without what they were batched by.
+        product = LigerFusedGateUpSiLUMulFunction.apply(both.flatten(0, -2))
+        return self.down_proj(product.unflatten(0, both.shape[:-1]))  # type: ignore[no-any-return]
 
     if not gated.joined:
         return separate
