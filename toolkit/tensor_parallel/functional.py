@@ -133,11 +133,11 @@ class _ColumnLinears(Function):
             column, grad_TO = ctx.columns[index], grads_TO[index]
             if needs_parameters[2 * index]:
                 grad_weight = _weight_gradient(x_TI, grad_TO, transposed=column.transposed)
-                sums += _start_replica_sums(grad_weight, column, dim=1 if column.transposed else 0)
+                sums.extend(_start_replica_sums(grad_weight, column, dim=1 if column.transposed else 0))
                 grad_parameters[2 * index] = grad_weight
             if needs_parameters[2 * index + 1]:
                 grad_bias = grad_TO.sum(0)
-                sums += _start_replica_sums(grad_bias, column, dim=0)
+                sums.extend(_start_replica_sums(grad_bias, column, dim=0))
                 grad_parameters[2 * index + 1] = grad_bias
         for target, pending in sums:
             target.copy_(pending.wait())  # nothing to do where the sum was made in place
@@ -208,9 +208,14 @@ def _weight_gradient(x_TI: torch.Tensor, grad_TO: torch.Tensor, *, transposed: b
     return x_TI.t() @ grad_TO if transposed else grad_TO.t() @ x_TI
 
 
-def _start_replica_sums(grad: torch.Tensor, column: ColumnSpec, *, dim: int) -> Iterator[tuple[torch.Tensor, Pending]]:
-    """Starts to sum the gradients of heads that other ranks hold too: each has seen its own queries alone."""
+def _start_replica_sums(grad: torch.Tensor, column: ColumnSpec, *, dim: int) -> list[tuple[torch.Tensor, Pending]]:
+    """Starts to sum the gradients of heads that other ranks hold too: each has seen its own queries alone.
+
+    A list, since torch 2.11 compiles no generator here.
+    """
+    started = []
     for own in column.replicated:
         assert column.replica_group is not None, "a layout with replicated heads comes with their group"
         target = grad.narrow(dim, own.start, len(own))
-        yield target, start_all_reduce(target.contiguous(), group=column.replica_group)
+        started.append((target, start_all_reduce(target.contiguous(), group=column.replica_group)))
+    return started
