@@ -1,0 +1,56 @@
+"""The estimate of tensor ranks against runs of `benchmarks/tensor_parallel.py` on two H200s: every phase, to the printed digit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit as tk
+from toolkit.spec.model import read_catalogue_model
+from toolkit.units import GIB
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "tensor-2xh200.jsonl"
+# Fused and compiled layers are priced as eager ones.
+EAGER = {
+    row["case"]: row
+    for row in map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
+    if row["case"].startswith("toolkit:") and "kernels" not in row["case"]
+}
+FUSED = [
+    row
+    for row in map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
+    if row["case"].startswith("toolkit:") and "kernels" in row["case"]
+]
+
+
+def report_of(row: dict[str, Any], folder: Path) -> Any:
+    config = dict(read_catalogue_model(row["model"]).config) | {"num_hidden_layers": row["layers"]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    job = {
+        "model": {"name": str(folder), "init": "random"},
+        "cluster": {"gpu": "h200-sxm-141gb", "gpus_per_node": 2},
+        "train": {
+            "sequence_length": 4096,
+            "per_device_train_batch_size": 4,
+            "gradient_checkpointing": "checkpointing=1" in row["case"],
+            "weight_decay": 0.1,
+        },
+        "parallel": {"zero_stage": 1, "tensor": row["tp"]},
+    }
+    return tk.estimate(tk.resolve(tk.Job.model_validate(job)))
+
+
+@pytest.mark.parametrize("case", EAGER)
+def test_each_phase_is_that_of_the_card(case: str, tmp_path: Path) -> None:
+    row = EAGER[case]
+    phases = report_of(row, tmp_path).fullest.phases
+    for name, gib in row["phases_gib"].items():
+        assert phases[name].allocated_bytes / GIB == pytest.approx(gib["measured"], abs=0.02), name
+
+
+def test_what_is_fused_takes_no_more_than_is_foreseen() -> None:
+    assert len(FUSED) >= 3
+    assert all(row["peak_allocated_gib"] <= row["predicted_peak_gib"] for row in FUSED)
