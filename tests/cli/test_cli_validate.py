@@ -88,7 +88,7 @@ def test_every_problem_at_once(folder, capsys):
     )
     assert validate(*sets) == 2
     found = codes(capsys)
-    for code in ("WARMUP_LENGTH", "PARALLEL_SIZE", "GRID_WORLD", "DATA_NOT_FOUND", "DATA_LOSS_ON"):
+    for code in ("WARMUP_LENGTH", "TP_HEADS", "GRID_WORLD", "DATA_NOT_FOUND", "DATA_LOSS_ON"):
         assert code in found
     assert len(found) == len(set(found))
 
