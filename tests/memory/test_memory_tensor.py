@@ -41,6 +41,13 @@ LORA_ZERO3 = {"marks_modules": True, "keeps_inputs": True}
         ("llama", "plain", 4, {}),  # two ranks hold each key head
         ("llama", "LoRA with checkpointing", 2, LORA_ZERO3),
         ("llama", "ZeRO-3 with checkpointing", 2, {"sequence_parallel": True}),
+        (
+            "llama",
+            "LoRA with checkpointing",
+            2,
+            {**LORA_ZERO3, "sequence_parallel": True},
+        ),  # norms frozen under their hooks
+        ("gemma3_text", "LoRA with checkpointing", 2, LORA_ZERO3),  # those of query and key heads
         ("qwen3_moe", "plain", 2, {"sequence_parallel": True}),
         ("gpt2", "ZeRO-3", 2, {}),  # draws dropout for shards
         ("opt", "ZeRO-3", 4, {}),
@@ -251,6 +258,7 @@ def test_strategies_with_tensor_ranks_have_names():
     assert sharded.values["parallel.tensor"] == 2
     assert sharded.values["train.gradient_checkpointing"] is False
     assert ddp.values["parallel.tensor"] == 1, "DDP knows none"
+    assert ddp.values["parallel.sequence_parallel"] is None
     for name in ("ddp-tp2", "zero1-tp0", "tp2"):
         with pytest.raises(Exception, match="COMPARE_STRATEGY"):
             read_strategies(name)

@@ -19,10 +19,11 @@ PROBE = "probe.safetensors"
 NUM_TOKENS = 16
 
 
-def probe_tokens(vocab_size: int) -> torch.Tensor:
-    """Gives the token ids, spread over the vocabulary. Shape (1, 16), int64."""
+def probe_tokens(vocab_size: int, *, num_pieces: int = 1) -> torch.Tensor:
+    """Gives the token ids, spread over the vocabulary, as many as `num_pieces` divides. Shape (1, 16 or more), int64."""
+    count = -(-NUM_TOKENS // num_pieces) * num_pieces
     # 7919 is prime, so the ids are distinct and from all over.
-    return (torch.arange(NUM_TOKENS) * 7919 + 11).remainder(vocab_size).unsqueeze(0)
+    return (torch.arange(count) * 7919 + 11).remainder(vocab_size).unsqueeze(0)
 
 
 def record_probe(run: Run, folder: Path) -> None:
@@ -33,7 +34,8 @@ def record_probe(run: Run, folder: Path) -> None:
     Collectives:
         Those of a forward pass under ZeRO-3; an all-gather of the scores over the tensor group.
     """
-    ids_BS = probe_tokens(run.plan.model.vocab_size)
+    num_pieces = run.world.grid.tp if run.plan.settings.sequence_parallel else 1
+    ids_BS = probe_tokens(run.plan.model.vocab_size, num_pieces=num_pieces)
     run.engine.eval()
     try:
         with torch.no_grad(), without_fp8(run.model):

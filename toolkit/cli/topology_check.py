@@ -68,7 +68,7 @@ def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_secon
     argv += ["--log-dir", str(folder), "--result", str(written)]
     outcome = launch_ranks(argv, num_ranks=num_ranks, backend=backend, log_dir=folder)
     result = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else None
-    if result is None:  # what is printed points to the logs, which stay
+    if result is None or (result["passed"] and outcome.exit_code):  # what is printed points to the logs, which stay
         print_failure(outcome)
         if as_json and outcome.failure is not None:
             print_problems(outcome.failure.problems, as_json=True)

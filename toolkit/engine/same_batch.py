@@ -46,5 +46,5 @@ def _digest(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
         for name in sorted(batch):
             value = batch[name].detach().cpu().contiguous()
             digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-            digest.update(value.view(torch.uint8).numpy().tobytes())
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -184,7 +184,7 @@ def _check_size(grid: Grid, identity: WorkerIdentity) -> None:
     if identity.world_size != grid.world_size:
         raise PlanError.of(
             code="WORLD_SIZE",
-            key="topology",
+            key="cluster.gpus_per_node",
             message=f"the launcher started {identity.world_size} process{'es' if identity.world_size > 1 else ''}, the grid "
             f"has {grid.world_size} ranks",
             fix=f"Start {grid.world_size} processes, or give sizes whose product is {identity.world_size}",
@@ -207,6 +207,8 @@ def _meet(rank: int, *, timeout_seconds: float) -> Store:
             "has not started there, or the network lets nobody through",
             fix="Check that rank 0's machine has this name and that its firewall lets the other machines in",
         ) from error
+    # A group that waits for a rank waits on the store; the watch must speak before the store gives up.
+    store.set_timeout(timedelta(seconds=_GROUP_PATIENCE * timeout_seconds))
     return cast("Store", store)
 
 

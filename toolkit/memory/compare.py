@@ -100,6 +100,8 @@ def _strategy(name: str) -> Strategy:
     }
     if tensor is not None or not base.startswith("zero"):  # DDP and FSDP2 know no tensor ranks
         values["parallel.tensor"] = tensor or 1
+        if values["parallel.tensor"] == 1:
+            values["parallel.sequence_parallel"] = None
     for suffix in suffixes:
         values |= _SUFFIXES[suffix]
     return Strategy(name=name, values=values)

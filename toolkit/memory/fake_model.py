@@ -18,6 +18,7 @@ from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.build import construct, decoder_layers
 from toolkit.spec.job import Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
+from toolkit.tensor_parallel.gradient_sums import carry_hooks
 from toolkit.tensor_parallel.tables import styles_for
 
 
@@ -74,8 +75,7 @@ def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 empty = torch.empty_like(parameter, device="cpu", dtype=kind, requires_grad=False)
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                for hook in (parameter._backward_hooks or {}).values():
-                    made[id(parameter)].register_hook(hook)
+                carry_hooks(parameter, made[id(parameter)])
             module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:

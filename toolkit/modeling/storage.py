@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.tensor_parallel.gradient_sums import carry_hooks
+
 
 def allocate(
     model: nn.Module,
@@ -64,6 +66,5 @@ def _weight_like(weight: nn.Parameter, device: torch.device, partition: Any) -> 
     dtype = partition.dtype if partition is not None and weight.is_floating_point() else weight.dtype
     made = nn.Parameter(torch.empty_like(weight, dtype=dtype, device=device), requires_grad=weight.requires_grad)
     made.__dict__.update(weight.__dict__)
-    for hook in (weight._backward_hooks or {}).values():
-        made.register_hook(hook)  # type: ignore[no-untyped-call]
+    carry_hooks(weight, made)
     return made

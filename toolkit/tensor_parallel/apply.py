@@ -198,7 +198,13 @@ class _Builder:
             case Vocabulary():
                 return ColumnParallelLinear(module, layout, tp_group=self._group)
             case FeatureNorm():
-                return ParallelRMSNorm(module, layout, tp_group=self._group, replica_group=self._replica_group)
+                return ParallelRMSNorm(
+                    module,
+                    layout,
+                    tp_group=self._group,
+                    replica_group=self._replica_group,
+                    rounds_before_weight=style.rounds_before_weight,
+                )
         return ColumnParallelLinear(module, layout, tp_group=self._group, replica_group=self._replica_group)
 
     def _localise(self, module: Any, style: Attention) -> None:

@@ -167,7 +167,7 @@ def _refused(model: nn.Module, reasons: list[_Reason]) -> PlanError:
     told = {(pattern_of(name), why): f"{name} {why}".strip() for name, why in reversed(reasons)}
     return PlanError.of(
         code="TP_SEQUENCE_ARCHITECTURE",
-        key="parallel.tensor",
+        key="parallel.sequence_parallel",
         message=f"sequence parallelism of {type(model).__name__} is not possible: {join(reversed(told.values()))}",
-        fix="Turn sequence parallelism off",
+        fix="Set parallel.sequence_parallel to false; in a script of your own, leave sequence_parallel out",
     )

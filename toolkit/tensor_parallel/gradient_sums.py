@@ -45,6 +45,16 @@ def register_gradient_sums(model: nn.Module) -> None:
         _register(module)
 
 
+def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Gives a parameter that takes the place of another its gradient hooks; one that is frozen has no gradient to sum."""
+    if not new.requires_grad:
+        return
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)  # type: ignore[no-untyped-call]
+    if hasattr(old, _HOOKED):
+        setattr(new, _HOOKED, True)
+
+
 def summed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Gives the whole parameters of a sharded model whose gradients are summed over ranks, by name."""
     return {

@@ -3,7 +3,8 @@
 D: features, d: those on this rank.
 
 Source:
-    arXiv 1910.07467; transformers models/olmoe/modeling_olmoe.py OlmoeAttention.
+    arXiv 1910.07467; transformers models/olmoe/modeling_olmoe.py OlmoeRMSNorm, models/olmo2/modeling_olmo2.py
+    Olmo2RMSNorm.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class ParallelRMSNorm(nn.Module):
         layout: Of its features.
         tp_group: Ranks that hold the others.
         replica_group: Ranks that hold the same features as this one, where there are fewer heads than ranks.
+        rounds_before_weight: As OLMoE's; OLMo 2 and 3 round once, at the end.
 
     Collectives:
         forward: all-reduce of 4 bytes a token; backward: as much, and all-reduce of replicated weights' gradients.
@@ -45,9 +47,11 @@ class ParallelRMSNorm(nn.Module):
         *,
         tp_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None = None,
+        rounds_before_weight: bool = False,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
+        self.rounds_before_weight = rounds_before_weight
         self.shards = norm_shards(layout)
         self.weight = sharded_parameter(dense.get_parameter("weight"), self.shards["weight"], tp_group=tp_group)
         self.variance_epsilon = float(dense.variance_epsilon)  # type: ignore[arg-type]
@@ -62,7 +66,10 @@ class ParallelRMSNorm(nn.Module):
         scaled_d = x_d.float()
         squares_1 = reduce_from_region(scaled_d.square().sum(-1, keepdim=True), tp_group=self.tp_group)
         mean_1 = copy_to_region(squares_1, tp_group=self.tp_group) / self._counted_features
-        return (self.weight * scaled_d * torch.rsqrt(mean_1 + self.variance_epsilon)).to(x_d.dtype)
+        normed_d = scaled_d * torch.rsqrt(mean_1 + self.variance_epsilon)
+        if self.rounds_before_weight:
+            return self.weight * normed_d.to(x_d.dtype)
+        return (self.weight * normed_d).to(x_d.dtype)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.variance_epsilon}, rank {self.tp_group.rank()} of {self.tp_group.size()}"

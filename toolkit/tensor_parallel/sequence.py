@@ -94,8 +94,8 @@ def _check_length(length: int, num_ranks: int) -> None:
     if length % num_ranks:
         raise PlanError.of(
             code="TP_SEQUENCE",
-            key="parallel.tensor",
+            key="parallel.sequence_parallel",
             message=f"tensor={num_ranks} does not divide a sequence of {length} tokens: with sequence parallelism each rank holds "
             "an equal piece",
-            fix=f"Pad sequences to a multiple of {num_ranks}, or turn sequence parallelism off",
+            fix=f"Pad sequences to a multiple of {num_ranks}, or set parallel.sequence_parallel to false",
         )

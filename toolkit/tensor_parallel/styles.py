@@ -88,9 +88,15 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureNorm:
-    """An RMS norm over all of the features that a column deals out, not over those of one head."""
+    """An RMS norm over all of the features that a column deals out, not over those of one head.
+
+    Args:
+        part: What those features are.
+        rounds_before_weight: Whether the normed features are rounded to their type before the weight multiplies them.
+    """
 
     part: Feature
+    rounds_before_weight: bool = False
 
     def layout(self, length: int, heads: Heads) -> Layout:
         """Gives the layout of `length` features; ValueError as `Column.layout`."""

@@ -80,22 +80,28 @@ _PHI3: Mapping[str, Style] = {
 
 
 # Norms over all heads, for which transformers' plan computes the whole attention on each rank.
-_NORMED_ATTENTION: Mapping[str, Style] = {
-    "model.layers.*.self_attn": Attention(ratio=("num_key_value_groups",)),
-    "model.layers.*.self_attn.q_proj": QUERY,
-    "model.layers.*.self_attn.k_proj": KEY_VALUE,
-    "model.layers.*.self_attn.v_proj": KEY_VALUE,
-    "model.layers.*.self_attn.o_proj": ATTENTION_ROW,
-    "model.layers.*.self_attn.q_norm": FeatureNorm(part="query"),
-    "model.layers.*.self_attn.k_norm": FeatureNorm(part="key_value"),
-}
+def _normed_attention(*, rounds_before_weight: bool) -> Mapping[str, Style]:
+    return {
+        "model.layers.*.self_attn": Attention(ratio=("num_key_value_groups",)),
+        "model.layers.*.self_attn.q_proj": QUERY,
+        "model.layers.*.self_attn.k_proj": KEY_VALUE,
+        "model.layers.*.self_attn.v_proj": KEY_VALUE,
+        "model.layers.*.self_attn.o_proj": ATTENTION_ROW,
+        "model.layers.*.self_attn.q_norm": FeatureNorm(part="query", rounds_before_weight=rounds_before_weight),
+        "model.layers.*.self_attn.k_norm": FeatureNorm(part="key_value", rounds_before_weight=rounds_before_weight),
+    }
+
+
 _OLMO2: Mapping[str, Style] = {
-    **_NORMED_ATTENTION,
+    **_normed_attention(rounds_before_weight=False),
     "model.layers.*.mlp.gate_proj": WIDTH,
     "model.layers.*.mlp.up_proj": WIDTH,
     "model.layers.*.mlp.down_proj": WIDTH_ROW,
 }
-_OLMOE: Mapping[str, Style] = {**_NORMED_ATTENTION, "model.layers.*.mlp.experts": Experts()}
+_OLMOE: Mapping[str, Style] = {
+    **_normed_attention(rounds_before_weight=True),
+    "model.layers.*.mlp.experts": Experts(),
+}
 
 
 def _falcon(*, interleaved: bool) -> Mapping[str, Style]:

@@ -52,13 +52,15 @@ def whole_heads(draft: Draft) -> Iterator[Problem]:
     valid = [n for n in divisors(query) if key_value % n == 0 or n % key_value == 0]
     if model.model_type in FUSED_MODEL_TYPES:
         valid = [n for n in valid if key_value % n == 0]
-    valid = [n for n in valid if model.intermediate_size % n == 0]
+    name, width, multiple = _inner_width(draft)
+    valid = [n for n in valid if width % n == 0 and width // n % multiple == 0]
     if size in valid:
         return
     if query % size:
         name, number, why = "num_attention_heads", query, "a rank must own whole heads"
-    elif model.intermediate_size % size:
-        name, number, why = "intermediate_size", model.intermediate_size, "each rank holds equally many features"
+    elif width % size or width // size % multiple:
+        number, why = width, "each rank holds equally many features"
+        why += f", of experts a multiple of {multiple}, as their kernels want" if multiple > 1 else ""
     elif key_value % size and size % key_value:
         name, number, why = "num_key_value_heads", key_value, "a key head must lie on equally many ranks as the others"
     else:
@@ -73,6 +75,16 @@ def whole_heads(draft: Draft) -> Iterator[Problem]:
         message=f"tensor={size} does not divide {name}={number}: {why}",
         fix=f"Set tensor to one of {join(valid)}",
     )
+
+
+def _inner_width(draft: Draft) -> tuple[str, int, int]:
+    """Gives the name and length of what the ranks share of a feed-forward layer, and what a rank's share is a multiple of."""
+    model = draft.model
+    if not model.num_experts:
+        return "intermediate_size", model.intermediate_size, 1
+    name = "moe_intermediate_size" if model.config.get("moe_intermediate_size") else "intermediate_size"
+    # toolkit.tensor_parallel.check: 16 bytes, for torch.nn.functional.grouped_mm.
+    return name, int(model.config.get(name) or model.intermediate_size), 4 if draft.settings.dtype == "fp32" else 8
 
 
 def known_styles(draft: Draft) -> Iterator[Problem]:
