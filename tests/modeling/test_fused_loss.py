@@ -105,7 +105,7 @@ def test_adapters(lora):
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_B" in name:
-                weight.normal_()
+                weight.normal_(std=0.3)  # fp32 sums of numbers near 1
     compare(adapted)
 
 
