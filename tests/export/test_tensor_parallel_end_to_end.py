@@ -15,6 +15,7 @@ from toolkit.export.checkpoint import logits_difference
 pytestmark = pytest.mark.gloo
 
 
+@pytest.mark.full  # of its steps the default run takes each: training, saving, resuming, exporting
 def test_a_run_of_tensor_ranks_from_start_to_export(tmp_path: Path) -> None:
     root = write_inputs(tmp_path, architecture="llama", vocab_size=323, attention_dropout=0.1)
     job = write_job(

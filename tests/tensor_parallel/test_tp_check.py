@@ -278,7 +278,7 @@ def test_a_table_of_one_s_own_may_lie_in_pieces() -> None:
 )
 def test_a_table_whose_sequence_cannot_lie_in_pieces(table: dict[str, Style], words: str) -> None:
     [(code, key, text)] = in_pieces(Model(), table)
-    assert (code, key) == ("TP_SEQUENCE_ARCHITECTURE", "parallel.tensor")
+    assert (code, key) == ("TP_SEQUENCE_ARCHITECTURE", "parallel.sequence_parallel")
     assert "sequence parallelism of Model is not possible" in text
     assert words in text
 
