@@ -21,13 +21,22 @@ _ops: Any = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """The result of a collective that may still run: only `wait` gives a tensor that may be read."""
+    """The result of a collective that may still run: only `wait` gives a tensor that may be read.
+
+    Args:
+        tensor: What the collective writes.
+        stacked: Tensors that it holds one behind the other along the first dimension.
+        dim: Dimension along which they are to be joined.
+    """
 
     tensor: torch.Tensor
+    stacked: int = 1
+    dim: int = 0
 
     def wait(self) -> torch.Tensor:
         """Gives the result; on a card the current stream waits, not the host."""
-        return _ops.wait_tensor(self.tensor)  # type: ignore[no-any-return]
+        done: torch.Tensor = _ops.wait_tensor(self.tensor)
+        return done if self.dim == 0 else torch.cat(done.chunk(self.stacked), self.dim)
 
 
 def start_all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> Pending:
@@ -48,19 +57,28 @@ def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction 
     return Pending(tensor=_ops.all_reduce(tensor.contiguous(), op, group.group_name)).wait()
 
 
+def start_all_gather(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> Pending:
+    """Starts to join the ranks' tensors, which have one shape, along `dim` in rank order."""
+    size = group.size()
+    gathered = _ops.all_gather_into_tensor(tensor.contiguous(), size, group.group_name)
+    return Pending(tensor=gathered, stacked=size, dim=dim % tensor.dim())
+
+
 def all_gather(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Gives the ranks' tensors, which have one shape, joined along `dim` in rank order."""
+    return start_all_gather(tensor, dim=dim, group=group).wait()
+
+
+def start_reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> Pending:
+    """Starts to give rank r the r-th of equal pieces, along `dim`, of the sum of the ranks' tensors."""
     size = group.size()
-    gathered = Pending(tensor=_ops.all_gather_into_tensor(tensor.contiguous(), size, group.group_name)).wait()
-    return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
+    laid_out = tensor if dim % tensor.dim() == 0 else torch.cat(equal_pieces(tensor, size, dim=dim))
+    return Pending(tensor=_ops.reduce_scatter_tensor(laid_out.contiguous(), "sum", size, group.group_name))
 
 
 def reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Gives rank r the r-th of equal pieces, along `dim`, of the sum of the ranks' tensors."""
-    size = group.size()
-    laid_out = tensor if dim == 0 else torch.cat(equal_pieces(tensor, size, dim=dim))
-    scattered = _ops.reduce_scatter_tensor(laid_out.contiguous(), "sum", size, group.group_name)
-    return Pending(tensor=scattered).wait()
+    return start_reduce_scatter(tensor, dim=dim, group=group).wait()
 
 
 def broadcast(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -23,8 +23,8 @@ from toolkit.modeling.initialization import module_seed
 from toolkit.tensor_parallel.gradient_sums import sum_gradients
 from toolkit.tensor_parallel.layout import Shard
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
-from toolkit.tensor_parallel.pieces import SEQUENCE_DIM
 from toolkit.tensor_parallel.regions import (
+    SEQUENCE_DIM,
     copy_to_region,
     gather_from_sequence,
     reduce_from_region,

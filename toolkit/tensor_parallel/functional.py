@@ -18,8 +18,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from toolkit.groups.collectives import Pending, start_all_reduce
-from toolkit.tensor_parallel.pieces import start_gather, start_reduce_scatter
+from toolkit.groups.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from toolkit.tensor_parallel.regions import SEQUENCE_DIM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,9 @@ class _ColumnLinears(Function):
         needs_parameters: tuple[bool, ...] = ctx.needs_input_grad[_FIRST_PARAMETER:]
         gathering = None
         if ctx.whole_shape is not None and any(needs_parameters[2 * index] for index in read):
-            gathering = start_gather(x, tp_group=ctx.group)  # beside the product of the input's gradient
+            gathering = start_all_gather(
+                x, dim=SEQUENCE_DIM, group=ctx.group
+            )  # beside the product of the input's gradient
         finish_grad_x = _start_input_gradient(ctx, weights, grads_TO) if needs_x else None
         x_TI = (x if gathering is None else gathering.wait()).flatten(0, -2)
         grad_parameters: list[torch.Tensor | None] = [None] * (2 * len(weights))
@@ -163,7 +165,11 @@ class _RowLinear(Function):
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.group, ctx.to_piece = transposed, group, to_piece
         partial = functional.linear(x, weight.t() if transposed else weight)
-        reducing = start_reduce_scatter(partial, tp_group=group) if to_piece else start_all_reduce(partial, group=group)
+        reducing = (
+            start_reduce_scatter(partial, dim=SEQUENCE_DIM, group=group)
+            if to_piece
+            else start_all_reduce(partial, group=group)
+        )
         y = reducing.wait()
         return y if bias is None else y.add_(bias)
 
@@ -172,7 +178,7 @@ class _RowLinear(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad = start_gather(grads[0], tp_group=ctx.group).wait() if ctx.to_piece else grads[0]
+        grad = start_all_gather(grads[0], dim=SEQUENCE_DIM, group=ctx.group).wait() if ctx.to_piece else grads[0]
         grad_TO = grad.flatten(0, -2)
         grad_x = grad_weight = None
         if needs_x:
@@ -188,7 +194,7 @@ def _start_input_gradient(
     """Starts to sum the gradient of the columns' input over the ranks; gives what waits for it."""
     partial_TI = _input_gradient(ctx.columns, weights, grads_TO)
     if ctx.whole_shape is not None:
-        return start_reduce_scatter(partial_TI.view(ctx.whole_shape), tp_group=ctx.group).wait
+        return start_reduce_scatter(partial_TI.view(ctx.whole_shape), dim=SEQUENCE_DIM, group=ctx.group).wait
     return start_all_reduce(partial_TI, group=ctx.group).wait if ctx.reduces else lambda: partial_TI
 
 

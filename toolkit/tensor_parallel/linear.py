@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.groups.collectives import start_all_gather
 from toolkit.tensor_parallel.functional import ColumnSpec, column_linears, row_linear
 from toolkit.tensor_parallel.layout import Layout, Shard
-from toolkit.tensor_parallel.pieces import SEQUENCE_DIM, start_gather
-from toolkit.tensor_parallel.regions import gather_from_sequence
+from toolkit.tensor_parallel.regions import SEQUENCE_DIM, gather_from_sequence
 
 Reads = Literal["whole", "piece", "gathered"]
 
@@ -188,7 +188,7 @@ class SharedInput:
         if self.reads == "whole":
             return column_linears(x, specs, parameters, tp_group=group)
         if self.reads == "piece":
-            whole = start_gather(x.detach(), tp_group=group).wait()
+            whole = start_all_gather(x.detach(), dim=SEQUENCE_DIM, group=group).wait()
             return column_linears(x, specs, parameters, tp_group=group, whole=whole)
         if known is not None and known.whole is x and known.version == _version(x):
             return column_linears(known.piece, specs, parameters, tp_group=group, whole=x.detach())

@@ -28,6 +28,9 @@ from torch.autograd import Function
 
 from toolkit.groups.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter
 
+# The sequence is the dimension before the features.
+SEQUENCE_DIM = -2
+
 
 def copy_to_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
     """Gives `x` as it is; its gradient is the sum of what the ranks' shards ask for.

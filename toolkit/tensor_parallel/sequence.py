@@ -22,9 +22,8 @@ from toolkit.errors import PlanError
 from toolkit.tensor_parallel.decoder import Decoder
 from toolkit.tensor_parallel.gradient_sums import sum_gradients
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, share_input
-from toolkit.tensor_parallel.pieces import SEQUENCE_DIM
 from toolkit.tensor_parallel.random_state import RandomRegion
-from toolkit.tensor_parallel.regions import gather_from_region, scatter_to_region
+from toolkit.tensor_parallel.regions import SEQUENCE_DIM, gather_from_region, scatter_to_region
 from toolkit.tensor_parallel.styles import Style, regions
 
 
