@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -152,6 +154,21 @@ def train_with_engine(rank: int, plan: Plan, packing: str, steps: int) -> Course
             if step in (0, steps - 1):
                 snapshots.append(full_weights(run.model, run.world))
     return Course(losses=losses, norms=norms, first=snapshots[0], last=snapshots[1])
+
+
+def train_all(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, arguments in plans.items():
+        try:
+            results[name] = train_with_engine(rank, *arguments)
+        except Exception:  # reported by the test of this case; the ranks fail alike
+            results[name] = traceback.format_exc()
+    return results
+
+
+def arguments_of(cases: Mapping[str, Case]) -> dict[str, tuple[Plan, str, int]]:
+    """What `train_all` takes."""
+    return {name: (case.plan(), case.packing, case.steps) for name, case in cases.items()}
 
 
 def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from courses import CLOSE, NEAR, Case, Course, largest_difference, reference, train_with_engine
+from courses import CLOSE, NEAR, Case, Course, arguments_of, largest_difference, reference, train_all
 from distributed import run_distributed
 from tiny_plans import RANKS
 
@@ -70,24 +70,15 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 
 
-def train_all(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, Any]:
-    import traceback
-
+def train_in_blocks(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, Any]:
     # Several blocks of the vocabulary and several chunks of tokens, small as the model is.
     linear_cross_entropy.LEAST_ROWS, linear_cross_entropy.BLOCK_ELEMENTS = 8, 640
-    results: dict[str, Any] = {}
-    for name, arguments in plans.items():
-        try:
-            results[name] = train_with_engine(rank, *arguments)
-        except Exception:  # reported by the test of this case; the ranks fail alike
-            results[name] = traceback.format_exc()
-    return results
+    return train_all(rank, plans)
 
 
 @pytest.fixture(scope="module")
 def courses() -> list[dict[str, Any]]:
-    plans = {name: (case.plan(), case.packing, case.steps) for name, case in CASES.items()}
-    return run_distributed(train_all, RANKS, plans)
+    return run_distributed(train_in_blocks, RANKS, arguments_of(CASES))
 
 
 def course_of(courses: list[dict[str, Any]], rank: int, name: str) -> Course:

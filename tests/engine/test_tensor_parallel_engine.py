@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import traceback
 from typing import Any
 
 import pytest
 import tiny_models
-from courses import CLOSE, NEAR, Case, Course, largest_difference, reference, train_with_engine
+from courses import CLOSE, NEAR, Case, Course, arguments_of, largest_difference, reference, train_all
 from distributed import run_distributed
 from tiny_plans import step_batches
 
@@ -104,20 +103,9 @@ def product_cases() -> dict[str, Case]:
     return made
 
 
-def train_all(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name, arguments in plans.items():
-        try:
-            results[name] = train_with_engine(rank, *arguments)
-        except Exception:  # reported by the test of this case; the ranks fail alike
-            results[name] = traceback.format_exc()
-    return results
-
-
 @pytest.fixture(scope="module")
 def courses() -> list[dict[str, Any]]:
-    plans = {name: (case.plan(), case.packing, case.steps) for name, case in CASES.items()}
-    return run_distributed(train_all, RANKS, plans)
+    return run_distributed(train_all, RANKS, arguments_of(CASES))
 
 
 @pytest.mark.gloo
@@ -131,8 +119,7 @@ def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) ->
 @pytest.mark.timeout(3600)
 def test_every_architecture_trains_as_plain_torch_does() -> None:
     chosen = product_cases()
-    plans = {name: (case.plan(), case.packing, case.steps) for name, case in chosen.items()}
-    found = run_distributed(train_all, RANKS, plans, timeout_seconds=3600)
+    found = run_distributed(train_all, RANKS, arguments_of(chosen), timeout_seconds=3600)
     failed = []
     for name, case in chosen.items():
         try:
