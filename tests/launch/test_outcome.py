@@ -127,7 +127,7 @@ def test_the_last_lines_of_a_silent_rank_are_shown(tmp_path):
     assert "exit code 7" in failure.describe()
 
 
-@pytest.mark.parametrize("status", [0, 130, -signal.SIGINT, -signal.SIGTERM])
+@pytest.mark.parametrize("status", [0, 130, -signal.SIGINT, -signal.SIGTERM, 1])
 def test_an_interrupt_is_no_failure(tmp_path, status):
     outcome = conclude([ended(0, status)], log_dir=tmp_path, interrupted=True)
     assert (outcome.exit_code, outcome.interrupted, outcome.failure) == (130, True, None)

@@ -21,6 +21,9 @@ _LAST_LINES = 20
 _TAIL_BYTES = 16 * 1024
 # Peers of a rank that is killed can report "connection reset" before its end is seen here.
 _SILENT_DEATH_ALLOWANCE_SECONDS = 0.5
+# An interpreter that SIGINT reaches while it starts ends with 1, not by the signal. Scripts that catch the interrupt
+# often do too. What `toolkit train` raises is written down, whatever its exit code.
+_PYTHON_INTERRUPTED_AT_START = 1
 _SIGNAL_FIXES = {
     signal.SIGKILL: "Most often this is the kernel's out-of-memory killer: look for it in `dmesg`, and compare the "
     "host's RAM with what parallel.offload keeps there (`toolkit validate JOB --explain`)",
@@ -194,7 +197,8 @@ def _has_failed(worker: EndedWorker, error: WorkerError | None, *, interrupted: 
         return False
     if error is not None and error.kind != KeyboardInterrupt.__name__:
         return True
-    return not worker.was_stopped and not (interrupted and ended_by_interrupt(worker.status))
+    obeyed = ended_by_interrupt(worker.status) or (error is None and worker.status == _PYTHON_INTERRUPTED_AT_START)
+    return not worker.was_stopped and not (interrupted and obeyed)
 
 
 def _failed_at(worker: EndedWorker, error: WorkerError | None) -> float:
