@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -107,3 +107,6 @@ NonNegativeNumber = Annotated[float, Field(ge=0, le=MAX_FLOAT32, allow_inf_nan=F
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+
+# Orders in which a pipeline's stages work through the micro-batches of a step; `toolkit.schedule` builds them.
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]

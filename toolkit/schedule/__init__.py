@@ -1,0 +1,41 @@
+"""Pipeline schedules: who computes what in which order, proven on paper; and the cut of layers into stages."""
+
+from toolkit.schedule.build import SCHEDULES, build_schedule
+from toolkit.schedule.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Instruction,
+    Message,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
+from toolkit.schedule.messages import actions
+from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.simulate import Durations, Span, Timeline, simulate
+
+__all__ = [
+    "SCHEDULES",
+    "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Compute",
+    "Durations",
+    "Forward",
+    "Instruction",
+    "Message",
+    "ReceiveActivation",
+    "ReceiveGradient",
+    "Schedule",
+    "SendActivation",
+    "SendGradient",
+    "Span",
+    "Timeline",
+    "actions",
+    "build_schedule",
+    "simulate",
+]
