@@ -16,7 +16,7 @@ from toolkit.schedule.instructions import (
     SendGradient,
 )
 from toolkit.schedule.messages import actions
-from toolkit.schedule.partition import StageMemory, check_partition, partition, stage_layers, uniform_partition
+from toolkit.schedule.partitioning import StageMemory, check_partition, partition, stage_layers, uniform_partition
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.simulate import Durations, Span, Timeline, simulate
 

@@ -52,11 +52,12 @@ def idle_time(
 ) -> float | None:
     """Gives how long each rank idles in a step, in closed form; None where there is none.
 
-    With fewer micro-batches than ranks every round has a gap as well. For ZB-H1 there is no closed form then if it has
-    several chunks, nor where the weights' gradient takes longer than the input's, which delays the stage before.
+    ZB-H1's form in its paper is (pp - 1)(F + B - W), of forward, input's and weights' gradient. It fills W of each gap, which
+    must be the shortest of the three: a longer W delays the stages before, and fills no more than the others do. With
+    fewer micro-batches than ranks there is less to fill with, and every round of several chunks has a gap as well.
 
     Source:
-        arXiv 2104.04473, sections 2.2.1 and 2.2.2; arXiv 2401.10241, table 1.
+        arXiv 2104.04473, sections 2.2.1 and 2.2.2; arXiv 2401.10241, table 1. The rest follows from runs on paper.
     """
     whole = durations.forward + durations.backward_input + durations.backward_weight
     missing = max(0, pp - micro_batches)
@@ -64,7 +65,8 @@ def idle_time(
         return (pp - 1) * whole
     if name == "interleaved":
         return (pp - 1) * whole + missing * (virtual_stages - 1) * whole
-    if durations.backward_weight > durations.backward_input or (missing and virtual_stages > 1):
+    if missing and virtual_stages > 1:
         return None
     unfilled = (pp - 1) * (durations.forward + durations.backward_input)
-    return unfilled - (min(pp, micro_batches) - 1) * durations.backward_weight
+    filled = min(durations.forward, durations.backward_input, durations.backward_weight)
+    return unfilled - (min(pp, micro_batches) - 1) * filled

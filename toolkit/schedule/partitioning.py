@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import lcm
 from typing import TypeAlias
 
 from toolkit.errors import PlanError
@@ -13,9 +14,6 @@ from toolkit.units import format_bytes
 StageMemory: TypeAlias = Callable[[int, int, int], float]
 # Cost of a run of layers on a stage, or None where the stage cannot hold it; a longer run costs no less.
 _RunCost: TypeAlias = Callable[[int, int, int], float | None]
-
-# Sums of the same costs in another order differ by this much at most, relative to them: binary64 keeps 53 bits.
-_ROUNDING = 1e-12
 
 
 def partition(
@@ -29,10 +27,11 @@ def partition(
 ) -> tuple[int, ...]:
     """Gives the number of layers of each stage such that the slowest stage is the fastest possible, and all stages fit.
 
-    Found by dynamic programming, so no other cut is better. Among equally good ones it takes the most even one. What is
-    balanced is the load of stages. With virtual stages give pp × virtual_stages of them: the load of a rank, the sum of
-    its chunks, then is at most virtual_stages times the slowest, but memory is compared chunk by chunk, so `capacity` is
-    what each may take.
+    Found by dynamic programming, so no other cut is better. Among equally good ones it takes the most even one, and among
+    those one with few layers on the first stages, which hold the most micro-batches.
+
+    With virtual stages give pp × virtual_stages as `stages`. Stages are then balanced, not the sums of a rank's chunks,
+    and memory is compared chunk by chunk: `capacity` is what one chunk may take.
 
     >>> partition([1.0] * 8, 4, last=1.0)
     (2, 2, 2, 2)
@@ -56,19 +55,21 @@ def partition(
         raise ValueError("memory and capacity go together")
     if min(*costs, first, last, 0.0) < 0:
         raise ValueError("a cost is below 0")
-    sums = list(accumulate(costs, initial=0.0))
+    *layers, before, behind = _whole_numbers([*costs, first, last])
+    sums = list(accumulate(layers, initial=0))
     limits = None if capacity is None else _of_each_stage(capacity, stages)
 
     def cost(stage: int, start: int, stop: int) -> float | None:
         if memory is not None and limits is not None and memory(stage, start, stop) > limits[stage]:
             return None
-        return sums[stop] - sums[start] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        return sums[stop] - sums[start] + (before if stage == 0 else 0) + (behind if stage == stages - 1 else 0)
 
     best = _least(num_layers, stages, cost, combine=max)
     if best is None:
-        assert memory is not None and limits is not None  # without a limit every cut fits
+        assert memory is not None, "without a limit every cut fits"
+        assert limits is not None
         raise _does_not_fit(num_layers, stages, memory, limits)
-    slowest = max(_costs(best, cost)) * (1.0 + _ROUNDING)
+    slowest = max(_costs(best, cost))
 
     def squared(stage: int, start: int, stop: int) -> float | None:
         found = cost(stage, start, stop)
@@ -128,7 +129,14 @@ def stage_layers(counts: Sequence[int]) -> tuple[range, ...]:
     (range(0, 2), range(2, 5))
     """
     stops = list(accumulate(counts, initial=0))
-    return tuple(range(start, stop) for start, stop in zip(stops, stops[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(stops))
+
+
+def _whole_numbers(costs: Sequence[float]) -> list[int]:
+    """Gives costs as multiples of one unit, exactly: sums of equal costs then are equal, in whatever order."""
+    ratios = [cost.as_integer_ratio() for cost in costs]
+    unit = lcm(*(denominator for _, denominator in ratios))
+    return [numerator * (unit // denominator) for numerator, denominator in ratios]
 
 
 def _check_stages(num_layers: int, stages: int) -> None:
@@ -158,9 +166,9 @@ def _least(
 
     The best cut of the first n layers into s stages is the best one of the first k into s - 1, for some k, and a run of
     n - k layers. The search for k starts at the shortest run, and ends where the run alone costs more than the best cut
-    so far, or no longer fits.
+    so far, or no longer fits. Of equally good runs the longest is taken.
     """
-    best: list[float | None] = [0.0] + [None] * num_layers
+    best: list[float | None] = [0] + [None] * num_layers
     starts: list[list[int]] = []
     for stage in range(stages):
         found: list[float | None] = [None] * (num_layers + 1)
@@ -169,10 +177,10 @@ def _least(
             for start in range(stop - 1, stage - 1, -1):
                 own = cost(stage, start, stop)
                 known = found[stop]
-                if own is None or (known is not None and own >= known):
+                if own is None or (known is not None and own > known):
                     break
                 before = best[start]
-                if before is not None and (known is None or combine(before, own) < known):
+                if before is not None and (known is None or combine(before, own) <= known):
                     found[stop], chosen[stop] = combine(before, own), start
         best = found
         starts.append(chosen)
@@ -197,7 +205,7 @@ def _does_not_fit(num_layers: int, stages: int, memory: StageMemory, limits: Seq
         return memory(stage, start, stop) / limits[stage]
 
     closest = _least(num_layers, stages, fullness, combine=max)
-    assert closest is not None  # nothing forbids a cut here
+    assert closest is not None, "nothing forbids a cut here"
     runs = stage_layers(closest)
     tightest = max(range(stages), key=lambda stage: fullness(stage, runs[stage].start, runs[stage].stop))
     needed = memory(tightest, runs[tightest].start, runs[tightest].stop)
@@ -205,7 +213,7 @@ def _does_not_fit(num_layers: int, stages: int, memory: StageMemory, limits: Seq
         code="PARTITION_MEMORY",
         key="parallel.partition",
         message=f"no cut of {num_layers} layers into {stages} stages fits: in the closest one, "
-        f"[{', '.join(map(str, closest))}], stage {tightest} needs {format_bytes(round(needed))} "
-        f"of {format_bytes(round(limits[tightest]))}",
+        f"[{', '.join(map(str, closest))}], stage {tightest} needs {format_bytes(needed)} "
+        f"of {format_bytes(limits[tightest])}",
         fix="Raise pipeline or tensor, or lower per_device_train_batch_size or sequence_length",
     )
