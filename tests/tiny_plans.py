@@ -52,11 +52,16 @@ def tiny_plan(
         return resolve(Job.model_validate(job))
 
 
-def step_batches(step: int, *, ranks: int = RANKS, kind: str = "wrapped") -> list[list[dict[str, torch.Tensor]]]:
+def step_batches(
+    step: int, *, ranks: int = RANKS, kind: str = "wrapped", accumulation: int = ACCUMULATION
+) -> list[list[dict[str, torch.Tensor]]]:
     """The micro-batches of one optimizer step, by rank; `kind` is a packing."""
     draw = torch.Generator().manual_seed(step)
     return [
-        [_micro_batch(draw, share=SHARES[rank % len(SHARES)][index], kind=kind) for index in range(ACCUMULATION)]
+        [
+            _micro_batch(draw, share=SHARES[rank % len(SHARES)][index % len(SHARES[0])], kind=kind)
+            for index in range(accumulation)
+        ]
         for rank in range(ranks)
     ]
 

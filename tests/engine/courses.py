@@ -10,12 +10,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny_plans import RANKS, step_batches, tiny_plan
+from tiny_plans import ACCUMULATION, RANKS, step_batches, tiny_plan
 from torch.nn import functional
 
 import toolkit as tk
 from toolkit.groups.world import World
 from toolkit.modeling.build import build_model
+from toolkit.pipeline_parallel.part import stage_info
 from toolkit.plan.plan import Plan
 from toolkit.tensor_parallel.apply import parameter_shards
 
@@ -36,23 +37,31 @@ class Case:
     steps: int = FEW
     tensor: int = 1
     sequence_parallel: bool | None = None
+    pipeline: int = 1
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    data: int = RANKS
+    micro_batches: int = ACCUMULATION
     tolerance: float = 1e-5
     weight_tolerance: float = 1e-5
 
     @property
     def ranks(self) -> int:
-        return RANKS * self.tensor
+        return self.data * self.tensor * self.pipeline
 
     def plan(self, **parallel: Any) -> Plan:
         return tiny_plan(
             self.architecture,
             ranks=self.ranks,
-            train=self.train,
+            train={"gradient_accumulation_steps": self.micro_batches, **self.train},
             parallel={
                 "zero_stage": self.stage,
                 "offload": self.offload,
                 "tensor": self.tensor,
                 "sequence_parallel": self.sequence_parallel,
+                "pipeline": self.pipeline,
+                "pipeline_schedule": self.schedule,
+                "virtual_stages": self.virtual_stages,
                 **parallel,
             },
             config=self.config,
@@ -97,12 +106,13 @@ def reference(case: Case) -> Course:
     """The course of a case, whatever its ZeRO stage, precision and offload."""
     told = {"loss": "full", "precision": "fp32", "gradient_accumulation_dtype": None, "gradient_checkpointing": False}
     train = {**case.train, **told}
-    return _reference(json.dumps([case.architecture, train, case.config, case.packing, case.steps]))
+    data = {"ranks": case.data, "accumulation": case.micro_batches, "kind": case.packing}
+    return _reference(json.dumps([case.architecture, train, case.config, data, case.steps]))
 
 
 @cache
 def _reference(arguments: str) -> Course:
-    architecture, train, config, packing, steps = json.loads(arguments)
+    architecture, train, config, data, steps = json.loads(arguments)
     plan = tiny_plan(architecture, train=train, parallel={"zero_stage": 0}, config=config)
     model = build_model(plan, device=torch.device("cpu"))
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -116,7 +126,7 @@ def _reference(arguments: str) -> Course:
     optimizer = kind(groups, lr=train["learning_rate"])
     losses, norms, snapshots = [], [], []
     for step in range(steps):
-        batches = [batch for rank in step_batches(step, kind=packing) for batch in rank]
+        batches = [batch for rank in step_batches(step, **data) for batch in rank]
         mean, loss = reference_loss(model, batches)
         optimizer.zero_grad()
         loss.backward()
@@ -131,17 +141,18 @@ def _reference(arguments: str) -> Course:
 
 
 def full_weights(model: torch.nn.Module, world: World) -> dict[str, Any]:
-    """The master copies of the trained weights, gathered."""
+    """The master copies of the trained weights of this rank's layers, gathered; by their names in the whole model."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found, shards = {}, parameter_shards(model)
+    cut = stage_info(model)
     for name, weight in model.named_parameters():
         if weight.requires_grad:
             full = safe_get_full_fp32_param(weight)
             value = (weight if full is None else full).detach().float()
             if name in shards:
                 value = shards[name].gather(value, tp_group=world.tp_group)
-            found[name] = value.numpy().copy()
+            found[name if cut is None else cut.tied_copy.get(name, name)] = value.numpy().copy()
     return found
 
 
@@ -149,7 +160,10 @@ def train_with_engine(rank: int, plan: Plan, packing: str, steps: int) -> Course
     losses, norms, snapshots = [], [], []
     with tk.initialize(plan) as run:
         for step in range(steps):
-            losses.append(float(run.step(step_batches(step, kind=packing)[run.world.coordinate.dp])))
+            batches = step_batches(
+                step, ranks=run.world.grid.dp, kind=packing, accumulation=plan.settings.batch.accumulation
+            )
+            losses.append(float(run.step(batches[run.world.coordinate.dp])))
             norms.append(run.gradient_norm)
             if step in (0, steps - 1):
                 snapshots.append(full_weights(run.model, run.world))

@@ -16,7 +16,17 @@ def zero_keys(**keys):
 
 # (code, key, what the message must hold, the smallest job that breaks the rule)
 BROKEN = [
-    ("PARALLEL_SIZE", "parallel.pipeline", "pipeline=2", {"parallel": {"pipeline": 2}}),
+    ("PIPELINE_UNUSED", "parallel.virtual_stages", "pipeline=1", {"parallel": {"virtual_stages": 2}}),
+    ("PIPELINE_UNUSED", "parallel.partition", "partition=[2, 2]", {"parallel": {"partition": [2, 2]}}),
+    ("PIPELINE_LAYERS", "parallel.pipeline", "num_hidden_layers=16", {"model": "llama-3.2-1b", "ranks": 17, "parallel": {"pipeline": 17}}),
+    ("PIPELINE_LAYERS", "parallel.pipeline", "virtual_stages=5 = 20 stages", {"model": "llama-3.2-1b", "ranks": 4, "train": {"gradient_accumulation_steps": 4}, "parallel": {"pipeline": 4, "pipeline_schedule": "interleaved", "virtual_stages": 5}}),
+    ("PIPELINE_PARTITION", "parallel.partition", "[8, 9]", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "partition": [8, 9]}}),
+    ("PIPELINE_PARTITION", "parallel.partition", "[8, 4, 4]", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "partition": [8, 4, 4]}}),
+    ("PIPELINE_VIRTUAL", "parallel.virtual_stages", "pipeline_schedule=1f1b", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "pipeline_schedule": "1f1b", "virtual_stages": 2}}),
+    ("PIPELINE_VIRTUAL", "parallel.virtual_stages", "virtual_stages=1", {"model": "llama-3.2-1b", "ranks": 2, "train": {"gradient_accumulation_steps": 4}, "parallel": {"pipeline": 2, "pipeline_schedule": "interleaved", "virtual_stages": 1}}),
+    ("PIPELINE_STAGE", "parallel.zero_stage", "zero_stage=0", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "zero_stage": 0}}),
+    ("PIPELINE_TOGETHER", "train.lora.modules_to_save", "lm_head", {"model": "llama-3.2-1b", "ranks": 2, "train": {"method": "lora", "lora": {"modules_to_save": ["lm_head"]}}, "parallel": {"pipeline": 2}}),
+    ("PIPELINE_TOGETHER", "parallel.offload", "optimizer-nvme", {"model": "llama-3.2-1b", "ranks": 2, "nvme_path": "/local", "parallel": {"pipeline": 2, "offload": "optimizer-nvme", "zero_stage": 3}}),
     ("TP_HEADS", "parallel.tensor", "num_attention_heads=32: a rank must own whole heads", {"model": "llama-3.1-8b", "ranks": 6, "parallel": {"tensor": 3}}),
     ("TP_HEADS", "parallel.tensor", "num_key_value_heads=10", {"model": "phi-4", "ranks": 4, "parallel": {"tensor": 4}}),
     ("TP_ARCHITECTURE", "parallel.tensor", "model_type=deepseek_v2", {"model": "deepseek-v2-lite", "parallel": {"tensor": 2}}),

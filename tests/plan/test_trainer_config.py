@@ -134,6 +134,7 @@ def test_what_trainer_cannot_carry():
     refused("CONSUMER_KERNELS", "train.kernels", train={"kernels": "liger"})
     refused("CONSUMER_FP8", "train.precision", train={"precision": "fp8"})
     refused("CONSUMER_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
+    refused("CONSUMER_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})
     assert "silently" in refused("CONSUMER_LIGER", "train.loss", model="gpt2", train={"loss": "liger"}).message
     for share in (True, False, 1.0, 0.0):
         plan_of(train={"gradient_checkpointing": share}).training_arguments()

@@ -15,6 +15,7 @@ from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.run import Run
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.seed import seed_random_state
+from toolkit.engine.zero3_agreement import compare_within
 from toolkit.errors import PlanError, raise_all
 from toolkit.groups.mpu import ModelParallelUnit
 from toolkit.groups.world import World, connect, disconnect
@@ -72,14 +73,16 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate, *, world:
     """Wraps a built model in the DeepSpeed engine."""
     import deepspeed
 
-    if world.tp_group is None:
+    alone = world.grid.size("model") == 1
+    compare_within(None if world.pp_group is None else world.dp_group)
+    if alone:
         deepspeed.utils.groups.mpu = None  # of an earlier run of this process; DeepSpeed never takes it back
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, weight_decay=plan.job.train.weight_decay),
         lr_scheduler=schedule.build,
         config=plan.deepspeed_config(),
-        mpu=None if world.tp_group is None else ModelParallelUnit(world),
+        mpu=None if alone else ModelParallelUnit(world),
         dist_init_required=False,
     )
     return engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,16 +14,16 @@ from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.engine.memory_watch import MemoryWatch
+from toolkit.engine.passes import AccumulatedPasses, MicroBatch, Passes
+from toolkit.engine.pipeline import PipelinePasses
 from toolkit.engine.same_batch import compare_batches
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.stop import StopFlag
 from toolkit.errors import RunError
+from toolkit.groups.process_groups import join_group
 from toolkit.groups.world import World, disconnect
-from toolkit.modeling.loss import auxiliary_loss, count_targets, cross_entropy_over, token_loss
+from toolkit.modeling.loss import count_targets
 from toolkit.plan.plan import Plan
-from toolkit.tensor_parallel.marks import counts_in_norm
-
-MicroBatch = Mapping[str, torch.Tensor]
 
 
 class Run:
@@ -56,9 +56,10 @@ class Run:
         self._schedule = schedule
         self._stop_flag = StopFlag(late=world.device.type != "cpu")
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._plain_norm: torch.Tensor | None = None
-        self._cross_entropy = cross_entropy_over(world.tp_group, vocab_size=plan.model.vocab_size)
-        self._batches_compared = world.tp_group is None
+        self._batches_compared = world.grid.size("model") == 1
+        self._passes: Passes = (PipelinePasses if world.pp_group else AccumulatedPasses)(plan, world, engine, self.memory)
+        # Those that add up to the loss: one tensor rank of each stage of each replica.
+        self._replicas = world.dp_group if world.pp_group is None else join_group(world.grid, world.rank, "dp-pp")
         self.last_learning_rate = self.learning_rate
 
     def __enter__(self) -> Run:
@@ -91,7 +92,8 @@ class Run:
     @property
     def gradient_norm(self) -> float | None:
         """The global norm before clipping of the last step; None where the engine does not compute it."""
-        norm = self.engine.get_global_grad_norm() if self._plain_norm is None else self._plain_norm
+        plain = self._passes.plain_norm
+        norm = self.engine.get_global_grad_norm() if plain is None else plain
         return None if norm is None else float(norm)
 
     def set_num_steps(self, count: int) -> None:
@@ -142,11 +144,11 @@ class Run:
             Mean loss over the unmasked tokens of all ranks and micro-batches. Scalar fp32 on the device, not synced.
 
         Collectives:
-            One all-reduce of 3 numbers before, one after; the engine's and the model's own.
+            One all-reduce of 3 numbers before, one after; the engine's and the model's own; the pipeline's messages.
 
         Raises:
             RunError: STEP_MICRO_BATCHES when their number is not the plan's; STEP_LENGTH when the length of the run is
-                not known yet; TP_BATCH when the ranks of a tensor group were given different batches (first step).
+                not known yet; TP_BATCH when ranks of one replica were given different batches (first step).
         """
         self._check(micro_batches)
         self.last_learning_rate = self.learning_rate
@@ -159,18 +161,12 @@ class Run:
         flags = torch.tensor([int(self.stop_requested), _num_tokens(moved)], device=device)
         counts = torch.cat([targets.view(1), flags]).to(torch.float64)
         dist.all_reduce(counts)
-        counts[0::2] /= self.world.grid.tp  # tensor ranks have counted the same tokens
+        counts[0::2] /= self.world.grid.size("model")  # tensor ranks and stages have counted the same tokens
         self.should_stop = self._stop_flag.read(counts[1]) or self.should_stop
         self._num_tokens += counts[2]
         num_targets = counts[0].clamp(min=1).to(torch.float32)
-        total = torch.zeros((), device=device)
-        for index, batch in enumerate(moved):
-            total += self._micro_step(batch, num_targets, share=1 / len(moved))
-            if index == len(moved) - 1:
-                self._plain_norm = self._norm_without_wrapper()
-            self.engine.step()
-            self.memory.end("step")
-        dist.all_reduce(total, group=self.world.dp_group)
+        total = self._passes.run(moved, num_targets)
+        dist.all_reduce(total, group=self._replicas)
         self.step_count += 1
         return total
 
@@ -186,66 +182,15 @@ class Run:
         Args:
             batches: This rank's micro-batches; all ranks must have the same number of them.
         """
-        device = self.world.device
-        sums = torch.zeros(2, device=device, dtype=torch.float64)
         self.engine.eval()
         try:
             with torch.no_grad():
-                for batch in batches:
-                    moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-                    sums[0] += self._token_loss(self._outputs(moved), moved["labels"])
-                    sums[1] += count_targets(moved["labels"])
+                sums = self._passes.evaluate(batches)
         finally:
             self.engine.train()
             self.memory.end("evaluation")
-        dist.all_reduce(sums, group=self.world.dp_group)
+        dist.all_reduce(sums, group=self._replicas)
         return float(sums[0] / sums[1].clamp(min=1))
-
-    def _micro_step(self, batch: dict[str, torch.Tensor], num_targets: torch.Tensor, *, share: float) -> torch.Tensor:
-        """Forward and backward; gives this rank's part of the mean loss."""
-        outputs = self._outputs(batch)
-        loss = self._token_loss(outputs, batch["labels"]) / num_targets
-        reported = loss.detach()
-        dp_size = self.world.grid.dp
-        router = auxiliary_loss(outputs, self.model.config)
-        if router is not None:
-            loss = loss + router * share / dp_size
-        # The logits' last reference must go before the backward pass frees what it can.
-        del outputs
-        self.memory.end("forward")
-        # The engine averages gradients over the data-parallel ranks; the loss is a share of a global sum.
-        self.engine.backward(loss * dp_size, scale_wrt_gas=False)
-        self.memory.end("backward")
-        return reported
-
-    def _token_loss(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        return token_loss(outputs, labels, cross_entropy=self._cross_entropy)
-
-    def _outputs(self, batch: Mapping[str, torch.Tensor]) -> Any:
-        """Runs the model; only one that computes its loss itself is given the labels."""
-        given = batch if self.plan.job.train.loss != "full" else {k: v for k, v in batch.items() if k != "labels"}
-        return self.engine(**given)
-
-    def _norm_without_wrapper(self) -> torch.Tensor | None:
-        """Gives the gradient norm where DeepSpeed wraps no optimizer (fp32, stage 0) and so keeps none.
-
-        Source:
-            deepspeed runtime/engine.py _do_optimizer_sanity_check, clip_fp32_gradients.
-        """
-        if self.plan.settings.zero_stage or self.plan.settings.precision != "fp32":
-            return None
-        group = self.world.tp_group
-        counted = [
-            parameter.grad
-            for parameter in self.model.parameters()
-            if parameter.grad is not None and (group is None or counts_in_norm(parameter, tp_group=group))
-        ]
-        norm = torch.nn.utils.get_total_norm(counted)
-        if group is None:
-            return norm
-        squared = norm.to(self.world.device) ** 2
-        dist.all_reduce(squared, group=group)
-        return squared.sqrt()
 
     def _collator(self, dataset: PackedDataset) -> Collator:
         # transformers' FlashAttention path tells packed documents apart only in a batch of one row

@@ -1,4 +1,4 @@
-"""That the ranks of a tensor group were given one batch: shards of one layer must see the same tokens."""
+"""That the ranks of one replica were given one batch: shards of a layer, and stages of a model, must see the same tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toolkit.groups.world import World
 
 
 def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: World) -> None:
-    """Compares the batches of a tensor group.
+    """Compares the batches of the ranks that share one replica of the model.
 
     Args:
         micro_batches: Of one step, on this rank.
-        world: This rank's place; all of its tensor group call this together.
+        world: This rank's place; all ranks of the world call this together.
 
     Collectives:
         A gather of 32 bytes a rank, over the world, so that every rank ends where one would.
@@ -27,15 +27,15 @@ def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: 
     """
     digests: list[str | None] = [None] * world.size
     dist.all_gather_object(digests, _digest(micro_batches))
-    for group in world.grid.groups("tp"):
+    for group in world.grid.groups("model"):
         others = [rank for rank in group if digests[rank] != digests[group[0]]]
         if others:
             raise RunError.of(
                 code="TP_BATCH",
-                key="parallel.tensor",
-                message=f"ranks {', '.join(map(str, others))} were given another batch than rank {group[0]} of their tensor group "
-                f"{', '.join(map(str, group))}: their shards of one layer would see different tokens",
-                fix="Give all ranks of a tensor group the same batch: draw it by `run.world.coordinate.dp`, not by rank, or "
+                key="parallel.tensor" if world.grid.pp == 1 else "parallel.pipeline",
+                message=f"ranks {', '.join(map(str, others))} were given another batch than rank {group[0]} of their replica "
+                f"{', '.join(map(str, group))}: their parts of one model would see different tokens",
+                fix="Give all ranks of a replica the same batch: draw it by `run.world.coordinate.dp`, not by rank, or "
                 "take batches from `run.loader`",
             )
 

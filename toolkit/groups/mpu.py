@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from toolkit.groups.process_groups import join_group
 from toolkit.groups.world import World
 
 
 class ModelParallelUnit:
     """The groups of one rank under the names that DeepSpeed calls.
 
-    DeepSpeed's model-parallel rank tells apart the ranks that hold different parameters; without a pipeline these are
-    the tensor ranks. It names the files of a checkpoint by it (`mp_rank_XX`).
+    DeepSpeed's model-parallel rank tells apart the ranks that hold different parameters: tensor ranks and stages, tensor
+    ranks of one stage beside each other. It names the files of a checkpoint by it (`mp_rank_XX`).
 
     Args:
-        world: This rank's place, in a grid of tensor ranks.
+        world: This rank's place.
+
+    Collectives:
+        With tensor ranks and stages, all ranks of the world join the groups of both.
     """
 
     def __init__(self, world: World) -> None:
-        assert world.tp_group is not None, "without tensor ranks DeepSpeed needs no unit"
-        self._world, self._tp_group = world, world.tp_group
+        grid = world.grid
+        self._world, self._model = world, grid.group_of(world.rank, "model")
+        self._tp_group = world.tp_group or join_group(grid, world.rank, "tp")
+        self._model_group = self._tp_group if grid.pp == 1 else join_group(grid, world.rank, "model")
 
     def get_data_parallel_rank(self) -> int:
         return self._world.coordinate.dp
@@ -39,13 +45,13 @@ class ModelParallelUnit:
         return list(self._world.grid.group_of(self._world.rank, "dp"))
 
     def get_model_parallel_rank(self) -> int:
-        return self._world.coordinate.tp
+        return self._model.index(self._world.rank)
 
     def get_model_parallel_world_size(self) -> int:
-        return self._world.grid.tp
+        return len(self._model)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._tp_group
+        return self._model_group
 
     def get_tensor_model_parallel_rank(self) -> int:
         return self._world.coordinate.tp

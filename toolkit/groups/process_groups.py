@@ -1,4 +1,4 @@
-"""Process groups of a grid's axes, and groups within a group: the only `new_group` calls."""
+"""Process groups of a grid's axes, groups within a group, and pairs: the only `new_group` calls."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
     start = group.rank() // length * length
     own: dist.ProcessGroup = dist.new_group(ranks[start : start + length], use_local_synchronization=True)
     return own
+
+
+def join_pair(first: int, second: int) -> dist.ProcessGroup:
+    """Makes a group of two global ranks, which alone call this; each call makes another.
+
+    Both must make their groups with each other in the same order.
+    """
+    pair: dist.ProcessGroup = dist.new_group(sorted((first, second)), use_local_synchronization=True)
+    return pair

@@ -39,6 +39,7 @@ class World:
         coordinate: This rank's place in the grid.
         dp_group: Ranks that hold the same parameters and see different data.
         tp_group: Ranks that share each layer and see the same data; None where each rank holds layers whole.
+        pp_group: Ranks that hold the stages of one model, by stage; None where each rank holds all layers.
         owns_groups: Whether `connect` joined the process groups, so that `disconnect` leaves them.
     """
 
@@ -49,6 +50,7 @@ class World:
     coordinate: Coordinate
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup | None
+    pp_group: dist.ProcessGroup | None
     owns_groups: bool
 
     @property
@@ -136,6 +138,7 @@ def connect(
         coordinate=coordinate,
         dp_group=join_group(grid, rank, "dp"),
         tp_group=join_group(grid, rank, "tp") if grid.tp > 1 else None,
+        pp_group=join_group(grid, rank, "pp") if grid.pp > 1 else None,
         owns_groups=owns_groups,
     )
 

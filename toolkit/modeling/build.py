@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ from toolkit.modeling.initialization import initialize_weights, tie_weights
 from toolkit.modeling.liger import check_installed, import_for
 from toolkit.modeling.storage import allocate
 from toolkit.modeling.weights import load_pretrained
+from toolkit.pipeline_parallel.cut import cut_model
+from toolkit.pipeline_parallel.marks import mark_stage
+from toolkit.pipeline_parallel.part import StagePart, inner_model, stage_info
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Fp8, Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
@@ -54,8 +58,8 @@ def build_model(
 ) -> nn.Module:
     """Builds the plan's model on this rank, ready for the engine.
 
-    Under ZeRO-3 each parameter is partitioned as its module is made, and tensor ranks hold shards from the start, so no
-    rank ever holds the whole model.
+    Under ZeRO-3 each parameter is partitioned as its module is made, and tensor ranks and stages hold their parts from the
+    start, so no rank ever holds the whole model.
 
     Args:
         plan: What to build.
@@ -71,7 +75,8 @@ def build_model(
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
             LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS,
-            KERNELS_PACKAGE, KERNELS_MODEL; with tensor ranks those of `apply_tensor_parallel`.
+            KERNELS_PACKAGE, KERNELS_MODEL; with tensor ranks those of `apply_tensor_parallel`, with stages those of
+            `cut_model`.
         CheckpointError: The weights do not fit the model.
     """
     if plan.job.train.loss == "liger":
@@ -85,7 +90,7 @@ def build_model(
     import_architecture(config, trust_remote_code=plan.job.model.trust_remote_code)
     dp_group = None if world is None else world.dp_group
     dense: PreTrainedModel | None = None
-    if world is None or world.tp_group is None:
+    if world is None or world.grid.size("model") == 1:
         with _partitioned(plan, dp_group), torch.device(device):
             model = construct_for(plan, config)
     else:
@@ -93,33 +98,53 @@ def build_model(
             dense, model = construct_for(plan, config), construct_for(plan, config)
         for made in (dense, model):
             tie_weights(made)
-        _shard(plan, model, device=device, world=world)
+        _take_part(plan, model, device=device, world=world)
     if weights is None:
         initialize_weights(model, seed=plan.job.train.seed, dense=dense)
     else:
         load_pretrained(model, weights, group=dp_group, dense=dense, progress=on_progress)
     adapted: Any = apply_plan(plan, model)
-    if world is not None and world.tp_group is not None:
-        if plan.settings.zero_stage == 3 and plan.job.train.method == "lora":
-            # Above a frozen embedding no input of the first layer would have a gradient, and the leaf's hook fire early.
-            adapted.enable_input_require_grads()
-        register_gradient_sums(adapted)
-        mark_parameters(adapted, tp_group=world.tp_group)
+    if world is not None and world.grid.size("model") > 1:
+        _mark(plan, adapted, world=world)
     return adapted  # type: ignore[no-any-return]
 
 
-def _shard(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: World) -> None:
+def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: World) -> None:
     """Makes a model on the meta device this rank's part of it, with storage and nothing in it yet."""
-    assert world.tp_group is not None, "a grid with tensor ranks has their group"
-    apply_tensor_parallel(
-        model, styles_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
-    )
+    if world.tp_group is not None:
+        apply_tensor_parallel(
+            model, styles_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
+        )
+    if world.pp_group is not None:
+        cut_model(model, stage_part(plan, world.coordinate.pp))
     if plan.settings.zero_stage < 3:
         allocate(model, device=device)
         return
-    gather_as_one(model)
+    if world.tp_group is not None:
+        gather_as_one(model)
     config, mpu = plan.deepspeed_config(), ModelParallelUnit(world)
     allocate(model, device=device, zero_config=config, dp_group=world.dp_group, mpu=mpu)
+
+
+def stage_part(plan: Plan, pp_rank: int) -> StagePart:
+    """Gives the layers of a rank of the pipeline: those of every pp-th stage from its own on."""
+    ends = list(itertools.accumulate(plan.settings.partition, initial=0))
+    stages = [range(start, stop) for start, stop in itertools.pairwise(ends)]
+    return StagePart(chunks=tuple(stages[pp_rank :: plan.grid.pp]), num_layers=ends[-1])
+
+
+def _mark(plan: Plan, model: Any, *, world: World) -> None:
+    """Tells the engine what this rank counts, and hooks the sums of gradients to the parameters as they are now."""
+    if world.tp_group is not None:
+        if plan.settings.zero_stage == 3 and plan.job.train.method == "lora":
+            # Above a frozen embedding no input of the first layer would have a gradient, and the leaf's hook fire early.
+            model.enable_input_require_grads()
+        register_gradient_sums(model)
+        mark_parameters(model, tp_group=world.tp_group)
+    if world.pp_group is not None:
+        info = stage_info(model)
+        assert info is not None, "`cut_model` has left it"
+        mark_stage(inner_model(model), world=world, copies=info.tied_copy)
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:

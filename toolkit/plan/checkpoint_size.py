@@ -19,19 +19,19 @@ def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
 
     Args:
         draft: Stage, precision and optimizer.
-        total: Parameters that one tensor rank holds, adapters included; without tensor parallelism, the model's.
+        total: Parameters that one rank of the model holds, adapters included; without tensor ranks and stages, the model's.
         trainable: Those of them that are trained.
 
     Source:
         deepspeed runtime/engine.py _save_checkpoint, _save_zero_checkpoint: up to stage 2 the model's weights in training
         precision and the optimizer's partitions; under stage 3 the latter alone, for the weights are placeholders, and
-        frozen partitions whole. Each tensor rank writes files of its own, also of what all of them hold.
+        frozen partitions whole. Each tensor rank writes files of its own, also of what all of them hold, and each stage.
     """
-    return draft.job.parallel.tensor * _bytes_of_rank(draft, total=total, trainable=trainable)
+    return _model_ranks(draft) * _bytes_of_rank(draft, total=total, trainable=trainable)
 
 
 def _bytes_of_rank(draft: Draft, *, total: int, trainable: int) -> int:
-    """Gives what the data-parallel ranks of one tensor rank write, bytes."""
+    """Gives what the data-parallel ranks of one rank of the model write, bytes."""
     settings, train = draft.settings, draft.job.train
     width = 4 if settings.precision == "fp32" else 2
     frozen = 0 if leaves_frozen_out(draft) else total - trainable
@@ -93,7 +93,7 @@ def disk_use(draft: Draft, *, total: int, trainable: int) -> DiskUse:
         checkpoint_bytes=checkpoint_bytes(draft, total=total, trainable=trainable),
         num_checkpoints=at_once,
         # A little more than it will be with tensor parallelism: what all ranks hold is exported once.
-        export_bytes=width * draft.job.parallel.tensor * (total if draft.job.train.method == "full" else trainable),
+        export_bytes=width * _model_ranks(draft) * (total if draft.job.train.method == "full" else trainable),
     )
 
 
@@ -103,6 +103,11 @@ def foreseen_disk_use(draft: Draft) -> DiskUse | None:
     if own is None or trainable is None:
         return None
     total = own if draft.job.train.method == "full" else own + trainable
-    num_ranks = draft.job.parallel.tensor
+    num_ranks = _model_ranks(draft)
     # Norms and biases, which each tensor rank holds whole, are too few to count.
     return disk_use(draft, total=-(-total // num_ranks), trainable=-(-trainable // num_ranks))
+
+
+def _model_ranks(draft: Draft) -> int:
+    """Counts the ranks that share one model."""
+    return draft.job.parallel.tensor * draft.job.parallel.pipeline

@@ -39,6 +39,13 @@ def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": settings.gradient_accumulation_dtype},
         "zero_optimization": _zero_section(draft, consumer),
     }
+    if draft.job.parallel.pipeline > 1:
+        # Our loop runs all micro-batches of a step and accumulates their gradients; the engine sees one backward pass.
+        config |= {
+            "train_batch_size": settings.batch.micro * settings.batch.dp_size,
+            "gradient_accumulation_steps": 1,
+            "data_types": {"grad_accum_dtype": dtype},
+        }
     if consumer != "toolkit" and draft.on_cpu and settings.zero_stage == 3:
         # On CPU both join gloo without DeepSpeed, whose zero.Init then counts one rank and finds the product wrong
         # (runtime/config.py _batch_assertion); the engine, which counts all, multiplies it out itself.

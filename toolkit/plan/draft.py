@@ -52,6 +52,7 @@ class Draft:
             settings.zero_stage == 1
             and settings.dtype == "bf16"
             and settings.gradient_accumulation_dtype == "fp32"
+            and self.job.parallel.pipeline == 1  # which accumulates by itself
             and self.profile.optimizer is None
         )
 

@@ -9,16 +9,23 @@ from toolkit.plan.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, 
 from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.optimizer_state import STATE_BYTES
+from toolkit.plan.pipeline_layout import layers_of_stages
 from toolkit.plan.plan import Plan
 from toolkit.plan.rules import RULES, RUN_RULES
 from toolkit.plan.rules.training import unread
 from toolkit.plan.settings import Choice, Settings, Source
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Dtype, Fp8, Job, Precision
+from toolkit.spec.job import Dtype, Fp8, Job, PartitionWay, PipelineSchedule, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
 from toolkit.units import format_bytes, format_count
 
 T = TypeVar("T")
+
+_BALANCED_BY: dict[PartitionWay, str] = {
+    "auto": "the slowest stage does the fewest operations possible, the head's among those of the last",
+    "parameters": "the largest stage holds the fewest parameters possible",
+    "uniform": "as many in each as division allows",
+}
 
 # Tokens: half of what one micro batch aims at, so that two sequences fill it.
 DEFAULT_SEQUENCE_LENGTH = TARGET_MICRO_BATCH_TOKENS // 2
@@ -180,6 +187,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
         reduce_bucket_size=_decide_bucket(job, model, zero_stage, chooser),
         sequence_parallel=_decide_sequence_parallel(job, chooser),
         kernels=chooser.choose("train.kernels", train.kernels, "eager", "no extra package, on any device"),
+        **_decide_pipeline(job, model, sequence_length, chooser),
     )
 
 
@@ -265,7 +273,8 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
     width = 4 if precision == "fp32" else 2
     trainable = trainable_parameters(job, model) or model.num_parameters
     optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
-    return width * model.num_parameters / job.parallel.tensor + trainable * (width + optimizer) / job.cluster.num_ranks
+    share = job.parallel.tensor * job.parallel.pipeline
+    return width * model.num_parameters / share + trainable * (width + optimizer) / job.cluster.num_ranks
 
 
 def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:
@@ -351,6 +360,24 @@ def _decide_sequence_parallel(job: Job, chooser: _Chooser) -> bool:
         return bool(job.parallel.sequence_parallel)
     reason = "each rank keeps what lies between sharded layers, as any model and any length of sequence allow"
     return chooser.choose("parallel.sequence_parallel", job.parallel.sequence_parallel, False, reason)
+
+
+def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: _Chooser) -> dict[str, Any]:
+    parallel = job.parallel
+    if parallel.pipeline == 1:
+        return {}
+    virtual = chooser.choose("parallel.virtual_stages", parallel.virtual_stages, 1, "each rank holds one run of layers")
+    schedule: PipelineSchedule = "interleaved" if virtual > 1 else "1f1b"
+    reason = "the order that virtual stages need" if virtual > 1 else "as short as gpipe, with fewer activations at once"
+    layers = layers_of_stages(job, model, sequence_length=sequence_length)
+    if not isinstance(parallel.partition, tuple):
+        way = parallel.partition or "auto"
+        chooser.derive("parallel.partition", list(layers), f"decoder layers of each stage: {_BALANCED_BY[way]}")
+    return {
+        "pipeline_schedule": chooser.choose("parallel.pipeline_schedule", parallel.pipeline_schedule, schedule, reason),
+        "virtual_stages": virtual,
+        "partition": layers,
+    }
 
 
 def _written(job: Job, key: str) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, TypeAdapter
 
 from toolkit.plan.batch import Batch
-from toolkit.spec.job import Attention, Dtype, Job, Kernels, Precision
+from toolkit.spec.job import Attention, Dtype, Job, Kernels, PipelineSchedule, Precision
 from toolkit.spec.values import Count, Fraction, NonNegativeCount, ZeroStage
 
 Source = Literal["job", "default", "derived", "deepspeed"]
@@ -56,6 +56,9 @@ class Settings:
         sub_group_size: Parameters a ZeRO-3 optimizer sub-group.
         sequence_parallel: Whether tensor ranks hold pieces of the sequence between sharded layers.
         kernels: What computes norms and gated activations.
+        pipeline_schedule: Order of the passes of a pipeline.
+        virtual_stages: Stages of each of its ranks.
+        partition: Decoder layers of each stage, first to last; empty without a pipeline.
     """
 
     batch: Batch
@@ -81,6 +84,9 @@ class Settings:
     reduce_bucket_size: PositiveInt
     sequence_parallel: bool = False
     kernels: Kernels = "eager"
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    virtual_stages: Count = 1
+    partition: tuple[Count, ...] = ()
 
     @property
     def dtype(self) -> Dtype:
@@ -99,7 +105,9 @@ class Settings:
             TypeError: A key is missing or foreign.
             ValueError: A value has the wrong type or lies outside its range.
         """
-        made = cls(**{**value, "batch": Batch(**value["batch"])})
+        made = cls(
+            **{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))}
+        )
         TypeAdapter(cls).validate_json(json.dumps(value), strict=True)
         return made
 
@@ -139,6 +147,8 @@ def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> li
         "train.learning_rate": (None if scaled else train.learning_rate, settings.learning_rate),
         "parallel.zero_stage": (job.parallel.zero_stage, settings.zero_stage),
         "parallel.sequence_parallel": (job.parallel.sequence_parallel, settings.sequence_parallel),
+        "parallel.pipeline_schedule": (job.parallel.pipeline_schedule, settings.pipeline_schedule),
+        "parallel.virtual_stages": (job.parallel.virtual_stages, settings.virtual_stages),
         "model.init": (job.model.init, settings.init),
         "deepspeed.zero_optimization.sub_group_size": (None, settings.sub_group_size),
         "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),

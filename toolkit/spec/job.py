@@ -42,6 +42,8 @@ Kernels = Literal["eager", "liger"]
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
 ]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+PartitionWay = Literal["auto", "parameters", "uniform"]
 Packing = Literal["wrapped", "separated", "none"]
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
 LossOn = Literal["all", "completion", "assistant"]
@@ -270,7 +272,12 @@ class Parallel(Section):
         tensor: Ranks that share each layer (arXiv 1909.08053); they see the same batch.
         sequence_parallel: Whether tensor ranks also share what lies between the sharded layers, by pieces of the sequence (arXiv
             2205.05198): less memory for activations, the same bytes sent.
-        pipeline: Pipeline stages; 1 until our pipeline modules exist.
+        pipeline: Ranks that share each model by its layers (arXiv 1811.06965); they see the same batch.
+        pipeline_schedule: Order of the micro-batches' passes: all forward, then all backward; one forward, one backward (arXiv
+            2104.04473); the same over `virtual_stages`; zero bubble, with weight gradients apart (arXiv 2401.10241).
+        virtual_stages: Stages of each rank under `interleaved`.
+        partition: Decoder layers of the stages: balanced by the operations of layers and head, by parameters alone, even, or a
+            list of numbers of layers, first stage to last.
         offload: Named profile; `toolkit.plan.offload` explains each.
         offload_ratio: Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`.
     """
@@ -280,6 +287,9 @@ class Parallel(Section):
     tensor: Count = 1
     sequence_parallel: StrictBool | None = None
     pipeline: Count = 1
+    pipeline_schedule: PipelineSchedule | None = None
+    virtual_stages: Count | None = None
+    partition: PartitionWay | tuple[Count, ...] | None = None
     offload: Offload = "none"
     offload_ratio: OpenFraction | None = None
 

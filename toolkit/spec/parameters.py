@@ -22,6 +22,7 @@ class ParameterCount:
     Args:
         embedding: Token and learned position tables, and the projections that some OPT models put around the decoder.
         layers: Each decoder layer, first to last.
+        active_layers: What of each works on one token.
         final_norm: The norm after the last layer.
         head: Output projection; 0 when it is tied to the embedding.
         experts: Routed experts, a part of `layers`.
@@ -30,6 +31,7 @@ class ParameterCount:
 
     embedding: int
     layers: tuple[int, ...]
+    active_layers: tuple[int, ...]
     final_norm: int
     head: int
     experts: int
@@ -71,18 +73,24 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCount | None:
     experts = sum(layer.experts for layer in layers)
     head = 0 if f.flag("tie_word_embeddings") else table
     total = table + outside + sum(layer.numel for layer in layers) + family.final_norm(f) + head
-    idle = 0
-    if experts:
-        num_experts = f.size("num_experts")
-        idle = experts // num_experts * max(0, num_experts - f.size_or("num_experts_per_tok", num_experts))
+    idle = [_idle_experts(f, layer.experts) for layer in layers]
     return ParameterCount(
         embedding=table + outside,
         layers=tuple(layer.numel for layer in layers),
+        active_layers=tuple(layer.numel - unused for layer, unused in zip(layers, idle, strict=True)),
         final_norm=family.final_norm(f),
         head=head,
         experts=experts,
-        active=total - idle,
+        active=total - sum(idle),
     )
+
+
+def _idle_experts(f: Fields, experts: int) -> int:
+    """Counts the parameters of a layer's experts that a token is not routed to."""
+    if not experts:
+        return 0
+    num_experts = f.size("num_experts")
+    return experts // num_experts * max(0, num_experts - f.size_or("num_experts_per_tok", num_experts))
 
 
 def _linears(f: Fields, family: Family) -> Iterator[Linear]:

@@ -14,6 +14,7 @@ from toolkit.plan.rules import (
     fp8,
     hardware,
     kernels,
+    pipeline,
     tensor,
     training,
     zero,
@@ -24,6 +25,7 @@ Rule = Callable[[Draft], Iterable[Problem]]
 RULES: tuple[Rule, ...] = (
     *hardware.RULES,
     *tensor.RULES,
+    *pipeline.RULES,
     *zero.RULES,
     *training.RULES,
     *fp8.RULES,

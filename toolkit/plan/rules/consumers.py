@@ -50,6 +50,15 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {_OWN}",
             source="transformers modeling_utils.py gradient_checkpointing_enable",
         )
+    if draft.job.parallel.pipeline > 1:
+        yield Problem(
+            code="CONSUMER_PIPELINE",
+            key="parallel.pipeline",
+            message=f"pipeline={draft.job.parallel.pipeline} cuts the model into stages and orders their passes by a loop of our own: "
+            f"{name} has no place for either",
+            fix=f"Set parallel.pipeline to 1, or {_OWN}",
+            source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
+        )
     if draft.job.parallel.tensor > 1:
         yield Problem(
             code="CONSUMER_TENSOR",

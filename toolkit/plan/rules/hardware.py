@@ -14,18 +14,6 @@ FLASH_COMPUTE_CAPABILITY = (8, 0)
 _ABSOLUTE_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom", "gptj", "codegen", "gpt_neo", "biogpt", "xglm"})
 
 
-def pipeline_size(draft: Draft) -> Iterator[Problem]:
-    """Pipeline sizes above 1 wait for their modules."""
-    size = draft.job.parallel.pipeline
-    if size != 1:
-        yield Problem(
-            code="PARALLEL_SIZE",
-            key="parallel.pipeline",
-            message=f"pipeline={size} is not built: this version has no pipeline modules",
-            fix="Set parallel.pipeline to 1; parallel.zero_stage=3 or parallel.tensor shard the parameters",
-        )
-
-
 def precision_of_card(draft: Draft) -> Iterator[Problem]:
     """The card computes in the precision (engine.py _do_sanity_check); CPUs emulate fp8."""
     precision = draft.settings.precision
@@ -113,4 +101,4 @@ def _version(capability: str) -> tuple[int, ...]:
     return tuple(int(part) for part in capability.split(".") if part.isdigit())
 
 
-RULES = (pipeline_size, precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels)
+RULES = (precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels)

@@ -1,0 +1,109 @@
+"""Pipelines beside tensor and data parallelism train as one process of plain torch does, under every schedule and ZeRO stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from courses import CLOSE, NEAR, Case, Course, arguments_of, largest_difference, reference, train_all
+from distributed import run_distributed
+
+RANKS, STEPS = 4, 10
+SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
+ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+LORA = SGD | {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}, "learning_rate": 0.2, "max_grad_norm": 0.1}
+BF16 = {"precision": "bf16"}
+SUMS = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
+STEADY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+FOUR = {"num_hidden_layers": 4}
+PAIR: dict[str, Any] = {"pipeline": 2, "data": 2, "micro_batches": 4, "config": FOUR}
+DEEP: dict[str, Any] = {"pipeline": 4, "data": 1, "micro_batches": 6, "config": FOUR}
+CUBE: dict[str, Any] = {"pipeline": 2, "data": 1, "tensor": 2, "micro_batches": 3, "config": FOUR}
+
+
+def cases() -> dict[str, Case]:
+    """Those of four ranks."""
+    made: dict[str, Case] = {}
+    for stage in (1, 2, 3):
+        made[f"1f1b zero {stage}"] = Case(train=SGD, stage=stage, steps=STEPS, **PAIR)
+        made[f"four stages zero {stage}"] = Case(train=SGD, stage=stage, **DEEP)
+        made[f"beside tensor zero {stage}"] = Case(train=SGD, stage=stage, **CUBE)
+        made[f"tied zero {stage}"] = Case(train=SGD, stage=stage, architecture="llama-tied", **PAIR)
+        made[f"bf16 zero {stage}"] = Case(train=SGD | BF16, stage=stage, **PAIR, **NEAR)
+        made[f"bf16 fp32 sums zero {stage}"] = Case(
+            train=SGD | SUMS, stage=stage, architecture="llama-tied", **PAIR, **NEAR
+        )
+        made[f"lora zero {stage}"] = Case(train=LORA, stage=stage, **PAIR)
+    made["gpipe zero 1"] = Case(train=SGD, stage=1, schedule="gpipe", **PAIR)
+    made["gpipe zero 3"] = Case(train=SGD, stage=3, schedule="gpipe", **PAIR)
+    interleaved: dict[str, Any] = {"schedule": "interleaved", "virtual_stages": 2}
+    for stage in (1, 2, 3):
+        made[f"interleaved zero {stage}"] = Case(train=SGD, stage=stage, **interleaved, **PAIR)
+    made["interleaved tied"] = Case(train=SGD, stage=2, architecture="llama-tied", **interleaved, **PAIR)
+    made["adamw zero 2"] = Case(train=ADAM, stage=2, **PAIR, **CLOSE)
+    made["adamw zero 3"] = Case(train=ADAM, stage=3, architecture="llama-tied", **PAIR, **CLOSE)
+    made["optimizer-cpu zero 2"] = Case(train=ADAM, stage=2, offload="optimizer-cpu", **PAIR, **CLOSE)
+    made["checkpointing zero 1"] = Case(
+        train=SGD | {"gradient_checkpointing": True}, stage=1, architecture="qwen2", **PAIR
+    )
+    made["checkpointing zero 3"] = Case(
+        train=SGD | {"gradient_checkpointing": True}, stage=3, architecture="qwen2", **PAIR
+    )
+    made["padded zero 2"] = Case(train=SGD, stage=2, packing="none", architecture="qwen2", **PAIR)
+    made["separated zero 3"] = Case(train=SGD, stage=3, packing="separated", architecture="qwen2", **PAIR)
+    made["pieces zero 2"] = Case(train=SGD, stage=2, sequence_parallel=True, **CUBE)
+    made["lora beside tensor zero 3"] = Case(train=LORA, stage=3, **CUBE)
+    made["tied beside tensor zero 1"] = Case(train=SGD, stage=1, architecture="llama-tied", **CUBE)
+    gpt2 = {**PAIR, "config": {**FOUR, **STEADY}}
+    made["gpt2 zero 2"] = Case(train=SGD, stage=2, architecture="gpt2", **gpt2)
+    made["gpt_neox zero 1"] = Case(train=SGD, stage=1, architecture="gpt_neox", **PAIR)
+    made["gemma2 zero 2"] = Case(train=SGD | {"attention": "eager"}, stage=2, architecture="gemma2", **PAIR)
+    made["qwen3 zero 3"] = Case(train=SGD, stage=3, architecture="qwen3", **PAIR)
+    made["experts zero 2"] = Case(train=SGD, stage=2, architecture="mixtral", **PAIR)
+    return made
+
+
+CASES = cases()
+
+
+@pytest.fixture(scope="module")
+def courses() -> list[dict[str, Any]]:
+    return run_distributed(train_all, RANKS, arguments_of(CASES), timeout_seconds=1200)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) -> None:
+    assert_follows_plain_torch(CASES[name], [rank[name] for rank in courses])
+
+
+def assert_follows_plain_torch(case: Case, found: list[Course | str]) -> None:
+    expected = reference(case)
+    for course in found:
+        if isinstance(course, str):
+            pytest.fail(course)
+    ours = merged([course for course in found if isinstance(course, Course)])
+    later = max(case.tolerance, 1e-4)
+    assert ours.losses[0] == pytest.approx(expected.losses[0], abs=case.tolerance)
+    assert ours.losses == pytest.approx(expected.losses, abs=later)
+    assert ours.norms[0] == pytest.approx(expected.norms[0], abs=case.tolerance)
+    assert ours.norms == pytest.approx(expected.norms, abs=later)
+    assert largest_difference(ours.first, expected.first) < case.weight_tolerance
+    assert largest_difference(ours.last, expected.last) < max(case.weight_tolerance, 1e-4)
+    assert max(expected.norms) > case.train["max_grad_norm"], "clipping must act"
+    assert expected.losses[0] - expected.losses[-1] > case.tolerance
+
+
+def merged(courses: list[Course]) -> Course:
+    """One course of all ranks, which agree on losses, norms and on weights that several of them hold."""
+    first = courses[0]
+    for other in courses[1:]:
+        assert other.losses == first.losses
+        assert other.norms == pytest.approx(first.norms, rel=1e-6)
+    weights: list[dict[str, Any]] = [{}, {}]
+    for course in courses:
+        for into, held in zip(weights, (course.first, course.last), strict=True):
+            for name, value in held.items():
+                assert abs(into.setdefault(name, value) - value).max() < 1e-6, name
+    return Course(losses=first.losses, norms=first.norms, first=weights[0], last=weights[1])

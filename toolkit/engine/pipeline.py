@@ -1,0 +1,229 @@
+"""The passes of a pipeline: a rank runs its part of a schedule on the plain DeepSpeed engine.
+
+The engine reduces gradients once, after the last backward pass of a step, so the order of the passes is ours: any schedule
+runs, beside ZeRO-1, 2 and 3, and one engine, one loop and one kind of checkpoint serve every strategy.
+
+B: sequences of a micro batch, S: tokens of a sequence, D: width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import singledispatchmethod
+from typing import Any
+
+import torch
+
+from toolkit.engine.memory_watch import MemoryWatch
+from toolkit.engine.passes import Losses, MicroBatch
+from toolkit.groups.channels import Arrival, Channels
+from toolkit.groups.process_groups import join_pair
+from toolkit.groups.world import World
+from toolkit.modeling.build import DTYPES
+from toolkit.modeling.loss import count_targets
+from toolkit.pipeline_parallel.gradients import Fp32Gradients, sum_tied
+from toolkit.pipeline_parallel.stage import hidden_shape, stage_inputs, stage_of
+from toolkit.plan.plan import Plan
+from toolkit.schedule import (
+    Backward,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    actions,
+    build_schedule,
+)
+
+_Place = tuple[int, int]  # chunk of this rank, micro-batch
+
+
+class PipelinePasses:
+    """Runs a step by the plan's schedule.
+
+    Args:
+        plan: What runs.
+        world: This rank's place, in a grid of stages.
+        engine: The DeepSpeed engine around this rank's stages.
+        memory: Told where passes end.
+
+    Collectives:
+        The ranks of one pipeline make their channels.
+    """
+
+    plain_norm: torch.Tensor | None = None
+
+    def __init__(self, plan: Plan, world: World, engine: Any, memory: MemoryWatch) -> None:
+        settings = plan.settings
+        self._world, self._engine, self._memory = world, engine, memory
+        self._losses = Losses(plan, world, engine)
+        self._stage = stage_of(engine.module)
+        schedule = build_schedule(
+            settings.pipeline_schedule,
+            pp=world.grid.pp,
+            micro_batches=settings.batch.accumulation,
+            virtual_stages=settings.virtual_stages,
+        )
+        self._schedule = schedule
+        self._actions = actions(schedule, world.coordinate.pp)
+        self._channels = Channels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
+        trainable = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        own_sums = settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32"
+        self._sums = Fp32Gradients(trainable) if own_sums else None
+        self._tied = [parameter for parameter in self._stage.tied if parameter.requires_grad]
+        self._tied_group = join_pair(*world.grid.group_of(world.rank, "pp")[:: world.grid.pp - 1]) if self._tied else None
+        # An empty tensor of what stages pass to each other.
+        self._like = torch.empty(0, dtype=DTYPES[settings.dtype], device=world.device)
+        self._step = _Step()
+
+    def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
+        self._step = _Step(micro_batches=micro_batches, num_targets=num_targets)
+        total = torch.zeros((), device=self._world.device)
+        with _reduced_at_the_end(self._engine):
+            for action in self._actions:
+                self._do(action)
+            self._channels.finish()
+            if self._tied_group is not None:
+                sum_tied(self._tied, group=self._tied_group, sums=self._sums)
+            if self._sums is not None:
+                self._sums.settle()
+        self._memory.end("backward")
+        self._engine.step()
+        self._memory.end("step")
+        for loss in self._step.losses:
+            total += loss
+        self._step = _Step()
+        return total
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
+        sums = torch.zeros(2, device=self._world.device, dtype=torch.float64)
+        for batch in batches:
+            moved = {key: value.to(self._world.device, non_blocking=True) for key, value in batch.items()}
+            outputs = self.forward(moved)
+            if outputs is not None:
+                sums[0] += self._losses.summed(outputs, moved["labels"])
+                sums[1] += count_targets(moved["labels"])
+        self._channels.finish()
+        return sums
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> Any:
+        """Runs one batch through all stages, without gradients; gives the model's outputs on the last stage, else None.
+
+        Stages work on different batches at once, for a rank sends on what it has and takes the next.
+        """
+        outputs = None
+        for chunk in range(self._schedule.virtual_stages):
+            stage = self._schedule.stage(self._world.coordinate.pp, chunk)
+            hidden_BSD = None
+            if stage > 0:
+                source, _ = self._schedule.place(stage - 1)
+                shape = hidden_shape(self._engine.module, batch)
+                hidden_BSD = self._channels.receive(shape, "activation", source=source, like=self._like).wait()
+            outputs = self._call(chunk, batch, hidden_BSD)
+            if stage < self._schedule.num_stages - 1:
+                self._channels.send(outputs, "activation", to=self._schedule.place(stage + 1)[0])
+                outputs = None
+        return outputs
+
+    def _call(self, chunk: int, batch: Mapping[str, torch.Tensor], hidden_BSD: torch.Tensor | None) -> Any:
+        return self._engine(**stage_inputs(self._losses.inputs(batch), chunk=chunk, hidden=hidden_BSD))
+
+    def _is_last(self, chunk: int) -> bool:
+        return self._schedule.stage(self._world.coordinate.pp, chunk) == self._schedule.num_stages - 1
+
+    @singledispatchmethod
+    def _do(self, action: Instruction) -> None:
+        raise TypeError(f"{type(action).__name__} is no instruction that the engine runs")
+
+    @_do.register
+    def _receive_activation(self, action: ReceiveActivation) -> None:
+        shape = hidden_shape(self._engine.module, self._step.micro_batches[action.micro_batch])
+        self._step.activations[_place(action)] = self._channels.receive(
+            shape, "activation", source=action.peer, like=self._like
+        )
+
+    @_do.register
+    def _receive_gradient(self, action: ReceiveGradient) -> None:
+        shape = hidden_shape(self._engine.module, self._step.micro_batches[action.micro_batch])
+        self._step.gradients[_place(action)] = self._channels.receive(
+            shape, "gradient", source=action.peer, like=self._like
+        )
+
+    @_do.register
+    def _forward(self, action: Forward) -> None:
+        step, place = self._step, _place(action)
+        batch = step.micro_batches[action.micro_batch]
+        arrival = step.activations.pop(place, None)
+        hidden_BSD = None if arrival is None else arrival.wait().requires_grad_()
+        outputs = self._call(action.chunk, batch, hidden_BSD)
+        if self._is_last(action.chunk):
+            outputs, reported = self._losses.of_step(
+                outputs, batch["labels"], step.num_targets, share=1 / len(step.micro_batches)
+            )
+            step.losses.append(reported)
+        step.held[place] = (hidden_BSD, outputs)
+        self._memory.end("forward")
+
+    @_do.register
+    def _send_activation(self, action: SendActivation) -> None:
+        _, output_BSD = self._step.held[_place(action)]
+        self._channels.send(output_BSD.detach(), "activation", to=action.peer)
+
+    @_do.register
+    def _backward(self, action: Backward) -> None:
+        hidden_BSD, outputs = self._step.held.pop(_place(action))
+        arrival = self._step.gradients.pop(_place(action), None)
+        if arrival is None:
+            self._engine.backward(outputs, scale_wrt_gas=False)
+        else:
+            outputs.backward(arrival.wait())
+        if hidden_BSD is not None:
+            self._step.to_send[_place(action)] = hidden_BSD.grad
+        self._memory.end("backward")
+
+    @_do.register
+    def _send_gradient(self, action: SendGradient) -> None:
+        self._channels.send(self._step.to_send.pop(_place(action)), "gradient", to=action.peer)
+
+
+class _Step:
+    """What one step has on its way, by chunk and micro-batch.
+
+    Attributes:
+        activations: Inputs of stages that were asked for.
+        gradients: Gradients of their outputs that were asked for.
+        held: Inputs and outputs of stages whose backward pass is to come; of the last stage its loss.
+        to_send: Gradients of inputs that are to be sent.
+        losses: Of the micro-batches, detached.
+    """
+
+    def __init__(
+        self, micro_batches: Sequence[dict[str, torch.Tensor]] = (), num_targets: torch.Tensor | None = None
+    ) -> None:
+        self.micro_batches = micro_batches
+        self.num_targets: Any = num_targets
+        self.activations: dict[_Place, Arrival] = {}
+        self.gradients: dict[_Place, Arrival] = {}
+        self.held: dict[_Place, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.to_send: dict[_Place, torch.Tensor] = {}
+        self.losses: list[torch.Tensor] = []
+
+
+@contextmanager
+def _reduced_at_the_end(engine: Any) -> Iterator[None]:
+    """Has the engine reduce gradients once, at the end, and not at all where a pass has failed.
+
+    DeepSpeed reduces whatever ends the block: a rank that has run out of memory would wait for others that wait for it.
+    """
+    with engine.coalesce_grad_reduction():
+        try:
+            yield
+        except BaseException:
+            engine._flush_coalesced_reduction_zero12 = engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
+            raise
+
+
+def _place(action: Instruction) -> _Place:
+    return action.chunk, action.micro_batch

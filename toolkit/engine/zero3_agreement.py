@@ -1,0 +1,55 @@
+"""Lets ZeRO-3 compare its records among the ranks that share parameters, not over the world, whose stages hold others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from toolkit.errors import RunError
+
+# Where deepspeed has imported the function by name.
+_USERS = (
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.partitioned_param_coordinator",
+)
+_NAME = "assert_ints_same_as_other_ranks"
+
+
+def compare_within(group: dist.ProcessGroup | None) -> None:
+    """Makes ZeRO-3 compare over a group from now on in this process; `None` gives it back its own way.
+
+    DeepSpeed broadcasts from rank 0 of the world whenever a rank has recorded a new order of its modules. Stages record
+    theirs at different times, or more often than others, so that broadcast would wait for ever.
+
+    Args:
+        group: Ranks that hold the same parameters.
+
+    Source:
+        deepspeed runtime/zero/utils.py assert_ints_same_as_other_ranks; partitioned_param_coordinator.py record_module.
+    """
+    import importlib
+
+    from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
+
+    used: Callable[[list[int]], None] = assert_ints_same_as_other_ranks
+    if group is not None:
+
+        def used(ints: list[int]) -> None:
+            _compare(ints, group)
+
+    for name in _USERS:
+        setattr(importlib.import_module(name), _NAME, used)
+
+
+def _compare(ints: list[int], group: dist.ProcessGroup) -> None:
+    found: list[list[int] | None] = [None] * group.size()
+    dist.all_gather_object(found, ints, group=group)
+    if any(other != ints for other in found):
+        raise RunError.of(
+            code="ZERO3_ORDER",
+            message="ranks that share parameters under ZeRO-3 ran their modules in different orders",
+            fix="A model whose modules depend on the data cannot run under ZeRO-3 here: set parallel.zero_stage to 2",
+            source="deepspeed runtime/zero/partitioned_param_coordinator.py record_module",
+        )

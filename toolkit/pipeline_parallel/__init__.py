@@ -1,0 +1,1 @@
+"""Pipeline parallelism: any Hugging Face decoder cut by its layers, whose parts run on ranks of their own."""

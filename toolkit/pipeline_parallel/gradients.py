@@ -1,0 +1,76 @@
+"""What becomes of a stage's gradients between its first backward pass and the reduction over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Fp32Gradients:
+    """Adds the gradients of all micro-batches of a step in fp32, whatever the dtype of the parameters.
+
+    DeepSpeed's own accumulation in another dtype refuses to wait for the end of a step under ZeRO-1, and does nothing under
+    ZeRO-2 and 3. Memory: 4 bytes a trainable parameter beside its gradient, from the first backward pass of a step to `settle`.
+
+    Args:
+        parameters: Whose gradients are added up; those in fp32 are left as they are.
+
+    Source:
+        deepspeed runtime/engine.py coalesce_grad_reduction; zero/stage_1_and_2.py _fill_param_grad_accum_attribute, which it
+        passes over.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None, "torch calls this once there is a gradient"
+        known = self._sums.get(parameter)
+        if known is None:
+            self._sums[parameter] = gradient.float()
+        else:
+            known.add_(gradient)
+        # Kept, not dropped: a partitioned parameter has no shape at the end of the step that a new one could be set by.
+        gradient.zero_()
+
+    @torch.no_grad()
+    def sum_over(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
+        """Adds up what the ranks of a group have of a parameter; False where nothing was accumulated here."""
+        known = self._sums.get(parameter)
+        if known is not None:
+            dist.all_reduce(known, group=group)
+        return known is not None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Rounds the sums to the gradients of the parameters, and frees them."""
+        while self._sums:
+            parameter, total = self._sums.popitem()
+            assert parameter.grad is not None, "`_add` has left it"
+            parameter.grad.copy_(total)
+
+
+@torch.no_grad()
+def sum_tied(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup, sums: Fp32Gradients | None) -> None:
+    """Adds up the gradients of weights that the first and the last stage both hold, before data-parallel ranks reduce them.
+
+    Args:
+        parameters: This rank's copies, in the same order on both.
+        group: The two ranks.
+        sums: Where the gradients are added up in fp32, if they are.
+
+    Collectives:
+        One all-reduce a trainable parameter.
+    """
+    for parameter in parameters:
+        if not parameter.requires_grad or (sums is not None and sums.sum_over(parameter, group)):
+            continue
+        assert parameter.grad is not None, "an embedding and a head have a gradient after each step"
+        dist.all_reduce(parameter.grad, group=group)

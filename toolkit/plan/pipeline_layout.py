@@ -1,0 +1,39 @@
+"""Which decoder layers each stage of a pipeline holds."""
+
+from __future__ import annotations
+
+from toolkit.schedule.partition import partition
+from toolkit.spec.job import Job
+from toolkit.spec.model import ModelSpec
+from toolkit.spec.parameters import ParameterCount, count_parameters
+
+
+def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int) -> tuple[int, ...]:
+    """Gives the decoder layers of each stage, first to last; empty without a pipeline, or where stages outnumber layers.
+
+    Args:
+        job: Names the stages and the way to balance them.
+        model: Its layers.
+        sequence_length: Tokens of a sequence, with which the share of attention grows.
+    """
+    parallel = job.parallel
+    stages = parallel.pipeline * (parallel.virtual_stages or 1)
+    if parallel.pipeline == 1 or stages > model.num_hidden_layers:
+        return ()
+    if isinstance(parallel.partition, tuple):
+        return parallel.partition
+    counted = count_parameters(model.config)
+    if parallel.partition == "uniform" or counted is None:
+        return partition([1.0] * model.num_hidden_layers, stages)
+    if parallel.partition == "parameters":
+        head = counted.final_norm + (counted.head or model.vocab_size * model.hidden_size)
+        return partition([float(count) for count in counted.layers], stages, first=counted.embedding, last=head)
+    return partition(
+        _operations(counted, model, sequence_length), stages, last=float(model.vocab_size * model.hidden_size)
+    )
+
+
+def _operations(counted: ParameterCount, model: ModelSpec, sequence_length: int) -> list[float]:
+    """Multiplications of each layer for one token: its active weights, and the scores and sums of half a sequence."""
+    attention = float(sequence_length * model.num_attention_heads * model.head_dim)
+    return [count + attention for count in counted.active_layers]
