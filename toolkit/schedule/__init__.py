@@ -1,5 +1,6 @@
 """Pipeline schedules: who computes what in which order, proven on paper; and the cut of layers into stages."""
 
+from toolkit.schedule.bubble import bubble_fraction
 from toolkit.schedule.build import SCHEDULES, build_schedule
 from toolkit.schedule.instructions import (
     Backward,
@@ -15,6 +16,7 @@ from toolkit.schedule.instructions import (
     SendGradient,
 )
 from toolkit.schedule.messages import actions
+from toolkit.schedule.partitioning import StageMemory, check_partition, partition, stage_layers, uniform_partition
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.simulate import Durations, Span, Timeline, simulate
 
@@ -34,8 +36,14 @@ __all__ = [
     "SendActivation",
     "SendGradient",
     "Span",
+    "StageMemory",
     "Timeline",
     "actions",
+    "bubble_fraction",
     "build_schedule",
+    "check_partition",
+    "partition",
     "simulate",
+    "stage_layers",
+    "uniform_partition",
 ]

@@ -30,7 +30,7 @@ def build_schedule(name: PipelineSchedule, *, pp: int, micro_batches: int, virtu
         name: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
         pp: Pipeline ranks.
         micro_batches: Of one step, of each data-parallel replica: the steps of gradient accumulation.
-        virtual_stages: Chunks of each rank: at least 2 for `interleaved`, 1 for the others.
+        virtual_stages: Chunks of each rank: 1 for `gpipe` and `1f1b`, at least 2 for `interleaved`, any for `zb-h1`.
 
     Raises:
         PlanError: SCHEDULE_UNKNOWN, SCHEDULE_SIZE, SCHEDULE_VIRTUAL_STAGES.
@@ -63,10 +63,10 @@ def _problems(name: str, *, pp: int, micro_batches: int, virtual_stages: int) ->
             message="virtual_stages=1 leaves pipeline_schedule=interleaved nothing to interleave: a rank holds one chunk",
             fix="Set virtual_stages to 2 or more, or pipeline_schedule to 1f1b",
         )
-    elif name in SCHEDULES and name != "interleaved" and virtual_stages > 1:
+    elif name in ("gpipe", "1f1b") and virtual_stages > 1:
         yield Problem(
             code="SCHEDULE_VIRTUAL_STAGES",
             key="parallel.virtual_stages",
             message=f"virtual_stages={virtual_stages} is not for pipeline_schedule={name}: its ranks hold one chunk each",
-            fix="Set virtual_stages to 1, or pipeline_schedule to interleaved",
+            fix="Set virtual_stages to 1, or pipeline_schedule to interleaved or zb-h1",
         )

@@ -20,7 +20,9 @@ from toolkit.schedule.instructions import (
 )
 from toolkit.schedule.schedule import Schedule
 
-# Compute instructions before its use at which a receive is posted: the message then travels while one of them runs.
+# Compute instructions before its use at which a receive is posted: the message then travels while one of them runs. On
+# paper more gain nothing, with any schedule. 1F1B's inner ranks still wait for some: each sends what the next one is about
+# to need. The other schedules hide all messages that are shorter than a pass, but for those of filling and draining.
 LOOKAHEAD = 1
 
 
@@ -122,4 +124,6 @@ def _receives(schedule: Schedule, rank: int, lookahead: int) -> list[tuple[int, 
                 latest = min(latest, needed[receive])
                 backwards.append((latest, receive))
             found += reversed(backwards)
-    return found
+    # What nobody sends is awaited all the same, so that the simulation can tell.
+    listed = {receive for _, receive in found}
+    return found + [(position, receive) for receive, position in needed.items() if receive not in listed]
