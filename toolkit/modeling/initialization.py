@@ -120,7 +120,7 @@ def _draw_unit(
 
 def _draw(name: str, module: nn.Module, owner: Any, *, seed: int, kept: Iterable[Tensor]) -> None:
     """Draws a module's weights by the rule of the model that owns it, but those that keep their values."""
-    torch.manual_seed(module_seed(seed, name))
+    seed_draws(module_seed(seed, name))
     with _marked_done(kept):
         owner._init_weights(module)
 
@@ -173,6 +173,20 @@ def module_seed(seed: int, name: str) -> int:
     """A 63-bit seed of its own for each module; the same on every machine and Python version."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def seed_draws(seed: int) -> None:
+    """Seeds the CPU's generator and, if CUDA has been started, those of the cards.
+
+    For each kind of device that has not been, `torch.manual_seed` keeps a call to make later and the stack that led to
+    it: some milliseconds for every module of a model, and memory for as long as the process lives.
+
+    Source:
+        torch, cuda/__init__.py, _lazy_call.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
