@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.schedule.partition import partition
+from toolkit.schedule import partition
 from toolkit.spec.job import Job
 from toolkit.spec.model import ModelSpec
 from toolkit.spec.parameters import ParameterCount, count_parameters
