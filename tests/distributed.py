@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -139,6 +140,7 @@ def _run_rank(
     results: Queue[tuple[int, bool, Any]],
 ) -> None:
     """Body of a process: joins the group, calls the function, reports."""
+    gc.freeze()  # DeepSpeed collects garbage at times: all that was imported need not be walked, nor its pages be copied
     os.environ.clear()  # the server's, which may be that of another test
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     import torch

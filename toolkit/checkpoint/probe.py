@@ -27,23 +27,22 @@ def probe_tokens(vocab_size: int, *, num_pieces: int = 1) -> torch.Tensor:
 
 
 def record_probe(run: Run, folder: Path) -> None:
-    """Writes `input_ids` and `logits` of the live model; all ranks run the forward pass, rank 0 writes.
+    """Writes `input_ids` and `logits` of the live model; all ranks run the forward pass, the first that holds the head writes.
 
     Products in fp8 run in bf16 here: an export holds bf16 weights, and who loads it multiplies them so.
 
     Collectives:
-        Those of a forward pass under ZeRO-3; an all-gather of the scores over the tensor group.
+        Those of a forward pass under ZeRO-3 or over stages; an all-gather of the scores over the tensor group.
     """
     num_pieces = run.world.grid.tp if run.plan.settings.sequence_parallel else 1
     ids_BS = probe_tokens(run.plan.model.vocab_size, num_pieces=num_pieces)
-    run.engine.eval()
-    try:
-        with torch.no_grad(), without_fp8(run.model):
-            logits_BSV = _whole(run, run.engine(input_ids=ids_BS.to(run.world.device)).logits)
-    finally:
-        run.engine.train()
-    if run.world.is_main:
-        save_file({"input_ids": ids_BS, "logits": logits_BSV.float().cpu().contiguous()}, folder / PROBE)
+    with torch.no_grad(), without_fp8(run.model):
+        for _, outputs in run.outputs([{"input_ids": ids_BS}]):
+            if outputs is None:
+                continue
+            logits_BSV = _whole(run, outputs.logits)
+            if run.world.coordinate.dp == run.world.coordinate.tp == 0:
+                save_file({"input_ids": ids_BS, "logits": logits_BSV.float().cpu().contiguous()}, folder / PROBE)
 
 
 def _whole(run: Run, logits_BSV: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.groups.world import World
-from toolkit.modeling.loss import auxiliary_loss, count_targets, cross_entropy_over, token_loss
+from toolkit.modeling.loss import auxiliary_loss, cross_entropy_over, token_loss
 from toolkit.plan.plan import Plan
 from toolkit.tensor_parallel.marks import counts_in_norm
 
@@ -21,6 +21,7 @@ MicroBatch = Mapping[str, torch.Tensor]
 class Passes(Protocol):
     """One way to run the micro-batches of a step through the engine."""
 
+    losses: Losses
     plain_norm: torch.Tensor | None
     """The gradient norm of the last step where the engine keeps none."""
 
@@ -32,8 +33,9 @@ class Passes(Protocol):
             num_targets: Tokens that count in the whole step, over all ranks. Scalar fp32.
         """
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
-        """Gives this rank's part of the summed loss and of the tokens that count. Shape (2,), fp64."""
+    def outputs(self, batch: MicroBatch) -> Any:
+        """Gives what the whole model gives for a batch on this rank's device; None where others hold its end."""
+
 
 
 class Losses:
@@ -86,13 +88,13 @@ class AccumulatedPasses:
         self.plain_norm: torch.Tensor | None = None
         self._keeps_no_norm = plan.settings.zero_stage == 0 and plan.settings.precision == "fp32"
         self._world, self._engine, self._memory = world, engine, memory
-        self._losses = Losses(plan, world, engine)
+        self.losses = Losses(plan, world, engine)
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), device=self._world.device)
         for index, batch in enumerate(micro_batches):
-            outputs = self._engine(**self._losses.inputs(batch))
-            loss, reported = self._losses.of_step(
+            outputs = self._engine(**self.losses.inputs(batch))
+            loss, reported = self.losses.of_step(
                 outputs, batch["labels"], num_targets, share=1 / len(micro_batches)
             )
             # The logits' last reference must go before the backward pass frees what it can.
@@ -107,13 +109,8 @@ class AccumulatedPasses:
             self._memory.end("step")
         return total
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
-        sums = torch.zeros(2, device=self._world.device, dtype=torch.float64)
-        for batch in batches:
-            moved = {key: value.to(self._world.device, non_blocking=True) for key, value in batch.items()}
-            sums[0] += self._losses.summed(self._engine(**self._losses.inputs(moved)), moved["labels"])
-            sums[1] += count_targets(moved["labels"])
-        return sums
+    def outputs(self, batch: MicroBatch) -> Any:
+        return self._engine(**self.losses.inputs(batch))
 
 
 def norm_without_wrapper(model: nn.Module, world: World) -> torch.Tensor:

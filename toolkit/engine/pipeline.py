@@ -8,22 +8,22 @@ B: sequences of a micro batch, S: tokens of a sequence, D: width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import singledispatchmethod
 from typing import Any
 
 import torch
+from torch import nn
 
 from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.passes import Losses, MicroBatch
 from toolkit.groups.channels import Arrival, Channels
 from toolkit.groups.process_groups import join_pair
 from toolkit.groups.world import World
-from toolkit.modeling.build import DTYPES
-from toolkit.modeling.loss import count_targets
+from toolkit.pipeline_parallel import hidden_dtype, hidden_shape, run_stage
 from toolkit.pipeline_parallel.gradients import Fp32Gradients, sum_tied
-from toolkit.pipeline_parallel.stage import hidden_shape, stage_inputs, stage_of
+from toolkit.pipeline_parallel.part import inner_model, stage_info
 from toolkit.plan.plan import Plan
 from toolkit.schedule import (
     Backward,
@@ -58,8 +58,7 @@ class PipelinePasses:
     def __init__(self, plan: Plan, world: World, engine: Any, memory: MemoryWatch) -> None:
         settings = plan.settings
         self._world, self._engine, self._memory = world, engine, memory
-        self._losses = Losses(plan, world, engine)
-        self._stage = stage_of(engine.module)
+        self.losses = Losses(plan, world, engine)
         schedule = build_schedule(
             settings.pipeline_schedule,
             pp=world.grid.pp,
@@ -69,13 +68,12 @@ class PipelinePasses:
         self._schedule = schedule
         self._actions = actions(schedule, world.coordinate.pp)
         self._channels = Channels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
-        trainable = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        own_sums = settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32"
-        self._sums = Fp32Gradients(trainable) if own_sums else None
-        self._tied = [parameter for parameter in self._stage.tied if parameter.requires_grad]
-        self._tied_group = join_pair(*world.grid.group_of(world.rank, "pp")[:: world.grid.pp - 1]) if self._tied else None
+        in_fp32 = settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32"
+        self._sums = Fp32Gradients(engine.module.parameters()) if in_fp32 else None
+        self._tied = _tied_weight(engine.module) if plan.job.train.method == "full" else None
+        self._ends = None if self._tied is None else join_pair(*_ends(world))
         # An empty tensor of what stages pass to each other.
-        self._like = torch.empty(0, dtype=DTYPES[settings.dtype], device=world.device)
+        self._like = torch.empty(0, dtype=hidden_dtype(engine.module), device=world.device)
         self._step = _Step()
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
@@ -85,8 +83,8 @@ class PipelinePasses:
             for action in self._actions:
                 self._do(action)
             self._channels.finish()
-            if self._tied_group is not None:
-                sum_tied(self._tied, group=self._tied_group, sums=self._sums)
+            if self._tied is not None and self._ends is not None:
+                sum_tied(self._tied, group=self._ends, sums=self._sums)
             if self._sums is not None:
                 self._sums.settle()
         self._memory.end("backward")
@@ -97,22 +95,8 @@ class PipelinePasses:
         self._step = _Step()
         return total
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
-        sums = torch.zeros(2, device=self._world.device, dtype=torch.float64)
-        for batch in batches:
-            moved = {key: value.to(self._world.device, non_blocking=True) for key, value in batch.items()}
-            outputs = self.forward(moved)
-            if outputs is not None:
-                sums[0] += self._losses.summed(outputs, moved["labels"])
-                sums[1] += count_targets(moved["labels"])
-        self._channels.finish()
-        return sums
-
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> Any:
-        """Runs one batch through all stages, without gradients; gives the model's outputs on the last stage, else None.
-
-        Stages work on different batches at once, for a rank sends on what it has and takes the next.
-        """
+    def outputs(self, batch: MicroBatch) -> Any:
+        """Runs one batch through all stages; called for one after the other, each rank sends on what it has and goes on."""
         outputs = None
         for chunk in range(self._schedule.virtual_stages):
             stage = self._schedule.stage(self._world.coordinate.pp, chunk)
@@ -122,13 +106,13 @@ class PipelinePasses:
                 shape = hidden_shape(self._engine.module, batch)
                 hidden_BSD = self._channels.receive(shape, "activation", source=source, like=self._like).wait()
             outputs = self._call(chunk, batch, hidden_BSD)
-            if stage < self._schedule.num_stages - 1:
+            if not self._is_last(chunk):
                 self._channels.send(outputs, "activation", to=self._schedule.place(stage + 1)[0])
                 outputs = None
         return outputs
 
     def _call(self, chunk: int, batch: Mapping[str, torch.Tensor], hidden_BSD: torch.Tensor | None) -> Any:
-        return self._engine(**stage_inputs(self._losses.inputs(batch), chunk=chunk, hidden=hidden_BSD))
+        return run_stage(self._engine, self.losses.inputs(batch), chunk=chunk, received=hidden_BSD)
 
     def _is_last(self, chunk: int) -> bool:
         return self._schedule.stage(self._world.coordinate.pp, chunk) == self._schedule.num_stages - 1
@@ -156,10 +140,10 @@ class PipelinePasses:
         step, place = self._step, _place(action)
         batch = step.micro_batches[action.micro_batch]
         arrival = step.activations.pop(place, None)
-        hidden_BSD = None if arrival is None else arrival.wait().requires_grad_()
+        hidden_BSD = None if arrival is None else arrival.wait()
         outputs = self._call(action.chunk, batch, hidden_BSD)
         if self._is_last(action.chunk):
-            outputs, reported = self._losses.of_step(
+            outputs, reported = self.losses.of_step(
                 outputs, batch["labels"], step.num_targets, share=1 / len(step.micro_batches)
             )
             step.losses.append(reported)
@@ -223,6 +207,21 @@ def _reduced_at_the_end(engine: Any) -> Iterator[None]:
         except BaseException:
             engine._flush_coalesced_reduction_zero12 = engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
             raise
+
+
+def _tied_weight(model: Any) -> nn.Parameter | None:
+    """Gives this rank's copy of a weight that the first and the last stage hold."""
+    info = stage_info(model)
+    if info is None or info.tied_key is None:
+        return None
+    weight: nn.Parameter = inner_model(model).get_parameter(info.tied_key)
+    return weight
+
+
+def _ends(world: World) -> tuple[int, int]:
+    """Gives the ranks of the first and the last stage of this rank's pipeline."""
+    stages = world.grid.group_of(world.rank, "pp")
+    return stages[0], stages[-1]
 
 
 def _place(action: Instruction) -> _Place:

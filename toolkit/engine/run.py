@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -182,15 +182,34 @@ class Run:
         Args:
             batches: This rank's micro-batches; all ranks must have the same number of them.
         """
-        self.engine.eval()
-        try:
-            with torch.no_grad():
-                sums = self._passes.evaluate(batches)
-        finally:
-            self.engine.train()
-            self.memory.end("evaluation")
+        sums = torch.zeros(2, device=self.world.device, dtype=torch.float64)
+        for batch, outputs in self.outputs(batches):
+            if outputs is not None:
+                sums[0] += self._passes.losses.summed(outputs, batch["labels"])
+                sums[1] += count_targets(batch["labels"])
+        self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
         return float(sums[0] / sums[1].clamp(min=1))
+
+    def outputs(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """Runs the model without gradients, as in evaluation; gives each batch, moved to the device, with its outputs.
+
+        Args:
+            batches: This rank's; all ranks must have the same number of them, and take all of what this gives.
+
+        Returns:
+            What the whole model gives, on the ranks that hold its end; None on the other stages of a pipeline.
+        """
+        self.engine.eval()
+        try:
+            for batch in batches:
+                moved = {key: value.to(self.world.device, non_blocking=True) for key, value in batch.items()}
+                with torch.no_grad():
+                    outputs = self._passes.outputs(moved)
+                yield moved, outputs
+                del outputs  # before the next batch has its own
+        finally:
+            self.engine.train()
 
     def _collator(self, dataset: PackedDataset) -> Collator:
         # transformers' FlashAttention path tells packed documents apart only in a batch of one row

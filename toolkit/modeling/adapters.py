@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.modeling.sharded_adapters import ADAPTED_BY, draw_adapters, shard_adapters
+from toolkit.pipeline_parallel.part import stage_info
 from toolkit.spec.job import Lora
 from toolkit.tensor_parallel.linear import ShardedLinear
 
@@ -43,6 +44,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=_resolved_targets(model, targets),
+        exclude_modules=_on_other_stages(model),
         modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
     )
@@ -56,6 +58,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 )
                 # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+            adapted.active_peft_config.exclude_modules = None  # of this rank alone, no matter of the adapter's
             shard_adapters(adapted)
             draw_adapters(adapted, seed=seed)
             return adapted
@@ -81,6 +84,12 @@ def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) ->
         return targets
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if module is not head and _is_linear(module)]
+
+
+def _on_other_stages(model: PreTrainedModel) -> list[str] | None:
+    """Names what stands in a cut model for modules of other stages, which have their adapters there."""
+    info = stage_info(model)
+    return None if info is None else list(info.absent)
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

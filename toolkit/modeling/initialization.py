@@ -36,17 +36,19 @@ def initialize_weights(
     tensor size and number of ranks on one type of device. The random state of the process is left as it was. Tied
     weights stay tied and keep the draw of the module that comes first; buffers are filled as `initialize_buffers` does.
 
-    Of a sharded model each rank draws whole weights, but those of one decoder layer at a time, and keeps its shards.
+    Of a sharded or cut model each rank draws whole weights, but those of one decoder layer at a time, and keeps its part; what
+    lies on other stages is not drawn.
 
     Args:
         model: A model whose storage is allocated (`allocate`) or partitioned (`deepspeed.zero.Init`).
         seed: Any integer.
         modules: Names of the modules to draw; all when left out.
-        dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded.
+        dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded or
+            `cut_model` cut.
     Collectives:
         Under ZeRO-3 one all-gather and one broadcast a module (of a sharded model, a weight); otherwise none.
     Raises:
-        ValueError: If the model is sharded and `dense` is left out.
+        ValueError: If the model is sharded or cut and `dense` is left out.
     Source:
         transformers, modeling_utils.py, PreTrainedModel.initialize_weights.
     """
@@ -77,8 +79,16 @@ def _draw_apart(
     """Draws the dense twin unit by unit, and copies this rank's part of each into the model."""
     device = next(model.parameters()).device
     done: set[nn.Parameter] = set()
-    for _, unit in groupby(_children_first(dense), key=_units(dense)):
-        done |= _draw_unit(model, list(unit), part, device=device, seed=seed, modules=modules, but=done)
+    for _, members in groupby(_children_first(dense), key=_units(dense)):
+        unit = list(members)
+        if any(part.own_key(key) for key in _own_weights(unit)):
+            _draw_unit(model, unit, part, device=device, seed=seed, modules=modules, but=done)
+        done |= set(_own_weights(unit).values())
+
+
+def _own_weights(unit: list[tuple[str, nn.Module, Any]]) -> dict[str, nn.Parameter]:
+    """Gives the weights of some modules themselves, by name in the model."""
+    return {key: weight for name, module, _ in unit for key, weight in module.named_parameters(name, recurse=False)}
 
 
 def _draw_unit(
@@ -90,9 +100,8 @@ def _draw_unit(
     seed: int,
     modules: frozenset[str] | None,
     but: AbstractSet[nn.Parameter],
-) -> set[nn.Parameter]:
-    """Draws some modules of the dense twin, but weights that an earlier unit has, and gives their weights."""
-    weights = {weight for _, module, _ in unit for weight in module.parameters(recurse=False)}
+) -> None:
+    """Draws some modules of the dense twin, but weights that an earlier unit has, and copies what the model holds of them."""
     with _materialized([module for _, module, _ in unit], device, but=but), _NothingElsewhere():
         drawn: dict[nn.Parameter, str] = {}
         for name, module, owner in unit:
@@ -102,15 +111,16 @@ def _draw_unit(
                 _draw(name, module, owner, seed=seed, kept=kept)
                 drawn |= {weight: key for key, weight in own.items() if not weight.is_meta and weight not in drawn}
         for weight, key in drawn.items():
-            target = model.get_parameter(key)
-            with gathered([target]):
-                target.data.copy_(part.take(key, weight))
-    return weights
+            own_key = part.own_key(key)
+            if own_key is not None:
+                target = model.get_parameter(own_key)
+                with gathered([target]):
+                    target.data.copy_(part.take(key, weight))
 
 
 def _draw(name: str, module: nn.Module, owner: Any, *, seed: int, kept: Iterable[Tensor]) -> None:
     """Draws a module's weights by the rule of the model that owns it, but those that keep their values."""
-    torch.manual_seed(module_seed(seed, name))
+    seed_draws(module_seed(seed, name))
     with _marked_done(kept):
         owner._init_weights(module)
 
@@ -163,6 +173,20 @@ def module_seed(seed: int, name: str) -> int:
     """A 63-bit seed of its own for each module; the same on every machine and Python version."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def seed_draws(seed: int) -> None:
+    """Seeds the CPU's generator and, if CUDA has been started, those of the cards.
+
+    For each kind of device that has not been, `torch.manual_seed` keeps a call to make later and the stack that led to
+    it: some milliseconds for every module of a model, and memory for as long as the process lives.
+
+    Source:
+        torch, cuda/__init__.py, _lazy_call.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
@@ -289,9 +313,10 @@ def _restore_buffer_dtypes(model: PreTrainedModel) -> None:
         return
     with no_init_weights(), torch.device("meta"), _default_dtype(model.dtype):
         twin = type(model)(model.config)
+    modules = dict(model.named_modules())
     for name, buffer in twin.named_buffers():
         module, _, key = name.rpartition(".")
-        buffers = model.get_submodule(module)._buffers
+        buffers = modules[module]._buffers if module in modules else {}  # else of another stage
         present = buffers.get(key)
         if present is not None and present.dtype != buffer.dtype:
             buffers[key] = present.to(buffer.dtype)

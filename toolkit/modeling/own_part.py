@@ -1,4 +1,4 @@
-"""The part of a whole model that this rank of a tensor group holds: taken from whole tensors, or read by itself."""
+"""The part of a whole model that this rank of a tensor group or a pipeline holds: taken from whole tensors, or read by itself."""
 
 from __future__ import annotations
 
@@ -12,36 +12,51 @@ from torch.nn import functional
 
 from toolkit.modeling.conversion import ConversionGroup, convert_group, source_shards
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
+from toolkit.pipeline_parallel.part import stage_info
 from toolkit.tensor_parallel.apply import parameter_shards
 from toolkit.tensor_parallel.layout import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPart:
-    """Which part of each weight of the whole model this rank holds.
+    """Which weights of the whole model this rank holds, and which part of each.
 
     Args:
-        shards: Key to how that weight is cut; the others are whole.
+        shards: Key of the whole model to how that weight is cut; the others are whole.
         tp_group: Ranks that hold the other parts; `None` where no weight is cut.
+        own_keys: Key of the whole model to the key of this rank's model that has its values: another one for the head of a
+            tied model without its embedding. `None` where the rank has all.
     """
 
     shards: Mapping[str, Shard]
     tp_group: dist.ProcessGroup | None
+    own_keys: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, model: nn.Module, dense: nn.Module | None) -> OwnPart:
-        """Finds what a model, sharded by `apply_tensor_parallel` or not, holds of its dense twin.
+        """Finds what a model, made by `apply_tensor_parallel`, `cut_model` or both, holds of its dense twin.
 
         Raises:
-            ValueError: If the model is sharded and has no twin.
+            ValueError: If the model is sharded or cut and has no twin.
         """
-        shards = parameter_shards(model)
-        if not shards:
+        shards, is_cut = parameter_shards(model), stage_info(model) is not None
+        if not shards and not is_cut:
             return cls(shards={}, tp_group=None)
         if dense is None:
-            raise ValueError("a model that is sharded needs its dense twin: dense=, on the meta device")
+            raise ValueError("a model that is sharded or cut needs its dense twin: dense=, on the meta device")
+        own_keys = _own_keys(model, dense) if is_cut else None
+        if own_keys is not None:
+            shards = {key: shards[own] for key, own in own_keys.items() if own in shards}
         groups: list[Any] = [getattr(module, "tp_group", None) for module in model.modules()]
-        return cls(shards=shards, tp_group=next(group for group in groups if group is not None))
+        return cls(
+            shards=shards,
+            tp_group=next(group for group in groups if group is not None) if shards else None,
+            own_keys=own_keys,
+        )
+
+    def own_key(self, key: str) -> str | None:
+        """Gives this rank's key for a key of the whole model; `None` where another rank has it."""
+        return key if self.own_keys is None else self.own_keys.get(key)
 
     def take(self, key: str, whole: Tensor) -> Tensor:
         """Gives this rank's part of a whole tensor."""
@@ -114,3 +129,18 @@ class OwnPart:
     def _place(self) -> tuple[int, int]:
         assert self.tp_group is not None, "what is cut lies on the ranks of a group"
         return self.tp_group.rank(), self.tp_group.size()
+
+
+def _own_keys(model: nn.Module, dense: nn.Module) -> dict[str, str]:
+    """Finds a cut model's key for each key of its twin; ends of a tie in the twin are one weight of the model, at most."""
+    info = stage_info(model)
+    assert info is not None, "the model is cut"
+    held = model.state_dict(keep_vars=True)
+    whole = dense.state_dict(keep_vars=True)
+    keys: dict[int, list[str]] = {}
+    for key, value in whole.items():
+        keys.setdefault(id(value), []).append(key)
+    found = {key: key for key in whole if key in held}
+    if info.tied_key is not None:
+        found |= dict.fromkeys(keys[id(whole[info.tied_key])], info.tied_key)
+    return found

@@ -19,7 +19,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from toolkit.groups.collectives import all_reduce
-from toolkit.modeling.initialization import module_seed
+from toolkit.modeling.initialization import module_seed, seed_draws
 from toolkit.tensor_parallel.gradient_sums import sum_gradients
 from toolkit.tensor_parallel.layout import Shard
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
@@ -106,7 +106,7 @@ def draw_adapters(model: nn.Module, *, seed: int) -> None:
         shape = list(weight.shape)
         if cut is not None:
             shape[cut.dim] = cut.dense_length
-        torch.manual_seed(module_seed(seed, name))
+        seed_draws(module_seed(seed, name))
         dense = nn.init.kaiming_uniform_(weight.new_empty(shape), a=5**0.5)
         if cut is None:
             weight.copy_(dense)

@@ -70,7 +70,7 @@ def load_pretrained(
 ) -> LoadReport:
     """Fills a model from a folder that `save_pretrained` wrote, and fills its buffers.
 
-    The group's first rank reads, of a sharded model only what the group holds; each value is cast to the dtype of the
+    The group's first rank reads, of a sharded or cut model only what the group holds; each value is cast to the dtype of the
     parameter it fills. Host memory beyond the model: one batch of tensors (128 MiB, or the largest group that converts
     together) on the reading rank.
 
@@ -78,7 +78,8 @@ def load_pretrained(
         model: Allocated by `allocate`, or built under `deepspeed.zero.Init` (ZeRO-3), on every rank.
         folder: Local folder with `model.safetensors` or shards and their index.
         group: Ranks that hold this same model or the same shards of it, whole or partitioned; all ranks when left out.
-        dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded.
+        dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded or
+            `cut_model` cut.
         progress: Called on each rank with tensors done and tensors in all.
     Collectives:
         A broadcast of each tensor over `group` (ZeRO 0 to 2), or an all-gather and a broadcast over the ZeRO group. Of a
@@ -86,11 +87,12 @@ def load_pretrained(
     Raises:
         CheckpointError: On every rank, with all problems at once: WEIGHTS_ABSENT, WEIGHTS_BIN, WEIGHTS_CORRUPT,
             WEIGHTS_MISSING, WEIGHTS_UNEXPECTED, WEIGHTS_SHAPE, WEIGHTS_DTYPE, WEIGHTS_TIED.
-        ValueError: If the model is sharded and `dense` or `group` is left out.
+        ValueError: If the model is sharded or cut and `dense` is left out, or `group` while there are other ranks.
     """
     part = OwnPart.of(model, dense)
-    if part.tp_group is not None and group is None:
-        raise ValueError("a model that is sharded needs group=, the ranks that hold the same shards")
+    is_part = part.tp_group is not None or (part.own_keys is not None and dist.is_initialized())
+    if is_part and group is None:
+        raise ValueError("a model that is sharded or cut needs group=, the ranks that hold the same part")
     tie_weights(model)
     initialize_buffers(model)
     reader = _Reader(dense or model, Path(folder), part) if is_source(group) else None
@@ -113,12 +115,15 @@ def load_pretrained(
     return report
 
 
-def schedule_loading(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> Schedule:
+def schedule_loading(
+    model: PreTrainedModel, metas: Mapping[str, Tensor], *, held: Callable[[str], bool] = lambda key: True
+) -> Schedule:
     """Plans how a checkpoint fills a model, and finds everything that does not fit, without reading a value.
 
     Args:
         model: The model, or its twin on the meta device.
         metas: Checkpoint key to meta tensor, as in `SafetensorsFolder.metas`.
+        held: Whether a key is of this rank; of the others it is only found out whether they fit.
     """
     targets = full_shapes(model)
     aliases = _aliases(model, targets)
@@ -136,8 +141,8 @@ def schedule_loading(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> Sch
         problems.extend(_misfits(group, converted, targets))
         new = tuple(key for key in converted if key in targets and aliases.get(key, key) not in filled)
         filled.update({aliases.get(key, key): key for key in new})
-        if new:
-            planned.append((group, new))
+        if any(map(held, new)):
+            planned.append((group, tuple(filter(held, new))))
     absent = [key for key in targets if aliases.get(key, key) not in filled]
     initialized = tuple(key for key in absent if _matches(key, model._keys_to_ignore_on_load_missing))
     problems.extend(_missing([key for key in absent if key not in initialized and key not in aliases]))
@@ -146,7 +151,7 @@ def schedule_loading(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> Sch
         num_tensors=sum(len(keys) for _, keys in planned),
         num_bytes=sum(metas[key].nbytes for group, _ in planned for key in group.keys),
         tied=tuple(sorted(aliases)),
-        initialized=initialized,
+        initialized=tuple(filter(held, initialized)),
     )
     return Schedule(batches=_batch(planned, metas), problems=tuple(problems), report=report)
 
@@ -174,20 +179,28 @@ class _Reader:
     def plan(self) -> tuple[tuple[tuple[str, ...], ...], LoadReport]:
         self.files = SafetensorsFolder(self.path)
         self.targets = full_shapes(self.model)
-        self.schedule = schedule_loading(self.model, self.files.metas)
+        self.schedule = schedule_loading(
+            self.model, self.files.metas, held=lambda key: self.part.own_key(key) is not None
+        )
         differing = [] if self.schedule.problems else list(self._differing_ties())
         raise_all(CheckpointError, (*self.schedule.problems, *differing))
-        names = tuple(tuple(key for _, keys in batch for key in keys) for batch in self.schedule.batches)
+        names = tuple(tuple(self._own(key) for _, keys in batch for key in keys) for batch in self.schedule.batches)
         return names, self.schedule.report
 
     def values(self, number: int) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for group, keys in self.schedule.batches[number]:
             try:
-                values |= self.part.read(self.files, group, keys, dense=self.model, targets=self.targets)
+                read = self.part.read(self.files, group, keys, dense=self.model, targets=self.targets)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(corrupt(self.path, f"cannot be read at {group.name}: {error}")) from error
+            values |= {self._own(key): value for key, value in read.items()}
         return values
+
+    def _own(self, key: str) -> str:
+        own = self.part.own_key(key)
+        assert own is not None, "only what the rank holds is scheduled"
+        return own
 
     def _differing_ties(self) -> Iterator[Problem]:
         """A checkpoint may hold both ends of a tie, as old ones do; then they must be equal."""

@@ -58,19 +58,18 @@ class Fp32Gradients:
 
 
 @torch.no_grad()
-def sum_tied(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup, sums: Fp32Gradients | None) -> None:
-    """Adds up the gradients of weights that the first and the last stage both hold, before data-parallel ranks reduce them.
+def sum_tied(weight: nn.Parameter, *, group: dist.ProcessGroup, sums: Fp32Gradients | None) -> None:
+    """Adds up the gradients of a weight that the first and the last stage both hold, before data-parallel ranks reduce them.
 
     Args:
-        parameters: This rank's copies, in the same order on both.
+        weight: This rank's copy.
         group: The two ranks.
-        sums: Where the gradients are added up in fp32, if they are.
+        sums: Where gradients are added up in fp32, if they are.
 
     Collectives:
-        One all-reduce a trainable parameter.
+        One all-reduce.
     """
-    for parameter in parameters:
-        if not parameter.requires_grad or (sums is not None and sums.sum_over(parameter, group)):
-            continue
-        assert parameter.grad is not None, "an embedding and a head have a gradient after each step"
-        dist.all_reduce(parameter.grad, group=group)
+    if sums is not None and sums.sum_over(weight, group):
+        return
+    assert weight.grad is not None, "an embedding and a head have a gradient after each step"
+    dist.all_reduce(weight.grad, group=group)

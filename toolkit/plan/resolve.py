@@ -15,8 +15,9 @@ from toolkit.plan.rules import RULES, RUN_RULES
 from toolkit.plan.rules.training import unread
 from toolkit.plan.settings import Choice, Settings, Source
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Dtype, Fp8, Job, PartitionWay, PipelineSchedule, Precision
+from toolkit.spec.job import Dtype, Fp8, Job, PartitionWay, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
+from toolkit.spec.values import PipelineSchedule
 from toolkit.units import format_bytes, format_count
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, TypeAdapter
 
 from toolkit.plan.batch import Batch
-from toolkit.spec.job import Attention, Dtype, Job, Kernels, PipelineSchedule, Precision
-from toolkit.spec.values import Count, Fraction, NonNegativeCount, ZeroStage
+from toolkit.spec.job import Attention, Dtype, Job, Kernels, Precision
+from toolkit.spec.values import Count, Fraction, NonNegativeCount, PipelineSchedule, ZeroStage
 
 Source = Literal["job", "default", "derived", "deepspeed"]
 

@@ -22,6 +22,7 @@ from toolkit.spec.values import (
     NumGpus,
     NumNodes,
     OpenFraction,
+    PipelineSchedule,
     PositiveNumber,
     Seed,
     ShareBelowOne,
@@ -42,7 +43,6 @@ Kernels = Literal["eager", "liger"]
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
 ]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 PartitionWay = Literal["auto", "parameters", "uniform"]
 Packing = Literal["wrapped", "separated", "none"]
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]

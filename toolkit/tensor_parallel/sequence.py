@@ -12,6 +12,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,20 @@ from toolkit.tensor_parallel.linear import ColumnParallelLinear, share_input
 from toolkit.tensor_parallel.random_state import RandomRegion
 from toolkit.tensor_parallel.regions import SEQUENCE_DIM, gather_from_region, scatter_to_region
 from toolkit.tensor_parallel.styles import Style, regions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """How ranks share the sequence between the layers, kept as `sequence_pieces` on the list of layers for its stages.
+
+    Args:
+        tp_group: The ranks, each with a piece.
+        random_region: Where they draw apart: from the first layer's input to the output of the last module on pieces;
+            None where nothing is drawn.
+    """
+
+    tp_group: dist.ProcessGroup
+    random_region: RandomRegion | None
 
 
 def shard_sequence(
@@ -53,7 +68,7 @@ def _cut_and_join(model: nn.Module, decoder: Decoder, tp_group: dist.ProcessGrou
     region = RandomRegion(tp_group)
 
     def cut(x: torch.Tensor) -> torch.Tensor:
-        _check_length(x.shape[SEQUENCE_DIM], tp_group.size())
+        check_length(x.shape[SEQUENCE_DIM], tp_group.size())
         if decoder.drops:
             region.forget()  # a first layer that is run again for its gradient has no end that would leave
             if first.training:
@@ -67,6 +82,8 @@ def _cut_and_join(model: nn.Module, decoder: Decoder, tp_group: dist.ProcessGrou
 
     _on_input(first, cut)
     _on_output(end, joined)
+    layers: Any = model.get_submodule(decoder.layers[0].rpartition(".")[0])
+    layers.sequence_pieces = Pieces(tp_group=tp_group, random_region=region if decoder.drops else None)
 
 
 def _on_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -89,7 +106,12 @@ def _on_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
     module.register_forward_hook(hook)
 
 
-def _check_length(length: int, num_ranks: int) -> None:
+def check_length(length: int, num_ranks: int) -> None:
+    """Refuses a sequence that has no equal pieces.
+
+    Raises:
+        PlanError: TP_SEQUENCE.
+    """
     if length % num_ranks:
         raise PlanError.of(
             code="TP_SEQUENCE",

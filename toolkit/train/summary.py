@@ -34,8 +34,9 @@ def describe_model(run: Run, *, seconds: float) -> str:
         count = getattr(parameter, "ds_numel", parameter.numel())
         total += count
         trainable += count if parameter.requires_grad else 0
-    share = "" if trainable == total else f", {format_count(trainable)} of them trained"
-    plan = run.plan
+    plan, grid = run.plan, run.world.grid
+    share = " on rank 0" if grid.size("model") > 1 else ""
+    share += "" if trainable == total else f", {format_count(trainable)} of them trained"
     in_fp8 = sum(1 for _ in fp8_layers(run.model))
     precision = plan.settings.precision + (f" in {in_fp8} linear layers" if in_fp8 else "")
     return (

@@ -1,0 +1,200 @@
+"""What stands in a cut model where other ranks hold the modules, and lets hidden states pass.
+
+Hugging Face's own forward pass runs on every stage, and computes there what its layers need of the batch: masks, positions,
+rotary tables. Hidden states enter it at the position before the stage's layers and leave it at the position behind them;
+elsewhere a blank is handed on, whose numbers nobody reads. No hook lies on a layer, so none can come between a layer and its
+recomputation, its compilation or its gathering.
+
+B: sequences of a micro-batch, S: tokens of a sequence, D: width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.tensor_parallel.sequence import Pieces
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """One forward pass: which layers run, what enters and what left."""
+
+    span: range
+    enters_at: int | None
+    leaves_at: int | None
+    blank: torch.Tensor
+    received: torch.Tensor | None
+    training: bool
+    entered: bool = False
+    taken: torch.Tensor | None = None
+
+
+class Passage:
+    """Where hidden states enter and leave in the call that is under way, for all that stands in a model.
+
+    Args:
+        num_layers: Decoder layers of the whole model.
+        gives_tuple: Whether its layers give a tuple, of which the hidden states are the first.
+        pieces: How tensor ranks share the sequence between the layers; None where each holds it whole.
+    """
+
+    def __init__(self, *, num_layers: int, gives_tuple: bool, pieces: Pieces | None = None) -> None:
+        self.num_layers, self.gives_tuple, self.pieces = num_layers, gives_tuple, pieces
+        self._call: _Call | None = None
+
+    @contextlib.contextmanager
+    def through(
+        self, span: range, *, blank_BSD: torch.Tensor, received: torch.Tensor | None, training: bool
+    ) -> Iterator[_Call]:
+        """Runs the layers of `span` in this block, on what has been received."""
+        if self._call is not None:
+            raise RuntimeError("a stage is called inside its own forward pass")
+        self._call = _Call(
+            span=span,
+            enters_at=None if received is None else span.start - 1,
+            leaves_at=span.stop if span.stop < self.num_layers else None,
+            blank=blank_BSD,
+            received=received,
+            training=training,
+        )
+        try:
+            yield self._call
+        finally:
+            self._call = None
+
+    def runs(self, position: int) -> bool:
+        """Whether a layer that this rank holds is met as itself."""
+        return self._call is None or position in self._call.span
+
+    @property
+    def blank(self) -> torch.Tensor:
+        """What stands for hidden states elsewhere, of their shape (B, S, D)."""
+        return self._under_way.blank
+
+    def pass_on(self, position: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Gives what a layer that is not run gives in this call."""
+        call = self._under_way
+        region = None if self.pieces is None else self.pieces.random_region
+        if position == call.enters_at:
+            assert call.received is not None, "what enters has been received"
+            call.entered = True
+            if region is not None:
+                region.forget()
+                if call.training:
+                    region.enter(call.received.device)
+            return call.received
+        if position == call.leaves_at:
+            call.taken = hidden
+            if region is not None:
+                region.leave()
+            return call.blank
+        return hidden
+
+    @property
+    def _under_way(self) -> _Call:
+        if self._call is None:
+            raise RuntimeError("a model that is cut for a pipeline runs one chunk of it: call run_stage")
+        return self._call
+
+
+class Elsewhere(nn.Module):
+    """Stands for a decoder layer that is not run in a call: gives what it is given, or what has been received.
+
+    Args:
+        layer: Its plain attributes are kept, since models ask layers for their kind.
+        position: Its index.
+    """
+
+    def __init__(self, layer: nn.Module, position: int, passage: Passage) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+        self._position, self._passage = position, passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._passage.pass_on(self._position, hidden_of(args, kwargs))
+        return (given,) if self._passage.gives_tuple else given
+
+    def extra_repr(self) -> str:
+        return "on another stage"
+
+
+class StandIn(nn.Module):
+    """Stands for a module before or behind the layers: gives hidden states as they are, and a blank for all else."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self._passage = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        first = next(tensors, None)
+        is_hidden = first is not None and first.is_floating_point() and first.dim() >= 3
+        return first if first is not None and is_hidden else self._passage.blank
+
+
+class StageLayers(nn.ModuleList):
+    """A list of decoder layers that holds some of them, under their own indices, and is as long as ever.
+
+    Args:
+        layers: Of the whole model.
+        own: Indices of those to hold.
+    """
+
+    def __init__(self, layers: nn.ModuleList, own: frozenset[int], passage: Passage) -> None:
+        super().__init__()
+        for position, layer in enumerate(layers):
+            if position in own:
+                self.add_module(str(position), layer)
+        self._passage = passage
+        self._elsewhere = [Elsewhere(layer, position, passage) for position, layer in enumerate(layers)]
+
+    def __len__(self) -> int:
+        return len(self._elsewhere)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return map(self._at, range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self._at(position) for position in range(len(self))[index]]
+        return self._at(range(len(self))[index])
+
+    def _at(self, position: int) -> nn.Module:
+        own = self._modules.get(str(position))
+        return own if own is not None and self._passage.runs(position) else self._elsewhere[position]
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Gives the hidden states that a decoder layer is called with, first in all of transformers."""
+    hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
+
+
+@contextlib.contextmanager
+def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Puts other modules in the place of some for a block."""
+    places = {name: _place(model, name) for name in modules}
+    before = {name: parent._modules[own] for name, (parent, own) in places.items()}
+
+    def put(chosen: Mapping[str, nn.Module | None]) -> None:
+        for name, (parent, own) in places.items():
+            parent._modules[own] = chosen[name]
+
+    put(modules)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, own = name.rpartition(".")
+    return model.get_submodule(parent), own
