@@ -50,6 +50,7 @@ def staged_job(
     train: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    deepspeed: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Job:
     """Gives a job whose pipeline takes H100s, of one of the small models."""
@@ -69,6 +70,7 @@ def staged_job(
             "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": ranks},
             "train": settings,
             "parallel": {"zero_stage": 1, **parallel},
+            "deepspeed": deepspeed or {},
             **({} if data is None else {"data": data}),
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,7 +71,8 @@ def test_few_layers_of_a_stage_give_what_all_give(name, way, chunks):
     )
     for chunk in few.chunks:
         handed = chunk.sent_bytes + chunk.reported_bytes
-        assert sum(held((*chunk.forward, *chunk.backward)).values()) == 0, "what is handed over is counted apart"
+        left = held((*chunk.forward, *chunk.backward, *chunk.after))
+        assert left == {}, "what is handed over is counted apart"
         assert handed > 0 or part.first
 
 
@@ -84,9 +86,10 @@ def test_the_first_rank_of_four_holds_four_micro_batches_under_1f1b_and_all_unde
         back = tuple(Backward(chunk=0, micro_batch=index) for index in range(count))
         return peaks_of(trace, engine_settings(plan), Course(actions=(*order, *back), num_micro_batches=8))["forward"]
 
-    # On its way it has, besides, the gradient that it awaits.
+    # Besides it has the gradient that it awaits, and its weights' gradients of the micro-batches before.
     awaited = trace.chunks[0].gradient_bytes
-    assert predicted(plan, 0)["forward"] == forward_passes(4) + awaited
+    gradients = sum(in_whole_blocks(parameter.size) for parameter in trace.parameters)
+    assert predicted(plan, 0)["forward"] == forward_passes(4) + awaited + gradients
     assert forward_passes(4) - forward_passes(1) == 3 * one
     gpipe = staged_plan(tmp_path, **FOUR, pipeline_schedule="gpipe")
     assert predicted(gpipe, 0)["forward"] == forward_passes(8) + awaited
@@ -169,24 +172,29 @@ def test_every_rank_has_every_phase_and_the_fullest_decides(tmp_path):
     assert "embeddings" not in report.ranks[2].phases["backward"].causes
 
 
-def test_zero3_gathers_less_at_a_time_than_a_stage_has(tmp_path):
-    """A forward pass that follows another one is no pass that was recorded, and then nothing stays gathered."""
-    plan = staged_plan(tmp_path, **FOUR, zero_stage=3, gpus=8)
-    for rank in estimate(plan).ranks:
-        gathered = rank.phases["backward"].causes.get("parameters gathered", 0)
-        assert gathered <= sum(p.size for p in trace_ranks(plan, marks_modules=True)[rank.coordinate.pp].parameters)
+def test_zero3_keeps_layers_gathered_only_where_passes_alternate(tmp_path):
+    """Where forward passes follow each other, DeepSpeed learns an order without backward passes, and lets go at once."""
+    eager = {"zero_optimization": {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}}
+    plan = staged_plan(tmp_path, **FOUR, zero_stage=3, gpus=8, deepspeed=eager)
+    traces = trace_ranks(plan, marks_modules=True)
+    gathered = [rank.phases["forward"].causes.get("parameters gathered", 0) for rank in estimate(plan).ranks[::2]]
+    sizes = [sorted(in_whole_blocks(p.size) for p in trace.parameters) for trace in traces]
+    assert gathered[3] >= sum(sizes[3]) - sizes[3][-1], "the last rank's backward pass follows at once"
+    for own, held_at_once in zip(sizes[:3], gathered[:3], strict=True):
+        assert held_at_once <= 2 * own[-1]
 
 
 @pytest.mark.parametrize(
     ("values", "options", "code"),
     [
-        ({"pipeline": 2, "pipeline_schedule": "zb-h1"}, {}, "ESTIMATE_SCHEDULE"),
-        ({"pipeline": 2}, {"deepspeed_config": {"zero_optimization": {"stage": 1}}}, "ESTIMATE_FILE"),
+        ({"pipeline_schedule": "zb-h1"}, {}, "ESTIMATE_SCHEDULE"),
+        ({}, {"deepspeed_config": {"zero_optimization": {"stage": 1}}}, "ESTIMATE_FILE"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(tmp_path, values, options, code):
+    plan = staged_plan(tmp_path, pipeline=2)
     with pytest.raises(PlanError) as refused:
-        estimate(staged_plan(tmp_path, **values), **options)
+        estimate(replace(plan, settings=replace(plan.settings, **values)), **options)
     assert refused.value.codes == (code,)
 
 

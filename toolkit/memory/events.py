@@ -113,7 +113,8 @@ class ChunkPasses:
 
     Args:
         forward: From the received hidden states to those that are sent on, or to the loss.
-        backward: From the gradient of these to that of the former; then all is let go.
+        backward: From the gradient of these to that of the former.
+        after: Then all is let go.
         received_bytes: Hidden states that it receives; 0 for the first stage.
         gradient_bytes: The gradient that it receives; 0 for the last stage.
         sent_bytes: What `forward` or `backward` leave to be sent: the gradient of what was received, or in an evaluation
@@ -125,6 +126,7 @@ class ChunkPasses:
 
     forward: tuple[Placed, ...]
     backward: tuple[Placed, ...]
+    after: tuple[Placed, ...]
     received_bytes: int
     gradient_bytes: int
     sent_bytes: int

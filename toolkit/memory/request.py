@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from toolkit.errors import ToolkitError
 from toolkit.groups.fake import fake_group
 from toolkit.memory.account import in_blocks
-from toolkit.memory.events import ChunkPasses, Placed, Trace, held, join
+from toolkit.memory.events import ChunkPasses, Placed, Trace, held
 from toolkit.memory.expand import expand, expand_buffers, expand_host_copies, expand_parameters, expand_paths
 from toolkit.memory.failure import trace_failed
 from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device, shard
@@ -331,8 +331,9 @@ def _chunk(
     host_copies: tuple[int, ...],
 ) -> ChunkPasses:
     return ChunkPasses(
-        forward=forward if backward else (*forward, *after),
-        backward=tuple(join((*backward, *after))),
+        forward=forward,
+        backward=backward,
+        after=after,
         received_bytes=_size(ends.received),
         gradient_bytes=_size(ends.gradient),
         sent_bytes=ends.sent_bytes,

@@ -26,14 +26,14 @@ class Course:
     num_micro_batches: int
     sums_in_fp32: bool = False
 
-    def phases(self) -> list[str]:
-        """Gives the phase in which each action falls: that of the compute which is next, as the engine measures it."""
+    def following_phases(self) -> list[str]:
+        """Gives for each action the phase that it leaves behind, that of the next compute, as the engine measures it."""
         found: list[str] = []
         phase = "backward"
         for action in reversed(self.actions):
+            found.append(phase)
             if isinstance(action, Compute):
                 phase = "forward" if isinstance(action, Forward) else "backward"
-            found.append(phase)
         return found[::-1]
 
     def most_held(self, sizes: Sequence[int]) -> int:

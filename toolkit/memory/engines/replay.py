@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import singledispatchmethod
 
 from toolkit.memory.account import Account, in_blocks
@@ -30,6 +31,14 @@ MAX_MICRO_STEPS = 3
 FP32_ITEMSIZE = 4
 # get_norm_dtype() is float64 on CUDA (deepspeed runtime/utils.py).
 NORM_ITEMSIZE = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    """A message that may still be under way: what it alone holds, bytes, and whose output it is, chunk and micro-batch."""
+
+    size: int
+    activation: tuple[int, int] | None = None
 
 
 class Replay(ABC):
@@ -64,7 +73,7 @@ class Replay(ABC):
         self.by_name = {parameter.name: parameter for parameter in trace.parameters}
         self._workspace_bytes = workspace_bytes
         self._accumulated: set[str] = set()
-        self._sent: deque[int] = deque()
+        self._sent: deque[_Sent] = deque()
 
     def run(self) -> Account:
         """Replays initialization and two steps."""
@@ -124,15 +133,18 @@ class Replay(ABC):
         account.enter("forward")
         account.allocate(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
         account.allocate(LOSS, self._unseen_losses(course))
-        for action, phase in zip(course.actions, course.phases(), strict=True):
-            if phase != account.phase:
-                account.enter(phase)
-            if isinstance(action, Forward | Backward) and phase in threads:
-                threads.remove(phase)
+        for action, following in zip(course.actions, course.following_phases(), strict=True):
+            if isinstance(action, Forward | Backward) and account.phase in threads:
+                threads.remove(account.phase)
                 account.allocate("cuBLAS workspaces", self._workspace_bytes)
             self._act(action)
+            if following != account.phase:
+                account.enter(following)
+            if isinstance(action, Backward) or (
+                isinstance(action, Forward) and not self.trace.chunks[action.chunk].backward
+            ):
+                self._let_go(action)
         self._sent_until(0)
-        account.enter("backward")
         account.free_all("gradient sums in fp32")
         if self._accumulated:
             self.reduce()
@@ -156,9 +168,8 @@ class Replay(ABC):
         self.begin_forward()
         self._replay(chunk.forward)
         self.account.allocate(LOSS, chunk.reported_bytes)
-        if not chunk.backward:  # an evaluation lets go of its input, and sends what it gives
+        if not chunk.backward:  # an evaluation sends what it gives
             self.account.allocate(SENT, chunk.sent_bytes)
-            self.account.free(RECEIVED, chunk.received_bytes)
 
     @_act.register
     def _do_backward(self, action: Backward) -> None:
@@ -166,26 +177,36 @@ class Replay(ABC):
         self.begin_backward(first=True, last=True)
         self._replay(chunk.backward)
         self.end_pass()
+        self.account.allocate(SENT, chunk.sent_bytes)
+
+    def _let_go(self, action: Forward | Backward) -> None:
+        """The last pass of a micro-batch through a chunk has been measured, and its tensors go, but for those under way."""
+        chunk = self.trace.chunks[action.chunk]
+        self._replay(chunk.after)
         self.account.free(RECEIVED, chunk.received_bytes)
         self.account.free(RECEIVED, chunk.gradient_bytes)
-        self.account.allocate(SENT, chunk.sent_bytes)
+        for sent in self._sent:
+            if sent.activation == (action.chunk, action.micro_batch) and chunk.backward:
+                sent.size = chunk.gradient_bytes  # as large as what it is the gradient of
+                self.account.allocate(SENT, sent.size)
 
     @_act.register
     def _send_activation(self, action: SendActivation) -> None:
-        """What is sent waits for its backward pass, in any case; without one it waits for its message."""
+        """Until its backward pass the stage holds what it sends, in any case; without one only the message does."""
         chunk = self.trace.chunks[action.chunk]
-        self._sent.append(0 if chunk.backward else chunk.sent_bytes)
+        size = 0 if chunk.backward else chunk.sent_bytes
+        self._sent.append(_Sent(size=size, activation=(action.chunk, action.micro_batch)))
         self._sent_until(UNDER_WAY)
 
     @_act.register
     def _send_gradient(self, action: SendGradient) -> None:
-        self._sent.append(self.trace.chunks[action.chunk].sent_bytes)
+        self._sent.append(_Sent(size=self.trace.chunks[action.chunk].sent_bytes))
         self._sent_until(UNDER_WAY)
 
     def _sent_until(self, count: int) -> None:
         """Lets go of what has been sent, but for the last messages."""
         while len(self._sent) > count:
-            self.account.free(SENT, self._sent.popleft())
+            self.account.free(SENT, self._sent.popleft().size)
 
     def _accumulate(self, parameter: Parameter, size: int, course: Course) -> None:
         """Keeps a gradient until the end of the step; those of later micro-batches are added to it in place."""
