@@ -23,11 +23,11 @@ from toolkit.memory.courses import course_of
 from toolkit.memory.engines.course import UNDER_WAY, Course
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.estimate import engine_settings, trace_ranks
 from toolkit.memory.events import Mark, Release, Trace
 from toolkit.memory.fake_model import build_empty, on_fake_device
 from toolkit.memory.inputs import make_batch
 from toolkit.memory.kernels import Device, cuda_kernels
+from toolkit.memory.traces import engine_settings, trace_ranks
 from toolkit.memory.tracker import StorageTracker
 from toolkit.memory.values import in_place, no_chance
 from toolkit.modeling.build import DTYPES, model_config, stage_part

@@ -8,8 +8,9 @@ import pytest
 
 from toolkit.memory.advice import Saving, candidates, find_savings
 from toolkit.memory.case import Case
-from toolkit.memory.estimate import estimate, trace_plan
+from toolkit.memory.estimate import estimate
 from toolkit.memory.estimator import Estimator, trace_key
+from toolkit.memory.traces import trace_plan
 from toolkit.spec.job import Job
 from toolkit.units import GIB
 

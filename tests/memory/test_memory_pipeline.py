@@ -16,10 +16,11 @@ from toolkit.memory.case import Case
 from toolkit.memory.compare import compare, read_strategies
 from toolkit.memory.courses import course_of, fewest
 from toolkit.memory.engines.course import Course
-from toolkit.memory.estimate import engine_settings, estimate, trace_ranks
+from toolkit.memory.estimate import estimate
 from toolkit.memory.estimator import Estimator
 from toolkit.memory.events import held
 from toolkit.memory.recut import find_cut
+from toolkit.memory.traces import engine_settings, trace_ranks
 from toolkit.pipeline_parallel import StagePart
 from toolkit.plan.resolve import resolve
 from toolkit.schedule import Backward, Forward, actions, build_schedule

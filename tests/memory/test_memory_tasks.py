@@ -11,9 +11,10 @@ from transformers.models.llama import modeling_llama
 
 import toolkit as tk
 from toolkit.errors import PlanError, SpecError
-from toolkit.memory.estimate import estimate, trace_plan
+from toolkit.memory.estimate import estimate
 from toolkit.memory.events import held
 from toolkit.memory.trace import trace, trace_model
+from toolkit.memory.traces import trace_plan
 from toolkit.modeling.build import model_config
 
 ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5}

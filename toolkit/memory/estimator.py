@@ -12,20 +12,13 @@ from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
-from toolkit.memory.estimate import (
-    Traces,
-    capability,
-    check_pipeline,
-    engine_settings,
-    estimate,
-    keeps_frozen_inputs,
-    stage_required_bytes,
-    trace_ranks,
-)
+from toolkit.memory.estimate import check_pipeline, estimate
 from toolkit.memory.kernels import Device
+from toolkit.memory.ranks import stage_required_bytes
 from toolkit.memory.report import MemoryReport
 from toolkit.memory.routing import Routing
 from toolkit.memory.trace import StageTracer, stage_tracer
+from toolkit.memory.traces import Traces, capability, engine_settings, keeps_frozen_inputs, trace_ranks
 from toolkit.modeling.build import stage_part
 from toolkit.pipeline_parallel import StagePart
 from toolkit.plan.plan import Plan

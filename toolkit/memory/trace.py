@@ -61,6 +61,8 @@ def trace(
         PlanError: TRACE_FAILED, with the module in which the model cannot run on fake tensors; and what `build_model`
             raises.
     """
+    if plan.grid.pp > 1:
+        raise ValueError("no rank of a pipeline holds the whole model: `stage_tracer` traces its stages")
     config = _config(plan)
     options = _options(
         plan,

@@ -1,0 +1,100 @@
+"""From a plan to the traces of its model or stages, and to what its engine's memory depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.kernels import Device
+from toolkit.memory.routing import Routing
+from toolkit.memory.trace import StageTracer, Trace, stage_tracer, trace
+from toolkit.modeling.build import stage_part
+from toolkit.plan.plan import Plan
+from toolkit.spec.catalogue import Gpu
+
+# One of the whole model, or one of each rank of a pipeline.
+Traces: TypeAlias = Sequence[Trace]
+
+
+def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:
+    """Tells whether linear modules under adapters keep what only a gradient of their frozen weight would need."""
+    partitioned = settings.zero_stage == 3 and settings.memory_efficient_linear
+    return partitioned and plan.job.parallel.strategy == "zero" and plan.job.train.method != "full"
+
+
+def trace_plan(
+    plan: Plan,
+    *,
+    marks_modules: bool,
+    keeps_inputs: bool = False,
+    routing: Routing = "balanced",
+    evaluation: bool = False,
+) -> Trace:
+    """Traces the whole model of a plan on its card; marks serve every ZeRO stage and change no figure of the lower ones.
+
+    Raises:
+        PlanError: TRACE_FAILED.
+    """
+    device = Device(capability=capability(plan.gpu))
+    return trace(
+        plan,
+        device=device,
+        marks_modules=marks_modules,
+        keeps_inputs=keeps_inputs,
+        routing=routing,
+        evaluation=evaluation,
+    )
+
+
+def trace_ranks(
+    plan: Plan,
+    *,
+    marks_modules: bool,
+    keeps_inputs: bool = False,
+    routing: Routing = "balanced",
+    evaluation: bool = False,
+    tracer: StageTracer | None = None,
+) -> Traces:
+    """Traces the model of a plan, or each rank of its pipeline; arguments are those of `trace_plan`.
+
+    Args:
+        tracer: Of the same model, batch and checkpointing under any cut.
+
+    Raises:
+        PlanError: TRACE_FAILED.
+    """
+    values: dict[str, Any] = {
+        "marks_modules": marks_modules,
+        "keeps_inputs": keeps_inputs,
+        "routing": routing,
+        "evaluation": evaluation,
+    }
+    if plan.grid.pp == 1:
+        return (trace_plan(plan, **values),)
+    own = tracer or stage_tracer(plan, device=Device(capability=capability(plan.gpu)), **values)
+    return tuple(own.trace(stage_part(plan, pp_rank)) for pp_rank in range(plan.grid.pp))
+
+
+def engine_settings(
+    plan: Plan, deepspeed_config: Mapping[str, Any] | None = None, *, built_partitioned: bool = True
+) -> EngineSettings:
+    """Gives what the engine's memory depends on, from a DeepSpeed configuration or from the plan's own."""
+    if deepspeed_config is not None:
+        return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, built_partitioned=built_partitioned)
+    settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, built_partitioned=built_partitioned)
+    if plan.job.train.optimizer == "adamw_8bit":
+        return replace(settings, optimizer="adamw_8bit")
+    if plan.job.parallel.strategy != "zero" and settings.optimizer == "fused_adam":
+        return replace(settings, optimizer="torch_adamw")  # DeepSpeed's kernel comes with DeepSpeed alone
+    return settings
+
+
+def capability(gpu: Gpu) -> float:
+    """Gives a card's CUDA compute capability; 8.0 for AMD's, which have flash attention too, and for CPU processes."""
+    text = gpu.compute_capability or ""
+    try:
+        return float(text)
+    except ValueError:
+        return 8.0
