@@ -59,7 +59,9 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
             if stage_info(model) is not None:
-                _describe_whole(adapted.active_peft_config, targets)
+                # The configuration that is saved is of the whole adapter, not of this rank's layers.
+                adapted.active_peft_config.exclude_modules = None
+                adapted.active_peft_config.target_modules = targets if isinstance(targets, str) else set(targets)
             shard_adapters(adapted)
             draw_adapters(adapted, seed=seed)
             return adapted
@@ -91,12 +93,6 @@ def _on_other_stages(model: PreTrainedModel) -> list[str] | None:
     """Names what stands in a cut model for modules of other stages, which have their adapters there."""
     info = stage_info(model)
     return None if info is None else list(info.absent)
-
-
-def _describe_whole(config: Any, targets: str | tuple[str, ...]) -> None:
-    """Has a rank's adapter say what the whole one is: peft has settled its targets among this rank's modules alone."""
-    config.exclude_modules = None
-    config.target_modules = targets if isinstance(targets, str) else set(targets)
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
