@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption, read_job
+from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption, read_job, read_plan
 from toolkit.cli.output import new_table, print_json, print_table
 from toolkit.errors import PlanError
 
@@ -47,21 +48,32 @@ def topology(
             show_default="60",
         ),
     ] = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Show a step of the job's pipeline: which rank does what, when.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="With --schedule: draw it, as .svg, .png or .html.", show_default=False
+        ),
+    ] = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show each rank's node, coordinate and groups, for a job or for sizes; with --check, prove them.
+    """Show each rank's node, coordinate and groups, for a job or for sizes; with --check, prove them; with --schedule, a step.
 
     A check starts the ranks of this machine. Under torchrun, `deepspeed` or `accelerate launch` it is one of their ranks,
     on any number of machines, and sizes that are left out are theirs.
 
     Example: `toolkit topology job.yaml`, `toolkit topology --pp 2 --tp 2 --nodes 2 --gpus-per-node 4`,
-    `torchrun --nproc-per-node 8 -m toolkit topology --tp 4 --check`.
+    `torchrun --nproc-per-node 8 -m toolkit topology --tp 4 --check`, `toolkit topology job.yaml --schedule --plot step.svg`.
 
     JSON keys: grid (pp, dp, tp), world_size, num_nodes, gpus_per_node, ranks (rank, node, local_rank, coordinate),
     groups (by kind: size, num_groups, inside_node, max_nodes, ranks). With --check also check: passed, backend, operations,
     kinds (by kind: passed, seconds, bus_gb_per_second, which is null on CPU), waiting (of ranks that hang: kind, operation,
-    group, waiting, missing), problems.
+    group, waiting, missing), problems. With --schedule instead: schedule, pp, micro_batches, virtual_stages,
+    bubble_fraction, makespan (in forward passes), stages (stage, rank, chunk, layers: first and one past the last,
+    in_flight), ranks (rank, in_flight, bubble_fraction, passes: kind, chunk, micro_batch, start, end).
     """
     sizes = {"--pp": pp, "--dp": dp, "--tp": tp, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
     given = [option for option, size in sizes.items() if size is not None]
@@ -71,6 +83,11 @@ def topology(
         raise typer.BadParameter("it changes a job, and none is given", param_hint="--set")
     if timeout is not None and not check:
         raise typer.BadParameter("it is of --check, which is not given", param_hint="--timeout")
+    if plot is not None and not schedule:
+        raise typer.BadParameter("it is of --schedule, which is not given", param_hint="--plot")
+    if schedule:
+        _show_schedule(job, overrides, check=check, plot=plot, as_json=as_json)
+        return
     if check and job is None:
         nodes, gpus_per_node = _launched_sizes(nodes, gpus_per_node)
         given += ["--gpus-per-node"] if gpus_per_node is not None else []
@@ -96,6 +113,20 @@ def topology(
         print_json(to_dict(placement))
     else:
         _print(placement)
+
+
+def _show_schedule(
+    job: Path | None, overrides: list[str] | None, *, check: bool, plot: Path | None, as_json: bool
+) -> None:
+    from toolkit.cli import schedule_chart
+
+    if job is None:
+        raise typer.BadParameter("micro-batches and layers are a job's: name one", param_hint="JOB")
+    if check:
+        raise typer.BadParameter(
+            "it proves groups, and --schedule shows a step: give one of them", param_hint="--check"
+        )
+    schedule_chart.show(read_plan(job, overrides), plot=plot, as_json=as_json)
 
 
 def _launched_sizes(nodes: int | None, gpus_per_node: int | None) -> tuple[int | None, int | None]:

@@ -19,7 +19,6 @@ from torch import nn
 from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.passes import Losses, MicroBatch
 from toolkit.groups.channels import Arrival, Channels
-from toolkit.groups.process_groups import join_pair
 from toolkit.groups.world import World
 from toolkit.pipeline_parallel import hidden_dtype, hidden_shape, run_stage
 from toolkit.pipeline_parallel.gradients import Fp32Gradients, sum_tied
@@ -71,7 +70,6 @@ class PipelinePasses:
         in_fp32 = settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32"
         self._sums = Fp32Gradients(engine.module.parameters()) if in_fp32 else None
         self._tied = _tied_weight(engine.module) if plan.job.train.method == "full" else None
-        self._ends = None if self._tied is None else join_pair(*_ends(world))
         # An empty tensor of what stages pass to each other.
         self._like = torch.empty(0, dtype=hidden_dtype(engine.module), device=world.device)
         self._step = _Step()
@@ -83,8 +81,8 @@ class PipelinePasses:
             for action in self._actions:
                 self._do(action)
             self._channels.finish()
-            if self._tied is not None and self._ends is not None:
-                sum_tied(self._tied, group=self._ends, sums=self._sums)
+            if self._tied is not None and self._channels.ends is not None:
+                sum_tied(self._tied, group=self._channels.ends, sums=self._sums)
             if self._sums is not None:
                 self._sums.settle()
         self._memory.end("backward")
@@ -162,8 +160,9 @@ class PipelinePasses:
         if arrival is None:
             self._engine.backward(outputs, scale_wrt_gas=False)
         else:
-            outputs.backward(arrival.wait())
+            outputs.backward(arrival.wait())  # type: ignore[no-untyped-call]
         if hidden_BSD is not None:
+            assert hidden_BSD.grad is not None, "the stage's layers have used it"
             self._step.to_send[_place(action)] = hidden_BSD.grad
         self._memory.end("backward")
 
@@ -216,12 +215,6 @@ def _tied_weight(model: Any) -> nn.Parameter | None:
         return None
     weight: nn.Parameter = inner_model(model).get_parameter(info.tied_key)
     return weight
-
-
-def _ends(world: World) -> tuple[int, int]:
-    """Gives the ranks of the first and the last stage of this rank's pipeline."""
-    stages = world.grid.group_of(world.rank, "pp")
-    return stages[0], stages[-1]
 
 
 def _place(action: Instruction) -> _Place:

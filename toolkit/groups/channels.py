@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from toolkit.groups.process_groups import join_pair
+from toolkit.groups.process_groups import join_pairs
 from toolkit.topology.grid import Grid
 
 Message = Literal["activation", "gradient"]
@@ -41,20 +41,24 @@ class Channels:
         device: Where its tensors live.
         wraps: Whether the last stage sends activations to the first, as virtual stages do.
 
+    Attributes:
+        ends: The first and the last stage, which may hold one weight; None on those between.
+
     Collectives:
-        The two ranks of each channel join its group, and one sends the other a number: NCCL connects them at the first
-        message, for which both would otherwise wait in the middle of a step.
+        The ranks of a pipeline make a group for each channel, and one end sends the other a number: NCCL connects them at the
+        first message, for which both would otherwise wait in the middle of a step.
     """
 
     def __init__(self, grid: Grid, rank: int, *, device: torch.device, wraps: bool) -> None:
         self._stages = grid.group_of(rank, "pp")
         self._own = self._stages.index(rank)
-        self._groups: dict[tuple[int, int, Message], dist.ProcessGroup] = {}
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
-        for source, target, kind in _routes(len(self._stages), wraps=wraps):
-            if self._own in (source, target):
-                self._groups[source, target, kind] = join_pair(self._stages[source], self._stages[target])
-                self._try((source, target, kind), torch.zeros(1, device=device))
+        routes = _routes(len(self._stages), wraps=wraps)
+        pairs = [(self._stages[source], self._stages[target]) for source, target, _ in routes]
+        *groups, self.ends = join_pairs([*pairs, (self._stages[0], self._stages[-1])], rank=rank)
+        self._groups = {route: group for route, group in zip(routes, groups, strict=True) if group is not None}
+        for route in self._groups:
+            self._try(route, torch.zeros(1, device=device))
 
     def send(self, tensor: torch.Tensor, kind: Message, *, to: int) -> None:
         """Starts to send to stage rank `to`; the tensor must not be written to before `finish`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
 from toolkit.groups.fake import FakeGroup
@@ -46,10 +48,17 @@ def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
     return own
 
 
-def join_pair(first: int, second: int) -> dist.ProcessGroup:
-    """Makes a group of two global ranks, which alone call this; each call makes another.
+def join_pairs(pairs: Sequence[tuple[int, int]], *, rank: int) -> list[dist.ProcessGroup | None]:
+    """Makes a group of its own for each pair of global ranks; gives those that hold `rank`, and None for the others.
 
-    Both must make their groups with each other in the same order.
+    Only the ranks that occur in `pairs` call this, all with the same pairs in the same order.
+
+    Source:
+        torch distributed/distributed_c10d.py _hash_ranks_to_str: a group that its ranks make by themselves is named by how
+        many the process has, so a rank makes one of itself alone for each pair that it is not in.
     """
-    pair: dist.ProcessGroup = dist.new_group(sorted((first, second)), use_local_synchronization=True)
-    return pair
+    made: list[dist.ProcessGroup | None] = []
+    for pair in pairs:
+        group = dist.new_group(sorted(pair) if rank in pair else [rank], use_local_synchronization=True)
+        made.append(group if rank in pair else None)
+    return made

@@ -71,7 +71,7 @@ def plot_report(report: MemoryReport, path: Path, *, title: str = "") -> None:
         SpecError: PLOT_FORMAT, PLOT_FOLDER.
     """
     check_plot_path(path)
-    figure = _figure(width=9.0, height=5.2)
+    figure = new_figure(width=9.0, height=5.2)
     axes = figure.subplots()
     rank = report.fullest
     phases = list(rank.phases)
@@ -103,7 +103,7 @@ def plot_report(report: MemoryReport, path: Path, *, title: str = "") -> None:
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
     rows = [(cause, size) for cause, size in _sorted(rank.phases[report.limiting_phase].causes)]
-    _write(figure, path, title=title or "Memory estimate", table=rows)
+    write_figure(figure, path, title=title or "Memory estimate", table=rows)
 
 
 def plot_heat_map(
@@ -127,7 +127,7 @@ def plot_heat_map(
     check_plot_path(path)
     downwards = list(values[0]) if len(names) == 2 else [None]
     across = list(values[-1])
-    figure = _figure(width=2.2 + 1.15 * len(across), height=1.7 + 0.62 * len(downwards))
+    figure = new_figure(width=2.2 + 1.15 * len(across), height=1.7 + 0.62 * len(downwards))
     axes = figure.subplots()
     for row, first in enumerate(downwards):
         for column, second in enumerate(across):
@@ -145,10 +145,11 @@ def plot_heat_map(
     axes.set_title(f"{title}\nGiB a card must have; green fits, yellow tightly", loc="left", fontsize=10)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    _write(figure, path, title=title, table=[])
+    write_figure(figure, path, title=title, table=[])
 
 
-def _figure(*, width: float, height: float) -> Figure:
+def new_figure(*, width: float, height: float) -> Figure:
+    """Gives an empty figure; sizes in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -179,7 +180,15 @@ def _sorted(causes: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(causes.items(), key=lambda item: -item[1])
 
 
-def _write(figure: Figure, path: Path, *, title: str, table: Sequence[tuple[str, int]]) -> None:
+def write_figure(figure: Figure, path: Path, *, title: str, table: Sequence[tuple[str, int]]) -> None:
+    """Writes a figure in the format of its file's name.
+
+    Args:
+        figure: What to write.
+        path: As `check_plot_path` accepts it.
+        title: Of an HTML page.
+        table: Names and bytes, listed below the figure on an HTML page.
+    """
     if path.suffix.lower() == ".png":
         figure.savefig(path, dpi=_DPI)
         return

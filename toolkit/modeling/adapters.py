@@ -58,7 +58,10 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 )
                 # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-            adapted.active_peft_config.exclude_modules = None  # of this rank alone, no matter of the adapter's
+            if stage_info(model) is not None:
+                # The configuration that is saved is of the whole adapter, not of this rank's layers.
+                adapted.active_peft_config.exclude_modules = None
+                adapted.active_peft_config.target_modules = targets if isinstance(targets, str) else set(targets)
             shard_adapters(adapted)
             draw_adapters(adapted, seed=seed)
             return adapted

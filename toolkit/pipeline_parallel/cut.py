@@ -24,8 +24,8 @@ class Cut:
     Args:
         info: What it is of the whole.
         passage: What all that stands in it asks.
-        before: Stand-ins for the modules before the layers that it holds, for its later chunks.
-        behind: Stand-ins for the modules behind the layers that it holds, for its earlier chunks.
+        before: Stand-ins for the modules before the layers, those that it holds too: for all chunks but the first stage.
+        behind: Stand-ins for the modules behind the layers: for all chunks but the last stage.
     """
 
     info: StageInfo
@@ -78,8 +78,8 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
     model.pipeline_cut = Cut(
         info=info,
         passage=passage,
-        before=before if part.first else {},
-        behind=behind if part.last else {},
+        before=before,
+        behind=behind,
     )
     model.forward = MethodType(forward_of_stage(model.forward.__func__), model)
     return info

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.schedule.partition import partition
+from toolkit.schedule import partition, uniform_partition
 from toolkit.spec.job import Job
 from toolkit.spec.model import ModelSpec
 from toolkit.spec.parameters import ParameterCount, count_parameters
@@ -24,7 +24,7 @@ def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int) -> tup
         return parallel.partition
     counted = count_parameters(model.config)
     if parallel.partition == "uniform" or counted is None:
-        return partition([1.0] * model.num_hidden_layers, stages)
+        return uniform_partition(model.num_hidden_layers, stages)
     if parallel.partition == "parameters":
         head = counted.final_norm + (counted.head or model.vocab_size * model.hidden_size)
         return partition([float(count) for count in counted.layers], stages, first=counted.embedding, last=head)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, TypeAdapter
 
 from toolkit.plan.batch import Batch
-from toolkit.spec.job import Attention, Dtype, Job, Kernels, Precision
-from toolkit.spec.values import Count, Fraction, NonNegativeCount, PipelineSchedule, ZeroStage
+from toolkit.spec.job import Attention, Dtype, Job, Kernels, Precision, RunSchedule
+from toolkit.spec.values import Count, Fraction, NonNegativeCount, ZeroStage
 
 Source = Literal["job", "default", "derived", "deepspeed"]
 
@@ -84,7 +84,7 @@ class Settings:
     reduce_bucket_size: PositiveInt
     sequence_parallel: bool = False
     kernels: Kernels = "eager"
-    pipeline_schedule: PipelineSchedule = "1f1b"
+    pipeline_schedule: RunSchedule = "1f1b"
     virtual_stages: Count = 1
     partition: tuple[Count, ...] = ()
 
@@ -105,9 +105,7 @@ class Settings:
             TypeError: A key is missing or foreign.
             ValueError: A value has the wrong type or lies outside its range.
         """
-        made = cls(
-            **{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))}
-        )
+        made = cls(**{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))})
         TypeAdapter(cls).validate_json(json.dumps(value), strict=True)
         return made
 

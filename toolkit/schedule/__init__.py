@@ -1,7 +1,7 @@
 """Pipeline schedules: who computes what in which order, proven on paper; and the cut of layers into stages."""
 
 from toolkit.schedule.bubble import bubble_fraction
-from toolkit.schedule.build import SCHEDULES, build_schedule
+from toolkit.schedule.build import SCHEDULES, build_schedule, schedule_problems
 from toolkit.schedule.instructions import (
     Backward,
     BackwardInput,
@@ -43,6 +43,7 @@ __all__ = [
     "build_schedule",
     "check_partition",
     "partition",
+    "schedule_problems",
     "simulate",
     "stage_layers",
     "uniform_partition",

@@ -35,11 +35,12 @@ def build_schedule(name: PipelineSchedule, *, pp: int, micro_batches: int, virtu
     Raises:
         PlanError: SCHEDULE_UNKNOWN, SCHEDULE_SIZE, SCHEDULE_VIRTUAL_STAGES.
     """
-    raise_all(PlanError, _problems(name, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages))
+    raise_all(PlanError, schedule_problems(name, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages))
     return _BUILDERS[name](pp, micro_batches, virtual_stages)
 
 
-def _problems(name: str, *, pp: int, micro_batches: int, virtual_stages: int) -> Iterator[Problem]:
+def schedule_problems(name: str, *, pp: int, micro_batches: int, virtual_stages: int) -> Iterator[Problem]:
+    """Gives what stands against a schedule, without building it; arguments and codes as those of `build_schedule`."""
     if name not in SCHEDULES:
         yield Problem(
             code="SCHEDULE_UNKNOWN",

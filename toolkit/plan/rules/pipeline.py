@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.errors import Problem
+from toolkit.errors import PlanError, Problem
 from toolkit.plan.draft import Draft
-from toolkit.topology.grid import divisors, join
+from toolkit.schedule import check_partition, schedule_problems, uniform_partition
 
 _KEY = "parallel.pipeline"
 _OFF = f"set {_KEY} to 1"
@@ -35,59 +35,24 @@ def layers_of_stages(draft: Draft) -> Iterator[Problem]:
     if parallel.pipeline == 1:
         return
     stages = parallel.pipeline * draft.settings.virtual_stages
-    written = f"pipeline={parallel.pipeline}" + (
-        f" × virtual_stages={draft.settings.virtual_stages}" if draft.settings.virtual_stages > 1 else ""
-    )
-    if stages > num_layers:
-        yield Problem(
-            code="PIPELINE_LAYERS",
-            key=_KEY,
-            message=f"{written} = {stages} stages for num_hidden_layers={num_layers}: each stage holds at least one decoder layer",
-            fix=f"Set pipeline × virtual_stages to {num_layers} or less",
-        )
-    elif isinstance(parallel.partition, tuple):
-        counts = list(parallel.partition)
-        if len(counts) != stages or sum(counts) != num_layers:
-            yield Problem(
-                code="PIPELINE_PARTITION",
-                key="parallel.partition",
-                message=f"partition={counts} has {len(counts)} stages of {sum(counts)} layers in all; {written} makes {stages} "
-                f"stages, and the model has {num_layers} layers",
-                fix=f"Give {stages} numbers that add up to {num_layers}, or partition: auto",
-            )
+    try:
+        if isinstance(parallel.partition, tuple):
+            check_partition(parallel.partition, num_layers=num_layers, stages=stages)
+        else:
+            uniform_partition(num_layers, stages)
+    except PlanError as error:
+        yield from error.problems
 
 
 def schedule_runs(draft: Draft) -> Iterator[Problem]:
     """What each schedule needs of virtual stages and micro-batches."""
     parallel, settings = draft.job.parallel, draft.settings
-    size, virtual, schedule = parallel.pipeline, settings.virtual_stages, settings.pipeline_schedule
-    if size == 1:
-        return
-    if virtual > 1 and schedule != "interleaved":
-        yield Problem(
-            code="PIPELINE_VIRTUAL",
-            key="parallel.virtual_stages",
-            message=f"virtual_stages={virtual} with pipeline_schedule={schedule}, which gives each rank one stage",
-            fix="Set parallel.pipeline_schedule to interleaved, or virtual_stages to 1",
-        )
-    if schedule != "interleaved":
-        return
-    if virtual == 1:
-        possible = [number for number in divisors(draft.model.num_hidden_layers // size) if number > 1]
-        yield Problem(
-            code="PIPELINE_VIRTUAL",
-            key="parallel.virtual_stages",
-            message="pipeline_schedule=interleaved with virtual_stages=1 is 1f1b",
-            fix=f"Set parallel.virtual_stages to {join(possible[:4]) or 'above 1'}, or parallel.pipeline_schedule to 1f1b",
-        )
-    if settings.batch.accumulation % size:
-        yield Problem(
-            code="PIPELINE_MICRO_BATCHES",
-            key="train.gradient_accumulation_steps",
-            message=f"pipeline_schedule=interleaved takes micro-batches by {size}, one for each rank of the pipeline, and "
-            f"gradient_accumulation_steps={settings.batch.accumulation}",
-            fix=f"Set train.gradient_accumulation_steps to a multiple of {size}, or parallel.pipeline_schedule to 1f1b",
-            source="arXiv 2104.04473, section 2.2",
+    if parallel.pipeline > 1:
+        yield from schedule_problems(
+            settings.pipeline_schedule,
+            pp=parallel.pipeline,
+            micro_batches=settings.batch.accumulation,
+            virtual_stages=settings.virtual_stages,
         )
 
 

@@ -1,0 +1,220 @@
+"""`toolkit topology --schedule`: a step of the job's pipeline as a chart, one row a rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.errors import PlanError
+from toolkit.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Durations,
+    Forward,
+    Span,
+    Timeline,
+    build_schedule,
+    simulate,
+    stage_layers,
+)
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from toolkit.plan.plan import Plan
+
+# Letter, meaning, and colours on a terminal and in a picture: Okabe and Ito's, told apart by colour-blind readers too.
+LOOKS: dict[type[Compute], tuple[str, str, str, str]] = {
+    Forward: ("F", "forward", "black on #56B4E9", "#56B4E9"),
+    Backward: ("B", "backward", "black on #009E73", "#009E73"),
+    BackwardInput: ("I", "backward, input", "black on #E69F00", "#E69F00"),
+    BackwardWeight: ("W", "backward, weights", "black on #F0E442", "#F0E442"),
+}
+# Narrower than this a terminal's chart shows nothing but colour; a line then breaks.
+_FEWEST_CELLS = 20
+_SCALE = "Equal stages, a backward pass of twice the forward one, and messages that take no time."
+
+
+def show(plan: Plan, *, plot: Path | None, as_json: bool) -> None:
+    """Prints the schedule of a plan, and draws it into a file if there is one.
+
+    Raises:
+        PlanError: PIPELINE_UNUSED, if the job has no pipeline.
+        SpecError: PLOT_FORMAT, PLOT_FOLDER.
+    """
+    timeline = timeline_of(plan)
+    if plot is not None:
+        from toolkit.cli.schedule_picture import draw
+
+        draw(timeline, plot)
+    if as_json:
+        print_json(as_dict(timeline, plan.settings.partition))
+        return
+    _print(timeline, plan.settings.partition)
+    if plot is not None:
+        print(f"drawn: {plot}")
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """Runs a step of a plan's pipeline on paper, all stages being equal.
+
+    Raises:
+        PlanError: PIPELINE_UNUSED, if the job has no pipeline.
+    """
+    pp, settings = plan.job.parallel.pipeline, plan.settings
+    if pp == 1:
+        raise PlanError.of(
+            code="PIPELINE_UNUSED",
+            key="parallel.pipeline",
+            message="pipeline=1: a job without stages has no schedule",
+            fix="Set parallel.pipeline above 1, or leave out --schedule",
+        )
+    schedule = build_schedule(
+        settings.pipeline_schedule,
+        pp=pp,
+        micro_batches=settings.batch.accumulation,
+        virtual_stages=settings.virtual_stages,
+    )
+    return simulate(schedule, Durations())
+
+
+def title_of(timeline: Timeline) -> str:
+    """Gives name, sizes and bubble in a line."""
+    schedule = timeline.schedule
+    chunks = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
+    plural = "" if schedule.micro_batches == 1 else "es"
+    return (
+        f"{schedule.name}: {schedule.pp} ranks{chunks}, {schedule.micro_batches} micro-batch{plural}, "
+        f"bubble {timeline.bubble_fraction:.1%}"
+    )
+
+
+def label(instruction: Compute, *, with_chunk: bool) -> str:
+    """Gives an instruction in few letters: kind, micro-batch, and after a dot the chunk if there are several."""
+    chunk = f".{instruction.chunk}" if with_chunk else ""
+    return f"{LOOKS[type(instruction)][0]}{instruction.micro_batch}{chunk}"
+
+
+def chart(timeline: Timeline, *, width: int | None, fill: str) -> list[Text]:
+    """Gives a line a rank, in which time goes to the right.
+
+    Args:
+        timeline: What to draw.
+        width: Cells of a line; as many as all labels need if None.
+        fill: What follows a label up to the end of its instruction: a blank where colours tell them apart.
+    """
+    from rich.text import Text
+
+    schedule = timeline.schedule
+    names = [f"rank {rank} " for rank in range(schedule.pp)]
+    margin = max(map(len, names))
+    if width is None:
+        longest = max(len(text) for spans in timeline.spans for _, text in _labelled(timeline, spans))
+        shortest = min(span.end - span.start for spans in timeline.spans for span in spans)
+        cells_per_unit = (longest + 1) / shortest
+    else:
+        cells_per_unit = max(_FEWEST_CELLS, width - margin) / timeline.makespan
+    lines = []
+    for name, spans in zip(names, timeline.spans, strict=True):
+        line = Text(name.ljust(margin), no_wrap=True)
+        for span, text in _labelled(timeline, spans):
+            start, stop = (round(edge * cells_per_unit) for edge in (span.start, span.end))
+            line.append(" " * (start + margin - len(line)))
+            # One cell apart where letters alone tell neighbours apart.
+            shown = text if len(text) < stop - start else text[1:] if len(text) <= stop - start else ""
+            line.append(shown.ljust(stop - start, fill), LOOKS[type(span.instruction)][2])
+        lines.append(line)
+    return lines
+
+
+def _labelled(timeline: Timeline, spans: tuple[Span, ...]) -> Iterator[tuple[Span, str]]:
+    with_chunk = timeline.schedule.virtual_stages > 1
+    for span in spans:
+        yield span, label(span.instruction, with_chunk=with_chunk)
+
+
+def as_dict(timeline: Timeline, partition: tuple[int, ...]) -> dict[str, Any]:
+    """Gives what is shown as a JSON object."""
+    schedule = timeline.schedule
+    layers = stage_layers(partition)
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.pp,
+        "micro_batches": schedule.micro_batches,
+        "virtual_stages": schedule.virtual_stages,
+        "bubble_fraction": timeline.bubble_fraction,
+        "makespan": timeline.makespan,
+        "stages": [
+            {
+                "stage": stage,
+                "rank": schedule.place(stage)[0],
+                "chunk": schedule.place(stage)[1],
+                "layers": [run.start, run.stop],
+                "in_flight": schedule.peak_in_flight_of_stage(stage),
+            }
+            for stage, run in enumerate(layers)
+        ],
+        "ranks": [
+            {
+                "rank": rank,
+                "in_flight": schedule.peak_in_flight(rank),
+                "bubble_fraction": timeline.bubble_fraction_of(rank),
+                "passes": [
+                    {
+                        "kind": LOOKS[type(span.instruction)][1],
+                        "chunk": span.instruction.chunk,
+                        "micro_batch": span.instruction.micro_batch,
+                        "start": span.start,
+                        "end": span.end,
+                    }
+                    for span in spans
+                ],
+            }
+            for rank, spans in enumerate(timeline.spans)
+        ],
+    }
+
+
+def _print(timeline: Timeline, partition: tuple[int, ...]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    coloured = console.color_system is not None and console.is_terminal
+    print(title_of(timeline))
+    print()
+    for line in chart(timeline, width=console.width if coloured else None, fill=" " if coloured else "-"):
+        console.print(line)
+    kinds = [kind for kind in LOOKS if any(isinstance(one, kind) for order in timeline.schedule.order for one in order)]
+    legend = Text("\n")
+    for kind in kinds:
+        letter, meaning, style, _ = LOOKS[kind]
+        legend.append(f" {letter} ", style).append(f" {meaning}   ")
+    console.print(legend)
+    print(f"A letter's number is the micro-batch{_chunk_note(timeline)}. {_SCALE}\n")
+    sys.stdout.flush()
+    print_table(_table(timeline, partition))
+
+
+def _chunk_note(timeline: Timeline) -> str:
+    return ", and behind the dot the rank's chunk" if timeline.schedule.virtual_stages > 1 else ""
+
+
+def _table(timeline: Timeline, partition: tuple[int, ...]) -> Any:
+    schedule = timeline.schedule
+    header = ("stage", "rank", "layers", "micro-batches in flight")
+    table = new_table(header, right=header)
+    for stage, run in enumerate(stage_layers(partition)):
+        cells = (
+            stage,
+            schedule.place(stage)[0],
+            f"{run.start}-{run.stop - 1}",
+            schedule.peak_in_flight_of_stage(stage),
+        )
+        table.add_row(*map(str, cells))
+    return table
