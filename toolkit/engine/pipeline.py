@@ -160,8 +160,9 @@ class PipelinePasses:
         if arrival is None:
             self._engine.backward(outputs, scale_wrt_gas=False)
         else:
-            outputs.backward(arrival.wait())
+            outputs.backward(arrival.wait())  # type: ignore[no-untyped-call]
         if hidden_BSD is not None:
+            assert hidden_BSD.grad is not None, "the stage's layers have used it"
             self._step.to_send[_place(action)] = hidden_BSD.grad
         self._memory.end("backward")
 

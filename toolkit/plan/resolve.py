@@ -368,7 +368,9 @@ def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: 
         return {}
     virtual = chooser.choose("parallel.virtual_stages", parallel.virtual_stages, 1, "each rank holds one run of layers")
     schedule: RunSchedule = "interleaved" if virtual > 1 else "1f1b"
-    reason = "the order that virtual stages need" if virtual > 1 else "as short as gpipe, with fewer activations at once"
+    reason = (
+        "the order that virtual stages need" if virtual > 1 else "as short as gpipe, with fewer activations at once"
+    )
     layers = layers_of_stages(job, model, sequence_length=sequence_length)
     if not isinstance(parallel.partition, tuple):
         way = parallel.partition or "auto"
