@@ -35,6 +35,7 @@ from toolkit.launch.ports import free_port
 from toolkit.launch.supervisor import supervise
 from toolkit.schedule import bubble_fraction
 from toolkit.spec.model import read_catalogue_model
+from toolkit.topology.grid import Grid
 
 DEFAULT_CASES = ("deepspeed:pipeline=2", "toolkit:pipeline=2", "toolkit:pipeline=2,schedule=gpipe")
 CARDS = {"cpu": "cpu", "NVIDIA H200": "h200-sxm-141gb", "NVIDIA H100 80GB HBM3": "h100-sxm-80gb"}
@@ -170,9 +171,11 @@ class DeepSpeedRun:
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
         from transformers import AutoConfig
 
+        from toolkit.groups.world import connect
+
         if case.tensor > 1 or case.schedule != "1f1b" or case.virtual > 1 or case.kernels == "liger":
             raise ValueError("deepspeed: runs 1f1b without tensor ranks here, and without Liger's kernels")
-        deepspeed.init_distributed(dist_backend=options.backend)
+        connect(Grid(dp=options.gpus), backend=options.backend)
         raw = model_config(options)
         config = AutoConfig.for_model(raw.pop("model_type"), **raw)
         config._attn_implementation = "sdpa"
