@@ -182,7 +182,7 @@ class _Files:
 
 def test_more_than_a_hundred_ranks_find_their_own_files() -> None:
     engine: Any = _Files()
-    assert "_100_" in engine._get_all_ckpt_names("here", "tag")[11]
+    assert "_101_" in engine._get_all_ckpt_names("here", "tag")[11]
     sort_by_rank(engine)
     found = engine._get_all_ckpt_names("here", "tag")
     assert [name for rank, name in enumerate(found) if f"_{rank:02d}_model" not in name] == []
