@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
+from toolkit.checkpoint.load import sort_by_rank
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
 from toolkit.errors import ToolkitError
@@ -170,3 +171,18 @@ def test_another_partition_is_refused_on_all_ranks(results: list[dict[str, Any]]
         assert codes == ("CHECKPOINT_LAYOUT",)
         assert f"parallel.partition=[2, 2], but {folder} was saved with [3, 1]" in message
         assert f"Set parallel.partition to [3, 1] to resume, or export it (`toolkit export {folder}`)" in message
+
+
+class _Files:
+    """What DeepSpeed's engine finds: names in the order of the alphabet."""
+
+    def _get_all_ckpt_names(self, folder: str, tag: str) -> list[str]:
+        return sorted(f"{folder}/{tag}/mp_rank_{rank:02d}_model_states.pt" for rank in range(128))
+
+
+def test_more_than_a_hundred_ranks_find_their_own_files() -> None:
+    engine: Any = _Files()
+    assert "_100_" in engine._get_all_ckpt_names("here", "tag")[11]
+    sort_by_rank(engine)
+    found = engine._get_all_ckpt_names("here", "tag")
+    assert [name for rank, name in enumerate(found) if f"_{rank:02d}_model" not in name] == []
