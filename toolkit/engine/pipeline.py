@@ -159,8 +159,10 @@ class PipelinePasses:
         arrival = self._step.gradients.pop(_place(action), None)
         if arrival is None:
             self._engine.backward(outputs, scale_wrt_gas=False)
-        else:
+        elif outputs.requires_grad:  # not of a first stage that is frozen
             outputs.backward(arrival.wait())  # type: ignore[no-untyped-call]
+        else:
+            arrival.wait()
         if hidden_BSD is not None:
             assert hidden_BSD.grad is not None, "the stage's layers have used it"
             self._step.to_send[_place(action)] = hidden_BSD.grad
