@@ -198,6 +198,8 @@ def factors(case: Case) -> tuple[tuple[str, Any], ...]:
         ("offload", case.offload),
         ("pieces", bool(case.sequence_parallel)),
         ("pipeline", case.pipeline),
+        ("tensor", case.tensor),
+        ("data", case.data),
         ("schedule", case.schedule),
     )
 

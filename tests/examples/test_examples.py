@@ -219,6 +219,17 @@ def test_a_sharded_model_learns_as_the_dense_one(workspace, number):
     assert float(pairs[-1][0]) < float(pairs[0][0]) - 1
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_pipeline_learns_as_the_same_batch_does_without(workspace, own_losses, number):
+    expected, _ = own_losses
+    printed = workspace.run("10", "toolkit", number)
+    assert losses(printed) == pytest.approx(expected, abs=2e-4)
+    holds = ["embedding, layers 0-2", "embedding, layers 0, 2"][number]
+    assert f"rank 0 holds {holds}" in printed
+    assert "norm, head" in (workspace.folder / "runs/pipeline/logs/rank-1.log").read_text()
+
+
 def test_offload_profiles_are_explained(workspace):
     printed = workspace.run("06", "python", 0)
     assert '"offload_param": {"device": "cpu", "pin_memory": true}' in printed
