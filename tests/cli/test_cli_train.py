@@ -314,23 +314,29 @@ def test_a_run_that_is_complete_is_not_trained_further(root, whole, capsys):
     assert (out / "export" / "config.json").stat().st_mtime_ns == exported, "it is there"
     assert main(["train", str(job), "--resume", "latest", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == line
+    assert (out / "metrics.jsonl").read_bytes() == before
 
-    moved = root / "export-aside"
+
+@pytest.mark.parametrize("damaged", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_an_export_that_is_damaged_or_missing_is_made_again(root, whole, damaged):
+    out, moved = root / "whole", root / "export-aside"
     (out / "export").rename(moved)
-    done = run_toolkit(root, "train", job, "--resume", "latest", "--json")
+    if damaged:
+        shutil.copytree(moved, out / "export")
+        weights = out / "export" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+    before = (out / "metrics.jsonl").read_bytes()
+    done = run_toolkit(root, "train", root / "whole.yaml", "--resume", "latest", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["exit_code"], answer["export"], answer["next_command"]) == (0, str(out / "export"), None)
-    assert done.stderr.splitlines() == [line, f"exporting {last} ..."]
+    last = out / f"checkpoint-{STEPS}"
+    assert done.stderr.splitlines() == [
+        f"the run is complete: step {STEPS} of {STEPS} is in {last}, and nothing is left to train",
+        f"exporting {last} ...",
+    ]
     assert (out / "export" / "model.safetensors").read_bytes() == (moved / "model.safetensors").read_bytes()
     assert (out / "metrics.jsonl").read_bytes() == before
-
-    weights = out / "export" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    done = run_toolkit(root, "train", job, "--resume", "latest")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == [line, f"exporting {last} ..."], "a damaged export is none"
-    assert weights.read_bytes() == (moved / "model.safetensors").read_bytes()
     shutil.rmtree(moved)
 
 
