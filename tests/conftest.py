@@ -27,3 +27,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     # In the order of their names: in that of the number of their tests, the commands, which take longest, would come late.
     config.option.loadscopereorder = False
     return FilesAndCommands(config, log)
+
+
+@pytest.fixture(scope="session")
+def traces() -> dict[str, Any]:
+    """Traces of models, by all that they depend on."""
+    return {}
+
+
+@pytest.fixture
+def kept_traces(traces: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets estimators share their traces: each command has one of its own, and most tests ask about one model."""
+    from toolkit.memory import estimator
+
+    make = estimator.trace_plan
+
+    def kept(plan: Any, **options: Any) -> Any:
+        key = f"{estimator.trace_key(plan)} {sorted(options.items())}"
+        if key not in traces:
+            traces[key] = make(plan, **options)
+        return traces[key]
+
+    monkeypatch.setattr(estimator, "trace_plan", kept)

@@ -17,6 +17,8 @@ from toolkit.cli.app import main
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
 # One sequence at a time and checkpointing, so that few traces are needed; two ranks, so that there are partitions.
 JOB = """
 model: llama-3.2-1b

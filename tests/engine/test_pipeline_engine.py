@@ -55,6 +55,10 @@ def cases() -> dict[str, Case]:
     made["adamw zero 2"] = Case(train=ADAM, stage=2, **PAIR, **CLOSE)
     made["adamw zero 3"] = Case(train=ADAM, stage=3, architecture="llama-tied", **PAIR, **CLOSE)
     made["optimizer-cpu zero 2"] = Case(train=ADAM, stage=2, offload="optimizer-cpu", **PAIR, **CLOSE)
+    made["full-cpu zero 3"] = Case(train=ADAM, stage=3, offload="full-cpu", **PAIR, **CLOSE)
+    made["activations-cpu zero 2"] = Case(
+        train=SGD | {"gradient_checkpointing": True}, stage=2, offload="activations-cpu", **PAIR
+    )
     made["checkpointing zero 1"] = Case(
         train=SGD | {"gradient_checkpointing": True}, stage=1, architecture="qwen2", **PAIR
     )
@@ -101,7 +105,7 @@ DEFAULT = (
     *("separated zero 3", "gpt2 zero 2", "gpt_neox zero 1", "gemma2 zero 2", "qwen3 zero 3", "experts zero 2"),
     *("adamw zero 3", "tied beside tensor zero 1", "bf16 zero 1", "lora zero 1", "bf16 fp32 sums zero 3"),
     *("interleaved zero 1", "checkpointing zero 1", "bf16 fp32 sums zero 1", "four stages zero 2", "lora zero 2"),
-    *("four stages zero 3", "gpipe zero 3", "interleaved zero 3"),
+    *("four stages zero 3", "gpipe zero 3", "interleaved zero 3", "full-cpu zero 3", "activations-cpu zero 2"),
 )
 ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from courses import full_weights, reference_loss
+from courses import Case, full_weights, reference, reference_loss
 from distributed import run_distributed
 from tiny_plans import step_batches, tiny_plan
 
@@ -37,10 +38,32 @@ SUMMED = {
     )
     for dtype in ("bf16", "fp32")
 }
+HALF_STEPS = 3
+
+
+def in_half(stage: int) -> Plan:
+    """A plan in fp16, which the rules refuse on CPUs: torch computes it there, DeepSpeed asks for units that few have."""
+    plan = plan_of(train={"max_grad_norm": 0.5, "learning_rate": 0.5}, parallel={"zero_stage": stage})
+    return dataclasses.replace(
+        plan, settings=dataclasses.replace(plan.settings, precision="fp16", gradient_accumulation_dtype="fp16")
+    )
+
+
+def in_half_everything() -> dict[str, Any]:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
+        for stage in (1, 2, 3):
+            with tk.initialize(in_half(stage)) as run:
+                batches = [step_batches(step, ranks=1)[0] for step in range(HALF_STEPS)]
+                found[f"fp16 zero {stage}"] = [(float(run.step(batch)), run.gradient_norm) for batch in batches]
+    return found
 
 
 def everything(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = in_half_everything()
     for name, plan in PLANS.items():
         with tk.initialize(plan) as run:
             found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=3)[0])
@@ -135,6 +158,19 @@ def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks: list[dict[str, Any]])
     }
     assert errors["fp32"] < 0.5 * errors["bf16"], errors
     assert errors["fp32"] < 0.02, errors
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any]], stage: int) -> None:
+    train = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
+    case = Case(train=train, stage=stage, architecture="llama-tied", data=1, steps=HALF_STEPS, config=FOUR)
+    wanted = reference(case)
+    for found in ranks:
+        losses, norms = zip(*found[f"fp16 zero {stage}"], strict=True)
+        assert losses == pytest.approx(wanted.losses, abs=1e-3)
+        assert norms == pytest.approx(wanted.norms, abs=1e-3)
 
 
 @pytest.mark.gloo

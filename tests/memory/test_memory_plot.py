@@ -30,7 +30,9 @@ def report_of(*, causes: int = 3, capacity: int | None = 80 * GIB) -> MemoryRepo
         allocator_slack_bytes=GIB,
         context_and_nccl_bytes=2 * GIB,
         gpu_capacity_bytes=capacity,
-        host=HostReport(bytes_per_rank={"process": GIB}, ranks_per_node=1, capacity_bytes=None),
+        host=HostReport(
+            bytes_per_rank={"process": GIB}, ranks_per_node=1, capacity_bytes=None, bytes_on_node={"process": GIB}
+        ),
         disk=DiskUse(checkpoint_bytes=GIB, num_checkpoints=3, export_bytes=GIB),
         num_traced_layers=3,
         num_layers=9,

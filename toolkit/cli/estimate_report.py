@@ -135,8 +135,8 @@ def _card(report: MemoryReport) -> list[tuple[str, str]]:
 
 def _host(report: MemoryReport) -> list[tuple[str, str]]:
     host = report.host
-    ordered = sorted(host.bytes_per_rank.items(), key=lambda item: -item[1])
-    lines = [(cause, format_bytes(size * host.ranks_per_node)) for cause, size in ordered]
+    ordered = sorted(host.bytes_on_node.items(), key=lambda item: -item[1])
+    lines = [(cause, format_bytes(size)) for cause, size in ordered]
     lines.append(("required", format_bytes(host.bytes_per_node)))
     if host.capacity_bytes is not None:
         lines.append(("capacity", format_bytes(host.capacity_bytes)))

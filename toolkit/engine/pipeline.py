@@ -160,6 +160,9 @@ class PipelinePasses:
         if arrival is None:
             self._engine.backward(outputs, scale_wrt_gas=False)
         elif outputs.requires_grad:  # not of a first stage that is frozen
+            # Under fp16 it tells a gradient that carries the scale of the loss from one that was forgotten to be scaled
+            # (deepspeed runtime/engine.py scale, _backward_post_hook); this one comes from a stage that has it.
+            self._engine._manual_backward_expected = True
             outputs.backward(arrival.wait())  # type: ignore[no-untyped-call]
         else:
             arrival.wait()

@@ -15,6 +15,8 @@ LOSS = "logits and loss"
 BACKWARD = "backward temporaries"
 
 EMBEDDINGS = "embeddings"
+RECEIVED = "received from other stages"
+SENT = "being sent to other stages"
 LAYERS = "layers: "  # what each cause inside a layer begins with
 
 _LAYER = "layers: residual stream and norms"
@@ -26,7 +28,7 @@ _HEADS = ("lm_head", "embed_out", "score", "classifier", "cls", "qa_outputs")
 
 def of_passes(causes: Mapping[str, int]) -> int:
     """Gives how much of some causes a forward or backward pass holds, bytes; the rest is the engine's."""
-    names = (MODEL, LOSS, BACKWARD, EMBEDDINGS)
+    names = (MODEL, LOSS, BACKWARD, EMBEDDINGS, RECEIVED, SENT)
     return sum(size for cause, size in causes.items() if cause in names or cause.startswith(LAYERS))
 
 

@@ -53,7 +53,7 @@ def read_strategies(text: str) -> tuple[Strategy, ...]:
     """Reads `zero2,zero3-offload,…`.
 
     Raises:
-        SpecError: COMPARE_STRATEGY for each name that is none; COMPARE_NOT_BUILT for pipeline parallelism.
+        SpecError: COMPARE_STRATEGY for each name that is none; COMPARE_NOT_BUILT for pipeline stages.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -111,8 +111,9 @@ def _not_built(name: str) -> Problem:
     return Problem(
         code="COMPARE_NOT_BUILT",
         key="--compare",
-        message=f"--compare {name}: this version has no pipeline modules",
-        fix="Compare zero0 to zero3, these with -tp2 and so on too, ddp and fsdp2",
+        message=f"--compare {name}: names of strategies have no pipeline stages",
+        fix="Set parallel.pipeline in the job or by --set, which zero1 to zero3 keep; compare zero0 to zero3, these with -tp2 and so on too, "
+        "ddp and fsdp2",
     )
 
 

@@ -12,10 +12,19 @@ from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
-from toolkit.memory.estimate import capability, engine_settings, estimate, keeps_frozen_inputs, trace_plan
+from toolkit.memory.estimate import (
+    Traces,
+    capability,
+    check_pipeline,
+    engine_settings,
+    estimate,
+    keeps_frozen_inputs,
+    trace_ranks,
+)
+from toolkit.memory.kernels import Device
 from toolkit.memory.report import MemoryReport
 from toolkit.memory.routing import Routing
-from toolkit.memory.trace import Trace
+from toolkit.memory.trace import StageTracer, stage_tracer
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
 
@@ -39,7 +48,8 @@ class Estimator:
         self._calibrations = calibrations or {}
         self._notify = notify
         self._other_allocator = other_allocator
-        self._traces: dict[str, Trace] = {}
+        self._traces: dict[str, Traces] = {}
+        self._tracers: dict[str, StageTracer] = {}
 
     @property
     def num_traces(self) -> int:
@@ -56,6 +66,7 @@ class Estimator:
 
     def estimate_plan(self, plan: Plan, case: Case) -> MemoryReport:
         """Estimates a plan that `case` resolved to."""
+        check_pipeline(plan, with_file=case.file is not None)
         calibration = self._calibrations.get(plan.gpu.name)
         config = None if case.file is None else case.file.resolved(plan)
         trace = partial(self._trace, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan, config)))
@@ -64,7 +75,7 @@ class Estimator:
             plan,
             deepspeed_config=config,
             traced=traced,
-            worst=trace(routing="worst") if traced.depends_on_routing else None,
+            worst=trace(routing="worst") if any(each.depends_on_routing for each in traced) else None,
             evaluated=None if plan.settings.eval_steps is None else trace(evaluation=True),
             calibration=calibration,
             built_partitioned=case.built_partitioned,
@@ -90,22 +101,31 @@ class Estimator:
 
     def _trace(
         self, plan: Plan, *, keeps_inputs: bool, routing: Routing = "balanced", evaluation: bool = False
-    ) -> Trace:
+    ) -> Traces:
         evaluated = plan.settings.per_device_eval_batch_size if evaluation else 0
         key = f"{keeps_inputs} {routing} {evaluated} {trace_key(plan)}"
-        if key not in self._traces:
+        cut = f"{key} {plan.settings.partition} {plan.settings.virtual_stages}"
+        if cut not in self._traces:
             settings = plan.settings
             micro = settings.per_device_eval_batch_size if evaluation else settings.batch.micro
-            self._notify(f"tracing {plan.model.name}, {micro} × {settings.sequence_length} tokens")
+            stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
+            self._notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
             # Always with ZeRO-3's marks, so that one trace serves every stage (with adapters, all but the third).
-            self._traces[key] = trace_plan(
-                plan, marks_modules=True, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation
-            )
-        return self._traces[key]
+            values: dict[str, Any] = {
+                "marks_modules": True,
+                "keeps_inputs": keeps_inputs,
+                "routing": routing,
+                "evaluation": evaluation,
+            }
+            if plan.grid.pp > 1 and key not in self._tracers:
+                device = Device(capability=capability(plan.gpu))
+                self._tracers[key] = stage_tracer(plan, device=device, **values)
+            self._traces[cut] = trace_ranks(plan, **values, tracer=self._tracers.get(key))
+        return self._traces[cut]
 
 
 def trace_key(plan: Plan) -> str:
-    """Names all that a trace depends on: plans of one key differ in the engine alone."""
+    """Names all that a trace depends on: plans of one key differ in the engine alone, and in how a pipeline is cut."""
     settings, job = plan.settings, plan.job
     parts = {
         "model": plan.model.to_dict(),
@@ -123,6 +143,7 @@ def trace_key(plan: Plan) -> str:
         "data": None if job.data is None else job.data.model_dump(mode="json"),
         "strategy": job.parallel.strategy,
         "tensor": [plan.grid.tp, settings.sequence_parallel],
+        "pipeline": plan.grid.pp > 1,
         "kernels": _kernels(plan.gpu),
         "emulated": plan.on_cpu and settings.precision == "fp8",
     }

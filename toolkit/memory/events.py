@@ -69,6 +69,7 @@ class Mark:
         layer: Index of the decoder layer that owns it, relative to the layer being traced; None outside the layers.
         size: Bytes of the gradient.
         backward: Whether a `fetch` or `release` belongs to the backward pass.
+        place: The layer that owns it where the mark was noted outside of that layer's list; it then stands for itself.
     """
 
     kind: MarkKind
@@ -76,6 +77,7 @@ class Mark:
     layer: int | None = None
     size: int = 0
     backward: bool = False
+    place: Owner = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,36 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPasses:
+    """The passes of one micro-batch through a chunk of a pipeline's rank.
+
+    Args:
+        forward: From the received hidden states to those that are sent on, or to the loss.
+        backward: From the gradient of these to that of the former; then all is let go.
+        received_bytes: Hidden states that it receives; 0 for the first stage.
+        gradient_bytes: The gradient that it receives; 0 for the last stage.
+        sent_bytes: What `forward` or `backward` leave to be sent: the gradient of what was received, or in an evaluation
+            the hidden states.
+        reported_bytes: The loss that `forward` leaves until the end of the step.
+        batch_bytes: One micro-batch, of which all of a step are on the device.
+        host_copies: Bytes of each layer input that waits in pinned host memory for its backward pass.
+    """
+
+    forward: tuple[Placed, ...]
+    backward: tuple[Placed, ...]
+    received_bytes: int
+    gradient_bytes: int
+    sent_bytes: int
+    reported_bytes: int
+    batch_bytes: int
+    host_copies: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The memory events of one micro-batch, for the whole model; where tensor ranks share it, of one of them.
+
+    Of a rank of a pipeline, parameters are its own, and passes are listed by chunk.
 
     Args:
         parameters: In the order of `named_parameters`.
@@ -124,6 +154,8 @@ class Trace:
         depends_on_routing: Whether what they choose changes the sizes.
         leaves: Paths of modules whose parameters, those of their children too, ZeRO-3 gathers as one.
         num_replicas: Tensor ranks that hold the same key heads.
+        chunks: Passes of each chunk of a pipeline's rank, in place of `forward`, `backward` and `after`.
+        copies: Parameters that another stage holds too, and that are exported with that one.
     """
 
     parameters: tuple[Parameter, ...]
@@ -140,6 +172,8 @@ class Trace:
     depends_on_routing: bool = False
     leaves: tuple[str, ...] = ()
     num_replicas: int = 1
+    chunks: tuple[ChunkPasses, ...] = ()
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ def _as_traced(segment: Segment, stacks: Sequence[Stack]) -> Iterator[Placed]:
             yield _released(event, 1)
         elif isinstance(event, Mark):
             owner = segment.owner
-            yield Placed(event, event.name if owner is None else _name(event, stacks[owner[0]], owner[1]))
+            yield Placed(event, _name(event, stacks, owner and owner[0], 0 if owner is None else owner[1]))
         else:
             yield Placed(event)
 
@@ -68,7 +68,7 @@ def _outside(events: Iterable[TracedEvent], stacks: Sequence[Stack]) -> Iterator
         if isinstance(event, Release):
             yield _released(event, _count(event.birth, stacks))
         elif isinstance(event, Mark):
-            yield Placed(event, event.name)
+            yield Placed(event, _name(event, stacks, None, 0))
         else:
             yield Placed(event)
 
@@ -91,7 +91,7 @@ def _layers(
                 elif final[position] == layer:
                     yield _released(event, _count(event.birth, stacks))
             elif isinstance(event, Mark):
-                yield Placed(event, _name(event, stack, layer))
+                yield Placed(event, _name(event, stacks, at, layer))
             else:
                 yield Placed(event)
     for position, events in mine.items():
@@ -100,10 +100,15 @@ def _layers(
             yield from (_released(event, _count(event.birth, stacks)) for event in shared)
 
 
-def _name(mark: Mark, stack: Stack, layer: int) -> str:
-    if mark.layer is None:
+def _name(mark: Mark, stacks: Sequence[Stack], at: int | None, layer: int) -> str:
+    """Gives a mark's absolute name, where layer `layer` of stack `at` runs."""
+    if mark.place is not None:
+        stack = stacks[mark.place[0]]
+        owner = f"{stack.prefix}.{stack.kept[mark.place[1]]}"
+    elif mark.layer is None or at is None:
         return mark.name
-    owner = f"{stack.prefix}.{layer + mark.layer}"
+    else:
+        owner = f"{stacks[at].prefix}.{stacks[at].first + layer + mark.layer}"
     return f"{owner}.{mark.name}" if mark.name else owner
 
 
@@ -159,7 +164,7 @@ def _repeated(named: Iterable[tuple[str, T]], stacks: Sequence[Stack]) -> Iterat
             continue
         for layer, position in enumerate(stacks[entry].stands_for):
             for rest, value in inside[entry].get(position, []):
-                yield f"{stacks[entry].prefix}.{layer}.{rest}", value
+                yield f"{stacks[entry].prefix}.{stacks[entry].first + layer}.{rest}", value
 
 
 def _parameter(parameter: torch.Tensor, shard: Shard | None) -> Parameter:

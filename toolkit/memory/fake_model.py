@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,5 +87,5 @@ def in_adapters(model: nn.Module, stack: Stack) -> Stack:
     """Gives a stack's path inside adapters, which wrap the model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and (name == stack.prefix or name.endswith(f".{stack.prefix}")):
-            return Stack(prefix=name, kept=stack.kept, stands_for=stack.stands_for)
+            return replace(stack, prefix=name)
     raise AssertionError(stack.prefix)

@@ -27,19 +27,21 @@ class HostReport:
     """Host memory of the fullest node.
 
     Args:
-        bytes_per_rank: What one rank keeps, by cause.
+        bytes_per_rank: What the rank keeps that keeps most, by cause.
         ranks_per_node: Ranks of a node.
         capacity_bytes: RAM of a node; None if unknown.
+        bytes_on_node: What all ranks of the node keep, by cause.
     """
 
     bytes_per_rank: dict[str, int]
     ranks_per_node: int
     capacity_bytes: int | None
+    bytes_on_node: dict[str, int]
 
     @property
     def bytes_per_node(self) -> int:
-        """All ranks of a node together."""
-        return self.ranks_per_node * sum(self.bytes_per_rank.values())
+        """All ranks of the node together."""
+        return sum(self.bytes_on_node.values())
 
     @property
     def fits(self) -> bool:

@@ -21,15 +21,19 @@ class Stack:
         prefix: Path of the list, such as `model.layers`.
         kept: Original indices of the layers that are traced, ascending.
         stands_for: For each original layer, the position among `kept` of the layer that represents it.
+        first: Original index of the first layer; above 0 for a stage of a pipeline.
+        offset: Position of the first traced layer in the list of the traced model.
     """
 
     prefix: str
     kept: tuple[int, ...]
     stands_for: tuple[int, ...]
+    first: int = 0
+    offset: int = 0
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
+        """Layers that the traced ones stand for: of the whole model, or of a stage."""
         return len(self.stands_for)
 
     def count(self, position: int) -> int:
@@ -54,13 +58,16 @@ def find_stacks(model: nn.Module, *, all_layers: bool = False, only: str | None 
         if all_layers or (only is not None and _config_of(model, name).model_type != only):
             kept = stands_for = tuple(range(count))
         else:
-            numbering = _numbering(layers)
-            types = _layer_types(model, count)
-            kept, stands_for = shorten(
-                [(_structure(layer, numbering), types[index]) for index, layer in enumerate(layers)]
-            )
+            kept, stands_for = shorten(kinds_of(model, layers))
         stacks.append(Stack(prefix=name, kept=kept, stands_for=stands_for))
     return stacks
+
+
+def kinds_of(model: nn.Module, layers: nn.ModuleList) -> list[Hashable]:
+    """Gives what tells the layers of a list apart: their structure, and what the configuration's lists say of them."""
+    numbering = _numbering(layers)
+    types = layer_types(model, len(layers))
+    return [(_structure(layer, numbering), types[index]) for index, layer in enumerate(layers)]
 
 
 def shorten(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -178,7 +185,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _layer_types(model: nn.Module, count: int) -> list[tuple[str, ...]]:
+def layer_types(model: nn.Module, count: int) -> list[tuple[str, ...]]:
     """Gives what the configuration's lists say of each layer."""
     lists = [
         value

@@ -31,16 +31,27 @@ class RankReport:
         rank: Global rank.
         coordinate: Its place in the grid.
         phases: `init`, `forward`, `backward`, `step`, `evaluation` if the job has any, `save`.
+        allocator_slack_bytes: What the allocator cannot reuse.
+        context_and_nccl_bytes: CUDA context, kernels and communicators.
+        num_communicators: NCCL communicators among them.
     """
 
     rank: int
     coordinate: Coordinate
     phases: dict[str, PhaseReport]
+    allocator_slack_bytes: int = 0
+    context_and_nccl_bytes: int = 0
+    num_communicators: int = 0
 
     @property
     def peak_allocated_bytes(self) -> int:
         """What `torch.cuda.max_memory_allocated()` will show."""
         return max(phase.allocated_bytes for phase in self.phases.values())
+
+    @property
+    def required_bytes(self) -> int:
+        """What its card must have."""
+        return self.peak_allocated_bytes + self.allocator_slack_bytes + self.context_and_nccl_bytes
 
     @property
     def limiting_phase(self) -> str:
@@ -55,8 +66,8 @@ class MemoryReport:
     Args:
         ranks: One entry a rank.
         allocator: How torch's allocator is set.
-        allocator_slack_bytes: What the allocator cannot reuse.
-        context_and_nccl_bytes: CUDA context, kernels and communicators.
+        allocator_slack_bytes: What the allocator of the fullest rank cannot reuse.
+        context_and_nccl_bytes: CUDA context, kernels and communicators of the fullest rank.
         gpu_capacity_bytes: Of the card; None for CPU processes.
         host: The fullest node.
         disk: What the run keeps on disk.
@@ -82,8 +93,8 @@ class MemoryReport:
 
     @property
     def fullest(self) -> RankReport:
-        """The rank with the highest peak; the first of several."""
-        return max(self.ranks, key=lambda rank: rank.peak_allocated_bytes)
+        """The rank that needs most of its card; the first of several."""
+        return max(self.ranks, key=lambda rank: rank.required_bytes)
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -159,6 +170,7 @@ class MemoryReport:
                 {
                     "rank": rank.rank,
                     "coordinate": {"pp": rank.coordinate.pp, "dp": rank.coordinate.dp, "tp": rank.coordinate.tp},
+                    "required_bytes": rank.required_bytes,
                     "phases": {
                         name: {"allocated_bytes": phase.allocated_bytes, "causes": dict(phase.causes)}
                         for name, phase in rank.phases.items()

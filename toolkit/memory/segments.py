@@ -28,6 +28,34 @@ class Segment:
     events: list[TracedEvent] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Ends:
+    """What the passes of a stage have at its ends.
+
+    Attributes:
+        received: Hidden states of the stage before; None for the first stage.
+        gradient: Of the hidden states that the stage gives; None for the last stage.
+        reported: The loss as it is reported, once the forward pass has run; of the last stage.
+        sends_on: Whether what the forward pass gives is sent to another stage.
+        batch: The micro-batch.
+        sent_bytes: Of the gradient of `received`, or without a backward pass of the hidden states.
+        reported_bytes: Of `reported`.
+    """
+
+    received: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    reported: torch.Tensor | None = None
+    sends_on: bool = False
+    batch: dict[str, torch.Tensor] = field(default_factory=dict)
+    sent_bytes: int = 0
+    reported_bytes: int = 0
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """What was there before the passes."""
+        return [tensor for tensor in (self.received, self.gradient, *self.batch.values()) if tensor is not None]
+
+
 class Locator:
     """Where a path of the pruned model lies."""
 
@@ -39,7 +67,9 @@ class Locator:
         for index, stack in enumerate(self._stacks):
             if path.startswith(f"{stack.prefix}."):
                 number, _, rest = path[len(stack.prefix) + 1 :].partition(".")
-                return index, int(number), rest
+                position = int(number) - stack.offset
+                if 0 <= position < len(stack.kept):
+                    return index, position, rest
         return None
 
 
@@ -74,26 +104,36 @@ class Segmenter:
             self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner, answers=answers
         )
 
-    def run(self, step: Callable[[], torch.Tensor], *, backward: bool = True) -> None:
+    def run(self, step: Callable[[], torch.Tensor], *, backward: bool = True, ends: Ends | None = None) -> None:
         """Runs forward and backward.
 
         Args:
-            step: Runs the model on a batch that it makes, and gives the loss.
+            step: Runs the model on a batch that it makes, and gives the loss, or what a stage of a pipeline sends on.
             backward: Whether the backward pass follows; without it no gradients are prepared for either.
+            ends: What a stage of a pipeline has of its neighbours, which is not counted; what it sends back or reports
+                is handed over to it.
         """
-        self.tracker.ignore([*self._model.parameters(), *self._model.buffers()])
+        ends = ends or Ends()
+        self.tracker.ignore([*self._model.parameters(), *self._model.buffers(), *ends.given])
         self._hook()
         try:
             with self.tracker, self._inputs_on_host(), torch.set_grad_enabled(backward):
-                loss = step()
+                root = step()
                 self._head_input = None
+                if ends.reported is not None:
+                    ends.reported_bytes = self.tracker.hand_over(ends.reported)
+                if not backward and ends.sends_on:
+                    ends.sent_bytes = self.tracker.hand_over(root)
                 self._switch(None)
                 if backward:
-                    self._causes.backward = self._causes.in_loss = True
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    self._causes.backward = True
+                    self._causes.in_loss = ends.gradient is None
+                    root.backward(ends.gradient)  # type: ignore[no-untyped-call]
+                    if ends.received is not None and ends.received.grad is not None:
+                        ends.sent_bytes = self.tracker.hand_over(ends.received.grad)
                     self._switch(None)
                     self._ended = True
-                del loss  # and with it the graph: a script holds it through the optimizer step
+                del root  # and with it the graph: a script holds it through the optimizer step
                 self._close()
         finally:
             for handle in self._handles:
@@ -156,8 +196,8 @@ class Segmenter:
     def _hook(self) -> None:
         for index, stack in enumerate(self._stacks):
             layers: Any = self._model.get_submodule(stack.prefix)
-            for position, layer in enumerate(layers):
-                self._hook_layer(layer, (index, position))
+            for position in range(len(stack.kept)):
+                self._hook_layer(layers[stack.offset + position], (index, position))
         for name, module in self._model.named_modules():
             where = self._locate(name)
             if where is None:
@@ -234,8 +274,7 @@ class Segmenter:
             self._recorder.note(Mark(kind, rest, position - self._owner[1], size, backward))
             return
         # Outside of the layers: the first and last layers stand for themselves.
-        layer = f"{self._stacks[stack].prefix}.{self._stacks[stack].kept[position]}"
-        self._recorder.note(Mark(kind, f"{layer}.{rest}" if rest else layer, None, size, backward))
+        self._recorder.note(Mark(kind, rest, None, size, backward, (stack, position)))
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from functools import singledispatchmethod
 
 from toolkit.memory.account import Account, in_blocks
+from toolkit.memory.causes import LOSS, MODEL, RECEIVED, SENT
+from toolkit.memory.engines.course import UNDER_WAY, Course
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.events import Placed, Run
 from toolkit.memory.trace import Parameter, Trace
+from toolkit.schedule import (
+    Backward,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
 
 # Steps after which nothing new appears: states made lazily by the first are there in the second.
 NUM_STEPS = 2
 # Micro-batches that differ: the first of a step, one between, the last.
 MAX_MICRO_STEPS = 3
+FP32_ITEMSIZE = 4
 # get_norm_dtype() is float64 on CUDA (deepspeed runtime/utils.py).
 NORM_ITEMSIZE = 8
 
@@ -26,12 +40,22 @@ class Replay(ABC):
         settings: What the engine's memory depends on.
         workspace_bytes: cuBLAS workspace of one thread.
         rank: Data-parallel rank.
+        course: What a pipeline's rank does in a step; None without stages.
     """
 
-    def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        settings: EngineSettings,
+        *,
+        workspace_bytes: int,
+        rank: int = 0,
+        course: Course | None = None,
+    ) -> None:
         self.trace = trace
         self.settings = settings
         self.rank = rank
+        self.course = course
         self.account = Account()
         self.trainable = [parameter for parameter in trace.parameters if parameter.trainable]
         self.num_trainable = sum(parameter.numel for parameter in self.trainable)
@@ -39,6 +63,8 @@ class Replay(ABC):
         self.gradients_bytes = sum(in_blocks(parameter.size) for parameter in self.trainable)
         self.by_name = {parameter.name: parameter for parameter in trace.parameters}
         self._workspace_bytes = workspace_bytes
+        self._accumulated: set[str] = set()
+        self._sent: deque[int] = deque()
 
     def run(self) -> Account:
         """Replays initialization and two steps."""
@@ -47,11 +73,15 @@ class Replay(ABC):
         self.initialize()
         micro_steps = min(self.settings.accumulation_steps, MAX_MICRO_STEPS)
         for step in range(NUM_STEPS):
-            for micro in range(micro_steps):
+            if self.course is not None:
+                self._follow(self.course, cold=step == 0)
+            for micro in range(micro_steps if self.course is None else 0):
                 self._pass(first=micro == 0, last=micro == micro_steps - 1, cold=step == 0 and micro == 0)
             self.account.enter("step")
             self.step()
             self._replay(self.trace.after)
+            if self.course is not None:
+                self._end_course(self.course)
         self.account.enter("save")
         self.save()
         return self.account
@@ -81,9 +111,96 @@ class Replay(ABC):
                 apply(event)
             elif event.kind == "gradient":
                 account.allocate("gradients", event.size)
-                self.gradient(self.by_name[placed.name], event.size)
+                if self.course is None:
+                    self.gradient(self.by_name[placed.name], event.size)
+                else:
+                    self._accumulate(self.by_name[placed.name], event.size, self.course)
             else:
                 self.module(placed.name, fetch=event.kind == "fetch", backward=event.backward)
+
+    def _follow(self, course: Course, *, cold: bool) -> None:
+        """Runs the passes of a pipeline's step, then the one reduction of their gradients (engine/pipeline.py run)."""
+        account, threads = self.account, {"forward", "backward"} if cold else set()
+        account.enter("forward")
+        account.allocate(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
+        for action, phase in zip(course.actions, course.phases(), strict=True):
+            if phase != account.phase:
+                account.enter(phase)
+            if isinstance(action, Forward | Backward) and phase in threads:
+                threads.remove(phase)
+                account.allocate("cuBLAS workspaces", self._workspace_bytes)
+            self._act(action)
+        self._sent_until(0)
+        account.enter("backward")
+        account.free_all("gradient sums in fp32")
+        if self._accumulated:
+            self.reduce()
+        self._accumulated.clear()
+
+    @singledispatchmethod
+    def _act(self, action: Instruction) -> None:
+        raise TypeError(f"{type(action).__name__} is no instruction that the engine runs")
+
+    @_act.register
+    def _receive_activation(self, action: ReceiveActivation) -> None:
+        self.account.allocate(RECEIVED, self.trace.chunks[action.chunk].received_bytes)
+
+    @_act.register
+    def _receive_gradient(self, action: ReceiveGradient) -> None:
+        self.account.allocate(RECEIVED, self.trace.chunks[action.chunk].gradient_bytes)
+
+    @_act.register
+    def _do_forward(self, action: Forward) -> None:
+        chunk = self.trace.chunks[action.chunk]
+        self.begin_forward()
+        self._replay(chunk.forward)
+        self.account.allocate(LOSS, chunk.reported_bytes)
+        if not chunk.backward:  # an evaluation lets go of its input, and sends what it gives
+            self.account.allocate(SENT, chunk.sent_bytes)
+            self.account.free(RECEIVED, chunk.received_bytes)
+
+    @_act.register
+    def _do_backward(self, action: Backward) -> None:
+        chunk = self.trace.chunks[action.chunk]
+        self.begin_backward(first=True, last=True)
+        self._replay(chunk.backward)
+        self.end_pass()
+        self.account.free(RECEIVED, chunk.received_bytes)
+        self.account.free(RECEIVED, chunk.gradient_bytes)
+        self.account.allocate(SENT, chunk.sent_bytes)
+
+    @_act.register
+    def _send_activation(self, action: SendActivation) -> None:
+        """What is sent waits for its backward pass, in any case; without one it waits for its message."""
+        chunk = self.trace.chunks[action.chunk]
+        self._sent.append(0 if chunk.backward else chunk.sent_bytes)
+        self._sent_until(UNDER_WAY)
+
+    @_act.register
+    def _send_gradient(self, action: SendGradient) -> None:
+        self._sent.append(self.trace.chunks[action.chunk].sent_bytes)
+        self._sent_until(UNDER_WAY)
+
+    def _sent_until(self, count: int) -> None:
+        """Lets go of what has been sent, but for the last messages."""
+        while len(self._sent) > count:
+            self.account.free(SENT, self._sent.popleft())
+
+    def _accumulate(self, parameter: Parameter, size: int, course: Course) -> None:
+        """Keeps a gradient until the end of the step; those of later micro-batches are added to it in place."""
+        if parameter.name in self._accumulated:
+            self.account.free("gradients", size)
+            return
+        self._accumulated.add(parameter.name)
+        if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE:
+            self.account.allocate("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
+
+    def _end_course(self, course: Course) -> None:
+        """Micro-batches and their losses go."""
+        self.account.free(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
+        for action in course.actions:
+            if isinstance(action, Forward):
+                self.account.free(LOSS, self.trace.chunks[action.chunk].reported_bytes)
 
     def keep_gradient(self, size: int) -> None:
         """Keeps a gradient that has just been allocated; where all are kept already, it was added to its own in place."""
@@ -111,6 +228,13 @@ class Replay(ABC):
     @abstractmethod
     def gradient(self, parameter: Parameter, size: int) -> None:
         """A whole gradient of `size` bytes has just been allocated under the cause `gradients`."""
+
+    def end_pass(self) -> None:  # noqa: B027 - most engines do nothing here
+        """After a backward pass of a pipeline."""
+
+    def reduce(self) -> None:
+        """Reduces the gradients that all passes of a pipeline's step have left."""
+        raise TypeError(f"pipelines do not run under {type(self).__name__}")
 
     def module(self, name: str, *, fetch: bool, backward: bool) -> None:  # noqa: B027 - most engines do nothing here
         """A module's hook of ZeRO-3 fires."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from toolkit.memory.engines.course import Course
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace import Parameter, Trace
@@ -43,8 +44,16 @@ def gradient_bytes(trace: Trace, settings: EngineSettings) -> list[int]:
 class Stage12(Replay):
     """ZeRO-1 keeps whole gradients until the step's reduction, ZeRO-2 only those of its partition."""
 
-    def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
-        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
+    def __init__(
+        self,
+        trace: Trace,
+        settings: EngineSettings,
+        *,
+        workspace_bytes: int,
+        rank: int = 0,
+        course: Course | None = None,
+    ) -> None:
+        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank, course=course)
         self._partition = partition_numel(self.num_trainable, settings.dp_size)
         self._owners = {parameter.name: ranks for parameter, ranks in owners(self.trainable, self._partition)}
         self._mine = [parameter for parameter in self.trainable if self._is_mine(parameter)]
@@ -174,6 +183,19 @@ class Stage12(Replay):
         self._allocated = False
         account.free_all("gradients")
         account.free_all("reduction buckets")
+        self._ready = False
+
+    def reduce(self) -> None:
+        """_flush_coalesced_reduction_zero12: as the reduction of one micro-batch, whose gradients are all there."""
+        self._first = self._last = True
+        self._set_up_buckets()
+        for parameter in self.trainable:
+            if parameter.name in self._accumulated:
+                self._into_bucket(parameter, "gradients", parameter.size)
+        self._flush()
+        self._allocated = False
+        self.account.free_all("gradients")
+        self.account.free_all("reduction buckets")
         self._ready = False
 
     def step(self) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
 
+from toolkit.memory.account import in_blocks
+from toolkit.memory.engines.course import Course
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace import Parameter, Trace
@@ -22,8 +25,16 @@ NORM_ELEMENTS = 250_000_000
 class Stage3(Replay):
     """Parameters live in partitions of 1/N and, around their use, whole."""
 
-    def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
-        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
+    def __init__(
+        self,
+        trace: Trace,
+        settings: EngineSettings,
+        *,
+        workspace_bytes: int,
+        rank: int = 0,
+        course: Course | None = None,
+    ) -> None:
+        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank, course=course)
         size = settings.dp_size
         self._partitions = {parameter.name: math.ceil(parameter.numel / size) for parameter in trace.parameters}
         self._numel = sum(self._partitions[parameter.name] for parameter in self.trainable)
@@ -147,10 +158,10 @@ class Stage3(Replay):
         """Gathers what a module needs, or lets go of what nobody needs soon."""
         parameters = self._modules.get(name, [])
         if fetch:
-            self._fetcher.fetch(parameters)
+            self._fetcher.fetch(name, parameters)
         else:
             self._take_waiting(name)
-            self._fetcher.release(parameters)
+            self._fetcher.release(name, parameters)
 
     def gradient(self, parameter: Parameter, size: int) -> None:
         """Goes into the bucket, where a leaf's gradients wait for the last of them (stage3.py reduce_leaf_module_grads)."""
@@ -213,6 +224,18 @@ class Stage3(Replay):
             self._take_waiting(leaf)
         self._flush()
         self._fetcher.end()
+
+    def end_pass(self) -> None:
+        """backward_epilogue."""
+        self._fetcher.end()
+
+    def reduce(self) -> None:
+        """_flush_coalesced_reduction_zero3: whole gradients go through the bucket, one after the other."""
+        self._last = True
+        for parameter in self.trainable:
+            if parameter.name in self._accumulated:
+                self._into_bucket(parameter, in_blocks(parameter.size))
+        self._flush()
 
     def step(self) -> None:
         """One sub-group at a time: 2 + 4 bytes a parameter of it, beside the gradient partition."""
@@ -295,7 +318,12 @@ def _gathered_by(module: str, leaves: Collection[str]) -> str:
 
 
 class _Fetcher:
-    """PartitionedParameterCoordinator with a complete trace: fetch, prefetch and release, in elements and bytes."""
+    """PartitionedParameterCoordinator: fetch, prefetch and release, in elements and bytes.
+
+    Its order of modules is that from one forward pass to the next: complete from the start, as in the second pass of a run.
+    Under a pipeline forward passes do not alternate with backward passes, and where an order is not the last one, it is
+    dropped, the next one recorded, and followed from the one after that on.
+    """
 
     def __init__(self, engine: Stage3) -> None:
         self._engine = engine
@@ -310,15 +338,25 @@ class _Fetcher:
         self._inflight: dict[str, _Gather] = {}
         self._num_available = 0
         self._fetched_for: dict[str, int] = {}
+        self._order: list[str] = []
+        self._mode: Literal["invalid", "record", "complete"] = "invalid"
+        self._released: dict[tuple[str, int], frozenset[str]] = {}  # __params_to_release is cached, whatever the order
 
     def prepare(self) -> None:
         """Records the order of modules, as the second pass of a run does."""
-        for placed in (*self._engine.trace.forward, *self._engine.trace.backward):
-            event = placed.event
-            if getattr(event, "kind", None) != "fetch":
-                continue
-            parameters = self._engine.modules.get(placed.name, [])
-            index = len(self._traversed) - 1
+        if self._engine.course is not None:
+            return
+        self._learn(
+            placed.name
+            for placed in (*self._engine.trace.forward, *self._engine.trace.backward)
+            if getattr(placed.event, "kind", None) == "fetch"
+        )
+
+    def _learn(self, order: Iterable[str]) -> None:
+        self._mode, self._order = "complete", list(order)
+        self._traversed, self._uses, self._entries = [0], {}, []
+        for index, name in enumerate(self._order):
+            parameters = self._engine.modules.get(name, [])
             self._traversed.append(self._traversed[-1] + sum(p.numel for p in parameters))
             for parameter in parameters:
                 self._uses.setdefault(parameter.name, []).append(index)
@@ -326,25 +364,50 @@ class _Fetcher:
 
     def begin(self) -> None:
         """reset_step: the prefetch queue starts anew."""
+        if self._engine.course is not None:
+            self._drop_inflight()
+            if self._mode == "record":
+                self._learn(self._order)
+            elif self._mode == "invalid":
+                self._mode, self._order = "record", []
         self._queue = deque(self._entries)
         self._fetched_for = {}
         self._step = 0
         self._num_available = 0
 
-    def fetch(self, parameters: list[Parameter]) -> None:
+    def fetch(self, name: str, parameters: list[Parameter]) -> None:
         """fetch_sub_module: gather, wait, then prefetch what comes next."""
+        self._follow(name)
         missing = [p for p in parameters if p.name not in self._available and p.name not in self._inflight]
         if missing:
             self._gather(missing)
         self._wait(parameters)
-        fresh = {p.name for p in parameters if self._fetched_for.get(p.name, -1) < self._step}
-        dropped: set[str] = set()
-        while self._queue and len(dropped) < len(fresh):
-            parameter, used = self._queue.popleft()
-            self._fetched_for[parameter.name] = used
-            dropped.add(parameter.name)
-        self._prefetch()
+        if self._mode == "complete":
+            fresh = {p.name for p in parameters if self._fetched_for.get(p.name, -1) < self._step}
+            dropped: set[str] = set()
+            while self._queue and len(dropped) < len(fresh):
+                parameter, used = self._queue.popleft()
+                self._fetched_for[parameter.name] = used
+                dropped.add(parameter.name)
+            self._prefetch()
         self._step += 1
+
+    def _follow(self, name: str) -> None:
+        """trace_prologue and record_module."""
+        expected = self._order[self._step] if self._step < len(self._order) else None
+        if self._mode == "complete" and expected != name and self._engine.course is not None:
+            self._mode, self._order, self._entries, self._fetched_for = "invalid", [], [], {}
+            self._queue.clear()
+            self._drop_inflight()
+        elif self._mode == "record":
+            self._order.append(name)
+
+    def _drop_inflight(self) -> None:
+        """_clean_inflight_param_registry."""
+        left = [self._engine.by_name[name] for name in self._inflight]
+        self._wait(left)
+        for parameter in left:
+            self._drop(parameter)
 
     def _prefetch(self) -> None:
         settings = self._settings
@@ -367,20 +430,33 @@ class _Fetcher:
         if chosen:
             self._gather(list(chosen.values()))
 
-    def release(self, parameters: list[Parameter]) -> None:
-        """release_sub_module: what is used again within max_reuse_distance elements stays."""
+    def release(self, name: str, parameters: list[Parameter]) -> None:
+        """release_sub_module: what is used again within max_reuse_distance elements stays, if one can know."""
+        available = [parameter for parameter in parameters if parameter.name in self._available]
+        released: Collection[str]
+        if self._mode != "complete":
+            released = {parameter.name for parameter in available}
+        elif self._engine.course is None:
+            released = self._find_released(available)
+        else:
+            released = self._released.setdefault((name, self._step), frozenset(self._find_released(parameters)))
+        for parameter in available:
+            if parameter.name in released:
+                self._drop(parameter)
+
+    def _find_released(self, parameters: list[Parameter]) -> set[str]:
+        """__params_to_release."""
         reach = self._traversed[min(self._step, len(self._traversed) - 1)] + self._settings.max_reuse_distance
+        found = set()
         for parameter in parameters:
             name = parameter.name
-            if name in self._engine.persistent or name not in self._available:
-                continue
-            if self._fetched_for.get(name, -1) > self._step:
+            if name in self._engine.persistent or self._fetched_for.get(name, -1) > self._step:
                 continue
             uses = self._uses[name]
             at = bisect.bisect_left(uses, self._step)
-            if at < len(uses) and self._traversed[uses[at]] < reach:
-                continue
-            self._drop(parameter)
+            if at >= len(uses) or self._traversed[uses[at]] >= reach:
+                found.add(name)
+        return found
 
     def end(self) -> None:
         """release_backward_leftovers."""

@@ -1,0 +1,48 @@
+"""What a rank of a pipeline does in one step, as far as memory goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.schedule import Backward, Compute, Forward, Instruction
+
+# Messages that are still under way when the next one is sent: the host gives out work faster than cards do it, and looks
+# after what has been sent only when it sends again (toolkit groups/channels.py).
+UNDER_WAY = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """The passes and messages of one step.
+
+    Args:
+        actions: Of the rank, in order; of fewer micro-batches than the step has where more repeat the same.
+        num_micro_batches: Of the step, all of which are on the device from its start to its end.
+        sums_in_fp32: Whether gradients of 16 bit are added up in fp32 beside them (pipeline_parallel/gradients.py).
+    """
+
+    actions: tuple[Instruction, ...]
+    num_micro_batches: int
+    sums_in_fp32: bool = False
+
+    def phases(self) -> list[str]:
+        """Gives the phase in which each action falls: that of the compute which is next, as the engine measures it."""
+        found: list[str] = []
+        phase = "backward"
+        for action in reversed(self.actions):
+            if isinstance(action, Compute):
+                phase = "forward" if isinstance(action, Forward) else "backward"
+            found.append(phase)
+        return found[::-1]
+
+    def most_held(self, sizes: Sequence[int]) -> int:
+        """Gives the most that is held at once, where each chunk holds `sizes` from its forward to its backward pass."""
+        most = level = 0
+        for action in self.actions:
+            if isinstance(action, Forward):
+                level += sizes[action.chunk]
+            elif isinstance(action, Backward):
+                level -= sizes[action.chunk]
+            most = max(most, level)
+        return most
