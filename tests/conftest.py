@@ -40,12 +40,13 @@ def kept_traces(traces: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     """Lets estimators share their traces: each command has one of its own, and most tests ask about one model."""
     from toolkit.memory import estimator
 
-    make = estimator.trace_plan
+    make = estimator.trace_ranks
 
-    def kept(plan: Any, **options: Any) -> Any:
-        key = f"{estimator.trace_key(plan)} {sorted(options.items())}"
+    def kept(plan: Any, *, tracer: Any = None, **options: Any) -> Any:
+        stages = (plan.settings.partition, plan.settings.pipeline_schedule, plan.settings.batch.accumulation)
+        key = f"{estimator.trace_key(plan)} {stages if plan.grid.pp > 1 else ''} {sorted(options.items())}"
         if key not in traces:
-            traces[key] = make(plan, **options)
+            traces[key] = make(plan, tracer=tracer, **options)
         return traces[key]
 
-    monkeypatch.setattr(estimator, "trace_plan", kept)
+    monkeypatch.setattr(estimator, "trace_ranks", kept)

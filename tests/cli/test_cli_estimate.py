@@ -129,7 +129,7 @@ def test_a_host_that_is_too_small_is_exit_code_1(capsys):
         ([], ["--sweep", "sequence_length=1,1"], "SWEEP_SYNTAX"),
         ([], ["--sweep", f"seed={','.join(map(str, range(101)))}"], "SWEEP_SIZE"),
         ([], ["--compare", "zero2,tp2"], "COMPARE_STRATEGY"),
-        ([], ["--compare", "pp4"], "COMPARE_NOT_BUILT"),
+        ([], ["--compare", "pp"], "COMPARE_STRATEGY"),
         ([], ["--compare", "zero4"], "COMPARE_STRATEGY"),
         ([], ["--gpus", "h100-sxm-80gb,h1000"], "GPU_UNKNOWN"),
         ([], ["--gpus", "cpu"], "GPU_NO_MEMORY"),

@@ -50,7 +50,7 @@ SweepOption = Annotated[
 ]
 CompareOption = Annotated[
     str | None,
-    typer.Option(metavar="NAMES", help="Strategies side by side: zero2,zero3-offload, …", show_default=False),
+    typer.Option(metavar="NAMES", help="Strategies side by side: zero2,zero3-offload,pp2, …", show_default=False),
 ]
 GpusOption = Annotated[
     str | None,
@@ -85,8 +85,8 @@ def estimate(
     context_and_nccl_bytes, required_bytes, gpu_capacity_bytes, host_bytes_per_node, host_bytes_per_rank,
     host_capacity_bytes, checkpoint_bytes, disk (checkpoint_bytes, num_checkpoints, export_bytes, total_bytes),
     worst_routing_peak_bytes (null without experts), limiting_phase,
-    limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, phases: allocated_bytes,
-    causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits, tight). With --sweep: fits,
+    limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, required_bytes, phases:
+    allocated_bytes, causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits, tight). With --sweep: fits,
     keys, rows; with --compare: fits, strategies; with --gpus: fits, gpus; each row has its figures.
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)

@@ -24,8 +24,10 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     settings, cluster = plan.settings, plan.job.cluster
     names = {"ddp": "DDP", "fsdp2": "FSDP2"}
     strategy = names.get(plan.job.parallel.strategy, f"ZeRO-{settings.zero_stage}")
-    if plan.grid.tp > 1:
-        strategy += f", data {plan.grid.dp} × tensor {plan.grid.tp}"
+    sizes = {"pipeline": plan.grid.pp, "data": plan.grid.dp, "tensor": plan.grid.tp}
+    if plan.grid.size("model") > 1:
+        shown = (f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+        strategy += f", {' × '.join(shown)}"
     offload = f"offload {plan.profile.name}" if case.file is None else f"under {case.file.name}"
     print(
         f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: {strategy}, {offload}, "
@@ -36,6 +38,8 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     for note in notes:  # what stands in place of the job's values comes before the numbers that rest on it
         print(note)
     print(verdict(report))
+    if plan.grid.pp > 1:
+        _print_stages(plan, report)
     _print_phases(report)
     _print_causes(report)
     print("\nA card must have")
@@ -93,6 +97,29 @@ def _worst_routing(report: MemoryReport) -> str:
     worst, peak = report.worst_routing_peak_bytes or 0, report.peak_allocated_bytes
     same = worst <= peak
     return f"peak {format_bytes(max(worst, peak))}{', the same' if same else f', {format_bytes(worst - peak)} more'}"
+
+
+def _print_stages(plan: Plan, report: MemoryReport) -> None:
+    """Prints the fullest rank of each rank of the pipeline."""
+    settings, grid = plan.settings, plan.grid
+    print(f"\nStages, {settings.pipeline_schedule}, {settings.batch.accumulation} micro-batches a step")
+    table = new_table(
+        ("pipeline rank", "layers", "ranks", "peak", "in", "required"),
+        right=("pipeline rank", "layers", "peak", "required"),
+    )
+    for pp_rank in range(grid.pp):
+        members = [rank for rank in report.ranks if rank.coordinate.pp == pp_rank]
+        fullest = max(members, key=lambda rank: rank.required_bytes)
+        layers = " + ".join(map(str, settings.partition[pp_rank :: grid.pp]))
+        table.add_row(
+            str(pp_rank),
+            layers,
+            f"{members[0].rank}" if len(members) == 1 else f"{members[0].rank} to {members[-1].rank}",
+            format_bytes(fullest.peak_allocated_bytes),
+            fullest.limiting_phase,
+            format_bytes(fullest.required_bytes) + (" ◄ fullest" if report.fullest in members else ""),
+        )
+    print_table(table)
 
 
 def _print_phases(report: MemoryReport) -> None:

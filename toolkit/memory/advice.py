@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.memory.case import COMMON_GPUS_PER_NODE, Case, value_text
 from toolkit.memory.causes import LOSS, of_passes
 from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.memory.recut import find_cut
 from toolkit.plan.offload import PROFILES, OffloadProfile
 from toolkit.plan.plan import Plan
 from toolkit.topology.grid import divisors
@@ -36,6 +37,7 @@ _IDLE_KINDS = {
 
 # The dearest in speed, and no script but our engine has it: for jobs that only more cards or an offload would make fit.
 TENSOR = "tensor"
+CUT = "partition"
 _DEAR = ("gpus", "optimizer offload", "parameter offload")
 
 
@@ -115,7 +117,7 @@ def find_savings(
     pinned = case.changed(_decided(plan, case))
     settled: set[str] = set()  # kinds of which nothing is left to save
     # Those that need no trace first: they may leave nothing to find to those that do.
-    for change in sorted(candidates(plan), key=_order_of_trial):
+    for change in sorted((*_recut(estimator, plan, report), *candidates(plan)), key=_order_of_trial):
         if change.kind in settled or _is_idle(change, plan, report):
             continue
         if change.kind == TENSOR and (report.fits or case.file is not None or _fits_cheaply(best.values())):
@@ -143,6 +145,13 @@ def find_savings(
     return tuple(sorted(best.values(), key=_order)[:at_most])
 
 
+def _recut(estimator: Estimator, plan: Plan, report: MemoryReport) -> Iterator[Change]:
+    """Cuts a pipeline otherwise, where its fullest stage does not fit: layers go to stages that have room."""
+    found = None if report.fits_gpu else find_cut(estimator, plan)
+    if found is not None:
+        yield _one(CUT, "parallel.partition", list(found))
+
+
 def _order_of_trial(change: Change) -> int:
     return 2 if change.kind == TENSOR else int(change.kind in _TRACED_KINDS)
 
@@ -162,8 +171,9 @@ def _bound(change: Change, report: MemoryReport) -> float:
     )
 
 
-def _order(saving: Saving) -> tuple[bool, int]:
-    return (not saving.fits, -saving.saved_bytes)
+def _order(saving: Saving) -> tuple[bool, bool, int]:
+    """What fits comes first, and of that another cut, which costs nothing; then the largest."""
+    return (not saving.fits, not (saving.fits and saving.change.kind == CUT), -saving.saved_bytes)
 
 
 def _saving(change: Change, changed: MemoryReport, case: Case, report: MemoryReport) -> Saving:

@@ -122,7 +122,7 @@ def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[
         plan: What the case resolved to.
     """
     for gpu in gpus:
-        found = counts(gpu, tensor=plan.grid.tp)
+        found = counts(gpu, tensor=plan.grid.tp, pipeline=plan.grid.pp)
         batches = {count: batch_on(plan, count) for count in found}
         keeping = [count for count in found if batches[count].train == plan.settings.batch.train]
         others = [count for count in found if count not in keeping]
@@ -137,8 +137,10 @@ def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[
         yield choice
 
 
-def counts(gpu: Gpu, *, tensor: int = 1) -> tuple[Count, ...]:
+def counts(gpu: Gpu, *, tensor: int = 1, pipeline: int = 1) -> tuple[Count, ...]:
     """Gives the counts that are tried, ascending: what one rents, as far as tensor groups of a size fill its machines.
+
+    With stages, as far as each of them has as many cards.
 
     Powers of two of one machine, then 2 to 16 whole machines: of the card's usual size, or of 8 where it is usually rented
     alone. No number of cards comes twice: one machine is taken before several.
@@ -149,7 +151,8 @@ def counts(gpu: Gpu, *, tensor: int = 1) -> tuple[Count, ...]:
     found = [Count(nodes=1, gpus_per_node=1 << power) for power in range(largest.bit_length())]
     found += [Count(nodes=nodes, gpus_per_node=a_node) for nodes in range(2, MAX_NODES + 1) if nodes * a_node > largest]
     # Where none fits, all are tried, and the plan says why they do not.
-    return tuple(count for count in found if count.gpus_per_node % tensor == 0) or tuple(found)
+    filled = (count for count in found if count.gpus_per_node % tensor == 0 and count.total % (tensor * pipeline) == 0)
+    return tuple(filled) or tuple(found)
 
 
 def batch_on(plan: Plan, count: Count) -> Batch:
@@ -158,7 +161,7 @@ def batch_on(plan: Plan, count: Count) -> Batch:
     A micro batch that the job leaves open becomes smaller where that keeps the global batch.
     """
     wanted, micro = plan.settings.batch.train, plan.settings.batch.micro
-    dp_size = max(1, count.total // plan.grid.tp)
+    dp_size = max(1, count.total // (plan.grid.tp * plan.grid.pp))
     share, remainder = divmod(wanted, dp_size)
     if not remainder and share and plan.job.train.per_device_train_batch_size is None:
         micro = max(size for size in divisors(share) if size <= micro)

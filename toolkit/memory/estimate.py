@@ -33,7 +33,7 @@ from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
 from toolkit.spec.job import Strategy
 from toolkit.spec.values import PipelineSchedule
-from toolkit.topology.grid import Grid
+from toolkit.topology.grid import Coordinate, Grid
 from toolkit.units import GIB
 
 # One of the whole model, or one of each rank of a pipeline.
@@ -120,8 +120,18 @@ def estimate(
         unbalanced = _phases_of_ranks(plan, worst or traces(routing="worst"), settings)
         worst_peak = max(phase.allocated_bytes for found in unbalanced.values() for phase in found.values())
     ranks = tuple(
-        _rank_report(plan, rank, phases, events, settings, calibration=calibration, allocator=allocator)
+        _rank_report(
+            plan,
+            rank,
+            phases[place.pp, place.dp],
+            settings,
+            num_replicas=events[place.pp].num_replicas,
+            tied=bool(events[-1].copies),
+            calibration=calibration,
+            allocator=allocator,
+        )
         for rank in range(plan.grid.world_size)
+        for place in [plan.grid.coordinate(rank)]
     )
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
     return MemoryReport(
@@ -175,49 +185,93 @@ def _phases_of_ranks(
     plan: Plan, traces: Traces, settings: EngineSettings, *, evaluation: bool = False
 ) -> dict[tuple[int, int], dict[str, PhaseReport]]:
     """Gives the peak of each phase by pipeline and data-parallel rank; of an engine that runs evaluations, its own phases."""
-    replayed: dict[tuple[int, Course | None], dict[int, Account]] = {}
+    replayed: dict[tuple[int, Course | None], dict[int, dict[str, PhaseReport]]] = {}
     found: dict[tuple[int, int], dict[str, PhaseReport]] = {}
     for pp_rank, events in enumerate(traces):
-        course = None
-        if plan.grid.pp > 1:
-            course = (course_of_evaluation if evaluation else course_of)(plan, pp_rank)
         # Stages in the middle that are alike, and do the same, need the same.
-        key = id(events), course
+        key = id(events), _course(plan, pp_rank, evaluation=evaluation)
         if key not in replayed:
-            replayed[key] = replay_ranks(
-                events,
-                settings,
-                strategy=plan.job.parallel.strategy,
-                workspace=workspace_bytes(capability(plan.gpu)),
-                course=course,
-            )
-        found |= {(pp_rank, dp): _phases(account) for dp, account in replayed[key].items()}
+            replayed[key] = _phases_of_stage(plan, events, settings, key[1])
+        found |= {(pp_rank, dp): dict(phases) for dp, phases in replayed[key].items()}
     return found
+
+
+def _course(plan: Plan, pp_rank: int, *, evaluation: bool = False) -> Course | None:
+    if plan.grid.pp == 1:
+        return None
+    return course_of_evaluation(plan, pp_rank) if evaluation else course_of(plan, pp_rank)
+
+
+def _phases_of_stage(
+    plan: Plan, events: Trace, settings: EngineSettings, course: Course | None
+) -> dict[int, dict[str, PhaseReport]]:
+    accounts = replay_ranks(
+        events,
+        settings,
+        strategy=plan.job.parallel.strategy,
+        workspace=workspace_bytes(capability(plan.gpu)),
+        course=course,
+    )
+    return {dp: _phases(account) for dp, account in accounts.items()}
+
+
+def stage_required_bytes(
+    plan: Plan,
+    pp_rank: int,
+    *,
+    traced: Trace,
+    evaluated: Trace | None,
+    tied: bool,
+    calibration: Calibration | None = None,
+) -> int:
+    """Gives what the cards of one pipeline rank must have, were its layers those that were traced.
+
+    Args:
+        plan: What will run, under whatever cut.
+        pp_rank: Which rank of the pipeline.
+        traced: Its layers.
+        evaluated: The same in an evaluation, if the plan has any.
+        tied: Whether the first and the last stage hold one weight.
+        calibration: What was measured on the machine at hand.
+    """
+    settings = engine_settings(plan)
+    phases = _phases_of_stage(plan, traced, settings, _course(plan, pp_rank))
+    if evaluated is not None:
+        course = _course(plan, pp_rank, evaluation=True)
+        for dp, found in _phases_of_stage(plan, evaluated, settings, course).items():
+            phases[dp]["evaluation"] = found["forward"]
+    first = plan.grid.rank(Coordinate(pp=pp_rank, dp=0, tp=0))
+    fullest = max(phases.values(), key=lambda found: max(phase.allocated_bytes for phase in found.values()))
+    report = _rank_report(
+        plan,
+        first,
+        fullest,
+        settings,
+        num_replicas=traced.num_replicas,
+        tied=tied,
+        calibration=calibration,
+        allocator=None,
+    )
+    return report.required_bytes
 
 
 def _rank_report(
     plan: Plan,
     rank: int,
-    phases: Mapping[tuple[int, int], dict[str, PhaseReport]],
-    traces: Traces,
+    phases: dict[str, PhaseReport],
     settings: EngineSettings,
     *,
+    num_replicas: int,
+    tied: bool,
     calibration: Calibration | None,
     allocator: Allocator | None,
 ) -> RankReport:
     coordinate = plan.grid.coordinate(rank)
-    found = phases[coordinate.pp, coordinate.dp]
     num_communicators = _count_communicators(
-        plan.grid,
-        settings,
-        rank,
-        num_replicas=traces[coordinate.pp].num_replicas,
-        wraps=plan.settings.virtual_stages > 1,
-    ) + int(
-        bool(traces[-1].copies) and coordinate.pp in (0, plan.grid.pp - 1)
-    )  # the two ends sum a tied weight's gradient
+        plan.grid, settings, rank, num_replicas=num_replicas, wraps=plan.settings.virtual_stages > 1
+    ) + int(tied and coordinate.pp in (0, plan.grid.pp - 1))  # the two ends sum a tied weight's gradient
     around = overhead(
-        max(phase.allocated_bytes for phase in found.values()),
+        max(phase.allocated_bytes for phase in phases.values()),
         num_communicators=num_communicators,
         allocator=allocator or plan.allocator,
         calibration=calibration,
@@ -225,7 +279,7 @@ def _rank_report(
     return RankReport(
         rank=rank,
         coordinate=coordinate,
-        phases=found,
+        phases=phases,
         allocator_slack_bytes=around.slack_bytes,
         context_and_nccl_bytes=0 if plan.on_cpu else around.context_and_nccl_bytes,
         num_communicators=num_communicators,

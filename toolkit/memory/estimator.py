@@ -19,12 +19,15 @@ from toolkit.memory.estimate import (
     engine_settings,
     estimate,
     keeps_frozen_inputs,
+    stage_required_bytes,
     trace_ranks,
 )
 from toolkit.memory.kernels import Device
 from toolkit.memory.report import MemoryReport
 from toolkit.memory.routing import Routing
 from toolkit.memory.trace import StageTracer, stage_tracer
+from toolkit.modeling.build import stage_part
+from toolkit.pipeline_parallel import StagePart
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
 
@@ -99,29 +102,105 @@ class Estimator:
         except ToolkitError as error:
             return Outcome(plan=plan, problems=error.problems)
 
+    def stages(self, plan: Plan) -> StageRequirements:
+        """Gives what the stages of a plan's pipeline need, under any cut."""
+        keeps_inputs = keeps_frozen_inputs(plan, engine_settings(plan))
+        evaluated = None
+        if plan.settings.eval_steps is not None:
+            evaluated = self._tracer(plan, keeps_inputs=keeps_inputs, evaluation=True)
+        return StageRequirements(
+            plan,
+            tracer=self._tracer(plan, keeps_inputs=keeps_inputs),
+            evaluated=evaluated,
+            calibration=self._calibrations.get(plan.gpu.name),
+        )
+
     def _trace(
         self, plan: Plan, *, keeps_inputs: bool, routing: Routing = "balanced", evaluation: bool = False
     ) -> Traces:
-        evaluated = plan.settings.per_device_eval_batch_size if evaluation else 0
-        key = f"{keeps_inputs} {routing} {evaluated} {trace_key(plan)}"
+        key = _key(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation)
         cut = f"{key} {plan.settings.partition} {plan.settings.virtual_stages}"
         if cut not in self._traces:
             settings = plan.settings
             micro = settings.per_device_eval_batch_size if evaluation else settings.batch.micro
             stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
             self._notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
+            tracer = None
+            if plan.grid.pp > 1:
+                tracer = self._tracer(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation)
             # Always with ZeRO-3's marks, so that one trace serves every stage (with adapters, all but the third).
-            values: dict[str, Any] = {
-                "marks_modules": True,
-                "keeps_inputs": keeps_inputs,
-                "routing": routing,
-                "evaluation": evaluation,
-            }
-            if plan.grid.pp > 1 and key not in self._tracers:
-                device = Device(capability=capability(plan.gpu))
-                self._tracers[key] = stage_tracer(plan, device=device, **values)
-            self._traces[cut] = trace_ranks(plan, **values, tracer=self._tracers.get(key))
+            self._traces[cut] = trace_ranks(
+                plan,
+                marks_modules=True,
+                keeps_inputs=keeps_inputs,
+                routing=routing,
+                evaluation=evaluation,
+                tracer=tracer,
+            )
         return self._traces[cut]
+
+    def _tracer(
+        self, plan: Plan, *, keeps_inputs: bool, routing: Routing = "balanced", evaluation: bool = False
+    ) -> StageTracer:
+        key = _key(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation)
+        if key not in self._tracers:
+            self._tracers[key] = stage_tracer(
+                plan,
+                device=Device(capability=capability(plan.gpu)),
+                marks_modules=True,
+                keeps_inputs=keeps_inputs,
+                routing=routing,
+                evaluation=evaluation,
+            )
+        return self._tracers[key]
+
+
+class StageRequirements:
+    """What a stage of a plan's pipeline needs of its card, by its layers.
+
+    Args:
+        plan: What will run, under whatever cut.
+        tracer: Of its stages.
+        evaluated: Of its stages in an evaluation, if the plan has any.
+        calibration: What was measured on the machine at hand.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        tracer: StageTracer,
+        evaluated: StageTracer | None,
+        calibration: Calibration | None,
+    ) -> None:
+        self._plan, self._tracer, self._evaluated, self._calibration = plan, tracer, evaluated, calibration
+        self._known: dict[Any, int] = {}
+        self._tied = bool(tracer.trace(stage_part(plan, plan.grid.pp - 1)).copies)
+
+    @property
+    def layers_are_alike(self) -> bool:
+        """Whether a stage's need depends on the number of its layers alone."""
+        return self._tracer.layers_are_alike
+
+    def required_bytes(self, stage: int, start: int, stop: int) -> int:
+        """Gives what the cards of a stage must have that holds the layers start … stop - 1."""
+        part = StagePart(chunks=(range(start, stop),), num_layers=sum(self._plan.settings.partition))
+        key = stage, self._tracer.kind(part)
+        if key not in self._known:
+            self._known[key] = stage_required_bytes(
+                self._plan,
+                stage,
+                traced=self._tracer.trace(part),
+                evaluated=None if self._evaluated is None else self._evaluated.trace(part),
+                tied=self._tied,
+                calibration=self._calibration,
+            )
+        return self._known[key]
+
+
+def _key(plan: Plan, *, keeps_inputs: bool, routing: Routing, evaluation: bool) -> str:
+    evaluated = plan.settings.per_device_eval_batch_size if evaluation else 0
+    return f"{keeps_inputs} {routing} {evaluated} {trace_key(plan)}"
 
 
 def trace_key(plan: Plan) -> str:

@@ -271,6 +271,11 @@ class StageTracer:
         """Stages that ran on fake tensors so far."""
         return len(self._runs)
 
+    @property
+    def layers_are_alike(self) -> bool:
+        """Whether all layers have one structure, and recompute or do not."""
+        return len(set(self._kinds)) == 1 and self._options["checkpointing"] in (0, 1)
+
     def trace(self, part: StagePart) -> Trace:
         """Traces a rank's part; parts of one kind have one trace, whose names are those of the first of them.
 

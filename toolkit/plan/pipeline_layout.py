@@ -28,9 +28,16 @@ def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int) -> tup
     if parallel.partition == "parameters":
         head = counted.final_norm + (counted.head or model.vocab_size * model.hidden_size)
         return partition([float(count) for count in counted.layers], stages, first=counted.embedding, last=head)
-    return partition(
-        _operations(counted, model, sequence_length), stages, last=float(model.vocab_size * model.hidden_size)
-    )
+    layers, last = operations(model, sequence_length=sequence_length)
+    return partition(layers, stages, last=last)
+
+
+def operations(model: ModelSpec, *, sequence_length: int) -> tuple[list[float], float]:
+    """Gives the multiplications of each layer for one token, and of the head; those of like layers where they are not known."""
+    counted = count_parameters(model.config)
+    if counted is None:
+        return [1.0] * model.num_hidden_layers, 0.0
+    return _operations(counted, model, sequence_length), float(model.vocab_size * model.hidden_size)
 
 
 def _operations(counted: ParameterCount, model: ModelSpec, sequence_length: int) -> list[float]:

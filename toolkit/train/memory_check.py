@@ -27,8 +27,8 @@ def compare_memory(run: Run) -> MeasuredRun | None:
         num_ranks=run.world.size,
         predicted={phase: part.allocated_bytes for phase, part in report.ranks[0].phases.items()},
         measured={phase: size for phase, size in run.memory.peaks.items() if phase in report.ranks[0].phases},
-        context_and_nccl_bytes=report.context_and_nccl_bytes,
+        context_and_nccl_bytes=report.ranks[0].context_and_nccl_bytes,
         reserved_bytes=int(torch.cuda.memory_reserved(run.world.device)),
         device_used_bytes=total - free,
-        num_communicators=report.num_communicators,
+        num_communicators=report.ranks[0].num_communicators,
     )

@@ -123,6 +123,7 @@ class Replay(ABC):
         account, threads = self.account, {"forward", "backward"} if cold else set()
         account.enter("forward")
         account.allocate(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
+        account.allocate(LOSS, self._unseen_losses(course))
         for action, phase in zip(course.actions, course.phases(), strict=True):
             if phase != account.phase:
                 account.enter(phase)
@@ -195,8 +196,14 @@ class Replay(ABC):
         if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE:
             self.account.allocate("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
 
+    def _unseen_losses(self, course: Course) -> int:
+        """Gives the losses of the micro-batches that need not be followed."""
+        followed = sum(isinstance(action, Forward) and action.chunk == 0 for action in course.actions)
+        return max(0, course.num_micro_batches - followed) * sum(chunk.reported_bytes for chunk in self.trace.chunks)
+
     def _end_course(self, course: Course) -> None:
         """Micro-batches and their losses go."""
+        self.account.free(LOSS, self._unseen_losses(course))
         self.account.free(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
         for action in course.actions:
             if isinstance(action, Forward):

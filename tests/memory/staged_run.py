@@ -1,0 +1,237 @@
+"""A pipeline's rank on fake tensors, run by the engine's own loop: all its layers, all micro-batches, every message."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.runtime.utils import register_output_backward_hooks
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from traced_models import config_of
+
+from toolkit.engine import pipeline
+from toolkit.engine.memory_watch import MemoryWatch
+from toolkit.groups.channels import Arrival
+from toolkit.groups.world import World
+from toolkit.memory.courses import course_of
+from toolkit.memory.engines.course import UNDER_WAY, Course
+from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.estimate import engine_settings, trace_ranks
+from toolkit.memory.events import Mark, Release, Trace
+from toolkit.memory.fake_model import build_empty, on_fake_device
+from toolkit.memory.inputs import make_batch
+from toolkit.memory.kernels import Device, cuda_kernels
+from toolkit.memory.tracker import StorageTracker
+from toolkit.memory.values import in_place, no_chance
+from toolkit.modeling.build import DTYPES, model_config, stage_part
+from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.modeling.fused_loss import apply_loss
+from toolkit.pipeline_parallel import cut_model
+from toolkit.plan.plan import Plan
+from toolkit.plan.resolve import resolve
+from toolkit.spec.job import Job, Lora
+
+LENGTH = 32
+H100 = Device(capability=9.0)
+
+
+def staged_job(
+    folder: Path,
+    name: str = "llama",
+    *,
+    gpus: int | None = None,
+    train: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    **parallel: Any,
+) -> Job:
+    """Gives a job whose pipeline takes H100s, of one of the small models."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(config_of(name, **(config or {})).to_dict()), encoding="utf-8")
+    settings = {
+        "precision": "bf16",
+        "sequence_length": LENGTH,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 8,
+        **(train or {}),
+    }
+    ranks = gpus or parallel.get("pipeline", 1) * parallel.get("tensor", 1)
+    return Job.model_validate(
+        {
+            "model": {"name": str(path), "init": "random"},
+            "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": ranks},
+            "train": settings,
+            "parallel": {"zero_stage": 1, **parallel},
+            **({} if data is None else {"data": data}),
+        }
+    )
+
+
+def staged_plan(folder: Path, name: str = "llama", **values: Any) -> Plan:
+    """Gives the plan of such a job."""
+    return resolve(staged_job(folder, name, **values))
+
+
+class Bare(Replay):
+    """An engine that holds nothing: what is left are the passes and messages of a rank, and its gradients."""
+
+    def initialize(self) -> None: ...
+
+    def gradient(self, parameter: Any, size: int) -> None: ...
+
+    def end_backward(self, *, first: bool, last: bool) -> None: ...
+
+    def reduce(self) -> None:
+        self.account.free_all("gradients")
+
+    def step(self) -> None: ...
+
+
+def predicted(plan: Plan, pp_rank: int, *, traces: tuple[Trace, ...] | None = None) -> dict[str, int]:
+    """Gives the peaks of a rank's passes as the estimate has them, bytes."""
+    trace = (traces or trace_ranks(plan, marks_modules=False))[pp_rank]
+    return peaks_of(trace, engine_settings(plan), course_of(plan, pp_rank))
+
+
+def peaks_of(trace: Trace, settings: EngineSettings, course: Course) -> dict[str, int]:
+    """Replays passes alone, bytes."""
+    account = Bare(trace, settings, workspace_bytes=0, course=course).run()
+    return {
+        phase: account.peaks[phase].allocated_bytes - in_whole_blocks(trace.buffers_bytes)
+        for phase in ("forward", "backward")
+    }
+
+
+def in_whole_blocks(size: int) -> int:
+    return -(-size // 512) * 512
+
+
+class _Level:
+    """A recorder that only knows how much is held, and how much has been."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def change(self, cause: str, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def note(self, event: Mark | Release) -> None:
+        if isinstance(event, Release):
+            self.now -= event.size
+
+    def reset(self) -> None:
+        self.peak = self.now
+
+
+class _Channels:
+    """Neighbours that do not exist: what is sent lives until so many more messages have been sent."""
+
+    ends = None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._sent: deque[torch.Tensor] = deque()
+
+    def send(self, tensor: torch.Tensor, kind: str, *, to: int) -> None:
+        self._sent.append(tensor.contiguous())
+        while len(self._sent) > UNDER_WAY:
+            self._sent.popleft()
+
+    def receive(self, shape: Any, kind: str, *, source: int, like: torch.Tensor) -> Arrival:
+        return Arrival(tensor=like.new_empty(shape), work=SimpleNamespace(wait=lambda: None))
+
+    def finish(self) -> None:
+        self._sent.clear()
+
+
+class _Engine:
+    """What of DeepSpeed's engine a pass meets: the hooks on what a stage gives, and gradients that stay."""
+
+    def __init__(self, model: Any) -> None:
+        self.module = model
+        self._whole = False
+
+    def __call__(self, **inputs: Any) -> Any:
+        outputs = self.module(**inputs)
+        register_output_backward_hooks(outputs, lambda: None, lambda grad: grad if self._whole else grad / 1)
+        return outputs
+
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool) -> None:
+        self._whole = True
+        loss.backward()
+        self._whole = False
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        yield
+
+    def step(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
+def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
+    """Runs two steps of a rank by the engine's loop, and gives the peaks of its passes, bytes."""
+    monkeypatch.setattr(pipeline, "Channels", _Channels)
+    settings, train = plan.settings, plan.job.train
+    level = _Level()
+    with cuda_kernels(H100, packed=plan.job.data is not None and plan.job.data.packing == "separated"):
+        full = build_empty(model_config(plan), "causal-lm", dtype=DTYPES[settings.dtype], trust_remote_code=False)
+        full.tie_weights()
+        cut_model(full, stage_part(plan, pp_rank))
+        apply_gradient_checkpointing(full, fraction=settings.gradient_checkpointing, offload_inputs=False)
+        lora = None if train.method == "full" else train.lora or Lora()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = on_fake_device(full, DTYPES[settings.dtype], lora, quantized=False)
+            with unset_fake_temporarily():
+                apply_loss(model, train.loss)
+            model.train()
+            grid = plan.grid
+            world = World(
+                rank=grid.rank(type(grid.coordinate(0))(pp=pp_rank, dp=0, tp=0)),
+                local_rank=0,
+                device=torch.device("cpu"),
+                grid=grid,
+                coordinate=type(grid.coordinate(0))(pp=pp_rank, dp=0, tp=0),
+                dp_group=None,
+                tp_group=None,
+                pp_group=None,
+                owns_groups=False,
+            )
+            memory = MemoryWatch(world.device, read=lambda: level.peak, reset=level.reset)
+            passes = pipeline.PipelinePasses(plan, world, _Engine(model), memory)
+            num_targets = torch.ones(())
+            tracker = StorageTracker(level, cause=lambda: "", owner=lambda: None, answers=[no_chance, in_place])
+            tracker.ignore([*model.parameters(), *model.buffers(), num_targets, passes._like])
+            with tracker:
+                for _ in range(2):
+                    batches = [_batch(plan, model) for _ in range(settings.batch.accumulation)]
+                    passes.run(batches, num_targets)
+                    del batches
+    assert level.now == 0, "all that a step allocates is gone after it"
+    return {phase: memory.peaks[phase] - SUM_OF_LOSSES for phase in ("forward", "backward")}
+
+
+# `run` starts with the number that it gives back.
+SUM_OF_LOSSES = 512
+
+
+def _batch(plan: Plan, model: Any) -> dict[str, torch.Tensor]:
+    settings = plan.settings
+    inputs, labels = make_batch(
+        "causal-lm",
+        model.config,
+        micro_batch=settings.batch.micro,
+        sequence_length=settings.sequence_length,
+        packing="wrapped" if plan.job.data is None else plan.job.data.packing,
+        flatten=False,
+        dtype=DTYPES[settings.dtype],
+    )
+    return {**inputs, "labels": labels}

@@ -1,0 +1,245 @@
+"""Ranks of a pipeline: what each holds, as the engine's own loop shows, and which cut makes all of them fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from staged_run import direct, in_whole_blocks, peaks_of, predicted, staged_job, staged_plan
+from traced_models import traced
+
+from toolkit.errors import PlanError
+from toolkit.memory.advice import find_savings
+from toolkit.memory.case import Case
+from toolkit.memory.compare import compare, read_strategies
+from toolkit.memory.courses import course_of, fewest
+from toolkit.memory.engines.course import Course
+from toolkit.memory.estimate import engine_settings, estimate, trace_ranks
+from toolkit.memory.estimator import Estimator
+from toolkit.memory.events import held
+from toolkit.memory.recut import find_cut
+from toolkit.pipeline_parallel import StagePart
+from toolkit.plan.resolve import resolve
+from toolkit.schedule import Backward, Forward, actions, build_schedule
+
+FOUR: dict[str, Any] = {"pipeline": 4, "config": {"num_hidden_layers": 8}}
+EIGHT_LAYERS: dict[str, Any] = {"num_hidden_layers": 8}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+INTERLEAVED: dict[str, Any] = {"pipeline": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2}
+LORA: dict[str, Any] = {"method": "lora", "lora": {"r": 4}}
+SUMS: dict[str, Any] = {"gradient_accumulation_dtype": "fp32"}
+
+# Name of the model, values of the job, and the rank that is run.
+COURSES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "the first of four": ("llama", FOUR, 0),
+    "the last of four": ("llama", FOUR, 3),
+    "gpipe, the last": ("llama", {"pipeline": 2, "pipeline_schedule": "gpipe"}, 1),
+    "interleaved, the first": ("llama", INTERLEAVED | {"config": EIGHT_LAYERS}, 0),
+    "interleaved, the last": ("llama", INTERLEAVED | {"config": EIGHT_LAYERS}, 1),
+    "tied": ("llama", {"pipeline": 2, "config": TIED}, 1),
+    "adapters": ("llama", {"pipeline": 2, "train": LORA}, 0),
+    "sums in fp32": ("llama", {"pipeline": 2, "train": SUMS}, 0),
+    "recomputing": ("llama", {"pipeline": 2, "train": {"gradient_checkpointing": True}}, 0),
+    "windows and full attention": ("gemma3_text", {"pipeline": 3}, 1),
+}
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_a_rank_holds_what_the_engines_own_loop_shows(tmp_path, monkeypatch, name):
+    model, values, pp_rank = COURSES[name]
+    plan = staged_plan(tmp_path, model, **values)
+    assert predicted(plan, pp_rank) == direct(plan, pp_rank, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "chunks"),
+    [
+        ("llama", "ZeRO-3", (range(1, 5),)),
+        ("gemma3_text", "plain", (range(7),)),
+        ("gemma3_text", "plain", (range(2, 3), range(4, 14))),
+        ("llama", "half of the layers checkpointed", (range(6),)),
+    ],
+)
+def test_few_layers_of_a_stage_give_what_all_give(name, way, chunks):
+    part = StagePart(chunks=chunks, num_layers=14 if name == "gemma3_text" else 6)
+    few, whole = (traced(name, way, part=part, all_layers=every) for every in (False, True))
+    assert [field for field in few.__slots__ if getattr(few, field) != getattr(whole, field)] in (
+        ["num_traced_layers"],
+        [],
+    )
+    for chunk in few.chunks:
+        handed = chunk.sent_bytes + chunk.reported_bytes
+        assert sum(held((*chunk.forward, *chunk.backward)).values()) == 0, "what is handed over is counted apart"
+        assert handed > 0 or part.first
+
+
+def test_the_first_rank_of_four_holds_four_micro_batches_under_1f1b_and_all_under_gpipe(tmp_path):
+    plan = staged_plan(tmp_path, **FOUR)
+    trace = trace_ranks(plan, marks_modules=False)[0]
+    one = sum(held(trace.chunks[0].forward).values())
+
+    def forward_passes(count: int) -> int:
+        order = tuple(Forward(chunk=0, micro_batch=index) for index in range(count))
+        back = tuple(Backward(chunk=0, micro_batch=index) for index in range(count))
+        return peaks_of(trace, engine_settings(plan), Course(actions=(*order, *back), num_micro_batches=8))["forward"]
+
+    # On its way it has, besides, the gradient that it awaits.
+    awaited = trace.chunks[0].gradient_bytes
+    assert predicted(plan, 0)["forward"] == forward_passes(4) + awaited
+    assert forward_passes(4) - forward_passes(1) == 3 * one
+    gpipe = staged_plan(tmp_path, **FOUR, pipeline_schedule="gpipe")
+    assert predicted(gpipe, 0)["forward"] == forward_passes(8) + awaited
+    last = trace_ranks(gpipe, marks_modules=False)[3]
+    logits = held(last.chunks[0].forward)["logits and loss"]
+    growth = predicted(gpipe, 3)["forward"] - predicted(plan, 3)["forward"]
+    assert growth >= 7 * logits, "the last stage keeps the logits of all micro-batches until the first backward pass"
+
+
+@pytest.mark.parametrize(("name", "micro_batches"), [("1f1b", 40), ("interleaved", 40), ("gpipe", 12)])
+def test_few_micro_batches_show_what_all_need(tmp_path, name, micro_batches):
+    virtual = 2 if name == "interleaved" else 1
+    values = {"pipeline": 4, "virtual_stages": virtual, "config": EIGHT_LAYERS}
+    plan = staged_plan(tmp_path, **values, pipeline_schedule=name, train={"gradient_accumulation_steps": micro_batches})
+    assert (fewest(name, pp=4, micro_batches=micro_batches) < micro_batches) == (name != "gpipe")
+    traces = trace_ranks(plan, marks_modules=False)
+    schedule = build_schedule(name, pp=4, micro_batches=micro_batches, virtual_stages=virtual)
+    for pp_rank in range(4):
+        every = Course(actions=actions(schedule, pp_rank), num_micro_batches=micro_batches)
+        settings = engine_settings(plan)
+        assert peaks_of(traces[pp_rank], settings, course_of(plan, pp_rank)) == peaks_of(
+            traces[pp_rank], settings, every
+        )
+
+
+@pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_stages_add_up_to_the_model(tmp_path, stage, config):
+    """Parameters, gradients and optimizer states; a tied weight is there twice, and exported once."""
+    whole_job = staged_job(tmp_path, config=config, zero_stage=stage, gpus=2)
+    cut_plan = staged_plan(tmp_path, config=config, zero_stage=stage, pipeline=2, gpus=4)
+    (whole,), stages = (trace_ranks(plan, marks_modules=stage == 3) for plan in (resolve(whole_job), cut_plan))
+    copied = [p for trace in stages for p in trace.parameters if p.name in trace.copies]
+    assert bool(copied) == bool(config)
+    names = Counter(p.name for trace in stages for p in trace.parameters if p.name not in trace.copies)
+    assert names == Counter(p.name for p in whole.parameters)
+    total = sum(p.numel for p in whole.parameters) + sum(p.numel for p in copied)
+    report, dense = estimate(cut_plan, traced=stages), estimate(resolve(whole_job), traced=whole)
+    found: Counter[str] = Counter()
+    for rank in report.ranks:
+        found += Counter(rank.phases["save"].causes)
+    # Flat buffers are aligned, and partitions of single parameters rounded up: a few elements each.
+    few = 16 * 512 * len(report.ranks)
+    assert found["master parameters"] == pytest.approx(4 * total, abs=few)
+    assert found["optimizer state"] == pytest.approx(8 * total, abs=few)
+    parameters = "parameter partitions" if stage == 3 else "parameters"
+    assert found[parameters] == pytest.approx((1 if stage == 3 else 2) * 2 * total, abs=few)
+    accounted = [trace.chunks[0] for trace in stages]
+    marks = [m for chunk in accounted for m in chunk.backward if getattr(m.event, "kind", "") == "gradient"]
+    assert sum(mark.event.size for mark in marks) == sum(
+        in_whole_blocks(p.size) for trace in stages for p in trace.parameters
+    )
+    assert report.disk.export_bytes == dense.disk.export_bytes
+
+
+def test_stages_in_the_middle_that_are_alike_are_traced_once(tmp_path):
+    plan = staged_plan(tmp_path, **FOUR, partition=[2, 2, 2, 2])
+    traces = trace_ranks(plan, marks_modules=False)
+    assert traces[1] is traces[2]
+    report = estimate(plan)
+    assert [rank.coordinate.pp for rank in report.ranks] == [0, 1, 2, 3]
+    assert [trace.num_traced_layers for trace in traces] == [2, 2, 2, 2]
+    assert report.num_layers == 8
+
+
+def test_every_rank_has_every_phase_and_the_fullest_decides(tmp_path):
+    data = {"train": "train.jsonl", "validation_fraction": 0.1}
+    train = {"eval_steps": 5, "per_device_eval_batch_size": 2}
+    plan = staged_plan(tmp_path, pipeline=2, gpus=4, zero_stage=3, train=train, data=data)
+    report = estimate(plan)
+    assert [(rank.coordinate.pp, rank.coordinate.dp) for rank in report.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank in report.ranks:
+        assert list(rank.phases) == ["init", "forward", "backward", "step", "evaluation", "save"]
+        assert all(sum(phase.causes.values()) == phase.allocated_bytes for phase in rank.phases.values())
+    assert report.required_bytes == max(rank.required_bytes for rank in report.ranks)
+    found = report.to_dict()
+    assert found["ranks"][report.fullest.rank]["required_bytes"] == found["required_bytes"]
+    assert sum(report.host.bytes_on_node.values()) == report.host.bytes_per_node
+    assert "logits and loss" not in report.ranks[0].phases["forward"].causes
+    assert "embeddings" not in report.ranks[2].phases["backward"].causes
+
+
+def test_zero3_gathers_less_at_a_time_than_a_stage_has(tmp_path):
+    """A forward pass that follows another one is no pass that was recorded, and then nothing stays gathered."""
+    plan = staged_plan(tmp_path, **FOUR, zero_stage=3, gpus=8)
+    for rank in estimate(plan).ranks:
+        gathered = rank.phases["backward"].causes.get("parameters gathered", 0)
+        assert gathered <= sum(p.size for p in trace_ranks(plan, marks_modules=True)[rank.coordinate.pp].parameters)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "code"),
+    [
+        ({"pipeline": 2, "pipeline_schedule": "zb-h1"}, {}, "ESTIMATE_SCHEDULE"),
+        ({"pipeline": 2}, {"deepspeed_config": {"zero_optimization": {"stage": 1}}}, "ESTIMATE_FILE"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(tmp_path, values, options, code):
+    with pytest.raises(PlanError) as refused:
+        estimate(staged_plan(tmp_path, **values), **options)
+    assert refused.value.codes == (code,)
+
+
+def test_strategies_of_a_pipeline_are_compared(tmp_path):
+    case = Case.of(staged_job(tmp_path, gpus=4, config=EIGHT_LAYERS, partition=[3, 5], pipeline=2))
+    rows = list(compare(Estimator(), case, read_strategies("pp2,pp4,zero2-tp2-pp2,zero3,ddp")))
+    assert [row.outcome.problems for row in rows] == [()] * 5
+    sizes = [(row.outcome.plan.grid.pp, row.outcome.plan.grid.tp) for row in rows if row.outcome.plan is not None]
+    assert sizes == [(2, 1), (4, 1), (2, 2), (2, 1), (1, 1)]
+    partitions = [row.outcome.plan.settings.partition for row in rows if row.outcome.plan is not None]
+    assert partitions[0] == partitions[3] == (3, 5), "the job's own list, where it has as many stages"
+    assert len(partitions[1]) == 4
+
+
+def test_only_another_cut_fits(tmp_path):
+    """The usual imbalance: equal layers overfill the first stage, which has the most micro-batches in flight (DeepSpeed #1378)."""
+    config = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
+    train = {
+        "sequence_length": 4096,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 16,
+        "gradient_checkpointing": False,
+    }
+    job = staged_job(tmp_path, config=config, train=train, pipeline=4)
+    case, estimator = Case.of(job), Estimator()
+    plan = case.plan()
+    report = estimator.estimate_plan(plan, case)
+    first, *_, last = report.ranks
+    assert not report.fits
+    assert report.fullest.rank == 0
+    assert first.required_bytes > 1.3 * last.required_bytes
+    cut = find_cut(estimator, plan)
+    assert cut is not None
+    assert sum(cut) == 32
+    assert cut[0] < plan.settings.partition[0]
+    saving, *_ = find_savings(estimator, case, plan=plan, report=report)
+    assert saving.to_dict()["set"] == {"parallel.partition": list(cut)}
+    assert saving.fits
+    changed = estimator.estimate(case.changed({"parallel.partition": list(cut)}))
+    assert changed.fits
+    assert changed.required_bytes == saving.required_bytes
+    stages = estimator.stages(plan)
+    for pp_rank, rank in enumerate(report.ranks):
+        start = sum(plan.settings.partition[:pp_rank])
+        stop = start + plan.settings.partition[pp_rank]
+        assert stages.required_bytes(pp_rank, start, stop) == rank.required_bytes, "the search knows what a report says"
+    uniform = estimator.estimate(case.changed({"parallel.partition": "uniform"}))
+    assert not uniform.fits
