@@ -27,3 +27,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     # In the order of their names: in that of the number of their tests, the commands, which take longest, would come late.
     config.option.loadscopereorder = False
     return FilesAndCommands(config, log)
+
+
+@pytest.fixture(scope="session")
+def traces() -> dict[str, Any]:
+    """Traces of models, by all that they depend on."""
+    return {}
+
+
+@pytest.fixture
+def kept_traces(traces: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets estimators share their traces: each command has one of its own, and most tests ask about one model."""
+    from toolkit.memory import estimator
+
+    make = estimator.trace_ranks
+
+    def kept(plan: Any, *, tracer: Any = None, **options: Any) -> Any:
+        stages = (plan.settings.partition, plan.settings.pipeline_schedule, plan.settings.batch.accumulation)
+        key = f"{estimator.trace_key(plan)} {stages if plan.grid.pp > 1 else ''} {sorted(options.items())}"
+        if key not in traces:
+            traces[key] = make(plan, tracer=tracer, **options)
+        return traces[key]
+
+    monkeypatch.setattr(estimator, "trace_ranks", kept)

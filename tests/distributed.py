@@ -37,6 +37,8 @@ PRELOADED = [
 # For every process that a test starts, by whatever command. Without the second, an engine's first import of DeepSpeed's
 # Muon, which no test uses, imports torch's compiler: 2 s of a core for each process.
 QUICK = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+# On a busy machine gloo at times closes a connection while it makes its mesh: the ranks are then started anew.
+JOINS = 3
 # Those that count only if they are there before torch is imported.
 ENVIRONMENT = {
     **QUICK,
@@ -48,6 +50,10 @@ ENVIRONMENT = {
 
 class RankError(AssertionError):
     """A rank failed; the message holds its traceback."""
+
+
+class JoinError(RankError):
+    """The ranks did not meet, so that nothing of what is tested has run."""
 
 
 def run_distributed(
@@ -68,10 +74,21 @@ def run_distributed(
     Raises:
         RankError: With the traceback of the rank that failed first, or the name of those that hang or died.
     """
+    for _ in range(JOINS - 1):
+        try:
+            return _launch(function, world_size, args, timeout_seconds=timeout_seconds)
+        except JoinError:
+            continue
+    return _launch(function, world_size, args, timeout_seconds=timeout_seconds)
+
+
+def _launch(
+    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], *, timeout_seconds: float
+) -> list[Any]:
     from torch.distributed import TCPStore
 
     context = preloaded()
-    results: Queue[tuple[int, bool, Any]] = context.Queue()
+    results: Queue[tuple[int, str, Any]] = context.Queue()
     # Held here, so that nobody can take its port before the ranks meet there.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
@@ -107,12 +124,12 @@ def preloaded() -> ForkServerContext:
     return context
 
 
-def _collect(processes: list[BaseProcess], results: Queue[tuple[int, bool, Any]], *, deadline: float) -> list[Any]:
+def _collect(processes: list[BaseProcess], results: Queue[tuple[int, str, Any]], *, deadline: float) -> list[Any]:
     """Waits for each rank's result; the first failure ends the wait."""
     returned: dict[int, Any] = {}
     while len(returned) < len(processes):
         try:
-            rank, succeeded, value = results.get(timeout=0.2)
+            rank, ended, value = results.get(timeout=0.2)
         except queue.Empty:
             dead = [
                 f"rank {rank} (exit code {process.exitcode})"
@@ -125,8 +142,9 @@ def _collect(processes: list[BaseProcess], results: Queue[tuple[int, bool, Any]]
                 waiting = sorted(set(range(len(processes))) - returned.keys())
                 raise RankError(f"ranks {waiting} had not finished at the timeout") from None
             continue
-        if not succeeded:
-            raise RankError(f"rank {rank} of {len(processes)} failed:\n{value}")
+        if ended != "returned":
+            kind = RankError if ended == "raised" else JoinError
+            raise kind(f"rank {rank} of {len(processes)} failed:\n{value}")
         returned[rank] = value
     return [returned[rank] for rank in range(len(processes))]
 
@@ -137,7 +155,7 @@ def _run_rank(
     environment: Mapping[str, str],
     port: int,
     args: tuple[Any, ...],
-    results: Queue[tuple[int, bool, Any]],
+    results: Queue[tuple[int, str, Any]],
 ) -> None:
     """Body of a process: joins the group, calls the function, reports."""
     gc.freeze()  # DeepSpeed collects garbage at times: all that was imported need not be walked, nor its pages be copied
@@ -146,15 +164,17 @@ def _run_rank(
     import torch
 
     torch.set_num_threads(1)
+    ended = "apart"
     try:
         without_compilation()
         world_size = int(environment["WORLD_SIZE"])
         store = torch.distributed.TCPStore("127.0.0.1", port, world_size=world_size, is_master=False)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        results.put((rank, True, function(rank, *args)))
+        ended = "raised"
+        results.put((rank, "returned", function(rank, *args)))
         torch.distributed.barrier()
     except BaseException:
-        results.put((rank, False, traceback.format_exc()))
+        results.put((rank, ended, traceback.format_exc()))
     finally:
         # Flushed before the exit; the group is left to it, since a peer that failed would block the destruction.
         results.close()

@@ -21,7 +21,7 @@ def _second_rank_fails(rank: int) -> None:
 
 
 def _sleep(rank: int) -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_returns_what_each_rank_returns_in_order() -> None:
@@ -37,4 +37,4 @@ def test_a_hang_ends_at_the_timeout() -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match="had not finished"):
         run_distributed(_sleep, 1, timeout_seconds=3)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 300

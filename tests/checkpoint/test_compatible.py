@@ -136,3 +136,47 @@ def test_a_batch_that_follows_from_the_ranks_is_not_told_beside_them(tmp_path: P
     assert _changes(tmp_path, now=four, then=two) == [ranks]
     larger = tiny_plan(ranks=4, train={"per_device_train_batch_size": 3})
     assert _changes(tmp_path, now=larger, then=two) == [ranks, ("CHECKPOINT_DATA", "train.train_batch_size")]
+
+
+STAGES: dict[str, Any] = {"ranks": 4, "config": {"num_hidden_layers": 4}}
+
+
+def _staged(**parallel: Any) -> Plan:
+    return tiny_plan(**STAGES, parallel={"zero_stage": 1, "pipeline": 2, **parallel})
+
+
+INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_stages": 2}
+OTHER_STAGES: dict[str, tuple[Plan, str, str]] = {
+    "none": (_staged(pipeline=1), "parallel.pipeline", "Set parallel.pipeline to 2 to resume"),
+    "four": (_staged(pipeline=4), "parallel.pipeline", "Set parallel.pipeline to 2 to resume"),
+    "tensor ranks": (
+        _staged(pipeline=1, tensor=2),
+        "parallel.pipeline",
+        "Set parallel.tensor to 1 and parallel.pipeline to 2 to resume",
+    ),
+    "virtual": (_staged(**INTERLEAVED), "parallel.virtual_stages", "Set parallel.virtual_stages to 1 to resume"),
+    "layers": (_staged(partition=[3, 1]), "parallel.partition", "Set parallel.partition to [2, 2] to resume"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STAGES)
+def test_other_stages_are_one_problem(tmp_path: Path, name: str) -> None:
+    now, key, fix = OTHER_STAGES[name]
+    then = _staged()
+    assert _changes(tmp_path, now=now, then=then) == [("CHECKPOINT_LAYOUT", key)]
+    [message] = _messages(tmp_path, now=now, then=then)
+    assert f"{fix}, or export it (`toolkit export {tmp_path}`) and warm-start" in message
+    assert _changes(tmp_path, now=then, then=now) == [("CHECKPOINT_LAYOUT", key)]
+    assert _changes(tmp_path, now=now, then=now) == []
+
+
+def test_the_order_of_the_passes_and_the_dtype_of_sums_over_stages_may_change(tmp_path: Path) -> None:
+    then, now = _staged(pipeline_schedule="1f1b"), _staged(pipeline_schedule="gpipe")
+    assert _changes(tmp_path, now=now, then=then) == []
+    sums = [
+        tiny_plan(
+            **STAGES, parallel={"zero_stage": 1, "pipeline": 2}, train={**BF16, "gradient_accumulation_dtype": dtype}
+        )
+        for dtype in ("bf16", "fp32")
+    ]
+    assert _changes(tmp_path, now=sums[0], then=sums[1]) == []

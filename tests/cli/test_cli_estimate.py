@@ -17,6 +17,8 @@ from toolkit.cli.app import main
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
 # One sequence at a time and checkpointing, so that few traces are needed; two ranks, so that there are partitions.
 JOB = """
 model: llama-3.2-1b
@@ -121,7 +123,6 @@ def test_a_host_that_is_too_small_is_exit_code_1(capsys):
     ("sets", "options", "code"),
     [
         (["train.micro=2"], [], "KEY_UNKNOWN"),
-        (["parallel.pipeline=2"], [], "PARALLEL_SIZE"),
         ([], ["--sweep", "learning=1"], "SWEEP_KEY"),
         ([], ["--sweep", "sequence_length"], "SWEEP_SYNTAX"),
         ([], ["--sweep", "sequence_length=1,1"], "SWEEP_SYNTAX"),
@@ -306,7 +307,7 @@ def test_our_own_configuration_as_a_file_gives_our_own_estimate(capsys, folder):
     _, ours = run(capsys)
     code, theirs = run(capsys, "--deepspeed-config", "ds.json")
     assert code == 0
-    assert theirs["ranks"] == ours["ranks"]
+    assert [rank["phases"] for rank in theirs["ranks"]] == [rank["phases"] for rank in ours["ranks"]]
     assert theirs["allocator"] == "native"
     assert any("ds.json in place of" in line for line in theirs["assumptions"])
 

@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 def launch(folder, *arguments):
     command = [sys.executable, "-m", "toolkit", "launch", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
 def test_every_rank_runs_with_its_environment_and_the_plan(folder):
@@ -76,12 +76,12 @@ def test_json_is_printed_last(folder):
 
 def test_a_failing_rank_is_named(folder):
     (folder / "script.py").write_text(
-        "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(7)\ntime.sleep(60)"
+        "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(7)\ntime.sleep(300)"
     )
     started = time.monotonic()
     done = launch(folder, "job.yaml", "--json", "script.py")
     assert done.returncode == 3
-    assert time.monotonic() - started < 40, "the other rank was ended"
+    assert time.monotonic() - started < 200, "the other rank was ended"
     failure = json.loads(done.stdout)["failure"]
     assert (failure["rank"], failure["ended_by"]) == (1, "exit code 7")
     assert failure["problems"][0]["code"] == "RANK_FAILED"
@@ -89,14 +89,13 @@ def test_a_failing_rank_is_named(folder):
 
 
 def test_an_interrupt_is_130(folder):
-    (folder / "script.py").write_text("import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(60)")
+    (folder / "script.py").write_text("import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(300)")
     command = [sys.executable, "-m", "toolkit", "launch", "job.yaml", "script.py"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (folder / "up").exists() and time.monotonic() < deadline:
+    while not (folder / "up").exists() and process.poll() is None:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
-    _, shown = process.communicate(timeout=60)
+    _, shown = process.communicate(timeout=200)
     assert process.returncode == 130, shown
 
 

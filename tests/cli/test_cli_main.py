@@ -155,7 +155,7 @@ def test_a_grid_too_large_to_list(capsys):
 def shell(line, **environment):
     command = f"{sys.executable} -m toolkit {line}"
     return subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, env={**os.environ, **environment}, timeout=60
+        ["bash", "-c", command], capture_output=True, text=True, env={**os.environ, **environment}, timeout=240
     )
 
 
@@ -278,7 +278,7 @@ def test_a_reader_that_leaves_is_no_error(job):
     )
     os.close(writer)
     os.close(reader)
-    _, shown = process.communicate(timeout=60)
+    _, shown = process.communicate(timeout=240)
     assert shown == ""
 
 

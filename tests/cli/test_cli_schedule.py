@@ -113,7 +113,6 @@ def test_no_heavy_library_is_loaded(job: str) -> None:
     [
         (("JOB", "--schedule", "--set", "parallel.pipeline=1"), "PIPELINE_UNUSED"),
         (("--pp", "2", "--schedule"), "a job's: name one"),
-        (("JOB", "--plot", "x.svg"), "it is of --schedule"),
         (("JOB", "--schedule", "--check"), "give one of them"),
         (("JOB", "--schedule", "--plot", "x.gif"), "PLOT_FORMAT"),
         (("JOB", "--schedule", "--pp", "2"), "would be ignored"),

@@ -270,3 +270,47 @@ def test_a_tokenizer_that_a_job_names_is_looked_at_without_data(folder, capsys):
     (folder / "bare").mkdir()
     assert validate("data=", "model.tokenizer=./bare") == 2
     assert codes(capsys) == ["DATA_NO_TOKENIZER"]
+
+
+PIPELINE = ("train.train_batch_size=null", "parallel.zero_stage=1", "parallel.pipeline=4")
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (("train.gradient_accumulation_steps=2",), "60% of a step: 13 would bring it below 20%; a smaller train.per_d"),
+        (("train.gradient_accumulation_steps=3", "parallel.virtual_stages=2"), "40% of a step: 7 would bring it below"),
+        (("train.gradient_accumulation_steps=4",), None),
+    ],
+)
+def test_few_micro_batches_are_a_warning(folder, capsys, sets, said):
+    assert validate(*PIPELINE, *sets) == 0
+    found = [line for line in json.loads(capsys.readouterr().out)["warnings"] if "micro-batches" in line]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+    if said:
+        assert validate(*PIPELINE, *sets, "train.per_device_train_batch_size=1") == 0
+        assert "a smaller" not in capsys.readouterr().out
+
+
+def test_a_pipeline_over_nodes_is_no_warning(folder, capsys):
+    over_nodes = (*PIPELINE, "cluster.nodes=2", "train.gradient_accumulation_steps=16")
+    assert validate(*over_nodes) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not [line for line in found["warnings"] if "node" in line]
+    assert found["pipeline"] == {
+        "schedule": "1f1b",
+        "pp": 4,
+        "virtual_stages": 1,
+        "micro_batches": 16,
+        "bubble_fraction": pytest.approx(3 / 19),
+        "partition": found["pipeline"]["partition"],
+    }
+    assert sum(found["pipeline"]["partition"]) == 32
+    assert validate(*over_nodes, extra=()) == 0
+    assert "pipeline  4 stages of 8, 9, 9, 6 layers, 1f1b: 16 micro-batches, bubble 15.8%" in capsys.readouterr().out
+
+
+def test_a_job_without_a_pipeline_has_none(folder, capsys):
+    assert validate() == 0
+    assert json.loads(capsys.readouterr().out)["pipeline"] is None

@@ -138,7 +138,6 @@ def test_collating_none_pads_to_a_multiple_of_eight_at_most_the_sequence_length(
     assert batch["labels"][0].tolist() == [-100, 2, 3, *[-100] * 13]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert Collator.of(dataset)([dataset[2]])["input_ids"].shape == (1, 20)
-    assert Collator.of(dataset, fixed_length=True)([dataset[0]])["input_ids"].shape == (1, 20)
 
 
 def test_flattening_joins_separated_rows_end_to_end() -> None:

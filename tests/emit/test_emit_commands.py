@@ -176,6 +176,6 @@ def test_the_real_launchers_start_every_rank(tmp_path, way):
     folder.mkdir()
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", str(tmp_path / "commands.sh"), way, str(script), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert [file.read_text() for file in sorted(folder.iterdir())] == ["0 2 cpu", "1 2 cpu"]

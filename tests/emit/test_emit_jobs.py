@@ -44,16 +44,20 @@ def folder(plan, tmp_path):
 @pytest.fixture
 def shared(plan):
     """A plan that Trainer and Accelerate scripts can carry too."""
-    if plan.grid.tp > 1:
-        pytest.skip("a job with tensor ranks has no files for them, as another test says")
+    if parts_of_a_model(plan):
+        pytest.skip("a job with stages or tensor ranks has no files for them, as another test says")
     return plan
 
 
-def test_a_job_with_tensor_ranks_has_files_of_our_own_engine_alone(plan, folder):
+def parts_of_a_model(plan):
+    return plan.grid.tp * plan.grid.pp > 1
+
+
+def test_a_job_with_stages_or_tensor_ranks_has_files_of_our_own_engine_alone(plan, folder):
     others = {"deepspeed-trainer.json", "training_arguments.json", "deepspeed-accelerate.json", "accelerate.yaml"}
     files = {file.name for file in folder.iterdir()}
     assert {"plan.json", "deepspeed.json", "commands.sh"} <= files
-    assert files & others == (others if plan.grid.tp == 1 else set())
+    assert files & others == (set() if parts_of_a_model(plan) else others)
 
 
 def test_there_are_jobs():
@@ -87,6 +91,8 @@ def test_its_name_tells_the_truth(path, plan):
             assert plan.settings.zero_stage == int(word[4:])
         if word.startswith("tensor"):
             assert plan.grid.tp == int(word[6:])
+        if word.startswith("pipeline"):
+            assert plan.grid.pp == int(word[8:])
     assert ("lora" in words) == (plan.job.train.method == "lora")
 
 
@@ -101,11 +107,12 @@ def test_deepspeed_parses_its_files(plan, folder, monkeypatch):
     # DeepSpeed asks the process group for its rank before it asks the grid for its size; no group of 8 runs here.
     monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
     for name in ("deepspeed.json", "deepspeed-trainer.json", "deepspeed-accelerate.json"):
-        if plan.grid.tp > 1 and name != "deepspeed.json":
+        if parts_of_a_model(plan) and name != "deepspeed.json":
             continue
         config = DeepSpeedConfig(str(folder / name), mpu=Ranks())
         batch = plan.settings.batch
-        assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (batch.train, batch.micro)
+        passes = batch.accumulation if plan.grid.pp > 1 else 1  # which our loop then runs by itself
+        assert (config.train_batch_size * passes, config.train_micro_batch_size_per_gpu) == (batch.train, batch.micro)
         assert config.zero_config.stage == plan.settings.zero_stage
         assert config.gradient_clipping == plan.job.train.max_grad_norm
         assert config.bfloat16_config.enabled == (plan.settings.precision == "bf16")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from tiny_plans import ACCUMULATION, RANKS, step_batches, tiny_plan
 from torch.nn import functional
@@ -178,6 +180,38 @@ def train_all(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, A
         except Exception:  # reported by the test of this case; the ranks fail alike
             results[name] = traceback.format_exc()
     return results
+
+
+def factors(case: Case) -> tuple[tuple[str, Any], ...]:
+    """What distinguishes a case from others, by name."""
+    train = case.train
+    return (
+        ("stage", case.stage),
+        ("model", f"{case.architecture} {sorted(case.config.items())}"),
+        ("optimizer", train["optimizer"]),
+        ("method", str(train["lora"]) if "method" in train else "full"),
+        ("precision", train.get("precision", "fp32")),
+        ("sums", train.get("gradient_accumulation_dtype")),
+        ("loss", train.get("loss", "full")),
+        ("checkpointing", bool(train.get("gradient_checkpointing"))),
+        ("packing", case.packing),
+        ("offload", case.offload),
+        ("pieces", bool(case.sequence_parallel)),
+        ("pipeline", case.pipeline),
+        ("tensor", case.tensor),
+        ("data", case.data),
+        ("schedule", case.schedule),
+    )
+
+
+def pairs(cases: Iterable[Case]) -> set[frozenset[tuple[str, Any]]]:
+    """Every two values of factors that some case has together."""
+    return {frozenset(pair) for case in cases for pair in itertools.combinations(factors(case), 2)}
+
+
+def parameters(cases: Iterable[str], *, default: Collection[str]) -> list[Any]:
+    """Names of cases for `parametrize`: those that are not of the default run are `full`."""
+    return [pytest.param(name, marks=() if name in default else pytest.mark.full) for name in cases]
 
 
 def arguments_of(cases: Mapping[str, Case]) -> dict[str, tuple[Plan, str, int]]:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from courses import CLOSE, NEAR, Case, Course, arguments_of, largest_difference, reference, train_all
+from courses import (
+    CLOSE,
+    NEAR,
+    Case,
+    Course,
+    arguments_of,
+    largest_difference,
+    pairs,
+    parameters,
+    reference,
+    train_all,
+)
 from distributed import run_distributed
 from tiny_plans import RANKS
 
@@ -60,6 +71,9 @@ def cases() -> dict[str, Case]:
         train=ADAM | CHUNKED | {"gradient_checkpointing": True}, stage=3, offload="full-cpu", **CLOSE
     )
     made["chunked loss lora and head zero 3"] = Case(train=LORA_HEAD | CHUNKED, stage=3)
+    made["experts zero 1"] = Case(train=SGD, stage=1, architecture="mixtral", config=ROUTED)
+    made["chunked loss experts zero 2"] = Case(train=SGD | CHUNKED, stage=2, architecture="mixtral", config=ROUTED)
+    made["chunked loss lora adamw zero 2"] = Case(train=ADAM | LORA | CHUNKED, stage=2, **CLOSE)
     made["full-cpu"] = Case(train=ADAM, stage=3, offload="full-cpu", **CLOSE)
     made["activations-cpu zero 3"] = Case(
         train=SGD | {"gradient_checkpointing": True}, stage=3, offload="activations-cpu"
@@ -68,6 +82,16 @@ def cases() -> dict[str, Case]:
 
 
 CASES = cases()
+# Few that have among them every pair that some case has: stage and model, loss and precision, and so on.
+DEFAULT = (
+    *("adamw zero 0", "chunked loss zero 0", "experts zero 1", "optimizer-cpu zero 1", "bf16 fp32 sums zero 1"),
+    *("chunked loss tied zero 1", "chunked loss bf16 zero 1", "chunked loss lora on head zero 1", "bf16 zero 2"),
+    *("optimizer-cpu zero 2", "bf16 fp32 sums zero 2", "padded zero 2", "chunked loss experts zero 2"),
+    *("chunked loss lora adamw zero 2", "bf16 zero 3", "bf16 fp32 sums zero 3", "optimizer-cpu zero 3", "full-cpu"),
+    *("experts zero 3", "lora experts zero 3", "lora and head zero 3", "separated zero 3", "activations-cpu zero 3"),
+    *("chunked loss tied zero 3", "chunked loss capped zero 3", "chunked loss lora on head zero 3"),
+    *("chunked loss lora and head zero 3", "chunked loss checkpointing full-cpu"),
+)
 
 
 def train_in_blocks(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, Any]:
@@ -78,7 +102,13 @@ def train_in_blocks(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[
 
 @pytest.fixture(scope="module")
 def courses() -> list[dict[str, Any]]:
-    return run_distributed(train_in_blocks, RANKS, arguments_of(CASES))
+    return run_distributed(train_in_blocks, RANKS, arguments_of({name: CASES[name] for name in DEFAULT}))
+
+
+@pytest.fixture(scope="module")
+def others() -> list[dict[str, Any]]:
+    chosen = {name: case for name, case in CASES.items() if name not in DEFAULT}
+    return run_distributed(train_in_blocks, RANKS, arguments_of(chosen))
 
 
 def course_of(courses: list[dict[str, Any]], rank: int, name: str) -> Course:
@@ -89,10 +119,11 @@ def course_of(courses: list[dict[str, Any]], rank: int, name: str) -> Course:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
+def test_trains_as_plain_torch_does(request: pytest.FixtureRequest, name: str) -> None:
+    found = request.getfixturevalue("courses" if name in DEFAULT else "others")
     case, expected = CASES[name], reference(CASES[name])
-    ours, theirs = (course_of(courses, rank, name) for rank in range(RANKS))
+    ours, theirs = (course_of(found, rank, name) for rank in range(RANKS))
     assert ours.losses == theirs.losses
     assert ours.norms == pytest.approx(theirs.norms, rel=1e-6)
     assert ours.losses == pytest.approx(expected.losses, abs=case.tolerance)
@@ -103,3 +134,7 @@ def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) ->
     assert expected.losses[0] - expected.losses[-1] > case.tolerance
     moved = {name: weight for name, weight in expected.last.items() if abs(weight - expected.first[name]).max() > 0}
     assert "lora" in name or moved.keys() == expected.last.keys()
+
+
+def test_the_default_run_meets_every_pair() -> None:
+    assert pairs(CASES[name] for name in DEFAULT) == pairs(CASES.values())

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
-from courses import CLOSE, NEAR, Case, Course, arguments_of, largest_difference, reference, train_all
+from courses import (
+    CLOSE,
+    NEAR,
+    Case,
+    Course,
+    arguments_of,
+    largest_difference,
+    pairs,
+    parameters,
+    reference,
+    train_all,
+)
 from distributed import run_distributed
 
 RANKS, STEPS = 4, 10
@@ -43,6 +55,10 @@ def cases() -> dict[str, Case]:
     made["adamw zero 2"] = Case(train=ADAM, stage=2, **PAIR, **CLOSE)
     made["adamw zero 3"] = Case(train=ADAM, stage=3, architecture="llama-tied", **PAIR, **CLOSE)
     made["optimizer-cpu zero 2"] = Case(train=ADAM, stage=2, offload="optimizer-cpu", **PAIR, **CLOSE)
+    made["full-cpu zero 3"] = Case(train=ADAM, stage=3, offload="full-cpu", **PAIR, **CLOSE)
+    made["activations-cpu zero 2"] = Case(
+        train=SGD | {"gradient_checkpointing": True}, stage=2, offload="activations-cpu", **PAIR
+    )
     made["checkpointing zero 1"] = Case(
         train=SGD | {"gradient_checkpointing": True}, stage=1, architecture="qwen2", **PAIR
     )
@@ -63,19 +79,106 @@ def cases() -> dict[str, Case]:
     return made
 
 
-CASES = cases()
+def cubes() -> dict[str, Case]:
+    """Those of eight ranks, each two of the three sizes at their largest."""
+    sizes = {"4 x 2 x 1": (4, 1, 2), "4 x 1 x 2": (4, 2, 1), "2 x 2 x 2": (2, 2, 2)}
+    return {
+        f"{name} zero {stage}": Case(
+            train=SGD,
+            stage=stage,
+            architecture="llama-tied",
+            pipeline=pp,
+            data=dp,
+            tensor=tp,
+            micro_batches=4,
+            config=FOUR,
+        )
+        for stage, (name, (pp, dp, tp)) in enumerate(sizes.items(), start=1)
+    }
+
+
+CASES, CUBES = cases(), cubes()
+# Few that have among them every pair that some case has.
+DEFAULT = (
+    *("1f1b zero 1", "four stages zero 1", "bf16 fp32 sums zero 2", "checkpointing zero 3", "pieces zero 2"),
+    *("optimizer-cpu zero 2", "lora beside tensor zero 3", "gpipe zero 1", "interleaved tied", "padded zero 2"),
+    *("separated zero 3", "gpt2 zero 2", "gpt_neox zero 1", "gemma2 zero 2", "qwen3 zero 3", "experts zero 2"),
+    *("adamw zero 3", "tied beside tensor zero 1", "bf16 zero 1", "lora zero 1", "bf16 fp32 sums zero 3"),
+    *("interleaved zero 1", "checkpointing zero 1", "bf16 fp32 sums zero 1", "four stages zero 2", "lora zero 2"),
+    *("four stages zero 3", "gpipe zero 3", "interleaved zero 3", "full-cpu zero 3", "activations-cpu zero 2"),
+)
+ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")
+
+
+def product_cases() -> dict[str, Case]:
+    """Every product of sizes up to eight ranks, ZeRO stage and architecture."""
+    made: dict[str, Case] = {}
+    sizes = [(pp, dp, tp) for pp, dp, tp in itertools.product((1, 2, 4), (1, 2), (1, 2)) if 1 < pp * dp * tp <= 8]
+    for (pp, dp, tp), stage, architecture in itertools.product(sizes, (1, 2, 3), ARCHITECTURES):
+        made[f"{architecture} {pp} x {dp} x {tp} zero {stage}"] = Case(
+            train=SGD | ({"attention": "eager"} if architecture == "gemma2" else {}),
+            stage=stage,
+            architecture=architecture,
+            config=FOUR | (STEADY if architecture == "gpt2" else {}),
+            pipeline=pp,
+            data=dp,
+            tensor=tp,
+            micro_batches=4,
+        )
+    return made
 
 
 @pytest.fixture(scope="module")
 def courses() -> list[dict[str, Any]]:
-    return run_distributed(train_all, RANKS, arguments_of(CASES), timeout_seconds=1200)
+    return run_distributed(
+        train_all, RANKS, arguments_of({name: CASES[name] for name in DEFAULT}), timeout_seconds=1200
+    )
+
+
+@pytest.fixture(scope="module")
+def others() -> list[dict[str, Any]]:
+    chosen = {name: case for name, case in CASES.items() if name not in DEFAULT}
+    return run_distributed(train_all, RANKS, arguments_of(chosen), timeout_seconds=1200)
+
+
+@pytest.fixture(scope="module")
+def eight() -> list[dict[str, Any]]:
+    return run_distributed(train_all, 2 * RANKS, arguments_of(CUBES), timeout_seconds=1200)
 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) -> None:
-    assert_follows_plain_torch(CASES[name], [rank[name] for rank in courses])
+@pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
+def test_trains_as_plain_torch_does(request: pytest.FixtureRequest, name: str) -> None:
+    found = request.getfixturevalue("courses" if name in DEFAULT else "others")
+    assert_follows_plain_torch(CASES[name], [rank[name] for rank in found])
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", CUBES)
+def test_three_axes_train_as_plain_torch_does(eight: list[dict[str, Any]], name: str) -> None:
+    assert_follows_plain_torch(CUBES[name], [rank[name] for rank in eight])
+
+
+def test_the_default_run_meets_every_pair() -> None:
+    assert pairs(CASES[name] for name in DEFAULT) == pairs(CASES.values())
+
+
+@pytest.mark.gloo
+@pytest.mark.full
+@pytest.mark.timeout(5400)
+def test_every_product_trains_as_plain_torch_does() -> None:
+    chosen, failed = product_cases(), []
+    for ranks in (2, 4, 8):
+        sized = {name: case for name, case in chosen.items() if case.ranks == ranks}
+        found = run_distributed(train_all, ranks, arguments_of(sized), timeout_seconds=3600)
+        for name, case in sized.items():
+            try:
+                assert_follows_plain_torch(case, [rank[name] for rank in found])
+            except (AssertionError, pytest.fail.Exception) as error:
+                failed.append(f"{name}: {str(error).strip().splitlines()[-1]}")
+    assert not failed, "\n".join(failed)
 
 
 def assert_follows_plain_torch(case: Case, found: list[Course | str]) -> None:
@@ -92,7 +195,7 @@ def assert_follows_plain_torch(case: Case, found: list[Course | str]) -> None:
     assert largest_difference(ours.first, expected.first) < case.weight_tolerance
     assert largest_difference(ours.last, expected.last) < max(case.weight_tolerance, 1e-4)
     assert max(expected.norms) > case.train["max_grad_norm"], "clipping must act"
-    assert expected.losses[0] - expected.losses[-1] > case.tolerance
+    assert abs(expected.losses[0] - expected.losses[-1]) > case.tolerance
 
 
 def merged(courses: list[Course]) -> Course:

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import tiny_models
-from courses import CLOSE, NEAR, Case, Course, arguments_of, largest_difference, reference, train_all
+from courses import (
+    CLOSE,
+    NEAR,
+    Case,
+    Course,
+    arguments_of,
+    largest_difference,
+    pairs,
+    parameters,
+    reference,
+    train_all,
+)
 from distributed import run_distributed
 from tiny_plans import step_batches
 
@@ -24,6 +35,7 @@ LORA_ATTENTION = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "k_proj",
 BF16 = {"precision": "bf16"}
 SUMS = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
 STEADY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SHARED = {"num_key_value_heads": 1, "num_attention_heads": 4}
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_local_experts": 4}
 
 
@@ -45,12 +57,8 @@ def cases() -> dict[str, Case]:
         )
     made["lora on head zero 2"] = Case(train=LORA_ON_HEAD, stage=2, tensor=TENSOR)
     made["lora beside experts zero 2"] = Case(train=LORA_ATTENTION, stage=2, architecture="mixtral", tensor=TENSOR)
-    made["lora shared heads zero 2"] = Case(
-        train=LORA, stage=2, config={"num_key_value_heads": 1, "num_attention_heads": 4}, tensor=TENSOR
-    )
-    made["shared heads zero 1"] = Case(
-        train=SGD, stage=1, config={"num_key_value_heads": 1, "num_attention_heads": 4}, tensor=TENSOR
-    )
+    made["lora shared heads zero 2"] = Case(train=LORA, stage=2, config=SHARED, tensor=TENSOR)
+    made["shared heads zero 1"] = Case(train=SGD, stage=1, config=SHARED, tensor=TENSOR)
     for stage in (2, 3):
         made[f"experts zero {stage}"] = Case(
             train=SGD, stage=stage, architecture="mixtral", config=ROUTED, tensor=TENSOR
@@ -70,6 +78,13 @@ def cases() -> dict[str, Case]:
         )
     made["sequence lora fused zero 2"] = Case(train=LORA, stage=2, architecture="gpt2", config=STEADY, **pieces)
     made["sequence experts zero 2"] = Case(train=SGD, stage=2, architecture="mixtral", config=ROUTED, **pieces)
+    made["lora shared heads zero 1"] = Case(train=LORA, stage=1, config=SHARED, tensor=TENSOR)
+    made["shared heads zero 2"] = Case(train=SGD, stage=2, config=SHARED, tensor=TENSOR)
+    made["fused zero 1"] = Case(train=SGD, stage=1, architecture="gpt2", config=STEADY, tensor=TENSOR)
+    made["sequence fused zero 3"] = Case(train=SGD, stage=3, architecture="gpt2", config=STEADY, **pieces)
+    made["sequence checkpointing zero 2"] = Case(
+        train=SGD | {"gradient_checkpointing": True}, stage=2, architecture="qwen2", **pieces
+    )
     made["full-cpu"] = Case(train=ADAM, stage=3, offload="full-cpu", tensor=TENSOR, **CLOSE)
     made["padded zero 2"] = Case(train=SGD, stage=2, packing="none", architecture="qwen2", tensor=TENSOR)
     made["separated zero 1"] = Case(train=SGD, stage=1, packing="separated", architecture="qwen2", tensor=TENSOR)
@@ -77,8 +92,17 @@ def cases() -> dict[str, Case]:
 
 
 CASES = cases()
+# Few that have among them every pair that some case has: stage and model, offload and optimizer, and so on.
+DEFAULT = (
+    *("adamw zero 0", "sequence zero 0"),
+    *("bf16 zero 1", "bf16 fp32 sums zero 1", "lora shared heads zero 1", "fused zero 1", "separated zero 1"),
+    *("sequence checkpointing zero 1", "bf16 zero 2", "optimizer-cpu zero 2", "lora beside experts zero 2"),
+    *("lora on head zero 2", "shared heads zero 2", "tied zero 2", "padded zero 2", "sequence lora fused zero 2"),
+    *("sequence checkpointing zero 2", "sequence experts zero 2", "bf16 zero 3", "bf16 fp32 sums zero 3", "full-cpu"),
+    *("tied zero 3", "experts zero 3", "checkpointing zero 3", "sequence lora zero 3", "sequence fused zero 3"),
+)
 
-# Of `tiny_models`: those whose styles are known. The default run meets each stage with and without adapters and pieces.
+# Of `tiny_models`: those whose styles are known.
 ARCHITECTURES = [name for name in tiny_models.ARCHITECTURES if name != "deepseek_v2"]
 
 
@@ -105,13 +129,24 @@ def product_cases() -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def courses() -> list[dict[str, Any]]:
-    return run_distributed(train_all, RANKS, arguments_of(CASES))
+    return run_distributed(train_all, RANKS, arguments_of({name: CASES[name] for name in DEFAULT}))
+
+
+@pytest.fixture(scope="module")
+def others() -> list[dict[str, Any]]:
+    chosen = {name: case for name, case in CASES.items() if name not in DEFAULT}
+    return run_distributed(train_all, RANKS, arguments_of(chosen))
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) -> None:
-    assert_follows_plain_torch(CASES[name], [rank[name] for rank in courses])
+@pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
+def test_trains_as_plain_torch_does(request: pytest.FixtureRequest, name: str) -> None:
+    found = request.getfixturevalue("courses" if name in DEFAULT else "others")
+    assert_follows_plain_torch(CASES[name], [rank[name] for rank in found])
+
+
+def test_the_default_run_meets_every_pair() -> None:
+    assert pairs(CASES[name] for name in DEFAULT) == pairs(CASES.values())
 
 
 @pytest.mark.gloo

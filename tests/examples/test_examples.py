@@ -108,7 +108,7 @@ def test_planning_needs_no_torch(workspace, script):
         "sys.exit(', '.join({'torch', 'transformers', 'deepspeed', 'accelerate'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=workspace.folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=workspace.folder, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
 
@@ -127,7 +127,9 @@ def test_your_own_loop_learns(own_losses):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.full), "accelerate", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher", ["deepspeed", *(pytest.param(name, marks=pytest.mark.full) for name in ("torchrun", "accelerate"))]
+)
 def test_your_own_loop_is_the_same_under_every_launcher(workspace, own_losses, launcher):
     expected, state = own_losses
     assert losses(workspace.run("02", launcher)) == expected
@@ -135,13 +137,28 @@ def test_your_own_loop_is_the_same_under_every_launcher(workspace, own_losses, l
     assert all(torch.equal(again[name], weight) for name, weight in state.items())
 
 
-@pytest.mark.gloo
-def test_trainer_learns_saves_and_resumes(workspace):
+@pytest.fixture(scope="module")
+def trainer_run(workspace):
+    """Trainer's output folder, its log, and what lay in the toolkit's own before."""
     run = workspace.folder / "plans/sample/run-trainer"
     own = sorted(path.name for path in run.with_name("run").glob("*"))
     workspace.run("03", "torchrun")
-    logs = json.loads((run / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
+    return run, json.loads((run / "checkpoint-10" / "trainer_state.json").read_text())["log_history"], own
+
+
+@pytest.mark.gloo
+def test_trainer_learns_and_saves(trainer_run):
+    run, logs, own = trainer_run
     assert logs[9]["loss"] < logs[0]["loss"] - 0.5
+    assert weights(run / "final")
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-10"}
+    assert sorted(path.name for path in run.with_name("run").glob("*")) == own, "the toolkit's own run is left alone"
+
+
+@pytest.mark.gloo
+@pytest.mark.full
+def test_trainer_resumes_and_does_not_train_further(workspace, trainer_run):
+    run, logs, own = trainer_run
     first = weights(run / "final")
     shutil.rmtree(run / "final")
     shutil.rmtree(run / "checkpoint-10")  # as if the run had ended after its fifth step
@@ -200,6 +217,17 @@ def test_a_sharded_model_learns_as_the_dense_one(workspace, number):
     assert len(pairs) == 8
     assert all(float(ours) == pytest.approx(float(dense), abs=1e-4) for ours, dense in pairs)
     assert float(pairs[-1][0]) < float(pairs[0][0]) - 1
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_pipeline_learns_as_the_same_batch_does_without(workspace, own_losses, number):
+    expected, _ = own_losses
+    printed = workspace.run("10", "toolkit", number)
+    assert losses(printed) == pytest.approx(expected, abs=2e-4)
+    holds = ["embedding, layers 0-2", "embedding, layers 0, 2"][number]
+    assert f"rank 0 holds {holds}" in printed
+    assert "norm, head" in (workspace.folder / "runs/pipeline/logs/rank-1.log").read_text()
 
 
 def test_offload_profiles_are_explained(workspace):

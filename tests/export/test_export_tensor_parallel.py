@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_distributed
+from held_state import dense_state
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_plans import step_batches, tiny_plan
@@ -23,7 +24,6 @@ from toolkit.export.checkpoint import logits_difference
 from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
-from toolkit.tensor_parallel.apply import parameter_shards
 
 pytestmark = pytest.mark.gloo
 
@@ -76,18 +76,6 @@ def _plan(name: str, root: Path) -> Plan:
         return plan
     model = {"name": str(root / "start" / architecture)}
     return resolve(Job.model_validate(plan.job.model_dump(mode="json", exclude_unset=True) | {"model": model}))
-
-
-def dense_state(run: Any) -> dict[str, torch.Tensor]:
-    """What the ranks hold together."""
-    import deepspeed
-
-    shards, state = parameter_shards(run.model), {}
-    for name, weight in run.model.named_parameters(remove_duplicate=False):
-        with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_id")):
-            own = weight.detach().clone()
-        state[name] = shards[name].gather(own, tp_group=run.world.tp_group) if name in shards else own
-    return state
 
 
 def _save(root: Path, name: str) -> None:

@@ -119,7 +119,7 @@ def leave_out(rank: int, folder: str, what: str) -> None:
         (Path(folder) / "3.json").write_text("null")
         time.sleep(300)
     operations = [operation for operation in OPERATIONS if rank != 3 or operation.name != what]
-    check(Grid(dp=2, tp=2), rank, operations=operations, timeout_seconds=3.0, on_hang=on_hang)
+    check(Grid(dp=2, tp=2), rank, operations=operations, timeout_seconds=6.0, on_hang=on_hang)
 
 
 @pytest.mark.gloo
@@ -135,14 +135,14 @@ def test_a_rank_that_stays_away_is_named_by_all(tmp_path: Path, what: str, expec
     started = time.monotonic()
     with pytest.raises(RankError, match=r"exit code 1"):
         run_distributed(leave_out, RANKS, str(tmp_path), what)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 200
     # The test's launcher kills those that still write a moment after the first has ended.
     found = [json.loads(file.read_text()) for rank in range(RANKS) if (file := tmp_path / f"{rank}.json").exists()]
     told = [rank for rank in found if rank is not None]
     assert len(told) >= 3
     assert {rank["exit_code"] for rank in told} == {1}
     (error,) = {rank["error"] for rank in told}
-    assert error.startswith(f"no rank has moved for 3 s: {expected}")
+    assert error.startswith(f"no rank has moved for 6 s: {expected}")
     assert error.endswith("[GROUP_HANG]")
     assert told[0]["waits"][0].startswith(expected)
 

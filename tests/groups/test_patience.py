@@ -22,6 +22,7 @@ from toolkit.topology.grid import Grid
 
 RANKS = 3
 TIMEOUT_SECONDS = 2.0
+LOST_SECONDS = 2.0
 
 
 def slow(seconds: float, value: Any) -> Any:
@@ -33,31 +34,32 @@ def fail() -> None:
     raise DataError.of(code="DATA_X", message="of rank 0", fix="mend")
 
 
-def scenes(rank: int) -> dict[str, Any]:
+def scenes(rank: int, meet: str) -> dict[str, Any]:
     patience.PULSE_SECONDS = 0.2
     dist.destroy_process_group()
     world = connect(Grid(pp=1, dp=RANKS, tp=1), backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
     found: dict[str, Any] = {}
     work = 3 * TIMEOUT_SECONDS if rank == 0 else 0.0
-    # Rank 0 is silent for less than a second at a time, and works for longer than that.
-    found["slow"] = patiently(world, lambda: slow(work, rank), lost_seconds=1.0)
+    # Rank 0 is silent for a fraction of a second at a time, or more on a busy machine, and works for longer than that.
+    found["slow"] = patiently(world, lambda: slow(work, rank), lost_seconds=4.5)
     try:
         patiently(world, lambda: fail() if rank == 0 else None)
     except DataError as error:
         found["failed"] = error.codes
-    if rank == 1:
-        time.sleep(1.5)  # alive, and never comes
-        return found
-    try:
-        patiently(world, lambda: None, lost_seconds=0.5)
-    except RunError as error:
-        found["lost"] = [(problem.code, problem.message) for problem in error.problems]
+    if rank != 1:  # which is alive, and never comes
+        try:
+            patiently(world, lambda: None, lost_seconds=LOST_SECONDS)
+        except RunError as error:
+            found["lost"] = [(problem.code, problem.message) for problem in error.problems]
+    # `run_distributed` ends with a barrier, which is not to be that of groups so impatient.
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=RANKS)
     return found
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_distributed(scenes, RANKS)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(scenes, RANKS, str(tmp_path_factory.mktemp("meet") / "store"))
 
 
 @pytest.mark.gloo
@@ -75,7 +77,7 @@ def test_a_rank_that_gives_no_sign_is_lost(found: list[dict[str, Any]]) -> None:
     for result in (found[0], found[2]):
         ((code, message),) = result["lost"]
         assert code == "RANK_LOST"
-        assert message == "rank 1 has given no sign of life for 0.5 s, so this rank ends too"
+        assert message == "rank 1 has given no sign of life for 2 s, so this rank ends too"
 
 
 WORKER = """
@@ -116,8 +118,8 @@ def test_the_death_of_the_rank_that_works_ends_the_others() -> None:
     time.sleep(0.5)
     ranks[0].kill()
     killed = time.monotonic()
-    _, shown = ranks[1].communicate(timeout=30)
-    assert time.monotonic() - killed < 5
+    _, shown = ranks[1].communicate(timeout=200)
+    assert time.monotonic() - killed < 100, "long before a rank counts as lost by its silence"
     assert ranks[1].returncode != 0
     assert "[RANK_LOST]" in shown
     ranks[0].communicate()

@@ -167,5 +167,5 @@ def test_an_environment_that_does_not_fit_is_refused_before_anything_is_joined(
     with pytest.raises(error) as caught:
         connect(Grid(pp=1, dp=2, tp=1), backend="gloo", environment=environment)
     assert caught.value.codes == (code,)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert not dist.is_initialized()

@@ -90,7 +90,8 @@ def test_the_first_error_counts_not_the_first_exit(tmp_path):
 
 def test_a_kill_comes_before_the_errors_that_it_causes_in_peers(tmp_path):
     write_worker_error(tmp_path, 0, raised(ConnectionError("reset by peer")))
-    outcome = conclude([ended(0, 3), ended(1, -9, at=time.time() + 0.1)], log_dir=tmp_path, interrupted=False)
+    told = read_worker_error(tmp_path, 0).time
+    outcome = conclude([ended(0, 3), ended(1, -9, at=told + 0.1)], log_dir=tmp_path, interrupted=False)
     assert (outcome.failure.rank, outcome.failure.ended_by) == (1, "SIGKILL")
 
 

@@ -14,6 +14,8 @@ from toolkit.memory.traces import trace_plan
 from toolkit.spec.job import Job
 from toolkit.units import GIB
 
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
 
 def case_of(*, ranks=2, gpu="h100-sxm-80gb", train=None, parallel=None, **cluster) -> Case:
     values = {"sequence_length": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

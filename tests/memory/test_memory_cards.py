@@ -26,43 +26,70 @@ FREE, CAPPED = read_runs()
 PHASES = ("init", "forward", "backward", "step")
 
 
+# Traces take most of the time: a larger batch of a model, or another way to train it, is `full` where like ones are not.
+QUICK = {
+    name
+    for name in FREE
+    if not name.startswith(("large-", "kept-"))
+    or name in ("large-accumulation-zero1", "large-llama-3b-zero3-2", "kept-llama-zero2", "kept-qwen3-moe-zero3")
+}
+
+
+def of(names):
+    """Names of runs for `parametrize`."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in names]
+
+
+class Reports(dict):
+    """Estimates by the run's name, each made when it is asked for."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.estimator = folder, Estimator()
+
+    def __missing__(self, name):
+        self[name] = self.estimator.estimate(estimated_case(CASES[name], self.folder))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    estimator = Estimator()
-    return {name: estimator.estimate(estimated_case(CASES[name], folder)) for name in FREE}
+    return Reports(tmp_path_factory.mktemp("models"))
 
 
 def peak(run):
     return max(rank["peak_allocated_bytes"] for rank in run["ranks"])
 
 
-@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("name", of(FREE))
 def test_the_peak_is_that_of_the_card(reports, name):
     assert reports[name].peak_allocated_bytes == pytest.approx(peak(FREE[name]), rel=0.006)
 
 
-def test_half_of_the_peaks_are_within_a_hundredth_of_a_percent(reports):
-    errors = [abs(reports[name].peak_allocated_bytes / peak(run) - 1) for name, run in FREE.items()]
-    assert len(errors) > 60
+@pytest.mark.parametrize(("names", "least"), [(QUICK, 50), pytest.param(FREE, 60, marks=pytest.mark.full)])
+def test_half_of_the_peaks_are_within_a_hundredth_of_a_percent(reports, names, least):
+    errors = [abs(reports[name].peak_allocated_bytes / peak(FREE[name]) - 1) for name in names]
+    assert len(errors) > least
     assert statistics.median(errors) < 1e-4
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("name", of(FREE))
 def test_each_phase_is_that_of_the_card(reports, name, phase):
     predicted, measured = reports[name].ranks[0].phases[phase].allocated_bytes, FREE[name]["ranks"][0]["peak_bytes"]
     assert predicted == pytest.approx(measured[phase], rel=0.035)
 
 
 # It saved its weights from the host before it could load them in NF4.
-@pytest.mark.parametrize("name", [name for name in FREE if name != "qlora-zero2"])
+@pytest.mark.parametrize("name", of(name for name in FREE if name != "qlora-zero2"))
 def test_host_memory_is_that_of_the_rank(reports, name):
     predicted = sum(reports[name].host.bytes_per_rank.values())
     assert predicted == pytest.approx(FREE[name]["ranks"][0]["host_peak_rss_bytes"], rel=0.2)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if name in FREE and "communicators" not in case])
+@pytest.mark.parametrize(
+    "name", of(name for name, case in CASES.items() if name in FREE and "communicators" not in case)
+)
 def test_context_and_communicators_are_not_more_than_said(reports, name):
     outside = max(rank["device_used_bytes"] - rank["peak_reserved_bytes"] for rank in FREE[name]["ranks"])
     assert outside < reports[name].context_and_nccl_bytes + 0.02 * GIB
@@ -80,7 +107,13 @@ def usable(report):
     return report.required_bytes - report.context_and_nccl_bytes
 
 
-@pytest.mark.parametrize("run", CAPPED, ids=lambda run: f"{run['id']}-{run['cap_bytes']}")
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, id=f"{run['id']}-{run['cap_bytes']}", marks=() if run["id"] in QUICK else pytest.mark.full)
+        for run in CAPPED
+    ],
+)
 def test_a_run_finishes_in_what_is_required_and_not_below_its_peak(reports, run):
     report = reports[run["id"]]
     if run["cap_bytes"] >= usable(report):
@@ -89,6 +122,7 @@ def test_a_run_finishes_in_what_is_required_and_not_below_its_peak(reports, run)
         assert "failed" in run
 
 
+@pytest.mark.full
 def test_what_is_required_is_enough_to_train_at_full_speed(reports):
     held = [run for run in CAPPED if usable(reports[run["id"]]) <= run["cap_bytes"] < 1.01 * usable(reports[run["id"]])]
     slower = {run["id"]: time_over_uncapped(run, FREE[run["id"]]) for run in held}
@@ -97,6 +131,7 @@ def test_what_is_required_is_enough_to_train_at_full_speed(reports):
     assert max(slower.values()) < 0.06
 
 
+@pytest.mark.full
 def test_a_twentieth_less_is_not_enough(reports):
     """That lies 1 to 2 % below the peak: what lies between the peak and A was not tried."""
     short = [run for run in CAPPED if 0.94 < run["cap_bytes"] / usable(reports[run["id"]]) < 0.96]

@@ -29,7 +29,13 @@ def report(**options):
     return estimate(tk.resolve(job(**options)))
 
 
-@pytest.mark.parametrize("name", [*CONFIGS])
+# Of each kind of layers one; the backward of all of them is traced in test_memory_trace.py.
+QUICK = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next", "mixtral-router-loss", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CONFIGS]
+)
 def test_few_layers_give_what_all_give(name):
     few, whole = (
         traced(name, evaluation=True, marks_modules=True, all_layers=all_layers) for all_layers in (False, True)

@@ -194,6 +194,10 @@ def test_another_number_of_layers_and_a_second_cut() -> None:
     cut_model(model, parts(2)[0])
     with pytest.raises(ValueError, match="cut already"):
         cut_model(model, parts(2)[0])
+    parted = dense_model("llama", tied=True)
+    parted.lm_head.weight = nn.Parameter(parted.lm_head.weight.detach().clone())
+    with pytest.raises(ValueError, match=r"lm_head.weight and model.embed_tokens.weight are tied by the configuration"):
+        cut_model(parted, parts(2)[0])
 
 
 def test_weights_that_two_stages_would_share() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import run_distributed
 from safetensors.torch import load_file, save_file
 from staged_models import MODELS, dense_model, parts
 from torch import Tensor
@@ -28,9 +30,9 @@ from toolkit.topology.grid import Grid
 CPU = torch.device("cpu")
 
 
-def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def cut_on_meta(
@@ -214,3 +216,42 @@ def test_a_cut_model_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
         load_pretrained(model, tmp_path)
     with fake_world(Grid(dp=2), rank=0), pytest.raises(ValueError, match="group="):
         load_pretrained(model, tmp_path, dense=meta_model(config))
+
+
+def partition_each_stage(rank: int, root: str) -> None:
+    """Under ZeRO-3 the data-parallel ranks of a stage share its weights, and its buffers are as its constructor makes them."""
+    import deepspeed
+
+    group = join_group(Grid(dp=2), rank, "dp")
+    zero3 = {
+        "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+    }
+    for name in ("gemma3_text", "gpt2"):
+        saved = meta_model(dense_model(name, tied=True).config, torch.bfloat16)
+        whole = copy.deepcopy(saved)
+        for model in (saved, whole):
+            allocate(model, device=CPU)
+        load_pretrained(saved, Path(root) / name)
+        initialize_weights(whole, seed=3)
+        wanted = {key: buffer.dtype for key, buffer in whole.named_buffers()}
+        for part in parts(2, virtual=2):
+            dense, model = meta_model(saved.config, torch.bfloat16), meta_model(saved.config, torch.bfloat16)
+            cut_model(model, part)
+            allocate(model, device=CPU, zero_config=zero3, dp_group=group)
+            assert all(weight.ds_numel > weight.ds_tensor.numel() for weight in model.parameters())
+            load_pretrained(model, Path(root) / name if rank == 0 else Path("/nowhere"), group=group, dense=dense)
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                assert_part(model, saved)
+            initialize_weights(model, seed=3, dense=dense)
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                assert_part(model, whole)
+            assert {key: buffer.dtype for key, buffer in model.named_buffers()}.items() <= wanted.items()
+
+
+@pytest.mark.gloo
+def test_stages_are_partitioned(tmp_path: Path) -> None:
+    for name in ("gemma3_text", "gpt2"):
+        dense_model(name, tied=True).to(torch.bfloat16).save_pretrained(tmp_path / name)
+    run_distributed(partition_each_stage, 2, str(tmp_path))

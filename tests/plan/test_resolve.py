@@ -179,3 +179,18 @@ def test_fp8_is_bf16_but_for_its_products():
     assert "multiplied in fp32" in plan_of(gpu=CPU, train={"precision": "fp8"}).explain()
     written = choice(plan_of(train={"precision": "fp8", "fp8": {"recipe": "rowwise"}}), "train.fp8")
     assert (written.value, written.source) == ({"recipe": "rowwise"}, "job")
+
+
+def test_a_pipeline_gets_enough_micro_batches():
+    parallel = {"pipeline": 4}
+    assert plan_of(model="llama-3.2-1b", ranks=4, parallel=parallel).settings.batch.accumulation == 16
+    plan = plan_of(
+        model="llama-3.2-1b", ranks=4, parallel=parallel, train={"train_batch_size": 64, "sequence_length": 512}
+    )
+    assert (plan.settings.batch.micro, plan.settings.batch.accumulation) == (4, 16)
+    assert (
+        plan_of(
+            model="llama-3.2-1b", ranks=4, parallel=parallel, train={"train_batch_size": 3}
+        ).settings.batch.accumulation
+        == 3
+    )

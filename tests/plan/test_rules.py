@@ -26,6 +26,7 @@ BROKEN = [
     ("SCHEDULE_VIRTUAL_STAGES", "parallel.virtual_stages", "virtual_stages=1", {"model": "llama-3.2-1b", "ranks": 2, "train": {"gradient_accumulation_steps": 4}, "parallel": {"pipeline": 2, "pipeline_schedule": "interleaved", "virtual_stages": 1}}),
     ("PIPELINE_STAGE", "parallel.zero_stage", "zero_stage=0", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "zero_stage": 0}}),
     ("PIPELINE_TOGETHER", "train.lora.modules_to_save", "lm_head", {"model": "llama-3.2-1b", "ranks": 2, "train": {"method": "lora", "lora": {"modules_to_save": ["lm_head"]}}, "parallel": {"pipeline": 2}}),
+    ("PIPELINE_TOGETHER", "train.precision", "precision=fp8", {"model": "llama-3.2-1b", "ranks": 2, "train": {"precision": "fp8"}, "parallel": {"pipeline": 2}}),
     ("PIPELINE_TOGETHER", "parallel.offload", "optimizer-nvme", {"model": "llama-3.2-1b", "ranks": 2, "nvme_path": "/local", "parallel": {"pipeline": 2, "offload": "optimizer-nvme", "zero_stage": 3}}),
     ("TP_HEADS", "parallel.tensor", "num_attention_heads=32: a rank must own whole heads", {"model": "llama-3.1-8b", "ranks": 6, "parallel": {"tensor": 3}}),
     ("TP_HEADS", "parallel.tensor", "num_key_value_heads=10", {"model": "phi-4", "ranks": 4, "parallel": {"tensor": 4}}),

@@ -90,10 +90,11 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 def test_throughput_counts_between_readings(tmp_path: Path) -> None:
     meter = Meter(_plan(tmp_path), MemoryWatch(torch.device("cpu")))
     time.sleep(0.2)
+    began = time.perf_counter()
     meter.skip()  # an evaluation
     time.sleep(0.1)
     found = meter.read(1000, 2)
-    assert 0.1 <= 1000 / found["tokens_per_second"] < 0.19
+    assert 0.099 <= 1000 / found["tokens_per_second"] <= 1.001 * (time.perf_counter() - began)
     assert math.isclose(found["step_seconds"], 500 / found["tokens_per_second"])
     assert found["mfu"] is None, "no peak rate is known of a CPU"
     assert found["peak_allocated_bytes"] == MemoryWatch(torch.device("cpu")).peak_bytes > 50 * 2**20

@@ -93,6 +93,7 @@ def _grid_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, A
     yield "cluster.gpus_per_node × cluster.nodes", plan.grid.world_size, state.world_size
     yield "parallel.tensor", plan.grid.tp, saved.grid.tp
     yield "parallel.pipeline", plan.grid.pp, saved.grid.pp
+    yield "parallel.virtual_stages", plan.settings.virtual_stages, saved.settings.virtual_stages
 
 
 def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, Any, Any]]:
@@ -109,10 +110,13 @@ def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, 
         yield "train.weight_decay", now.weight_decay, then.weight_decay
     yield "parallel.offload", plan.profile.name, saved.profile.name
     settled, before = plan.settings, saved.settings
+    if (plan.grid.pp, settled.virtual_stages) == (saved.grid.pp, before.virtual_stages):  # else they are the cause
+        yield "parallel.partition", list(settled.partition), list(before.partition)
     if settled.zero_stage != before.zero_stage:
         return
     if settled.zero_stage in (1, 2):  # which optimizer holds the master weights, and in which order
-        if settled.dtype == before.dtype:  # it follows the dtype: one cause, one problem
+        # It follows the dtype: one cause, one problem. Over stages our own sums do it, under one optimizer.
+        if settled.dtype == before.dtype and plan.grid.pp == 1:
             name = "train.gradient_accumulation_dtype"
             yield name, settled.gradient_accumulation_dtype, before.gradient_accumulation_dtype
         yield "deepspeed.zero_optimization.round_robin_gradients", _round_robin(plan), _round_robin(saved)

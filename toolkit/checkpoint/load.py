@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,6 +42,7 @@ def load(run: Run, path: str | Path) -> State:
     raise_all(CheckpointError, layout_problems(run.plan, folder, state))
     if run.plan.profile.optimizer == "nvme":
         restore_unswapped(run.engine, folder, tag_of(state.step))
+    sort_by_rank(run.engine)
     loaded, _ = run.engine.load_checkpoint(
         str(folder), tag=tag_of(state.step), load_module_strict=not leaves_frozen_out(run.plan)
     )
@@ -57,6 +59,19 @@ def load(run: Run, path: str | Path) -> State:
     if state.num_steps is not None:
         run.set_num_steps(state.num_steps)
     return state
+
+
+def sort_by_rank(engine: Any) -> None:
+    """Has an engine find the files of model-parallel ranks in the order of their numbers.
+
+    DeepSpeed takes the file at a rank's place in the alphabet, where `mp_rank_100` comes before `mp_rank_11`: with more than
+    100 ranks to a model they would load each other's.
+
+    Source:
+        deepspeed runtime/engine.py _get_all_ckpt_names; runtime/state_dict_factory.py SDLoaderBase.load.
+    """
+    found = engine._get_all_ckpt_names
+    engine._get_all_ckpt_names = lambda *place: sorted(found(*place), key=lambda name: (len(name), name))
 
 
 def _verify_together(run: Run, folder: Path) -> None:

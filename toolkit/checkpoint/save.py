@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.disk import disk_errors, disk_full
@@ -20,7 +21,7 @@ from toolkit.checkpoint.sources import Sources, identify
 from toolkit.checkpoint.swapped import finish_swapped
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
-from toolkit.plan.checkpoint_size import checkpoint_bytes, leaves_frozen_out
+from toolkit.plan.checkpoint_size import leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
 from toolkit.version import installed_version
 
@@ -71,24 +72,32 @@ def save(
 
 
 def foreseen_bytes(run: Run) -> int:
-    """Estimates the size of a checkpoint over all ranks, bytes."""
+    """Estimates the size of a checkpoint over all ranks, bytes.
+
+    Collectives:
+        One all-reduce of two numbers: stages hold different parts.
+    """
     total = trainable = 0
     for parameter in run.model.parameters():
         count = getattr(parameter, "ds_numel", parameter.numel())
         total += count
         trainable += count if parameter.requires_grad else 0
-    return checkpoint_bytes(run.plan, total=total, trainable=trainable)
+    counts = torch.tensor([total, trainable], device=run.world.device)
+    dist.all_reduce(counts)
+    total, trainable = (counts // run.world.grid.dp).tolist()
+    return written_bytes(run.plan, total=total, trainable=trainable)
 
 
 def _prepare(run: Run, target: Path, partial: Path) -> None:
     """Makes an empty folder aside, or raises the same error on every rank."""
+    needed = foreseen_bytes(run)
     verdict: list[Any] = [None]
     if run.world.is_main:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             with disk_errors(target):
                 (partial / RANDOM).mkdir(parents=True)
-            free, needed = shutil.disk_usage(partial).free, foreseen_bytes(run)
+            free = shutil.disk_usage(partial).free
             if free < needed:
                 shutil.rmtree(partial, ignore_errors=True)
                 verdict[0] = disk_full(

@@ -1,4 +1,4 @@
-"""A plan in six lines, as `toolkit validate` and `toolkit train --dry-run` print it."""
+"""A plan in a few lines, as `toolkit validate` and `toolkit train --dry-run` print it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 def plan_fields(plan: Plan) -> list[tuple[str, str]]:
     """Gives what a plan comes to, as names and values."""
+    from toolkit.plan.stage_parts import describe_pipeline
     from toolkit.units import format_count
 
     settings, cluster = plan.settings, plan.job.cluster
@@ -21,6 +22,7 @@ def plan_fields(plan: Plan) -> list[tuple[str, str]]:
         ("cluster", f"{cluster.gpus_per_node} × {plan.gpu.name} on {machines}"),
         ("method", f"{plan.job.train.method}, {settings.precision}, {settings.sequence_length} tokens a sequence"),
         ("batch", f"{settings.batch}: {tokens:,} tokens a step"),
+        *([("pipeline", describe_pipeline(plan))] if plan.grid.pp > 1 else []),
         ("zero", f"stage {settings.zero_stage}{_reason(plan, 'parallel.zero_stage')}"),
         ("offload", f"{plan.profile.name}: {plan.profile.explanation}"),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,12 @@ from toolkit.cli.output import new_table, print_json, print_table
 from toolkit.errors import PlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from toolkit.plan.plan import Plan
+    from toolkit.plan.stage_parts import RankLayers
     from toolkit.spec.job import Job
+    from toolkit.topology.links import Boundary
     from toolkit.topology.placement import Placement
 
 
@@ -54,22 +59,27 @@ def topology(
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE", help="With --schedule: draw it, as .svg, .png or .html.", show_default=False
+            "--plot",
+            metavar="FILE",
+            help="Draw ranks, nodes, layers and links, or with --schedule the step, as .svg, .png or .html.",
+            show_default=False,
         ),
     ] = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show each rank's node, coordinate and groups, for a job or for sizes; with --check, prove them; with --schedule, a step.
+    """Show each rank's node, coordinate, layers and groups, of a job or of sizes; prove them by --check; a step by --schedule.
 
     A check starts the ranks of this machine. Under torchrun, `deepspeed` or `accelerate launch` it is one of their ranks,
     on any number of machines, and sizes that are left out are theirs.
 
-    Example: `toolkit topology job.yaml`, `toolkit topology --pp 2 --tp 2 --nodes 2 --gpus-per-node 4`,
+    Example: `toolkit topology job.yaml --plot ranks.svg`, `toolkit topology --pp 2 --tp 2 --nodes 2 --gpus-per-node 4`,
     `torchrun --nproc-per-node 8 -m toolkit topology --tp 4 --check`, `toolkit topology job.yaml --schedule --plot step.svg`.
 
-    JSON keys: grid (pp, dp, tp), world_size, num_nodes, gpus_per_node, ranks (rank, node, local_rank, coordinate),
-    groups (by kind: size, num_groups, inside_node, max_nodes, ranks). With --check also check: passed, backend, operations,
+    JSON keys: grid (pp, dp, tp), world_size, num_nodes, gpus_per_node, ranks (rank, node, local_rank, coordinate; of a
+    job's pipeline also layers: first and one past the last of each chunk, and parts: embedding, norm, head),
+    groups (by kind: size, num_groups, inside_node, max_nodes, ranks), links (start and stop of each boundary of the
+    pipeline, num_links, over_network). With --check also check: passed, backend, operations,
     kinds (by kind: passed, seconds, bus_gb_per_second, which is null on CPU), waiting (of ranks that hang: kind, operation,
     group, waiting, missing), problems. With --schedule instead: schedule, pp, micro_batches, virtual_stages,
     bubble_fraction, makespan (in forward passes), stages (stage, rank, chunk, layers: first and one past the last,
@@ -83,8 +93,8 @@ def topology(
         raise typer.BadParameter("it changes a job, and none is given", param_hint="--set")
     if timeout is not None and not check:
         raise typer.BadParameter("it is of --check, which is not given", param_hint="--timeout")
-    if plot is not None and not schedule:
-        raise typer.BadParameter("it is of --schedule, which is not given", param_hint="--plot")
+    if plot is not None and check:
+        raise typer.BadParameter("it draws what --check would only prove: give one of them", param_hint="--plot")
     if schedule:
         _show_schedule(job, overrides, check=check, plot=plot, as_json=as_json)
         return
@@ -107,12 +117,38 @@ def topology(
 
         gpu = None if read is None else read.cluster.gpu
         raise typer.Exit(topology_check.check(placement, gpu=gpu, timeout_seconds=timeout or 60.0, as_json=as_json))
-    if as_json:
-        from toolkit.topology.table import to_dict
+    plan = read_plan(job, overrides) if job is not None and read is not None and read.parallel.pipeline > 1 else None
+    _show(placement, plan, plot=plot, as_json=as_json)
 
-        print_json(to_dict(placement))
-    else:
-        _print(placement)
+
+def _show(placement: Placement, plan: Plan | None, *, plot: Path | None, as_json: bool) -> None:
+    from toolkit.plan.stage_parts import layers_of_ranks
+    from toolkit.topology.links import boundaries
+
+    held = () if plan is None else layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)
+    links = boundaries(placement, goes_round=plan is not None and plan.settings.virtual_stages > 1)
+    if plot is not None:
+        from toolkit.cli.topology_picture import draw
+
+        draw(placement, held, links, plot)
+    if as_json:
+        print_json(_as_dict(placement, held, links))
+        return
+    _print(placement, held, links)
+    if plot is not None:
+        print(f"drawn: {plot}")
+
+
+def _as_dict(placement: Placement, held: Sequence[RankLayers], links: Sequence[Boundary]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from toolkit.topology.table import to_dict
+
+    result = to_dict(placement)
+    for rank in result["ranks"] if held else ():
+        part = held[rank["coordinate"]["pp"]]
+        rank |= {"layers": [[run.start, run.stop] for run in part.chunks], "parts": list(part.parts)}
+    return result | {"links": [asdict(link) for link in links]}
 
 
 def _show_schedule(
@@ -179,16 +215,17 @@ def _place_sizes(*, pp: int, dp: int | None, tp: int, nodes: int, gpus_per_node:
     return place(grid, num_nodes=nodes, gpus_per_node=gpus_per_node)
 
 
-def _print(placement: Placement) -> None:
+def _print(placement: Placement, held: Sequence[RankLayers], links: Sequence[Boundary]) -> None:
+    from toolkit.topology.links import describe_boundaries
     from toolkit.topology.table import HEADER, rows
 
-    table = new_table(HEADER, right=HEADER)
+    table = new_table((*HEADER, "holds") if held else HEADER, right=HEADER)
     previous = 0
     for row in rows(placement):
         if row.node != previous:
             table.add_section()
             previous = row.node
-        table.add_row(*row.cells())
+        table.add_row(*row.cells(), *([str(held[row.coordinate.pp])] if held else []))
     print_table(table)
-    for kind in placement.describe():
-        print(kind)
+    for line in (*placement.describe(), *describe_boundaries(links)):
+        print(line)

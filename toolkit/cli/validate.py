@@ -35,7 +35,8 @@ def validate(
     Example: `toolkit validate job.yaml --set train.sequence_length=8192 --explain`
 
     JSON keys: problems (code, key, message, fix, source), and when there are none warnings, model, cluster, batch
-    (train, micro, accumulation, dp_size, tokens), precision, sequence_length, zero_stage, offload, data; choices with
+    (train, micro, accumulation, dp_size, tokens), pipeline (null, or schedule, pp, virtual_stages, micro_batches,
+    bubble_fraction, partition: layers of each stage), precision, sequence_length, zero_stage, offload, data; choices with
     --explain; keys and described (path, values, default, meaning) with --keys.
     """
     if keys:
@@ -117,6 +118,7 @@ def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
             "dp_size": batch.dp_size,
             "tokens": batch.train * settings.sequence_length,
         },
+        "pipeline": _pipeline_as_dict(plan) if plan.grid.pp > 1 else None,
         "precision": settings.precision,
         "sequence_length": settings.sequence_length,
         "zero_stage": settings.zero_stage,
@@ -124,6 +126,20 @@ def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
         "data": None if verdict.data is None else _data_as_dict(verdict.data),
     }
     return result | ({"choices": plan.to_dict()["choices"]} if explain else {})
+
+
+def _pipeline_as_dict(plan: Plan) -> dict[str, Any]:
+    from toolkit.plan.stage_parts import bubble_of
+
+    settings = plan.settings
+    return {
+        "schedule": settings.pipeline_schedule,
+        "pp": plan.grid.pp,
+        "virtual_stages": settings.virtual_stages,
+        "micro_batches": settings.batch.accumulation,
+        "bubble_fraction": bubble_of(plan),
+        "partition": list(settings.partition),
+    }
 
 
 def _data_as_dict(data: DatasetFacts) -> dict[str, Any]:

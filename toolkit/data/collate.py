@@ -27,7 +27,6 @@ class Collator:
         packing: Of the rows.
         sequence_length: Tokens a full row.
         pad_token_id: Token that fills a row.
-        fixed_length: Pads `none` to sequence_length, for pipelines that pass equal shapes from stage to stage.
         flatten: Joins `separated` rows end to end, shape (1, batch * sequence): flash attention reads documents off
             position_ids only in a batch of one.
 
@@ -38,17 +37,15 @@ class Collator:
     packing: Packing
     sequence_length: int
     pad_token_id: int
-    fixed_length: bool = False
     flatten: bool = False
 
     @classmethod
-    def of(cls, dataset: PackedDataset, *, fixed_length: bool = False, flatten: bool = False) -> Collator:
+    def of(cls, dataset: PackedDataset, *, flatten: bool = False) -> Collator:
         """Gives the collator for a data set's rows."""
         return cls(
             packing=dataset.packing,
             sequence_length=dataset.sequence_length,
             pad_token_id=dataset.pad_token_id,
-            fixed_length=fixed_length,
             flatten=flatten,
         )
 
@@ -59,11 +56,8 @@ class Collator:
             if self.flatten and self.packing == "separated":
                 return {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
             return batch
-        width = self.sequence_length
-        if not self.fixed_length:
-            longest = max(len(row["input_ids"]) for row in rows)
-            width = min(width, -(-longest // ROUND_TO) * ROUND_TO)
-        shape = (len(rows), width)
+        longest = max(len(row["input_ids"]) for row in rows)
+        shape = (len(rows), min(self.sequence_length, -(-longest // ROUND_TO) * ROUND_TO))
         input_ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
         attention_mask = np.zeros(shape, np.int64)
         for at, row in enumerate(rows):

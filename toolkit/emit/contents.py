@@ -89,9 +89,19 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
     )
     texts["commands.sh"] = commands_text(facts)
     names = [name for name in FILES if name in {*texts, "README.txt", PROVENANCE}]
-    texts["README.txt"] = readme_text(facts, {name: FILES[name] for name in names})
+    texts["README.txt"] = readme_text(facts, {name: _meaning(plan, name) for name in names})
     ordered = {name: texts[name] for name in FILES if name in texts}
     return Contents(texts={**ordered, PROVENANCE: _provenance(plan, configs, ordered, left_out)}, left_out=left_out)
+
+
+def _meaning(plan: Plan, name: str) -> str:
+    """Says what a file is; where a pipeline makes its numbers others than the plan's, so."""
+    if name != "deepspeed.json" or plan.grid.pp == 1:
+        return FILES[name]
+    return (
+        f"{FILES[name]}: gradient_accumulation_steps is 1 in it, since our loop runs the "
+        f"{plan.settings.batch.accumulation} micro-batches of a step by itself"
+    )
 
 
 def digest(text: str) -> str:

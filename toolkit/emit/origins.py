@@ -92,6 +92,22 @@ DEEPSPEED: dict[str, Origin] = {
     ),
 }
 
+# What these say of a pipeline, whose passes our loop orders.
+PIPELINE: dict[str, Origin] = {
+    "train_batch_size": Origin(
+        ("train.per_device_train_batch_size", "train.train_batch_size"),
+        "one micro-batch of each data-parallel rank: our loop runs all micro-batches of a step, and the engine sees one pass",
+    ),
+    "gradient_accumulation_steps": Origin(
+        ("parallel.pipeline", "train.gradient_accumulation_steps"),
+        "our loop runs all micro-batches of a step, and the engine sees one pass",
+    ),
+    "data_types.grad_accum_dtype": Origin(
+        ("train.precision", "train.gradient_accumulation_dtype"),
+        "that of the gradients: a step accumulates them before the engine reduces them, in the format that the plan names",
+    ),
+}
+
 ACCELERATE: dict[str, Origin] = {
     "compute_environment": Origin((), "`accelerate launch` starts the processes on the machine it runs on"),
     "debug": Origin((), "off: it would check shapes before every collective"),

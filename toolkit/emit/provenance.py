@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from toolkit.emit.origins import ACCELERATE, DEEPSPEED, TRAINER, Origin
+from toolkit.emit.origins import ACCELERATE, DEEPSPEED, PIPELINE, TRAINER, Origin
 from toolkit.plan.plan import Plan
 from toolkit.plan.settings import Choice
 
@@ -46,9 +46,12 @@ def provenance(plan: Plan, file: str, config: Mapping[str, Any]) -> dict[str, di
     by_key: dict[str, list[Choice]] = {}
     for choice in plan.choices:
         by_key.setdefault(choice.key, []).append(choice)
+    table = TABLES[file]
+    if table is DEEPSPEED and plan.grid.pp > 1:
+        table = {**table, **PIPELINE}
     written = dict(leaves(plan.job.deepspeed)) if TABLES[file] is DEEPSPEED else {}
     return {
-        path: _verbatim(path, value) if path in written else _explained(value, TABLES[file][path], by_key)
+        path: _verbatim(path, value) if path in written else _explained(value, table[path], by_key)
         for path, value in leaves(config)
     }
 

@@ -37,7 +37,6 @@ class Passes(Protocol):
         """Gives what the whole model gives for a batch on this rank's device; None where others hold its end."""
 
 
-
 class Losses:
     """What turns a model's outputs into the loss of a step.
 
@@ -94,9 +93,7 @@ class AccumulatedPasses:
         total = torch.zeros((), device=self._world.device)
         for index, batch in enumerate(micro_batches):
             outputs = self._engine(**self.losses.inputs(batch))
-            loss, reported = self.losses.of_step(
-                outputs, batch["labels"], num_targets, share=1 / len(micro_batches)
-            )
+            loss, reported = self.losses.of_step(outputs, batch["labels"], num_targets, share=1 / len(micro_batches))
             # The logits' last reference must go before the backward pass frees what it can.
             del outputs
             self._memory.end("forward")

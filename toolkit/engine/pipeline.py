@@ -159,9 +159,15 @@ class PipelinePasses:
         arrival = self._step.gradients.pop(_place(action), None)
         if arrival is None:
             self._engine.backward(outputs, scale_wrt_gas=False)
+        elif outputs.requires_grad:  # not of a first stage that is frozen
+            # Under fp16 it tells a gradient that carries the scale of the loss from one that was forgotten to be scaled
+            # (deepspeed runtime/engine.py scale, _backward_post_hook); this one comes from a stage that has it.
+            self._engine._manual_backward_expected = True
+            outputs.backward(arrival.wait())  # type: ignore[no-untyped-call]
         else:
-            outputs.backward(arrival.wait())
+            arrival.wait()
         if hidden_BSD is not None:
+            assert hidden_BSD.grad is not None, "the stage's layers have used it"
             self._step.to_send[_place(action)] = hidden_BSD.grad
         self._memory.end("backward")
 

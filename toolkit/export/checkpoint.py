@@ -109,7 +109,7 @@ def export(
         merge_adapter=merge_adapter,
         overwrite=overwrite,
         trust_remote_code=plan.job.model.trust_remote_code,
-        tp_size=plan.grid.tp,
+        grid=plan.grid,
         progress=progress,
         inspect=compare if reason is None else None,
     )

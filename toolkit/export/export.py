@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from toolkit.errors import CheckpointError, Problem
-from toolkit.export.adapter import ADAPTER_CONFIG, Weights, is_adapted, lora_targets, read_adapter_config
+from toolkit.export.adapter import (
+    ADAPTER_CONFIG,
+    base_key,
+    factor_of,
+    is_adapted,
+    lora_targets,
+    read_adapter_config,
+)
 from toolkit.export.adapter_shards import adapted_shards
 from toolkit.export.contents import Contents, Kind, Opened, choose_contents
 from toolkit.export.joined import JoinedCheckpoint
 from toolkit.export.readback import verify_written
+from toolkit.export.united import UnitedCheckpoint
 from toolkit.export.writer import Entry, ShardWriter, staged_folder
 from toolkit.export.zero_reader import ZeroCheckpoint
 from toolkit.modeling.conversion import revert
-from toolkit.modeling.initialization import tie_weights
+from toolkit.modeling.initialization import tie_weights, tied_keys
 from toolkit.tensor_parallel.apply import dense_shards
 from toolkit.tensor_parallel.tables import styles_for
+from toolkit.topology.grid import Grid
 
 Progress = Callable[[int, int], None]
+_ONE_RANK = Grid()
 _SAMPLES = 16  # tensors whose bytes are read back
 _GENERATION = frozenset({"config.json", "generation_config.json"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
@@ -73,14 +83,14 @@ def export_checkpoint(
     verify: bool = True,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    tp_size: int = 1,
+    grid: Grid = _ONE_RANK,
     progress: Progress | None = None,
     inspect: Callable[[Path, ExportReport], None] | None = None,
 ) -> ExportReport:
     """Writes a checkpoint of ZeRO 0 to 3 as Hugging Face safetensors, on one CPU process.
 
     Host memory: the largest group of tensors that convert together (mostly one matrix; of a mixture of experts, one
-    layer's stacked matrix), and one tensor rank's part of one, whatever the size of the model or of a shard.
+    layer's stacked matrix), and one rank's part of one, whatever the size of the model or of a shard.
 
     Args:
         checkpoint_dir: A `checkpoint-STEP` folder.
@@ -95,12 +105,12 @@ def export_checkpoint(
         verify: Read back every name and shape, as `from_pretrained` would match them, and a sample of the values.
         overwrite: Replace what `output_dir` holds.
         trust_remote_code: Run model code that lies in `model_dir`.
-        tp_size: `parallel.tensor` of the run: ranks whose shards are joined.
+        grid: Of the run: stages and tensor ranks, whose parts are joined. Its replicas hold the same.
         progress: Called with tensors written and tensors in all.
         inspect: Called with the finished folder before it takes its place; what it raises leaves nothing behind.
     Raises:
         CheckpointError: EXPORT_LATEST, EXPORT_CONFIG, EXPORT_KEYS, EXPORT_SHAPE, EXPORT_NOT_ADAPTED, EXPORT_EXISTS,
-            EXPORT_VERIFY, and those of `ZeroCheckpoint`, `JoinedCheckpoint` and `toolkit.export.adapter`.
+            EXPORT_VERIFY, and those of `ZeroCheckpoint`, `JoinedCheckpoint`, `UnitedCheckpoint` and `toolkit.export.adapter`.
         RunError: EXPORT_WRITE.
     """
     source = Path(checkpoint_dir)
@@ -112,7 +122,7 @@ def export_checkpoint(
         model_dir or source / "model",
         peft_dir,
         trust_remote_code=trust_remote_code,
-        tp_size=tp_size,
+        grid=grid,
     )
     if merge_adapter and opened.peft_model is None:
         raise CheckpointError(_not_adapted(source))
@@ -138,19 +148,30 @@ def export_checkpoint(
     return report
 
 
-def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool, tp_size: int) -> Opened:
-    ranks = [ZeroCheckpoint(tag_dir, tp_rank, tp_size) for tp_rank in range(tp_size)]
-    adapted = is_adapted(ranks[0])
+def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool, grid: Grid) -> Opened:
+    ranks = [ZeroCheckpoint(tag_dir, mp_rank, grid) for mp_rank in range(grid.size("model"))]
+    adapted = any(map(is_adapted, ranks))
     model = _meta_model(model_dir, trust_remote_code=trust_remote_code)
     lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
     peft_model = _peft_model(_meta_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
-    weights: Weights = ranks[0]
-    if tp_size > 1:
-        shards = dense_shards(model, styles_for(model), num_ranks=tp_size)
+    names = {name for rank in ranks for name in rank.tensors}
+    shards = {}
+    if grid.tp > 1:
+        shards = dense_shards(model, styles_for(model), num_ranks=grid.tp)
         if peft_model is not None:
-            shards = adapted_shards(weights.tensors, shards, lora_targets(peft_model))
-        weights = JoinedCheckpoint(tag_dir, ranks, shards)
+            shards = adapted_shards(names, shards, lora_targets(peft_model))
+    stages = [
+        JoinedCheckpoint(tag_dir, ranks[first : first + grid.tp], shards, first)
+        for first in range(0, len(ranks), grid.tp)
+    ]
+    weights = UnitedCheckpoint(tag_dir, stages, _tied_names(names, model))
     return Opened(weights=weights, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
+
+
+def _tied_names(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
+    """Names of a checkpoint's tied weights to the names of those that they share their values with."""
+    named = {base_key(name): name for name in names if factor_of(name) is None}
+    return {named[key]: named[kept] for key, kept in tied_keys(model).items() if key in named and kept in named}
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""A checkpoint of several tensor ranks as one of whole tensors, joined when they are read, one at a time."""
+"""What the tensor ranks of a stage have saved as one checkpoint of whole tensors, joined when they are read, one at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from toolkit.tensor_parallel.layout import Shard
 
 @dataclass(slots=True)
 class JoinedCheckpoint:
-    """Whole tensors, put together from what each tensor rank has saved.
+    """Whole tensors of a stage, put together from what each of its tensor ranks has saved; those of one rank as they are.
 
     Host memory: the tensor that is read, and one rank's shard of it.
 
     Args:
         folder: Where they come from, for messages.
         ranks: By tensor rank; all hold the same tensors, and the first knows which of them are shared.
-        shards: How each tensor is cut that is; the others are whole on every rank, and read from rank 0.
+        shards: How each tensor is cut that is; the others are whole on every rank, and read from the first.
+        first_rank: Model-parallel rank of the first, for messages.
     Raises:
         CheckpointError: EXPORT_DAMAGED where the ranks hold other tensors, EXPORT_SHAPE where their shards are not
             those of the model.
@@ -35,14 +36,15 @@ class JoinedCheckpoint:
     folder: Path
     ranks: Sequence[Weights]
     shards: Mapping[str, Shard]
+    first_rank: int = 0
     tensors: dict[str, StoredTensor] = field(init=False)
 
     def __post_init__(self) -> None:
         first, *others = self.ranks
-        for rank, weights in enumerate(others, start=1):
+        for rank, weights in enumerate(others, start=self.first_rank + 1):
             unlike = sorted(_differences(first.tensors, weights.tensors))
             if unlike:
-                raise CheckpointError(_unlike(self.folder, rank, unlike))
+                raise CheckpointError(_unlike(self.folder, rank, self.first_rank, unlike))
         self.tensors = {name: self._whole(name, stored) for name, stored in first.tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -108,11 +110,11 @@ def _differences(first: Mapping[str, StoredTensor], other: Mapping[str, StoredTe
     return unlike | (other.keys() - first.keys())
 
 
-def _unlike(folder: Path, rank: int, names: list[str]) -> Problem:
+def _unlike(folder: Path, rank: int, first: int, names: list[str]) -> Problem:
     return Problem(
         code="EXPORT_DAMAGED",
         key=str(folder),
-        message=f"the files of model-parallel rank {rank:02d} in {folder} hold other tensors than those of rank 00: "
+        message=f"the files of model-parallel rank {rank:02d} in {folder} hold other tensors than those of rank {first:02d}: "
         f"they differ at {some(names)}",
         fix="Copy the files of every rank from one and the same run, or export an earlier checkpoint",
     )

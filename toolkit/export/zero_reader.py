@@ -1,12 +1,12 @@
-"""Reads single tensors out of a checkpoint that the DeepSpeed engine wrote, whatever its ZeRO stage: one tensor rank's.
+"""Reads single tensors out of a checkpoint that the DeepSpeed engine wrote, whatever its ZeRO stage: one rank's of the model.
 
 Files are mapped, not loaded: a tensor's bytes are read when that tensor is asked for, and Adam's moments, three
 quarters of a checkpoint, never are. The layouts are those of DeepSpeed 0.19:
 
-* stage 0 to 2: `mp_rank_TT_model_states.pt` holds tensor rank TT's whole module in the training dtype;
-  `*_mp_rank_TT_optim_states.pt` of each data-parallel rank holds its slice of the fp32 master weights, with the address
+* stage 0 to 2: `mp_rank_MM_model_states.pt` holds model-parallel rank MM's whole module in the training dtype;
+  `*_mp_rank_MM_optim_states.pt` of each data-parallel rank holds its slice of the fp32 master weights, with the address
   of every parameter's fragment;
-* stage 3: `zero_pp_rank_D_mp_rank_TT_model_states.pt` holds shapes, buffers and data-parallel rank D's part of each
+* stage 3: `zero_pp_rank_D_mp_rank_MM_model_states.pt` holds shapes, buffers and data-parallel rank D's part of each
   frozen parameter; its part of the trainable ones is in its `*_optim_states.pt`, in the order of the shapes.
 """
 
@@ -24,7 +24,10 @@ from torch import Tensor
 
 from toolkit.checkpoint.swapped import SWAPPED, master_weights, read_sub_groups
 from toolkit.errors import CheckpointError, Problem
-from toolkit.export.engine_files import check_tensor_ranks, model_files, optimizer_files
+from toolkit.export.engine_files import check_model_ranks, model_files, optimizer_files
+from toolkit.topology.grid import Coordinate, Grid
+
+_ONE_RANK = Grid()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +47,12 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class ZeroCheckpoint:
-    """The module's tensors of one checkpoint tag, as one tensor rank held them.
+    """The module's tensors of one checkpoint tag, as one rank of the model held them: one tensor rank's of one stage.
 
     Args:
         folder: The tag's folder.
-        tp_rank: Whose tensors.
-        tp_size: Tensor ranks that wrote the tag.
+        mp_rank: Whose tensors: its model-parallel rank.
+        grid: Of the run that wrote the tag: stages and tensor ranks. How many replicas wrote, the files say.
     Raises:
         CheckpointError: EXPORT_NO_CHECKPOINT, EXPORT_INCOMPLETE, EXPORT_DAMAGED, EXPORT_MODEL_PARALLEL, EXPORT_NVME.
     Source:
@@ -57,8 +60,8 @@ class ZeroCheckpoint:
     """
 
     folder: Path
-    tp_rank: int = 0
-    tp_size: int = 1
+    mp_rank: int = 0
+    grid: Grid = _ONE_RANK
     stage: int = field(init=False)
     tensors: dict[str, StoredTensor] = field(init=False)
     _module: dict[str, Tensor] = field(init=False)
@@ -67,9 +70,9 @@ class ZeroCheckpoint:
     _fragments: dict[str, list[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        check_tensor_ranks(self.folder, tp_size=self.tp_size)
-        models = model_files(self.folder, tp_rank=self.tp_rank)
-        optimizers = optimizer_files(self.folder, tp_rank=self.tp_rank)
+        check_model_ranks(self.folder, self.grid)
+        models = model_files(self.folder, mp_rank=self.mp_rank)
+        optimizers = optimizer_files(self.folder, mp_rank=self.mp_rank)
         partitioned = models[0].name.startswith("zero_pp_rank_")
         self._states = [_load(path) for path in (models if partitioned else models[:1])]
         self._module = {key: value for key, value in self._states[0]["module"].items() if isinstance(value, Tensor)}
@@ -151,10 +154,15 @@ class ZeroCheckpoint:
             if groups is None:
                 raise CheckpointError(_on_nvme(self.folder))
             for dp_rank, flats in enumerate(in_memory):
-                rank = dp_rank * self.tp_size + self.tp_rank  # swap files lie by global rank
-                yield list(master_weights(self.folder, rank, flats, groups))
+                yield list(master_weights(self.folder, self._global_rank(dp_rank), flats, groups))
         except (OSError, ValueError) as error:
             raise CheckpointError(_damaged(self.folder, f"holds swap files that cannot be read: {error}")) from error
+
+    def _global_rank(self, dp_rank: int) -> int:
+        """Gives the rank by which swap files lie."""
+        stage, tp_rank = divmod(self.mp_rank, self.grid.tp)
+        grid = Grid(pp=self.grid.pp, dp=len(self._optimizers), tp=self.grid.tp)
+        return grid.rank(Coordinate(pp=stage, dp=dp_rank, tp=tp_rank))
 
     def _describe(self) -> Iterator[tuple[str, StoredTensor]]:
         shared = self._states[0].get("shared_params") or {}

@@ -160,7 +160,9 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
     apply_gradient_checkpointing(
         adapted, fraction=settings.gradient_checkpointing, offload_inputs=plan.profile.activations
     )
-    apply_loss(adapted, train.loss)
+    cut = stage_info(model)
+    if cut is None or cut.part.last:  # other stages of a pipeline have no head
+        apply_loss(adapted, train.loss)
     if train.torch_compile:
         compile_layers(model)
     adapted.train()

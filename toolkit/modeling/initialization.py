@@ -185,7 +185,7 @@ def seed_draws(seed: int) -> None:
         torch, cuda/__init__.py, _lazy_call.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 

@@ -51,10 +51,13 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
     Raises:
         PlanError: PIPELINE_LAYERS where its layers are not found, PIPELINE_ARCHITECTURE where it does more between them than
             pass hidden states on, PIPELINE_SHARED for a weight of two stages. The model is then as it was.
-        ValueError: If the model has another number of layers than `part` says, or is cut already.
+        ValueError: If the model has another number of layers than `part` says, is cut already, or was never tied.
     """
     if hasattr(model, "pipeline_cut"):
         raise ValueError("the model is cut already")
+    for one, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if model.get_parameter(one) is not model.get_parameter(other):
+            raise ValueError(f"{one} and {other} are tied by the configuration, and not yet by tie_weights")
     anatomy = find_anatomy(model)
     stack: Any = model.get_submodule(anatomy.layers)
     if len(stack) != part.num_layers:

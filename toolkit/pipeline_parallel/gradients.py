@@ -27,7 +27,7 @@ class Fp32Gradients:
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.register_post_accumulate_grad_hook(self._add)
+                parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
 
     def _add(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad

@@ -38,7 +38,13 @@ class Batch:
 
 
 def solve_batch(
-    *, micro: int | None, accumulation: int | None, train: int | None, dp_size: int, sequence_length: int
+    *,
+    micro: int | None,
+    accumulation: int | None,
+    train: int | None,
+    dp_size: int,
+    sequence_length: int,
+    wanted_accumulation: int = 1,
 ) -> Batch:
     """Completes the equation from what is given.
 
@@ -48,21 +54,25 @@ def solve_batch(
         train: Sequences a step over all ranks, or None.
         dp_size: Data-parallel ranks.
         sequence_length: Tokens a sequence; sets the micro batch when it is open.
+        wanted_accumulation: Micro batches a step to have at least, where the other values leave that open.
 
     Raises:
         PlanError: BATCH_EQUATION when no whole numbers solve it; the message lists the triples that do.
 
     >>> str(solve_batch(micro=2, accumulation=None, train=32, dp_size=4, sequence_length=2048))
     '32 = 2 micro × 4 accumulation × 4 data-parallel ranks'
+    >>> str(solve_batch(micro=None, accumulation=None, train=32, dp_size=1, sequence_length=512, wanted_accumulation=8))
+    '32 = 4 micro × 8 accumulation × 1 data-parallel rank'
     """
     if train is None:
         chosen = micro if micro is not None else default_micro(sequence_length)
-        return Batch(micro=chosen, accumulation=accumulation or 1, dp_size=dp_size)
+        return Batch(micro=chosen, accumulation=accumulation or wanted_accumulation, dp_size=dp_size)
     share, remainder = divmod(train, dp_size)
     if remainder or not share:
         raise _unsolvable(micro, accumulation, train, dp_size)
     if micro is None and accumulation is None:
-        micro = max(size for size in divisors(share) if size <= default_micro(sequence_length))
+        largest = max(1, min(default_micro(sequence_length), share // wanted_accumulation))
+        micro = max(size for size in divisors(share) if size <= largest)
     if micro is None:
         assert accumulation is not None
         micro, remainder = divmod(share, accumulation)

@@ -27,11 +27,18 @@ def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
         precision and the optimizer's partitions; under stage 3 the latter alone, for the weights are placeholders, and
         frozen partitions whole. Each tensor rank writes files of its own, also of what all of them hold, and each stage.
     """
-    return _model_ranks(draft) * _bytes_of_rank(draft, total=total, trainable=trainable)
+    ranks = _model_ranks(draft)
+    return written_bytes(draft, total=ranks * total, trainable=ranks * trainable)
 
 
-def _bytes_of_rank(draft: Draft, *, total: int, trainable: int) -> int:
-    """Gives what the data-parallel ranks of one rank of the model write, bytes."""
+def written_bytes(draft: Draft, *, total: int, trainable: int) -> int:
+    """Gives the size of one checkpoint over all ranks, bytes, as `checkpoint_bytes` does where ranks hold different numbers.
+
+    Args:
+        draft: Stage, precision and optimizer.
+        total: Parameters of all ranks of one model, counted on each that holds them.
+        trainable: Those of them that are trained.
+    """
     settings, train = draft.settings, draft.job.train
     width = 4 if settings.precision == "fp32" else 2
     frozen = 0 if leaves_frozen_out(draft) else total - trainable

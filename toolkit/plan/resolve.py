@@ -21,6 +21,9 @@ from toolkit.units import format_bytes, format_count
 
 T = TypeVar("T")
 
+# The stages of a pipeline wait for (p - 1) / (m + p - 1) of a step of m micro-batches: less than a fifth of it here.
+MICRO_BATCHES_OF_A_STAGE = 4
+
 _BALANCED_BY: dict[PartitionWay, str] = {
     "auto": "the slowest stage does the fewest operations possible, the head's among those of the last",
     "parameters": "the largest stage holds the fewest parameters possible",
@@ -199,6 +202,7 @@ def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
         train=train.train_batch_size,
         dp_size=_dp_size(job),
         sequence_length=sequence_length,
+        wanted_accumulation=1 if job.parallel.pipeline == 1 else MICRO_BATCHES_OF_A_STAGE * job.parallel.pipeline,
     )
     if train.per_device_train_batch_size is None:
         reason = (
@@ -207,7 +211,10 @@ def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
         )
         chooser.derive("train.per_device_train_batch_size", batch.micro, reason)
     if train.gradient_accumulation_steps is None:
-        chooser.derive("train.gradient_accumulation_steps", batch.accumulation, f"the batch equation: {batch}")
+        reason = f"the batch equation: {batch}"
+        if job.parallel.pipeline > 1 and train.train_batch_size is None:
+            reason = f"{MICRO_BATCHES_OF_A_STAGE} micro-batches for each stage of the pipeline, so that they wait for a fifth of the time"
+        chooser.derive("train.gradient_accumulation_steps", batch.accumulation, reason)
     if train.train_batch_size is None:
         chooser.derive("train.train_batch_size", batch.train, f"the batch equation: {batch}")
     return batch
@@ -368,7 +375,9 @@ def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: 
         return {}
     virtual = chooser.choose("parallel.virtual_stages", parallel.virtual_stages, 1, "each rank holds one run of layers")
     schedule: RunSchedule = "interleaved" if virtual > 1 else "1f1b"
-    reason = "the order that virtual stages need" if virtual > 1 else "as short as gpipe, with fewer activations at once"
+    reason = (
+        "the order that virtual stages need" if virtual > 1 else "as short as gpipe, with fewer activations at once"
+    )
     layers = layers_of_stages(job, model, sequence_length=sequence_length)
     if not isinstance(parallel.partition, tuple):
         way = parallel.partition or "auto"

@@ -105,9 +105,7 @@ class Settings:
             TypeError: A key is missing or foreign.
             ValueError: A value has the wrong type or lies outside its range.
         """
-        made = cls(
-            **{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))}
-        )
+        made = cls(**{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))})
         TypeAdapter(cls).validate_json(json.dumps(value), strict=True)
         return made
 

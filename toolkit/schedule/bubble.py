@@ -5,7 +5,8 @@ All stages take equally long and messages take no time. `simulate` knows neither
 
 from __future__ import annotations
 
-from toolkit.schedule.build import build_schedule
+from toolkit.errors import PlanError, raise_all
+from toolkit.schedule.build import build_schedule, schedule_problems
 from toolkit.schedule.simulate import Durations, simulate
 from toolkit.spec.values import PipelineSchedule
 
@@ -38,10 +39,11 @@ def bubble_fraction(
     Raises:
         PlanError: As `build_schedule`.
     """
-    schedule = build_schedule(name, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    raise_all(PlanError, schedule_problems(name, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages))
     each = durations or Durations()
     idle = idle_time(name, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages, durations=each)
     if idle is None or each.transfer:
+        schedule = build_schedule(name, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages)
         return simulate(schedule, each).bubble_fraction
     busy = micro_batches * virtual_stages * (each.forward + each.backward_input + each.backward_weight)
     return idle / (busy + idle)

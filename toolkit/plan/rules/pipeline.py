@@ -78,6 +78,8 @@ def proven_together(draft: Draft) -> Iterator[Problem]:
         yield _refused("parallel.strategy", parallel.strategy, "our pipelines run in the DeepSpeed engine", "zero")
     if train.method == "qlora":
         yield _refused("train.method", "qlora", "packed 4-bit weights are not built stage by stage", "lora")
+    if draft.settings.precision == "fp8":
+        yield _refused("train.precision", "fp8", "its products have not been held against a whole model's", "bf16")
     if train.method == "lora" and train.lora is not None and train.lora.modules_to_save:
         why = "peft copies a module that other stages do not have"
         yield _refused("train.lora.modules_to_save", ", ".join(train.lora.modules_to_save), why, "none")

@@ -1,0 +1,185 @@
+"""What a run with stages does besides training: evaluation, gradients summed in fp32, batches compared, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from courses import Case, full_weights, reference, reference_loss
+from distributed import run_distributed
+from tiny_plans import step_batches, tiny_plan
+
+import toolkit as tk
+from toolkit.errors import RunError
+from toolkit.modeling.build import build_model
+from toolkit.plan.plan import Plan
+
+MANY = 64
+SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e6}
+FOUR = {"num_hidden_layers": 4}
+
+
+def plan_of(*, stages: int = 2, **changes: Any) -> Plan:
+    train = SGD | changes.pop("train", {})
+    parallel = {"pipeline": stages, "zero_stage": 2} | changes.pop("parallel", {})
+    return tiny_plan(changes.pop("architecture", "llama-tied"), ranks=2, train=train, parallel=parallel, config=FOUR)
+
+
+PLANS = {
+    "evaluation": plan_of(),
+    "evaluation interleaved": plan_of(parallel={"pipeline_schedule": "interleaved", "virtual_stages": 2}),
+    "evaluation zero 3": plan_of(parallel={"zero_stage": 3}),
+}
+SUMMED = {
+    dtype: plan_of(
+        train={"precision": "bf16", "gradient_accumulation_dtype": dtype, "gradient_accumulation_steps": MANY}
+    )
+    for dtype in ("bf16", "fp32")
+}
+HALF_STEPS = 3
+
+
+def in_half(stage: int) -> Plan:
+    """A plan in fp16, which the rules refuse on CPUs: torch computes it there, DeepSpeed asks for units that few have."""
+    plan = plan_of(train={"max_grad_norm": 0.5, "learning_rate": 0.5}, parallel={"zero_stage": stage})
+    return dataclasses.replace(
+        plan, settings=dataclasses.replace(plan.settings, precision="fp16", gradient_accumulation_dtype="fp16")
+    )
+
+
+def in_half_everything() -> dict[str, Any]:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
+        for stage in (1, 2, 3):
+            with tk.initialize(in_half(stage)) as run:
+                batches = [step_batches(step, ranks=1)[0] for step in range(HALF_STEPS)]
+                found[f"fp16 zero {stage}"] = [(float(run.step(batch)), run.gradient_norm) for batch in batches]
+    return found
+
+
+def everything(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = in_half_everything()
+    for name, plan in PLANS.items():
+        with tk.initialize(plan) as run:
+            found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=3)[0])
+    for dtype, plan in SUMMED.items():
+        with tk.initialize(plan) as run:
+            before = full_weights(run.model, run.world)
+            run.step(step_batches(0, ranks=1, accumulation=MANY)[0])
+            after = full_weights(run.model, run.world)
+            found[dtype] = {name: before[name] - after[name] for name in before}
+    with tk.initialize(PLANS["evaluation"]) as run:
+        with pytest.raises(RunError) as caught:
+            run.step(step_batches(rank, ranks=1)[0])
+        found["refused"] = str(caught.value)
+    found["failure"] = failing_pass(rank)
+    return found
+
+
+def failing_pass(rank: int) -> str:
+    """The last stage fails in its second forward pass; what it raises must come out, not a wait for the first stage."""
+    run = tk.initialize(PLANS["evaluation"])
+    if rank == 0:
+        return "is left waiting"  # as by a supervisor, which ends it
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        raise RuntimeError("out of memory, say")
+
+    run.model.get_output_embeddings().register_forward_pre_hook(fail)
+    passes: Any = run._passes
+    passes._step.micro_batches = step_batches(0, ranks=1)[0]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_alone(passes)
+    return f"raised after {len(calls)}"
+
+
+def run_alone(passes: Any) -> None:
+    """Runs the last stage's first forward pass inside the block in which the engine defers its reduction."""
+    from toolkit.engine.pipeline import _reduced_at_the_end
+
+    batch = passes._step.micro_batches[0]
+    hidden_BSD = torch.randn(*batch["input_ids"].shape, passes._engine.module.config.hidden_size)
+    with _reduced_at_the_end(passes._engine):
+        passes._call(0, batch, hidden_BSD)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_distributed(everything, 2, timeout_seconds=600)
+
+
+def whole(plan: Plan) -> Any:
+    train = {"precision": plan.settings.precision}
+    return build_model(
+        tiny_plan("llama-tied", ranks=1, train=train, parallel={"zero_stage": 0}, config=FOUR),
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PLANS)
+def test_evaluation_is_that_of_the_whole_model(ranks: list[dict[str, Any]], name: str) -> None:
+    with torch.no_grad():
+        wanted, _ = reference_loss(whole(PLANS[name]).eval(), step_batches(3, ranks=1, accumulation=3)[0])
+    for found in ranks:
+        assert found[name] == pytest.approx(float(wanted), abs=1e-5)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks: list[dict[str, Any]]) -> None:
+    model = whole(SUMMED["fp32"])
+    batches = step_batches(0, ranks=1, accumulation=MANY)[0]
+    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    exact = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in model.named_parameters()}
+    for batch in batches:
+        mean, _ = reference_loss(model, [batch])
+        share = int((batch["labels"][:, 1:] != -100).sum()) / count
+        if share:
+            model.zero_grad()
+            (mean * share).backward()
+            for name, weight in model.named_parameters():
+                exact[name] += weight.grad.double()
+    errors = {
+        dtype: max(
+            float((torch.from_numpy(found[dtype][name]) - exact[name]).norm() / exact[name].norm())
+            for found in ranks
+            for name in found[dtype]
+        )
+        for dtype in SUMMED
+    }
+    assert errors["fp32"] < 0.5 * errors["bf16"], errors
+    assert errors["fp32"] < 0.02, errors
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any]], stage: int) -> None:
+    train = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
+    case = Case(train=train, stage=stage, architecture="llama-tied", data=1, steps=HALF_STEPS, config=FOUR)
+    wanted = reference(case)
+    for found in ranks:
+        losses, norms = zip(*found[f"fp16 zero {stage}"], strict=True)
+        assert losses == pytest.approx(wanted.losses, abs=1e-3)
+        assert norms == pytest.approx(wanted.norms, abs=1e-3)
+
+
+@pytest.mark.gloo
+def test_stages_that_are_given_different_batches_are_told(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert "TP_BATCH" in found["refused"]
+        assert "rank 0 of their replica 0, 1" in found["refused"]
+
+
+@pytest.mark.gloo
+def test_a_failed_pass_ends_without_waiting_for_the_others(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["failure"] == "raised after 1"
