@@ -210,7 +210,7 @@ def test_lora_is_exported_alone_and_merged(workspace, launcher):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_sharded_model_learns_as_the_dense_one(workspace, number):
     printed = workspace.run("09", "torchrun", number)
     pairs = re.findall(r"^step \d+ loss ([\d.]+) dense ([\d.]+)$", printed, re.MULTILINE)
