@@ -43,8 +43,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "head_dim": 8,
         "sliding_window": 8,
-        "num_hidden_layers": 8,
-        "layer_types": _every(3, 8),  # the last period is cut short, as in the real ones
+        "num_hidden_layers": 14,
+        "layer_types": _every(6, 14),
     },
     "gpt_oss": {
         "head_dim": 8,
