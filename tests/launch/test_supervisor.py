@@ -81,6 +81,11 @@ def all_gone(*pids: int) -> bool:
     return not any(map(is_alive, pids))
 
 
+def hears_hang_ups() -> None:
+    """As in a terminal: tests that are started by `nohup` would leave it to be ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts a supervisor of two workers in a process of its own, once both workers are ready."""
@@ -95,6 +100,7 @@ def start(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hears_hang_ups,
         )
         started.append(process)
         for rank in range(2):
