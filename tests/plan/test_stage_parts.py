@@ -39,7 +39,9 @@ def test_a_plan_explains_its_pipeline() -> None:
     assert describe_pipeline(plan) == "2 stages of 2 layers, 1f1b: 6 micro-batches, bubble 14.3%"
     assert plan.explain().splitlines()[2] == f"pipeline: {describe_pipeline(plan)}"
     virtual = plan_of(ranks=4, parallel=parallel | {"virtual_stages": 2})
-    assert describe_pipeline(virtual).startswith("2 stages × 2 virtual of 1 layer, interleaved: 1 micro-batch, bubble")
+    assert describe_pipeline(virtual).startswith(
+        "2 stages × 2 virtual of 1 layer, interleaved: 8 micro-batches, bubble"
+    )
     assert "pipeline:" not in plan_of(ranks=4).explain()
 
 

@@ -58,7 +58,7 @@ def _as_traced(segment: Segment, stacks: Sequence[Stack]) -> Iterator[Placed]:
             yield _released(event, 1)
         elif isinstance(event, Mark):
             owner = segment.owner
-            yield Placed(event, _name(event, stacks, owner and owner[0], 0 if owner is None else owner[1]))
+            yield _placed(event, stacks, owner and owner[0], 0 if owner is None else owner[1])
         else:
             yield Placed(event)
 
@@ -68,7 +68,7 @@ def _outside(events: Iterable[TracedEvent], stacks: Sequence[Stack]) -> Iterator
         if isinstance(event, Release):
             yield _released(event, _count(event.birth, stacks))
         elif isinstance(event, Mark):
-            yield Placed(event, _name(event, stacks, None, 0))
+            yield _placed(event, stacks, None, 0)
         else:
             yield Placed(event)
 
@@ -91,13 +91,18 @@ def _layers(
                 elif final[position] == layer:
                     yield _released(event, _count(event.birth, stacks))
             elif isinstance(event, Mark):
-                yield Placed(event, _name(event, stacks, at, layer))
+                yield _placed(event, stacks, at, layer)
             else:
                 yield Placed(event)
     for position, events in mine.items():
         if position not in final:  # a layer that gives others their neighbour may be the one that lets go
             shared = (event for event in events if isinstance(event, Release))
             yield from (_released(event, _count(event.birth, stacks)) for event in shared)
+
+
+def _placed(mark: Mark, stacks: Sequence[Stack], at: int | None, layer: int) -> Placed:
+    """Gives a mark its absolute name, which says all that its place among the traced layers did."""
+    return Placed(replace(mark, place=None), _name(mark, stacks, at, layer))
 
 
 def _name(mark: Mark, stacks: Sequence[Stack], at: int | None, layer: int) -> str:
