@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tensor_parallel import PEAK_FLOPS, TINY, WARM_UP, flops_per_token
+from tensor_parallel import CARDS, PEAK_FLOPS, WARM_UP, flops_per_token, model_config
 
 from toolkit.launch.environment import worker_environment
 from toolkit.launch.local import LOGS
@@ -34,11 +34,9 @@ from toolkit.launch.outcome import write_worker_error
 from toolkit.launch.ports import free_port
 from toolkit.launch.supervisor import supervise
 from toolkit.schedule import bubble_fraction
-from toolkit.spec.model import read_catalogue_model
 from toolkit.topology.grid import Grid
 
 DEFAULT_CASES = ("deepspeed:pipeline=2", "toolkit:pipeline=2", "toolkit:pipeline=2,schedule=gpipe")
-CARDS = {"cpu": "cpu", "NVIDIA H200": "h200-sxm-141gb", "NVIDIA H100 80GB HBM3": "h100-sxm-80gb"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +81,6 @@ class Case:
                 raise ValueError(f"{name} is none of {', '.join(fields)}")
             values[name] = type(fields[name].default)(value)
         return cls(mode=mode, **values)
-
-
-def model_config(options: argparse.Namespace) -> dict[str, Any]:
-    raw = dict(TINY if options.model == "tiny" else read_catalogue_model(options.model).config)
-    raw.pop("dtype", None)
-    return raw | ({"num_hidden_layers": options.layers} if options.layers else {})
 
 
 def batches(options: argparse.Namespace, case: Case, *, replica: int, device: Any) -> list[dict[str, Any]]:

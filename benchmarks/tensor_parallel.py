@@ -38,6 +38,8 @@ from toolkit.topology.grid import Grid
 
 # Dense bf16 of an H100 SXM and an H200, FLOP/s (NVIDIA H100 datasheet, without sparsity).
 PEAK_FLOPS = 989.5e12
+# What the catalogue calls them.
+CARDS = {"cpu": "cpu", "NVIDIA H200": "h200-sxm-141gb", "NVIDIA H100 80GB HBM3": "h100-sxm-80gb"}
 WARM_UP = 2
 PROFILED_STEPS = 2
 TINY = {
@@ -217,7 +219,6 @@ def toolkit_run(options: argparse.Namespace, case: Case, folder: Path) -> Any:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(model_config(options)), encoding="utf-8")
     card = torch.cuda.get_device_name() if options.cuda else "cpu"
-    names = {"cpu": "cpu", "NVIDIA H200": "h200-sxm-141gb", "NVIDIA H100 80GB HBM3": "h100-sxm-80gb"}
     train = {
         "precision": options.precision,
         "sequence_length": options.sequence_length,
@@ -233,7 +234,7 @@ def toolkit_run(options: argparse.Namespace, case: Case, folder: Path) -> Any:
     }
     job = {
         "model": {"name": str(folder), "init": "random"},
-        "cluster": {"gpu": names[card], "gpus_per_node": options.gpus},
+        "cluster": {"gpu": CARDS[card], "gpus_per_node": options.gpus},
         "train": train,
         "parallel": {"zero_stage": 1, "tensor": options.tensor},
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from toolkit.pipeline_parallel.cut import cut_model
 from toolkit.pipeline_parallel.marks import mark_stage
 from toolkit.pipeline_parallel.part import StagePart, inner_model, stage_info
 from toolkit.plan.plan import Plan
+from toolkit.plan.stage_parts import layers_of_ranks
 from toolkit.spec.job import Fp8, Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.gradient_sums import register_gradient_sums
@@ -128,9 +128,8 @@ def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, worl
 
 def stage_part(plan: Plan, pp_rank: int) -> StagePart:
     """Gives the layers of a rank of the pipeline: those of every pp-th stage from its own on."""
-    ends = list(itertools.accumulate(plan.settings.partition, initial=0))
-    stages = [range(start, stop) for start, stop in itertools.pairwise(ends)]
-    return StagePart(chunks=tuple(stages[pp_rank :: plan.grid.pp]), num_layers=ends[-1])
+    held = layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)[pp_rank]
+    return StagePart(chunks=held.chunks, num_layers=held.num_layers)
 
 
 def _mark(plan: Plan, model: Any, *, world: World) -> None:

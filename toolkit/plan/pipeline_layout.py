@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.schedule import partition, uniform_partition
 from toolkit.spec.job import Job
 from toolkit.spec.model import ModelSpec
-from toolkit.spec.parameters import ParameterCount, count_parameters
+from toolkit.spec.parameters import count_parameters
 
 
 def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int) -> tuple[int, ...]:
@@ -37,10 +37,7 @@ def operations(model: ModelSpec, *, sequence_length: int) -> tuple[list[float], 
     counted = count_parameters(model.config)
     if counted is None:
         return [1.0] * model.num_hidden_layers, 0.0
-    return _operations(counted, model, sequence_length), float(model.vocab_size * model.hidden_size)
-
-
-def _operations(counted: ParameterCount, model: ModelSpec, sequence_length: int) -> list[float]:
-    """Multiplications of each layer for one token: its active weights, and the scores and sums of half a sequence."""
+    # Active weights, and the scores and sums of half a sequence.
     attention = float(sequence_length * model.num_attention_heads * model.head_dim)
-    return [count + attention for count in counted.active_layers]
+    head = float(model.vocab_size * model.hidden_size)
+    return [count + attention for count in counted.active_layers], head
