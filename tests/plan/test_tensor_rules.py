@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plan_jobs import plan_of, problems_of
+from plan_jobs import plan_of
 from tiny_models import tiny_config
 
 from toolkit.data.packing import ROUND_TO
@@ -31,17 +31,6 @@ def test_fused_architectures_keep_heads_in_one_matrix(architecture: str) -> None
 
 def test_rows_are_padded_to_what_the_rule_says() -> None:
     assert tensor.PADDED_TO == ROUND_TO
-
-
-def test_a_group_over_nodes_is_refused() -> None:
-    (problem,) = problems_of(model="llama-3.1-8b", nodes=2, ranks=1, parallel={"tensor": 2})
-    assert problem.code == "TP_SPANS_NODES"
-
-
-def test_ranks_that_are_no_multiple_of_a_group_are_refused() -> None:
-    (problem,) = problems_of(model="llama-3.1-8b", ranks=6, parallel={"tensor": 4})
-    assert problem.code == "GRID_WORLD"
-    assert "one of 1, 2, 3 or 6" in problem.fix or "1, 2, 3" in problem.fix
 
 
 def test_a_tensor_group_counts_once_in_the_batch() -> None:

@@ -12,6 +12,7 @@ from toolkit.plan.rules import (
     deepspeed_keys,
     estimate_only,
     fp8,
+    grid,
     hardware,
     kernels,
     pipeline,
@@ -24,6 +25,7 @@ Rule = Callable[[Draft], Iterable[Problem]]
 
 RULES: tuple[Rule, ...] = (
     *hardware.RULES,
+    *grid.RULES,
     *tensor.RULES,
     *pipeline.RULES,
     *zero.RULES,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.errors import PlanError, Problem
+from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
 from toolkit.spec.job import Lora
-from toolkit.topology.grid import Grid, divisors, join
-from toolkit.topology.placement import place
+from toolkit.topology.grid import divisors, join
 
 # Architectures whose styles `toolkit.tensor_parallel.tables` knows.
 TENSOR_MODEL_TYPES = frozenset(
@@ -29,18 +28,6 @@ PADDED_TO = 8
 
 _KEY, _SEQUENCE = "parallel.tensor", "parallel.sequence_parallel"
 _ALONE = f"Set {_KEY} to 1"
-
-
-def grid_on_nodes(draft: Draft) -> Iterator[Problem]:
-    """The grid fills the cards, and a tensor group stays inside a node."""
-    cluster, parallel = draft.job.cluster, draft.job.parallel
-    if parallel.tensor == 1:
-        return
-    try:
-        grid = Grid.from_world(world_size=cluster.num_ranks, tp=parallel.tensor)
-        place(grid, num_nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node)
-    except PlanError as error:
-        yield from error.problems
 
 
 def whole_heads(draft: Draft) -> Iterator[Problem]:
@@ -220,7 +207,6 @@ def _refused(key: str, value: str, why: str, instead: str) -> Problem:
 
 
 RULES = (
-    grid_on_nodes,
     whole_heads,
     known_styles,
     proven_together,
