@@ -52,6 +52,21 @@ def cases() -> dict[str, Case]:
     for stage in (1, 2, 3):
         made[f"interleaved zero {stage}"] = Case(train=SGD, stage=stage, **interleaved, **PAIR)
     made["interleaved tied"] = Case(train=SGD, stage=2, architecture="llama-tied", **interleaved, **PAIR)
+    for stage in (1, 2):
+        made[f"zb-h1 zero {stage}"] = Case(train=SGD, stage=stage, schedule="zb-h1", **PAIR)
+        made[f"zb-h1 four stages zero {stage}"] = Case(
+            train=SGD | {"gradient_checkpointing": True},
+            stage=stage,
+            schedule="zb-h1",
+            architecture="llama-tied",
+            **DEEP,
+        )
+        made[f"zb-h1 beside tensor zero {stage}"] = Case(
+            train=SGD, stage=stage, schedule="zb-h1", sequence_parallel=stage == 2, architecture="qwen2", **CUBE
+        )
+    made["zb-h1 virtual"] = Case(train=SGD, stage=1, schedule="zb-h1", virtual_stages=2, **PAIR)
+    made["zb-h1 fp32 sums"] = Case(train=SGD | SUMS, stage=2, schedule="zb-h1", **PAIR, **NEAR)
+    made["zb-h1 experts"] = Case(train=SGD, stage=1, schedule="zb-h1", architecture="mixtral", **PAIR)
     made["adamw zero 2"] = Case(train=ADAM, stage=2, **PAIR, **CLOSE)
     made["adamw zero 3"] = Case(train=ADAM, stage=3, architecture="llama-tied", **PAIR, **CLOSE)
     made["optimizer-cpu zero 2"] = Case(train=ADAM, stage=2, offload="optimizer-cpu", **PAIR, **CLOSE)
@@ -72,6 +87,7 @@ def cases() -> dict[str, Case]:
     made["tied beside tensor zero 1"] = Case(train=SGD, stage=1, architecture="llama-tied", **CUBE)
     gpt2 = {**PAIR, "config": {**FOUR, **STEADY}}
     made["gpt2 zero 2"] = Case(train=SGD, stage=2, architecture="gpt2", **gpt2)
+    made["zb-h1 gpt2"] = Case(train=SGD, stage=2, schedule="zb-h1", architecture="gpt2", **gpt2)
     made["gpt_neox zero 1"] = Case(train=SGD, stage=1, architecture="gpt_neox", **PAIR)
     made["gemma2 zero 2"] = Case(train=SGD | {"attention": "eager"}, stage=2, architecture="gemma2", **PAIR)
     made["qwen3 zero 3"] = Case(train=SGD, stage=3, architecture="qwen3", **PAIR)

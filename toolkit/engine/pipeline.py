@@ -8,6 +8,7 @@ B: sequences of a micro batch, S: tokens of a sequence, D: width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import singledispatchmethod
@@ -23,9 +24,12 @@ from toolkit.groups.world import World
 from toolkit.pipeline_parallel import hidden_dtype, hidden_shape, run_stage
 from toolkit.pipeline_parallel.gradients import Fp32Gradients, sum_tied
 from toolkit.pipeline_parallel.part import inner_model, stage_info
+from toolkit.pipeline_parallel.split_backward import accumulate, split_backward
 from toolkit.plan.plan import Plan
 from toolkit.schedule import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     ReceiveActivation,
@@ -35,6 +39,7 @@ from toolkit.schedule import (
     actions,
     build_schedule,
 )
+from toolkit.tensor_parallel.weight_gradients import Delayed
 
 _Place = tuple[int, int]  # chunk of this rank, micro-batch
 
@@ -69,6 +74,7 @@ class PipelinePasses:
         self._channels = Channels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
         in_fp32 = settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32"
         self._sums = Fp32Gradients(engine.module.parameters()) if in_fp32 else None
+        self._weight_gradients = split_backward(engine.module) if settings.splits_backward else None
         self._tied = _tied_weight(engine.module) if plan.job.train.method == "full" else None
         # An empty tensor of what stages pass to each other.
         self._like = torch.empty(0, dtype=hidden_dtype(engine.module), device=world.device)
@@ -154,7 +160,22 @@ class PipelinePasses:
         self._channels.send(output_BSD.detach(), "activation", to=action.peer)
 
     @_do.register
-    def _backward(self, action: Backward) -> None:
+    def _backward_input(self, action: BackwardInput) -> None:
+        assert self._weight_gradients is not None, "made for schedules with such actions"
+        with self._weight_gradients.put_off() as waiting:
+            self._backward(action)
+        self._step.waiting[_place(action)] = waiting
+
+    @_do.register
+    def _backward_weight(self, action: BackwardWeight) -> None:
+        accumulate(self._step.waiting.pop(_place(action)), self._sums)
+        self._memory.end("backward")
+
+    @_do.register
+    def _whole_backward(self, action: Backward) -> None:
+        self._backward(action)
+
+    def _backward(self, action: Backward | BackwardInput) -> None:
         hidden_BSD, outputs = self._step.held.pop(_place(action))
         arrival = self._step.gradients.pop(_place(action), None)
         if arrival is None:
@@ -184,6 +205,7 @@ class _Step:
         gradients: Gradients of their outputs that were asked for.
         held: Inputs and outputs of stages whose backward pass is to come; of the last stage its loss.
         to_send: Gradients of inputs that are to be sent.
+        waiting: What is left of backward passes whose first half is done.
         losses: Of the micro-batches, detached.
     """
 
@@ -196,6 +218,7 @@ class _Step:
         self.gradients: dict[_Place, Arrival] = {}
         self.held: dict[_Place, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.to_send: dict[_Place, torch.Tensor] = {}
+        self.waiting: dict[_Place, deque[Delayed]] = {}
         self.losses: list[torch.Tensor] = []
 
 

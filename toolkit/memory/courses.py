@@ -10,7 +10,7 @@ from toolkit.spec.values import PipelineSchedule
 # Micro-batches beyond those that fill the pipeline: so many show all that a rank does between filling and draining it,
 # and let ZeRO-3 record an order of modules and follow it.
 STEADY = 3
-# Rounds of an interleaved schedule, of one micro-batch a rank: the first two fill the pipeline.
+# Rounds of one micro-batch a rank, of a schedule with chunks or with halves of passes: the first two fill the pipeline.
 ROUNDS = 4
 
 
@@ -38,7 +38,7 @@ def fewest(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
     """
     if schedule == "gpipe":
         return micro_batches
-    return min(micro_batches, ROUNDS * pp if schedule == "interleaved" else pp + STEADY)
+    return min(micro_batches, pp + STEADY if schedule == "1f1b" else ROUNDS * pp)
 
 
 def course_of_evaluation(plan: Plan, pp_rank: int) -> Course:

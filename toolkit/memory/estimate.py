@@ -20,10 +20,6 @@ from toolkit.memory.trace import Trace
 from toolkit.memory.traces import Traces, engine_settings, keeps_frozen_inputs, trace_ranks
 from toolkit.plan.checkpoint_size import DiskUse, disk_use
 from toolkit.plan.plan import Plan
-from toolkit.spec.values import PipelineSchedule
-
-# Those whose backward passes are whole.
-ESTIMATED_SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "interleaved")
 
 ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
     "ddp": (
@@ -65,7 +61,7 @@ def estimate(
         allocator: How torch's allocator is set; the plan's, which our launches set, when left out.
 
     Raises:
-        PlanError: TRACE_FAILED; ESTIMATE_SCHEDULE and ESTIMATE_FILE for pipelines that cannot be estimated.
+        PlanError: TRACE_FAILED; ESTIMATE_FILE for a pipeline with a configuration.
     """
     check_pipeline(plan, with_file=deepspeed_config is not None)
     settings = engine_settings(plan, deepspeed_config, built_partitioned=built_partitioned)
@@ -120,23 +116,12 @@ def estimate(
 
 
 def check_pipeline(plan: Plan, *, with_file: bool) -> None:
-    """Refuses pipelines whose memory nobody here knows.
+    """Refuses a DeepSpeed file for a pipeline.
 
     Raises:
-        PlanError: ESTIMATE_SCHEDULE, ESTIMATE_FILE.
+        PlanError: ESTIMATE_FILE.
     """
-    if plan.grid.pp == 1:
-        return
-    schedule = plan.settings.pipeline_schedule
-    if schedule not in ESTIMATED_SCHEDULES:
-        raise PlanError.of(
-            code="ESTIMATE_SCHEDULE",
-            key="parallel.pipeline_schedule",
-            message=f"pipeline_schedule={schedule} cannot be estimated: its backward passes are in two halves, and what lives "
-            "between them is not known",
-            fix=f"Set parallel.pipeline_schedule to one of {', '.join(ESTIMATED_SCHEDULES)}",
-        )
-    if with_file:
+    if with_file and plan.grid.pp > 1:
         raise PlanError.of(
             code="ESTIMATE_FILE",
             key="--deepspeed-config",

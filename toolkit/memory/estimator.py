@@ -215,7 +215,7 @@ def trace_key(plan: Plan) -> str:
         "data": None if job.data is None else job.data.model_dump(mode="json"),
         "strategy": job.parallel.strategy,
         "tensor": [plan.grid.tp, settings.sequence_parallel],
-        "pipeline": plan.grid.pp > 1,
+        "pipeline": [plan.grid.pp > 1, settings.splits_backward],
         "kernels": _kernels(plan.gpu),
         "emulated": plan.on_cpu and settings.precision == "fp8",
     }

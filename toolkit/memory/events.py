@@ -114,7 +114,9 @@ class ChunkPasses:
     Args:
         forward: From the received hidden states to those that are sent on, or to the loss.
         backward: From the gradient of these to that of the former.
-        after: Then all is let go.
+        after: Then all is let go, but for what `weights` needs.
+        weights: The gradients of weights that come apart, of a backward pass in two halves.
+        keeps_received: Whether `weights` needs what was received.
         received_bytes: Hidden states that it receives; 0 for the first stage.
         gradient_bytes: The gradient that it receives; 0 for the last stage.
         sent_bytes: What `forward` or `backward` leave to be sent: the gradient of what was received, or in an evaluation
@@ -133,6 +135,8 @@ class ChunkPasses:
     reported_bytes: int
     batch_bytes: int
     host_copies: tuple[int, ...] = ()
+    weights: tuple[Placed, ...] = ()
+    keeps_received: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from toolkit.modeling.fused_kernels import find_fusable
 from toolkit.modeling.fused_loss import apply_loss
 from toolkit.pipeline_parallel import StagePart, cut_model, hidden_dtype, hidden_shape, run_stage
 from toolkit.pipeline_parallel.anatomy import find_layers
+from toolkit.pipeline_parallel.split_backward import split_backward
 from toolkit.spec.job import Fp8, Kernels, Lora, Loss, Packing
 
 
@@ -87,6 +88,7 @@ class Request:
     trust_remote_code: bool
     tp_group: dist.ProcessGroup | None
     sequence_parallel: bool
+    splits_backward: bool
 
     def trace(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> Trace | None:
         """Traces all layers, or few; gives None where few cannot stand for all."""
@@ -129,6 +131,7 @@ class Request:
                 ]
                 linears = inputs_kept() if self.keeps_inputs else contextlib.nullcontext()
                 runs = []
+                gradients = split_backward(model) if self.splits_backward and not self.evaluation else None
                 with without_packages(model) as replaced, linears:
                     for chunk in range(1 if small is None else len(small.chunks)):
                         tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
@@ -137,7 +140,10 @@ class Request:
                         step = partial(self._step, model, running)
                         if small is not None and around is not None:
                             step = partial(self._stage_step, model, running, around, small, chunk)
-                        tracing.run(step, backward=not self.evaluation, ends=ends)
+                        whole = small is None or small.is_first(chunk)
+                        tracing.run(
+                            step, backward=not self.evaluation, ends=ends, gradients=None if whole else gradients
+                        )
                         runs.append((tracing, ends))
                 padded = self.packing == "none" and self.task != "image-classification"
                 assumed = (
@@ -291,6 +297,7 @@ class Ran:
                 expand(tracing.forward, stacks, backward=False),
                 expand(tracing.backward, stacks, backward=True),
                 expand(tracing.after, stacks, backward=True),
+                expand(tracing.weights, stacks, backward=True),
             )
             left = sum(held(tuple(placed for events in made for placed in events)).values())
             if left != tracing.tracker.live_bytes:
@@ -301,7 +308,7 @@ class Ran:
             for made, (tracing, ends) in zip(passes, self._runs, strict=True)
             if ends is not None
         )
-        forward, backward, after = ((), (), ()) if chunks else passes[0]
+        forward, backward, after = ((), (), ()) if chunks else passes[0][:3]
         copies = [] if chunks else self._runs[0][0].host_copies
         return Trace(
             parameters=expand_parameters(self._model, stacks),
@@ -327,6 +334,7 @@ def _chunk(
     forward: tuple[Placed, ...],
     backward: tuple[Placed, ...],
     after: tuple[Placed, ...],
+    weights: tuple[Placed, ...],
     ends: Ends,
     host_copies: tuple[int, ...],
 ) -> ChunkPasses:
@@ -340,6 +348,8 @@ def _chunk(
         reported_bytes=ends.reported_bytes,
         batch_bytes=sum(map(_size, ends.batch.values())),
         host_copies=host_copies,
+        weights=weights,
+        keeps_received=ends.keeps_received,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from toolkit.memory.tracker import StorageTracker
 from toolkit.memory.values import Answer
 from toolkit.memory.zero_hooks import hook_modules
 from toolkit.modeling import checkpointing
+from toolkit.tensor_parallel.weight_gradients import Delayed, WeightGradients
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class Ends:
         batch: The micro-batch.
         sent_bytes: Of the gradient of `received`, or without a backward pass of the hidden states.
         reported_bytes: Of `reported`.
+        keeps_received: Whether the second half of the backward pass needs `received`.
     """
 
     received: torch.Tensor | None = None
@@ -49,6 +52,7 @@ class Ends:
     batch: dict[str, torch.Tensor] = field(default_factory=dict)
     sent_bytes: int = 0
     reported_bytes: int = 0
+    keeps_received: bool = False
 
     @property
     def given(self) -> list[torch.Tensor]:
@@ -87,6 +91,7 @@ class Segmenter:
         self.forward: list[Segment] = []
         self.backward: list[Segment] = []
         self.after: list[Segment] = []
+        self.weights: list[Segment] = []
         self.host_copies: list[tuple[Owner, int]] = []
         self._model = model
         self._stacks = stacks
@@ -96,7 +101,7 @@ class Segmenter:
         self._causes = Causes()
         self._owner: Owner = None
         self._inside = False  # whether a layer's forward pass is running
-        self._ended = False  # whether both passes have run
+        self._running = self.forward
         self._head_input: torch.Tensor | None = None
         self._ran: list[tuple[int, int]] = []
         self._handles: list[Any] = []
@@ -104,7 +109,14 @@ class Segmenter:
             self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner, answers=answers
         )
 
-    def run(self, step: Callable[[], torch.Tensor], *, backward: bool = True, ends: Ends | None = None) -> None:
+    def run(
+        self,
+        step: Callable[[], torch.Tensor],
+        *,
+        backward: bool = True,
+        ends: Ends | None = None,
+        gradients: WeightGradients | None = None,
+    ) -> None:
         """Runs forward and backward.
 
         Args:
@@ -112,6 +124,7 @@ class Segmenter:
             backward: Whether the backward pass follows; without it no gradients are prepared for either.
             ends: What a stage of a pipeline has of its neighbours, which is not counted; what it sends back or reports
                 is handed over to it.
+            gradients: Of weights, which come in a second half of the backward pass; None where it is whole.
         """
         ends = ends or Ends()
         self.tracker.ignore([*self._model.parameters(), *self._model.buffers(), *ends.given])
@@ -125,19 +138,39 @@ class Segmenter:
                 if not backward and ends.sends_on:
                     ends.sent_bytes = self.tracker.hand_over(root)
                 self._switch(None)
+                waiting: deque[Delayed] = deque()
                 if backward:
-                    self._causes.backward = True
+                    self._causes.backward, self._running = True, self.backward
                     self._causes.in_loss = ends.gradient is None
-                    root.backward(ends.gradient)  # type: ignore[no-untyped-call]
+                    with gradients.put_off() if gradients is not None else contextlib.nullcontext(waiting) as waiting:
+                        root.backward(ends.gradient)  # type: ignore[no-untyped-call]
                     if ends.received is not None and ends.received.grad is not None:
                         ends.sent_bytes = self.tracker.hand_over(ends.received.grad)
                     self._switch(None)
-                    self._ended = True
+                    self._running = self.after
                 del root  # and with it the graph: a script holds it through the optimizer step
                 self._close()
+                ends.keeps_received = any(delayed.input is ends.received for delayed in waiting)
+                self._run_weights(waiting)
         finally:
             for handle in self._handles:
                 handle.remove()
+
+    @torch.no_grad()
+    def _run_weights(self, waiting: deque[Delayed]) -> None:
+        """Computes the gradients that have waited (toolkit pipeline_parallel/split_backward.py accumulate)."""
+        self._running = self.weights
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        while waiting:
+            delayed = waiting.popleft()
+            where = self._locate(names[delayed.parameters[0]])
+            self._switch(None if where is None else where[:2])
+            found = list(delayed.compute())
+            for parameter in delayed.parameters:
+                size = self.tracker.hand_over(found.pop(0))
+                self._mark("gradient", names[parameter], size=size)
+            del delayed
+        self._close()
 
     @contextlib.contextmanager
     def _inputs_on_host(self) -> Iterator[None]:
@@ -172,8 +205,7 @@ class Segmenter:
     def _close(self) -> None:
         events = self._recorder.take()
         if events:
-            running = self.backward if self._causes.backward else self.forward
-            (self.after if self._ended else running).append(Segment(self._owner, events))
+            self._running.append(Segment(self._owner, events))
 
     @property
     def in_backward(self) -> bool:

@@ -136,6 +136,7 @@ def _options(
         "trust_remote_code": plan.job.model.trust_remote_code,
         "tensor": plan.grid.tp,
         "sequence_parallel": settings.sequence_parallel,
+        "splits_backward": settings.splits_backward,
     }
 
 
@@ -164,6 +165,7 @@ def trace_model(
     trust_remote_code: bool = False,
     tensor: int = 1,
     sequence_parallel: bool = False,
+    splits_backward: bool = False,
     part: StagePart | None = None,
     all_layers: bool = False,
 ) -> Trace:
@@ -200,6 +202,7 @@ def trace_model(
         trust_remote_code: Whether the model's own code may run.
         tensor: Ranks that share each layer, of which one is traced: all have shards of the same sizes.
         sequence_parallel: Whether they also hold pieces of the sequence between the sharded layers.
+        splits_backward: Whether a stage gives the gradients of weights apart from those of its input.
         part: The layers of a pipeline's rank; None for the whole model.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
@@ -230,6 +233,7 @@ def trace_model(
         trust_remote_code=trust_remote_code,
         tensor=tensor,
         sequence_parallel=sequence_parallel,
+        splits_backward=splits_backward,
     )
     with request as (own, made):
         if not all_layers and not collects_router_logits(own):

@@ -27,11 +27,14 @@ class Fp32Gradients:
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self.add)  # type: ignore[no-untyped-call]
 
-    def _add(self, parameter: nn.Parameter) -> None:
+    def add(self, parameter: nn.Parameter) -> None:
+        """Moves what a parameter's gradient holds to its sum; each backward pass does so by itself."""
+        if parameter.dtype == torch.float32:
+            return
         gradient = parameter.grad
-        assert gradient is not None, "torch calls this once there is a gradient"
+        assert gradient is not None, "called once there is a gradient"
         known = self._sums.get(parameter)
         if known is None:
             self._sums[parameter] = gradient.float()
@@ -53,7 +56,7 @@ class Fp32Gradients:
         """Rounds the sums to the gradients of the parameters, and frees them."""
         while self._sums:
             parameter, total = self._sums.popitem()
-            assert parameter.grad is not None, "`_add` has left it"
+            assert parameter.grad is not None, "`add` has left it"
             parameter.grad.copy_(total)
 
 

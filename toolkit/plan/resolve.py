@@ -15,8 +15,9 @@ from toolkit.plan.rules import RULES, RUN_RULES
 from toolkit.plan.rules.training import unread
 from toolkit.plan.settings import Choice, Settings, Source
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Dtype, Fp8, Job, PartitionWay, Precision, RunSchedule
+from toolkit.spec.job import Dtype, Fp8, Job, PartitionWay, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
+from toolkit.spec.values import PipelineSchedule
 from toolkit.units import format_bytes, format_count
 
 T = TypeVar("T")
@@ -374,7 +375,7 @@ def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: 
     if parallel.pipeline == 1:
         return {}
     virtual = chooser.choose("parallel.virtual_stages", parallel.virtual_stages, 1, "each rank holds one run of layers")
-    schedule: RunSchedule = "interleaved" if virtual > 1 else "1f1b"
+    schedule: PipelineSchedule = "interleaved" if virtual > 1 else "1f1b"
     reason = (
         "the order that virtual stages need" if virtual > 1 else "as short as gpipe, with fewer activations at once"
     )

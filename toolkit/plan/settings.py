@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, TypeAdapter
 
 from toolkit.plan.batch import Batch
-from toolkit.spec.job import Attention, Dtype, Job, Kernels, Precision, RunSchedule
-from toolkit.spec.values import Count, Fraction, NonNegativeCount, ZeroStage
+from toolkit.spec.job import Attention, Dtype, Job, Kernels, Precision
+from toolkit.spec.values import Count, Fraction, NonNegativeCount, PipelineSchedule, ZeroStage
 
 Source = Literal["job", "default", "derived", "deepspeed"]
 
@@ -84,7 +84,7 @@ class Settings:
     reduce_bucket_size: PositiveInt
     sequence_parallel: bool = False
     kernels: Kernels = "eager"
-    pipeline_schedule: RunSchedule = "1f1b"
+    pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_stages: Count = 1
     partition: tuple[Count, ...] = ()
 
@@ -92,6 +92,11 @@ class Settings:
     def dtype(self) -> Dtype:
         """Number format of parameters and gradients: that of the precision, and bf16 under fp8."""
         return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether stages compute the gradients of weights apart from those of their inputs."""
+        return self.pipeline_schedule == "zb-h1"
 
     def to_dict(self) -> dict[str, Any]:
         """Gives a JSON object; `from_dict` reads it back."""

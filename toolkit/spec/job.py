@@ -22,6 +22,7 @@ from toolkit.spec.values import (
     NumGpus,
     NumNodes,
     OpenFraction,
+    PipelineSchedule,
     PositiveNumber,
     Seed,
     ShareBelowOne,
@@ -42,8 +43,6 @@ Kernels = Literal["eager", "liger"]
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
 ]
-# Of the schedules that `toolkit.schedule` draws, those that the engine runs.
-RunSchedule = Literal["gpipe", "1f1b", "interleaved"]
 PartitionWay = Literal["auto", "parameters", "uniform"]
 Packing = Literal["wrapped", "separated", "none"]
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
@@ -275,8 +274,9 @@ class Parallel(Section):
             2205.05198): less memory for activations, the same bytes sent.
         pipeline: Ranks that share each model by its layers (arXiv 1811.06965); they see the same batch.
         pipeline_schedule: Order of the micro-batches' passes: all forward, then all backward; one forward, one backward (arXiv
-            2104.04473); the same over `virtual_stages`, which waits less.
-        virtual_stages: Stages of each rank under `interleaved`.
+            2104.04473); the same over `virtual_stages`, which waits less; `zb-h1`, which computes the gradients of weights while
+            it would wait (arXiv 2401.10241), for the memory of what they are computed from.
+        virtual_stages: Stages of each rank under `interleaved` or `zb-h1`.
         partition: Decoder layers of the stages: balanced by the operations of layers and head, by parameters alone, even, or a
             list of numbers of layers, first stage to last.
         offload: Named profile; `toolkit.plan.offload` explains each.
@@ -288,7 +288,7 @@ class Parallel(Section):
     tensor: Count = 1
     sequence_parallel: StrictBool | None = None
     pipeline: Count = 1
-    pipeline_schedule: RunSchedule | None = None
+    pipeline_schedule: PipelineSchedule | None = None
     virtual_stages: Count | None = None
     partition: PartitionWay | tuple[Count, ...] | None = None
     offload: Offload = "none"

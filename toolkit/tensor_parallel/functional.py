@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from toolkit.groups.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from toolkit.tensor_parallel.regions import SEQUENCE_DIM
+from toolkit.tensor_parallel.weight_gradients import Delayed, WeightGradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ def column_linears(
     tp_group: dist.ProcessGroup,
     whole: torch.Tensor | None = None,
     reduces: bool = True,
+    gradients: WeightGradients | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Gives the outputs of several columns of one input.
 
@@ -56,13 +59,14 @@ def column_linears(
         tp_group: Ranks that hold the other output features.
         whole: The ranks' pieces, joined; without a gradient of its own. Shape (…, seq, in).
         reduces: Whether the gradient of an `x` that is whole is summed here; False where what made `x` does it.
+        gradients: Tells whether those of the parameters wait; None where they never do.
 
     Collectives:
         forward: none; backward: all-reduce of the input's gradient, while the weights' are computed, and of those of
         replicated features. Of a piece: all-gather of it while the input's gradient is computed, and reduce-scatter of
         that.
     """
-    return _ColumnLinears.apply(x, whole, columns, tp_group, reduces, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    return _ColumnLinears.apply(x, whole, columns, tp_group, reduces, gradients, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def row_linear(
@@ -73,6 +77,7 @@ def row_linear(
     transposed: bool,
     tp_group: dist.ProcessGroup,
     to_piece: bool = False,
+    gradients: WeightGradients | None = None,
 ) -> torch.Tensor:
     """Gives the output of a row from this rank's part of its input.
 
@@ -83,12 +88,13 @@ def row_linear(
         transposed: Whether the weight is (in, out).
         tp_group: Ranks that hold the other input features.
         to_piece: Whether to give this rank's piece of the sequence, the dimension before the features, instead of all.
+        gradients: Tells whether that of the weight waits; None where it never does.
 
     Collectives:
         forward: all-reduce of the output; backward: none. To a piece: reduce-scatter; all-gather of its gradient, so that the
         bias's is whole.
     """
-    return _RowLinear.apply(x, weight, bias, transposed, tp_group, to_piece)  # type: ignore[no-any-return, no-untyped-call]
+    return _RowLinear.apply(x, weight, bias, transposed, tp_group, to_piece, gradients)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ColumnLinears(Function):
@@ -102,11 +108,14 @@ class _ColumnLinears(Function):
         columns: tuple[ColumnSpec, ...],
         group: dist.ProcessGroup,
         reduces: bool,
+        gradients: WeightGradients | None,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         ctx.save_for_backward(x, *weights)
-        ctx.columns, ctx.group, ctx.reduces = columns, group, reduces
+        ctx.columns, ctx.group, ctx.reduces, ctx.gradients = columns, group, reduces, gradients
+        if gradients is not None:
+            ctx.parameters = parameters
         ctx.whole_shape = None if whole is None else whole.shape
         ctx.set_materialize_grads(False)
         return tuple(
@@ -121,34 +130,29 @@ class _ColumnLinears(Function):
         read = [index for index, grad in enumerate(grads) if grad is not None]
         grads_TO = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
         needs_x: bool = ctx.needs_input_grad[0]
-        needs_parameters: tuple[bool, ...] = ctx.needs_input_grad[_FIRST_PARAMETER:]
-        gathering = None
-        if ctx.whole_shape is not None and any(needs_parameters[2 * index] for index in read):
-            gathering = start_all_gather(
-                x, dim=SEQUENCE_DIM, group=ctx.group
-            )  # beside the product of the input's gradient
+        needs: tuple[bool, ...] = ctx.needs_input_grad[_FIRST_PARAMETER:]
+        wanted = [place for index in read for place in (2 * index, 2 * index + 1) if needs[place]]
+        waits = ctx.gradients is not None and ctx.gradients.wait
+        is_piece = ctx.whole_shape is not None
+        gathers = is_piece and any(place % 2 == 0 for place in wanted)
+        # Beside the product of the input's gradient.
+        gathering = start_all_gather(x, dim=SEQUENCE_DIM, group=ctx.group) if gathers and not waits else None
         finish_grad_x = _start_input_gradient(ctx, weights, grads_TO) if needs_x else None
-        x_TI = (x if gathering is None else gathering.wait()).flatten(0, -2)
-        grad_parameters: list[torch.Tensor | None] = [None] * (2 * len(weights))
-        sums: list[tuple[torch.Tensor, Pending]] = []
-        for index in read:
-            column, grad_TO = ctx.columns[index], grads_TO[index]
-            if needs_parameters[2 * index]:
-                grad_weight = _weight_gradient(x_TI, grad_TO, transposed=column.transposed)
-                sums.extend(_start_replica_sums(grad_weight, column, dim=1 if column.transposed else 0))
-                grad_parameters[2 * index] = grad_weight
-            if needs_parameters[2 * index + 1]:
-                grad_bias = grad_TO.sum(0)
-                sums.extend(_start_replica_sums(grad_bias, column, dim=0))
-                grad_parameters[2 * index + 1] = grad_bias
-        for target, pending in sums:
-            target.copy_(pending.wait())  # nothing to do where the sum was made in place
+        found: list[torch.Tensor | None] = [None] * (2 * len(weights))
+        if waits and wanted:
+            compute = partial(_later, x, ctx.columns, grads_TO, wanted, ctx.group if gathers else None)
+            parameters = tuple(ctx.parameters[place] for place in wanted)
+            ctx.gradients.add(Delayed(parameters=parameters, compute=compute, input=x))
+        else:
+            whole = x if gathering is None else gathering.wait()
+            for place, gradient in zip(wanted, _parameter_gradients(whole, ctx.columns, grads_TO, wanted), strict=True):
+                found[place] = gradient
         grad_x = None if finish_grad_x is None else finish_grad_x().view_as(x)
-        return grad_x, *[None] * (_FIRST_PARAMETER - 1), *grad_parameters
+        return grad_x, *[None] * (_FIRST_PARAMETER - 1), *found
 
 
 # Place of the first weight among the arguments of `_ColumnLinears`.
-_FIRST_PARAMETER = 5
+_FIRST_PARAMETER = 6
 
 
 class _RowLinear(Function):
@@ -161,9 +165,12 @@ class _RowLinear(Function):
         transposed: bool,
         group: dist.ProcessGroup,
         to_piece: bool,
+        gradients: WeightGradients | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.transposed, ctx.group, ctx.to_piece = transposed, group, to_piece
+        ctx.transposed, ctx.group, ctx.to_piece, ctx.gradients = transposed, group, to_piece, gradients
+        if gradients is not None:
+            ctx.parameter = weight
         partial = functional.linear(x, weight.t() if transposed else weight)
         reducing = (
             start_reduce_scatter(partial, dim=SEQUENCE_DIM, group=group)
@@ -184,8 +191,12 @@ class _RowLinear(Function):
         if needs_x:
             grad_x = (grad_TO @ (weight.t() if ctx.transposed else weight)).view_as(x)
         if needs_weight:
-            grad_weight = _weight_gradient(x.flatten(0, -2), grad_TO, transposed=ctx.transposed)
-        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None, None
+            product = partial(weight_gradient, x.flatten(0, -2), grad_TO, transposed=ctx.transposed)
+            if ctx.gradients is not None and ctx.gradients.wait:
+                ctx.gradients.add(Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x))
+            else:
+                grad_weight = product()
+        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None, None, None
 
 
 def _start_input_gradient(
@@ -210,7 +221,45 @@ def _input_gradient(
     return total_TI
 
 
-def _weight_gradient(x_TI: torch.Tensor, grad_TO: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+def _parameter_gradients(
+    x: torch.Tensor, columns: Sequence[ColumnSpec], grads_TO: dict[int, torch.Tensor], wanted: Sequence[int]
+) -> list[torch.Tensor]:
+    """Gives the gradients of columns' weights and biases, those of replicated features summed.
+
+    Args:
+        x: Their input, whole. Shape (…, in).
+        columns: All that read it.
+        grads_TO: Gradients of their outputs, by place among the columns.
+        wanted: Places among weight, bias, weight, bias, …
+    """
+    x_TI = x.flatten(0, -2)
+    found: list[torch.Tensor] = []
+    sums: list[tuple[torch.Tensor, Pending]] = []
+    for place in wanted:
+        index, is_bias = divmod(place, 2)
+        column, grad_TO = columns[index], grads_TO[index]
+        gradient = grad_TO.sum(0) if is_bias else weight_gradient(x_TI, grad_TO, transposed=column.transposed)
+        sums.extend(_start_replica_sums(gradient, column, dim=1 if column.transposed and not is_bias else 0))
+        found.append(gradient)
+    for target, pending in sums:
+        target.copy_(pending.wait())  # nothing to do where the sum was made in place
+    return found
+
+
+def _later(
+    x: torch.Tensor,
+    columns: Sequence[ColumnSpec],
+    grads_TO: dict[int, torch.Tensor],
+    wanted: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> list[torch.Tensor]:
+    """Gives what has waited, of columns' input or where a group is given of this rank's piece of it."""
+    whole = x if group is None else start_all_gather(x, dim=SEQUENCE_DIM, group=group).wait()
+    return _parameter_gradients(whole, columns, grads_TO, wanted)
+
+
+def weight_gradient(x_TI: torch.Tensor, grad_TO: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    """Gives the gradient of a linear layer's weight: shape (O, I), or (I, O) where transposed."""
     return x_TI.t() @ grad_TO if transposed else grad_TO.t() @ x_TI
 
 

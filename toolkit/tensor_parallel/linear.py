@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from toolkit.groups.collectives import start_all_gather
 from toolkit.tensor_parallel.functional import ColumnSpec, column_linears, row_linear
 from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.regions import SEQUENCE_DIM, gather_from_sequence
+from toolkit.tensor_parallel.weight_gradients import WeightGradients
 
 Reads = Literal["whole", "piece", "gathered"]
 
@@ -33,10 +35,14 @@ class ShardedLinear(nn.Module):
         dense: `nn.Linear`, or transformers' `Conv1D`, whose weight is (in, out).
         shards: How each of its parameters is cut; the others stay whole.
         tp_group: Ranks that hold the other slices.
+
+    Attributes:
+        weight_gradients: Tells whether they wait for a backward pass of their own; None where they never do.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    weight_gradients: WeightGradients | None = None
 
     def __init__(self, dense: nn.Module, shards: dict[str, Shard], *, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -133,6 +139,7 @@ class RowParallelLinear(ShardedLinear):
             transposed=self.transposed,
             tp_group=self.tp_group,
             to_piece=self.sequence_parallel,
+            gradients=self.weight_gradients,
         )
 
 
@@ -185,15 +192,16 @@ class SharedInput:
         specs = tuple(column.spec for column in self._columns)
         parameters = [parameter for column in self._columns for parameter in (column.weight, column.bias)]
         group, known = self._columns[0].tp_group, self._gathered
+        compute = partial(column_linears, tp_group=group, gradients=self._columns[0].weight_gradients)
         if self.reads == "whole":
-            return column_linears(x, specs, parameters, tp_group=group)
+            return compute(x, specs, parameters)
         if self.reads == "piece":
             whole = start_all_gather(x.detach(), dim=SEQUENCE_DIM, group=group).wait()
-            return column_linears(x, specs, parameters, tp_group=group, whole=whole)
+            return compute(x, specs, parameters, whole=whole)
         if known is not None and known.whole is x and known.version == _version(x):
-            return column_linears(known.piece, specs, parameters, tp_group=group, whole=x.detach())
+            return compute(known.piece, specs, parameters, whole=x.detach())
         # Something made of what was gathered, as adapters with dropout do: its gradient is summed where that was.
-        return column_linears(x, specs, parameters, tp_group=group, reduces=False)
+        return compute(x, specs, parameters, reduces=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.schedule import Backward, Compute, Forward, Instruction
+from toolkit.schedule import Backward, BackwardInput, Compute, Forward, Instruction
 
 # Messages that are still under way when the next one is sent: the host gives out work faster than cards do it, and looks
 # after what has been sent only when it sends again (toolkit groups/channels.py).
@@ -42,7 +42,7 @@ class Course:
         for action in self.actions:
             if isinstance(action, Forward):
                 level += sizes[action.chunk]
-            elif isinstance(action, Backward):
+            elif isinstance(action, Backward | BackwardInput):
                 level -= sizes[action.chunk]
             most = max(most, level)
         return most

@@ -16,6 +16,8 @@ from toolkit.memory.events import Placed, Run
 from toolkit.memory.trace import Parameter, Trace
 from toolkit.schedule import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     ReceiveActivation,
@@ -134,13 +136,13 @@ class Replay(ABC):
         account.allocate(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
         account.allocate(LOSS, self._unseen_losses(course))
         for action, following in zip(course.actions, course.following_phases(), strict=True):
-            if isinstance(action, Forward | Backward) and account.phase in threads:
+            if isinstance(action, Forward | Backward | BackwardInput) and account.phase in threads:
                 threads.remove(account.phase)
                 account.allocate("cuBLAS workspaces", self._workspace_bytes)
             self._act(action)
             if following != account.phase:
                 account.enter(following)
-            if isinstance(action, Backward) or (
+            if isinstance(action, Backward | BackwardInput) or (
                 isinstance(action, Forward) and not self.trace.chunks[action.chunk].backward
             ):
                 self._let_go(action)
@@ -173,17 +175,32 @@ class Replay(ABC):
 
     @_act.register
     def _do_backward(self, action: Backward) -> None:
+        self._do_backward_input(action)
+
+    @_act.register
+    def _do_first_half(self, action: BackwardInput) -> None:
+        self._do_backward_input(action)
+
+    @_act.register
+    def _do_second_half(self, action: BackwardWeight) -> None:
+        chunk = self.trace.chunks[action.chunk]
+        self._replay(chunk.weights)
+        if chunk.keeps_received:
+            self.account.free(RECEIVED, chunk.received_bytes)
+
+    def _do_backward_input(self, action: Backward | BackwardInput) -> None:
         chunk = self.trace.chunks[action.chunk]
         self.begin_backward(first=True, last=True)
         self._replay(chunk.backward)
         self.end_pass()
         self.account.allocate(SENT, chunk.sent_bytes)
 
-    def _let_go(self, action: Forward | Backward) -> None:
+    def _let_go(self, action: Forward | Backward | BackwardInput) -> None:
         """The last pass of a micro-batch through a chunk has been measured, and its tensors go, but for those under way."""
         chunk = self.trace.chunks[action.chunk]
         self._replay(chunk.after)
-        self.account.free(RECEIVED, chunk.received_bytes)
+        if not chunk.keeps_received:
+            self.account.free(RECEIVED, chunk.received_bytes)
         self.account.free(RECEIVED, chunk.gradient_bytes)
         for sent in self._sent:
             if sent.activation == (action.chunk, action.micro_batch) and chunk.backward:

@@ -56,6 +56,31 @@ def schedule_runs(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def split_backward_passes(draft: Draft) -> Iterator[Problem]:
+    """A schedule that computes the gradients of weights apart needs weights that are trained and there."""
+    train, settings = draft.job.train, draft.settings
+    if draft.job.parallel.pipeline == 1 or not settings.splits_backward:
+        return
+    if settings.zero_stage == 3:
+        why = "ZeRO-3 lets a weight go with the pass through its layer, before its gradient is computed"
+        yield _unsplit("parallel.zero_stage", "3", why, "1 or 2")
+    if train.method == "lora":
+        why = "adapters have next to no weights, so that nothing is left to compute while a rank waits"
+        yield _unsplit("train.method", "lora", why, "full")
+    if train.torch_compile:
+        why = "a compiled layer computes the gradients of inputs and weights in one"
+        yield _unsplit("train.torch_compile", "true", why, "false")
+
+
+def _unsplit(key: str, value: str, why: str, instead: str) -> Problem:
+    return Problem(
+        code="SCHEDULE_SPLIT",
+        key=key,
+        message=f"{key.rpartition('.')[2]}={value} with pipeline_schedule=zb-h1: {why}",
+        fix=f"Set {key} to {instead}, or parallel.pipeline_schedule to 1f1b or interleaved",
+    )
+
+
 def gathered_by_the_engine(draft: Draft) -> Iterator[Problem]:
     """DeepSpeed lets other code order the passes under its ZeRO optimizers alone."""
     if draft.job.parallel.pipeline > 1 and draft.settings.zero_stage == 0:
@@ -104,6 +129,7 @@ RULES = (
     needs_a_pipeline,
     layers_of_stages,
     schedule_runs,
+    split_backward_passes,
     gathered_by_the_engine,
     proven_together,
 )
