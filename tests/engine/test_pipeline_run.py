@@ -13,10 +13,12 @@ from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
 from toolkit.errors import RunError
+from toolkit.groups.channels import UNDER_WAY
 from toolkit.modeling.build import build_model
 from toolkit.plan.plan import Plan
 
 MANY = 64
+EVALUATED = UNDER_WAY + 2
 SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e6}
 FOUR = {"num_hidden_layers": 4}
 
@@ -30,6 +32,7 @@ def plan_of(*, stages: int = 2, **changes: Any) -> Plan:
 PLANS = {
     "evaluation": plan_of(),
     "evaluation interleaved": plan_of(parallel={"pipeline_schedule": "interleaved", "virtual_stages": 2}),
+    "evaluation split": plan_of(parallel={"pipeline_schedule": "zb-h1"}),
     "evaluation zero 3": plan_of(parallel={"zero_stage": 3}),
 }
 SUMMED = {
@@ -66,7 +69,9 @@ def everything(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = in_half_everything()
     for name, plan in PLANS.items():
         with tk.initialize(plan) as run:
-            found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=3)[0])
+            found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=EVALUATED)[0])
+            passes: Any = run._passes
+            found[f"{name}, under way"] = len(passes._channels._sent)
     for dtype, plan in SUMMED.items():
         with tk.initialize(plan) as run:
             before = full_weights(run.model, run.world)
@@ -128,9 +133,11 @@ def whole(plan: Plan) -> Any:
 @pytest.mark.parametrize("name", PLANS)
 def test_evaluation_is_that_of_the_whole_model(ranks: list[dict[str, Any]], name: str) -> None:
     with torch.no_grad():
-        wanted, _ = reference_loss(whole(PLANS[name]).eval(), step_batches(3, ranks=1, accumulation=3)[0])
+        wanted, _ = reference_loss(whole(PLANS[name]).eval(), step_batches(3, ranks=1, accumulation=EVALUATED)[0])
     for found in ranks:
         assert found[name] == pytest.approx(float(wanted), abs=1e-5)
+        assert found[f"{name}, under way"] <= UNDER_WAY, "what a stage has sent must not pile up"
+    assert ranks[0][f"{name}, under way"] > 0
 
 
 @pytest.mark.gloo

@@ -17,10 +17,10 @@ from traced_models import config_of
 
 from toolkit.engine import pipeline
 from toolkit.engine.memory_watch import MemoryWatch
-from toolkit.groups.channels import Arrival
+from toolkit.groups.channels import UNDER_WAY, Arrival
 from toolkit.groups.world import World
 from toolkit.memory.courses import course_of
-from toolkit.memory.engines.course import UNDER_WAY, Course
+from toolkit.memory.engines.course import Course
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.events import Mark, Release, Trace

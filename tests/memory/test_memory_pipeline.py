@@ -29,6 +29,7 @@ FOUR: dict[str, Any] = {"pipeline": 4, "config": {"num_hidden_layers": 8}}
 EIGHT_LAYERS: dict[str, Any] = {"num_hidden_layers": 8}
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 INTERLEAVED: dict[str, Any] = {"pipeline": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2}
+SPLIT: dict[str, Any] = {"pipeline_schedule": "zb-h1"}
 LORA: dict[str, Any] = {"method": "lora", "lora": {"r": 4}}
 SUMS: dict[str, Any] = {"gradient_accumulation_dtype": "fp32"}
 
@@ -44,6 +45,12 @@ COURSES: dict[str, tuple[str, dict[str, Any], int]] = {
     "sums in fp32": ("llama", {"pipeline": 2, "train": SUMS}, 0),
     "recomputing": ("llama", {"pipeline": 2, "train": {"gradient_checkpointing": True}}, 0),
     "windows and full attention": ("gemma3_text", {"pipeline": 3}, 1),
+    "split, the first": ("llama", SPLIT | FOUR, 0),
+    "split, in the midst": ("llama", SPLIT | FOUR, 2),
+    "split, the last": ("llama", SPLIT | FOUR | {"train": SUMS}, 3),
+    "split, virtual stages": ("llama", SPLIT | INTERLEAVED | {"pipeline_schedule": "zb-h1", "config": EIGHT_LAYERS}, 0),
+    "split, recomputing": ("llama", SPLIT | FOUR | {"train": {"gradient_checkpointing": True}}, 2),
+    "split, norms behind": ("olmo2", SPLIT | {"pipeline": 2}, 1),
 }
 
 
@@ -100,7 +107,7 @@ def test_the_first_rank_of_four_holds_four_micro_batches_under_1f1b_and_all_unde
     assert growth >= 7 * logits, "the last stage keeps the logits of all micro-batches until the first backward pass"
 
 
-@pytest.mark.parametrize(("name", "micro_batches"), [("1f1b", 40), ("interleaved", 40), ("gpipe", 12)])
+@pytest.mark.parametrize(("name", "micro_batches"), [("1f1b", 40), ("interleaved", 40), ("zb-h1", 40), ("gpipe", 12)])
 def test_few_micro_batches_show_what_all_need(tmp_path, name, micro_batches):
     virtual = 2 if name == "interleaved" else 1
     values = {"pipeline": 4, "virtual_stages": virtual, "config": EIGHT_LAYERS}
@@ -114,6 +121,24 @@ def test_few_micro_batches_show_what_all_need(tmp_path, name, micro_batches):
         assert peaks_of(traces[pp_rank], settings, course_of(plan, pp_rank)) == peaks_of(
             traces[pp_rank], settings, every
         )
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-h1", 3)]
+)
+def test_few_micro_batches_are_as_many_in_flight_as_all(pp, name, virtual):
+    for micro_batches in range(1, 7 * pp):
+        few = fewest(name, pp=pp, micro_batches=micro_batches)
+        assert few <= micro_batches
+        peaks = [
+            [made.peak_in_flight(rank) for rank in range(pp)]
+            for made in (
+                build_schedule(name, pp=pp, micro_batches=count, virtual_stages=virtual)
+                for count in (few, micro_batches)
+            )
+        ]
+        assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
@@ -188,7 +213,6 @@ def test_zero3_keeps_layers_gathered_only_where_passes_alternate(tmp_path):
 @pytest.mark.parametrize(
     ("values", "options", "code"),
     [
-        ({"pipeline_schedule": "zb-h1"}, {}, "ESTIMATE_SCHEDULE"),
         ({}, {"deepspeed_config": {"zero_optimization": {"stage": 1}}}, "ESTIMATE_FILE"),
     ],
 )

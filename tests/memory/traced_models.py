@@ -121,7 +121,7 @@ def config_of(name: str, **overrides: Any) -> PreTrainedConfig:
     common = _COMMON
     if model_type == "gpt2":
         common = {key: _COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    return AutoConfig.for_model(model_type, **common | CONFIGS[name] | overrides)
+    return AutoConfig.for_model(model_type, **common | CONFIGS.get(name, {}) | overrides)
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import nn
 
 from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.passes import Losses, MicroBatch
-from toolkit.groups.channels import Arrival, Channels
+from toolkit.groups.channels import UNDER_WAY, Arrival, Channels
 from toolkit.groups.world import World
 from toolkit.pipeline_parallel import hidden_dtype, hidden_shape, run_stage
 from toolkit.pipeline_parallel.gradients import Fp32Gradients, sum_tied
@@ -112,6 +112,7 @@ class PipelinePasses:
             outputs = self._call(chunk, batch, hidden_BSD)
             if not self._is_last(chunk):
                 self._channels.send(outputs, "activation", to=self._schedule.place(stage + 1)[0])
+                self._channels.finish(but=UNDER_WAY)  # no gradient comes back that would hold this rank up
                 outputs = None
         return outputs
 

@@ -18,6 +18,10 @@ from toolkit.topology.grid import Grid
 
 Message = Literal["activation", "gradient"]
 
+# Messages that are still under way when the next one is sent. An evaluation waits for those before; in training the host
+# gives out work faster than cards do it, and looks after what has been sent only when it sends again.
+UNDER_WAY = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
@@ -83,9 +87,9 @@ class Channels:
         else:
             self.receive((1,), kind, source=source, like=number).wait()
 
-    def finish(self) -> None:
-        """Waits until everything that was sent may be freed."""
-        while self._sent:
+    def finish(self, *, but: int = 0) -> None:
+        """Waits until everything that was sent, but for the last so many messages, may be freed."""
+        while len(self._sent) > but:
             self._sent.popleft()[0].wait()
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from toolkit.memory.engines.course import Course
 from toolkit.plan.plan import Plan
 from toolkit.schedule import Forward, Instruction, ReceiveActivation, Schedule, SendActivation, actions, build_schedule
+from toolkit.schedule.interleaved import round_sizes
 from toolkit.spec.values import PipelineSchedule
 
 # Micro-batches beyond those that fill the pipeline: so many show all that a rank does between filling and draining it,
 # and let ZeRO-3 record an order of modules and follow it.
 STEADY = 3
-# Rounds of one micro-batch a rank, of a schedule with chunks or with halves of passes: the first two fill the pipeline.
+# Rounds (schedule/interleaved.py): the first two fill the pipeline.
 ROUNDS = 4
 
 
@@ -35,10 +36,14 @@ def fewest(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
 
     >>> fewest("1f1b", pp=4, micro_batches=64), fewest("interleaved", pp=4, micro_batches=64)
     (7, 16)
+    >>> fewest("interleaved", pp=4, micro_batches=66)  # in rounds of 5, 5, 4, 4 …
+    18
     """
     if schedule == "gpipe":
         return micro_batches
-    return min(micro_batches, pp + STEADY if schedule == "1f1b" else ROUNDS * pp)
+    if schedule == "1f1b":
+        return min(micro_batches, pp + STEADY)
+    return sum(round_sizes(pp, micro_batches)[:ROUNDS])
 
 
 def course_of_evaluation(plan: Plan, pp_rank: int) -> Course:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import PlanError
+from toolkit.groups.channels import UNDER_WAY
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.device import TIGHT_EXPANDABLE, Allocator
-from toolkit.memory.engines.course import UNDER_WAY
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.host_ranks import host_report
 from toolkit.memory.quantized import ASSUMPTION as NF4

@@ -150,7 +150,7 @@ class Segmenter:
                     self._running = self.after
                 del root  # and with it the graph: a script holds it through the optimizer step
                 self._close()
-                ends.keeps_received = any(delayed.input is ends.received for delayed in waiting)
+                ends.keeps_received = any(_share(delayed.input, ends.received) for delayed in waiting)
                 self._run_weights(waiting)
         finally:
             for handle in self._handles:
@@ -288,7 +288,8 @@ class Segmenter:
 
     def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # its weight's product waits: torch calls this all the same
+                return
             size = self.tracker.hand_over(parameter.grad)
             parameter.grad = None
             self._mark("gradient", name, size=size)
@@ -307,6 +308,10 @@ class Segmenter:
             return
         # Outside of the layers: the first and last layers stand for themselves.
         self._recorder.note(Mark(kind, rest, None, size, backward, (stack, position)))
+
+
+def _share(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

@@ -31,10 +31,11 @@ class Fp32Gradients:
 
     def add(self, parameter: nn.Parameter) -> None:
         """Moves what a parameter's gradient holds to its sum; each backward pass does so by itself."""
-        if parameter.dtype == torch.float32:
-            return
         gradient = parameter.grad
-        assert gradient is not None, "called once there is a gradient"
+        if (
+            gradient is None or parameter.dtype == torch.float32
+        ):  # torch calls it as well where a backward pass gives none
+            return
         known = self._sums.get(parameter)
         if known is None:
             self._sums[parameter] = gradient.float()

@@ -111,6 +111,7 @@ class _Linear(Function):
         grad_x = grad_weight = None
         if needs_x:
             grad_x = (grad_TO @ (weight.t() if ctx.transposed else weight)).view_as(x)
+        x = x.detach()  # what waits must not hold the graph behind it
         product = partial(weight_gradient, x.flatten(0, -2), grad_TO, transposed=ctx.transposed)
         if ctx.gradients.wait:
             delayed = Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x)

@@ -140,6 +140,7 @@ class _ColumnLinears(Function):
         finish_grad_x = _start_input_gradient(ctx, weights, grads_TO) if needs_x else None
         found: list[torch.Tensor | None] = [None] * (2 * len(weights))
         if waits and wanted:
+            x = x.detach()  # what waits must not hold the graph behind it
             compute = partial(_later, x, ctx.columns, grads_TO, wanted, ctx.group if gathers else None)
             parameters = tuple(ctx.parameters[place] for place in wanted)
             ctx.gradients.add(Delayed(parameters=parameters, compute=compute, input=x))
@@ -191,6 +192,7 @@ class _RowLinear(Function):
         if needs_x:
             grad_x = (grad_TO @ (weight.t() if ctx.transposed else weight)).view_as(x)
         if needs_weight:
+            x = x.detach()  # what waits must not hold the graph behind it
             product = partial(weight_gradient, x.flatten(0, -2), grad_TO, transposed=ctx.transposed)
             if ctx.gradients is not None and ctx.gradients.wait:
                 ctx.gradients.add(Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x))

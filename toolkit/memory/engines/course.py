@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 from toolkit.schedule import Backward, BackwardInput, Compute, Forward, Instruction
 
-# Messages that are still under way when the next one is sent: the host gives out work faster than cards do it, and looks
-# after what has been sent only when it sends again (toolkit groups/channels.py).
-UNDER_WAY = 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
+from toolkit.groups.channels import UNDER_WAY
 from toolkit.memory.account import Account, in_blocks
 from toolkit.memory.causes import LOSS, MODEL, RECEIVED, SENT
-from toolkit.memory.engines.course import UNDER_WAY, Course
+from toolkit.memory.engines.course import Course
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.events import Placed, Run
 from toolkit.memory.trace import Parameter, Trace
