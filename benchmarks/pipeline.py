@@ -5,12 +5,15 @@ Each case is a fresh group of processes that trains a model of random weights on
 kernels and the same checkpointing, balanced by parameters as its users do. Prints one JSON object a case and a table at the end.
 
     python benchmarks/pipeline.py --model llama-3.1-8b --gpus 4 --cases deepspeed:pipeline=4 toolkit:pipeline=4 \\
-        toolkit:pipeline=4,schedule=interleaved,virtual=2 toolkit:pipeline=2,tensor=2 toolkit:pipeline=2 toolkit:tensor=4 \\
+        toolkit:pipeline=4,schedule=interleaved,virtual=2 toolkit:pipeline=4,schedule=zb-h1 \\
+        toolkit:pipeline=2,tensor=2 toolkit:pipeline=2 toolkit:tensor=4 \\
         toolkit:zero=3,micro=4,accumulation=1
     python benchmarks/pipeline.py --model llama-3.1-8b --layers 16 --gpus 2 --cases deepspeed:pipeline=2 toolkit:pipeline=2
     python benchmarks/pipeline.py --model tiny --backend gloo --precision fp32 --gpus 2 --sequence-length 64
 
-A row gives tokens per second and card, MFU, the bubble in theory, and the peak of every rank beside the one foreseen.
+A row gives tokens per second and card, MFU, and the peak of every rank beside the one foreseen; of the toolkit's pipelines
+also the bubble in theory and as measured in the last step, the seconds in which each rank computed, and which share the passes reached of
+what the slowest stage would give by itself, less the bubble.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from toolkit.launch.supervisor import supervise
 from toolkit.schedule import bubble_fraction
 from toolkit.topology.grid import Grid
 
-DEFAULT_CASES = ("deepspeed:pipeline=2", "toolkit:pipeline=2", "toolkit:pipeline=2,schedule=gpipe")
+DEFAULT_CASES = ("deepspeed:pipeline=2", "toolkit:pipeline=2", "toolkit:pipeline=2,schedule=zb-h1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,10 @@ class Case:
             if name not in fields:
                 raise ValueError(f"{name} is none of {', '.join(fields)}")
             values[name] = type(fields[name].default)(value)
-        return cls(mode=mode, **values)
+        case = cls(mode=mode, **values)
+        if case.pipeline == 1 and (case.schedule, case.virtual) != ("1f1b", 1):
+            raise ValueError("schedule and virtual are of a pipeline: say pipeline=2 or more")
+        return case
 
 
 def batches(options: argparse.Namespace, case: Case, *, replica: int, device: Any) -> list[dict[str, Any]]:
@@ -129,10 +135,13 @@ class ToolkitRun:
             "parallel": {"zero_stage": case.zero, "tensor": case.tensor, "pipeline": case.pipeline, **staged},
         }
         self.plan = tk.resolve(tk.Job.model_validate(job))
+        self.watch = Stopwatch(cuda=options.cuda) if case.pipeline > 1 else None
         self.run = tk.initialize(self.plan)
         self.batches = batches(options, case, replica=self.run.world.coordinate.dp, device=device)
 
     def step(self) -> float:
+        if self.watch is not None:
+            self.watch.start()
         return float(self.run.step(self.batches))
 
     def norm(self) -> float:
@@ -153,8 +162,58 @@ class ToolkitRun:
         return [rank.peak_allocated_bytes for rank in report.ranks]
 
 
+class Stopwatch:
+    """Times how long a rank waits for what other stages send, and when the last of its passes ends.
+
+    On a card by events on the stream that computes: a wait holds up the stream, not the host.
+    """
+
+    def __init__(self, *, cuda: bool) -> None:
+        from toolkit.groups.channels import Arrival, Channels
+
+        self._cuda = cuda
+        self._start = self._end = self._now()
+        self._waits: list[tuple[Any, Any]] = []
+        wait, finish = Arrival.wait, Channels.finish
+
+        def timed_wait(arrival: Arrival) -> Any:
+            before = self._now()
+            tensor = wait(arrival)
+            self._waits.append((before, self._now()))
+            return tensor
+
+        def timed_finish(channels: Channels, *, but: int = 0) -> None:
+            self._end = self._now()
+            finish(channels, but=but)
+
+        Arrival.wait, Channels.finish = timed_wait, timed_finish  # type: ignore[method-assign]
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._waits.clear()
+        self._start = self._now()
+
+    def passes_and_waits(self) -> tuple[float, float]:
+        """Gives the seconds from the last start to the end of the passes, and how many of them were waits."""
+        return self._between(self._start, self._end), sum(self._between(*wait) for wait in self._waits)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end) / 1000 if self._cuda else end - start)
+
+
 class DeepSpeedRun:
     """A PipelineModule of the layers that transformers builds."""
+
+    watch: Stopwatch | None = None
 
     def __init__(self, options: argparse.Namespace, case: Case, device: Any) -> None:
         import deepspeed
@@ -310,8 +369,10 @@ def train(options: argparse.Namespace, case: Case, out: Path) -> None:
         seconds.append(time.perf_counter() - start)
     peaks: list[Any] = [None] * options.gpus
     dist.all_gather_object(peaks, run.peak())
+    passes: list[Any] = [None] * options.gpus
+    dist.all_gather_object(passes, None if run.watch is None else run.watch.passes_and_waits())
     if rank == 0:
-        out.write_text(json.dumps(row_of(options, case, run, seconds, losses, norms, peaks)), encoding="utf-8")
+        out.write_text(json.dumps(row_of(options, case, run, seconds, losses, norms, peaks, passes)), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -324,6 +385,7 @@ def row_of(
     losses: list[float],
     norms: list[float],
     peaks: list[int],
+    passes: list[tuple[float, float] | None],
 ) -> dict[str, Any]:
     import torch
 
@@ -342,11 +404,25 @@ def row_of(
         "tokens_per_second_per_gpu": round(rate, 1),
         "mfu": round(rate * flops_per_token(model_config(options), options.sequence_length) / PEAK_FLOPS, 4),
         "bubble_in_theory": round(bubble, 4),
+        **measured_bubble([each for each in passes if each is not None], bubble),
         "peak_gib": [round(peak / 2**30, 2) for peak in peaks],
         "predicted_gib": None if foreseen is None else [round(peak / 2**30, 2) for peak in foreseen],
         "losses": [round(value, 4) for value in losses],
         "gradient_norms": [round(value, 4) for value in norms],
         "device": torch.cuda.get_device_name() if options.cuda else "cpu",
+    }
+
+
+def measured_bubble(passes: list[tuple[float, float]], bubble: float) -> dict[str, Any]:
+    """Gives what the last step's passes show: the first and last rank idle before and after theirs as well."""
+    if not passes:
+        return {}
+    longest = max(whole for whole, _ in passes)
+    busy = [whole - waited for whole, waited in passes]
+    return {
+        "busy_seconds": [round(each, 4) for each in busy],
+        "bubble_measured": round(1 - sum(busy) / len(busy) / longest, 4),
+        "reached_of_slowest_stage": round(max(busy) / (1 - bubble) / longest, 4),
     }
 
 
@@ -373,10 +449,18 @@ def run_case(options: argparse.Namespace, text: str) -> dict[str, Any]:
         return {"failed": outcome.failure.describe()[-4000:]}
 
 
+def comparable(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rows are of the same model, cards, stages and batch."""
+    keys = ("model", "layers", "gpus", "sequence_length", "precision")
+    cases = [Case.parse(row["case"]) for row in (one, other)]
+    sizes = {(case.pipeline, case.micro, case.accumulation, case.checkpointing) for case in cases}
+    return len(sizes) == 1 and all(one.get(key) == other.get(key) for key in keys)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """Gives the rows as Markdown; the ratio is to DeepSpeed's row of the same stages."""
+    """Gives the rows as Markdown; the ratio is to DeepSpeed's row of the same stages and batch."""
     lines = [
-        "| case | layout | tokens/s/GPU | × DeepSpeed | MFU | bubble | peak GiB by rank | foreseen |",
+        "| case | layout | tokens/s/GPU | × DeepSpeed | MFU | bubble (measured) | peak GiB by rank | foreseen |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -395,7 +479,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             other["tokens_per_second_per_gpu"]
             for other in rows
             if other["case"].startswith("deepspeed") and "failed" not in other
-            if Case.parse(other["case"]).pipeline == case.pipeline
+            if comparable(other, row)
         ]
         rate = row["tokens_per_second_per_gpu"]
         cells = [
@@ -404,7 +488,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{rate:,.0f}",
             f"{rate / max(peers):.2f}" if peers else "",
             f"{row['mfu']:.1%}",
-            f"{row['bubble_in_theory']:.1%}",
+            f"{row['bubble_in_theory']:.1%}" + (f" ({row['bubble_measured']:.1%})" if "bubble_measured" in row else ""),
             ", ".join(map(str, row["peak_gib"])),
             ", ".join(map(str, row["predicted_gib"] or [])),
         ]
@@ -437,7 +521,8 @@ def main() -> None:
     previous = options.rows.read_text(encoding="utf-8").splitlines() if options.rows and options.rows.exists() else []
     rows: list[dict[str, Any]] = [json.loads(line) for line in previous]
     for text in options.cases:
-        row = {"case": text, "model": options.model, "gpus": options.gpus, **run_case(options, text)}
+        settings = {key: getattr(options, key) for key in ("model", "layers", "gpus", "sequence_length", "precision")}
+        row = {"case": text, **settings, **run_case(options, text)}
         rows.append(row)
         print(json.dumps(row), flush=True)
         if options.rows:

@@ -84,38 +84,39 @@ def _is_trained_alone(module: nn.Module) -> bool:
 
 def _forward(module: nn.Module, gradients: WeightGradients, x: torch.Tensor) -> torch.Tensor:
     weight, bias = module._parameters["weight"], module._parameters["bias"]
-    return _Linear.apply(x, weight, bias, isinstance(module, Conv1D), gradients)  # type: ignore[no-any-return, no-untyped-call]
+    # As one list of tokens: what a function gives as a view of its own, models could not write to.
+    y_TO = _Linear.apply(x.flatten(0, -2), weight, bias, isinstance(module, Conv1D), gradients)  # type: ignore[no-untyped-call]
+    return y_TO.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
 class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        x_TI: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,
         gradients: WeightGradients,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        # Recomputed layers save copies without the name of a parameter.
+        ctx.save_for_backward(x_TI, weight)
+        # Recomputed layers save copies that do not know whose they are.
         ctx.parameter, ctx.transposed, ctx.gradients = weight, transposed, gradients
-        return functional.linear(x, weight.t() if transposed else weight, bias)
+        return functional.linear(x_TI, weight.t() if transposed else weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x_TI, weight = ctx.saved_tensors
+        grad_TO = grads[0]
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
-        grad_TO = grads[0].flatten(0, -2)
         grad_x = grad_weight = None
         if needs_x:
-            grad_x = (grad_TO @ (weight.t() if ctx.transposed else weight)).view_as(x)
-        x = x.detach()  # what waits must not hold the graph behind it
-        product = partial(weight_gradient, x.flatten(0, -2), grad_TO, transposed=ctx.transposed)
+            grad_x = grad_TO @ (weight.t() if ctx.transposed else weight)
+        x_TI = x_TI.detach()  # what waits must not hold the graph behind it
+        product = partial(weight_gradient, x_TI, grad_TO, transposed=ctx.transposed)
         if ctx.gradients.wait:
-            delayed = Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x)
-            ctx.gradients.add(delayed)
+            ctx.gradients.add(Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x_TI))
         else:
             grad_weight = product()
         return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None
