@@ -168,6 +168,27 @@ def secondary_partition(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def groups_of_neighbours(draft: Draft) -> Iterator[Problem]:
+    """hpZ and quantized gradients make groups of the world's neighbours, which may hold other shards or other layers."""
+    zero, parallel = _mapping(draft.job.deepspeed, "zero_optimization"), draft.job.parallel
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
+    split = {name: size for name, size in sizes.items() if size > 1}
+    shown = " and ".join(f"{name}={size}" for name, size in split.items())
+    if not split:
+        return
+    without_groups = {"zero_hpz_partition_size": (None, 0, 1), "zero_quantized_gradients": (None, False)}
+    for name, values in without_groups.items():
+        if zero.get(name) not in values:
+            yield Problem(
+                code="DEEPSPEED_GROUPS",
+                key=f"deepspeed.zero_optimization.{name}",
+                message=f"{name}={str(zero[name]).lower()} with {shown}: DeepSpeed groups "
+                "neighbouring ranks of the world, which need not hold the same part of the model here",
+                fix=f"Remove {name}, or set {' and '.join(f'parallel.{key}' for key in split)} to 1",
+                source="deepspeed utils/groups.py _create_zero_param_parallel_group, _get_local_all_to_all_group",
+            )
+
+
 def cuda_kernels(draft: Draft) -> Iterator[Problem]:
     """Quantized communication and GPUDirect storage are CUDA code."""
     section = draft.job.deepspeed
@@ -219,4 +240,4 @@ def _mapping(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-RULES = (of_effect, scaled_reduction, secondary_partition, cuda_kernels, swap_buffers)
+RULES = (of_effect, scaled_reduction, secondary_partition, groups_of_neighbours, cuda_kernels, swap_buffers)
