@@ -130,16 +130,16 @@ def scaled_reduction(draft: Draft) -> Iterator[Problem]:
     factor = section.get("gradient_predivide_factor", 1.0)
     predivided = isinstance(factor, int | float) and factor != 1
     scaled = section.get("prescale_gradients") is True or predivided
-    if predivided and stage == 3 and factor == draft.job.cluster.num_ranks:
+    if predivided and stage == 3 and factor == draft.settings.batch.dp_size:
         yield Problem(
             code="DEEPSPEED_PREDIVIDE",
             key="deepspeed.gradient_predivide_factor",
             message=(
-                f"gradient_predivide_factor={factor:g} equals the number of ranks with zero_stage=3: stage 3 then divides "
+                f"gradient_predivide_factor={factor:g} equals the number of data-parallel ranks with zero_stage=3: stage 3 then divides "
                 f"by it twice, so every gradient is {factor:g} times too small"
             ),
             fix="Set it to another value, such as 1, or set parallel.zero_stage to 2",
-            source="deepspeed runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3",
+            source="deepspeed runtime/zero/stage3.py __avg_scatter_contiguous_grads, _gradient_averaging_world_size",
         )
     if scaled and scatter is True and stage > 0 and not draft.uses_bf16_optimizer:
         yield Problem(
