@@ -10,6 +10,7 @@ import torch
 from courses import Case, full_weights, reference, reference_loss
 from distributed import run_distributed
 from tiny_plans import step_batches, tiny_plan
+from torch.nn import functional
 
 import toolkit as tk
 from toolkit.errors import RunError
@@ -38,6 +39,8 @@ SUMMED = {
     )
     for dtype in ("bf16", "fp32")
 }
+# What lies on the two ranks: two stages, or two shards of one.
+DRAWING = {"stages": plan_of(), "shards": plan_of(stages=1, parallel={"tensor": 2}, architecture="llama")}
 HALF_STEPS = 3
 
 
@@ -67,6 +70,9 @@ def everything(rank: int) -> dict[str, Any]:
     for name, plan in PLANS.items():
         with tk.initialize(plan) as run:
             found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=3)[0])
+    for name, plan in DRAWING.items():
+        with tk.initialize(plan):
+            found[name] = functional.dropout(torch.ones(64)).tolist()
     for dtype, plan in SUMMED.items():
         with tk.initialize(plan) as run:
             before = full_weights(run.model, run.world)
@@ -171,6 +177,13 @@ def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any
         losses, norms = zip(*found[f"fp16 zero {stage}"], strict=True)
         assert losses == pytest.approx(wanted.losses, abs=1e-3)
         assert norms == pytest.approx(wanted.norms, abs=1e-3)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_dropout_draws_differ_between_stages_and_not_between_their_tensor_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["stages"] != ranks[1]["stages"]
+    assert ranks[0]["shards"] == ranks[1]["shards"]
 
 
 @pytest.mark.gloo

@@ -33,8 +33,8 @@ def initialize(
 ) -> Run:
     """Joins the launcher's process groups, builds the model and starts the DeepSpeed engine.
 
-    Python's, NumPy's and torch's random states start from `train.seed` and the data-parallel rank, whatever was drawn
-    before.
+    Python's, NumPy's and torch's random states start from `train.seed`, the data-parallel rank and the stage, whatever
+    was drawn before.
 
     Args:
         plan: What to run.
@@ -60,7 +60,7 @@ def initialize(
         schedule = LearningRate(plan)
         engine = start_engine(plan, model, schedule, world=world)
         # After the model is built: whether its weights are drawn or read must not change what dropout draws.
-        seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp)
+        seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp, pp_rank=world.coordinate.pp)
         memory.end("init")
         return Run(plan=plan, world=world, engine=engine, schedule=schedule, memory=memory)
     except BaseException:
