@@ -150,7 +150,8 @@ class Run:
 
         Raises:
             RunError: STEP_MICRO_BATCHES when their number is not the plan's; STEP_LENGTH when the length of the run is
-                not known yet; TP_BATCH when ranks of one replica were given different batches (first step).
+                not known yet; TP_BATCH when ranks of one replica were given different batches (first step);
+                STEP_AFTER_FAILURE when an earlier pass of a pipeline has failed.
         """
         self._check(micro_batches)
         self.last_learning_rate = self.learning_rate
@@ -201,7 +202,11 @@ class Run:
 
         Returns:
             What the whole model gives, on the ranks that hold its end; None on the other stages of a pipeline.
+
+        Raises:
+            RunError: STEP_AFTER_FAILURE when an earlier pass of a pipeline has failed.
         """
+        self._check_whole()
         self.engine.eval()
         try:
             for batch in batches:
@@ -218,7 +223,17 @@ class Run:
         # (modeling_flash_attention_utils.py _is_packed_sequence).
         return Collator.of(dataset, flatten=self.plan.settings.attention == "flash_attention_2")
 
+    def _check_whole(self) -> None:
+        if self._passes.failed:
+            raise RunError.of(
+                code="STEP_AFTER_FAILURE",
+                message="a pass through the pipeline has failed: its stages hold messages and gradients of the micro-batches "
+                "before, and wait for each other",
+                fix="End the run on all ranks and resume from its last checkpoint",
+            )
+
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._check_whole()
         expected = self.plan.settings.batch.accumulation
         if len(micro_batches) != expected:
             raise RunError.of(
