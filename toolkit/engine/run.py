@@ -190,6 +190,7 @@ class Run:
             if outputs is not None:
                 sums[0] += self._passes.losses.summed(outputs, batch["labels"])
                 sums[1] += count_targets(batch["labels"])
+            del outputs  # or they would be there beside those of the next batch
         self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
         return float(sums[0] / sums[1].clamp(min=1))
@@ -198,7 +199,8 @@ class Run:
         """Runs the model without gradients, as in evaluation; gives each batch, moved to the device, with its outputs.
 
         Args:
-            batches: This rank's; all ranks must have the same number of them, and take all of what this gives.
+            batches: This rank's; all ranks must have the same number of them, and take all of what this gives. One that
+                keeps no outputs while it asks for the next batch's spares the memory of one.
 
         Returns:
             What the whole model gives, on the ranks that hold its end; None on the other stages of a pipeline.
@@ -214,7 +216,7 @@ class Run:
                 with torch.no_grad():
                     outputs = self._passes.outputs(moved)
                 yield moved, outputs
-                del outputs  # before the next batch has its own
+                del outputs  # the caller's reference is the last one
         finally:
             self.engine.train()
 
