@@ -1,4 +1,7 @@
+import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -207,12 +210,38 @@ def test_float8_is_estimated_for_no_engine_but_ours(code, job):
 
 
 def test_a_partial_offload_of_a_model_of_unknown_size():
-    from dataclasses import replace
-
     job = job_of(parallel={"offload": "optimizer-cpu-partial"})
     with pytest.raises(PlanError) as caught:
         resolve_with(job, model=replace(model_of(job.model.name), num_parameters=None), gpu=gpu_of(job.cluster.gpu))
     assert caught.value.codes == ("OFFLOAD_PARTIAL_SIZE",)
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"layerdrop": 0.1}, "layerdrop=0.1"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, "output_router_logits=true"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0}, "output_router_logits=true"),
+        ({"output_router_logits": True}, "output_router_logits=true"),
+        ({"layerdrop": 0.0, "output_router_logits": False}, None),
+    ],
+)
+def test_what_stages_cannot_follow_of_a_model_is_refused(config, part):
+    model = model_of("llama-3.2-1b")
+    job = {"model": "llama-3.2-1b", "ranks": 2, "train": {"gradient_accumulation_steps": 2}}
+    changed = replace(model, config_json=json.dumps(model.config | config))
+    multimodal = replace(model, config_json=json.dumps({"model_type": "gemma3", "text_config": model.config | config}))
+    for one in (changed, multimodal) if part else (changed,):
+        resolve_with(job_of(**job), model=one, gpu=gpu_of("h100-sxm-80gb"))
+        plan = partial(resolve_with, job_of(**job, parallel={"pipeline": 2}), model=one, gpu=gpu_of("h100-sxm-80gb"))
+        if part is None:
+            plan()
+            continue
+        with pytest.raises(PlanError) as caught:
+            plan()
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.key) == ("PIPELINE_TOGETHER", "model")
+        assert part in problem.message
 
 
 def test_every_problem_is_reported_at_once():
