@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from courses import Case, full_weights, reference, reference_loss
+from deepspeed.runtime.zero import utils as zero_utils
 from distributed import run_distributed
 from tiny_plans import step_batches, tiny_plan
 from torch.nn import functional
 
 import toolkit as tk
+from toolkit.engine.zero3_agreement import _NAME, _USERS
 from toolkit.errors import RunError
 from toolkit.modeling.build import build_model
 from toolkit.plan.plan import Plan
@@ -54,6 +57,11 @@ FAILING = tiny_plan(
     config=FOUR,
 )
 LIMIT_SECONDS = 30.0
+# Runs of the same process after one whose stages have created different numbers of parameters.
+FOLLOWING = {
+    "tensor": plan_of(stages=1, parallel={"tensor": 2, "zero_stage": 3}, architecture="llama"),
+    "data": plan_of(stages=1, parallel={"zero_stage": 3}),
+}
 HALF_STEPS = 3
 
 
@@ -92,6 +100,12 @@ def everything(rank: int) -> dict[str, Any]:
             run.step(step_batches(0, ranks=1, accumulation=MANY)[0])
             after = full_weights(run.model, run.world)
             found[dtype] = {name: before[name] - after[name] for name in before}
+    for name, plan in FOLLOWING.items():
+        with tk.initialize(plan) as run:
+            found[name] = float(run.step(step_batches(0)[run.world.coordinate.dp]))
+    found["own comparison"] = all(
+        getattr(importlib.import_module(name), _NAME) is zero_utils.assert_ints_same_as_other_ranks for name in _USERS
+    )
     with tk.initialize(PLANS["evaluation"]) as run:
         with pytest.raises(RunError) as caught:
             run.step(step_batches(rank, ranks=1)[0])
@@ -211,6 +225,14 @@ def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any
 def test_dropout_draws_differ_between_stages_and_not_between_their_tensor_ranks(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["stages"] != ranks[1]["stages"]
     assert ranks[0]["shards"] == ranks[1]["shards"]
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_zero_3_without_stages_follows_a_run_with_them(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert all(found[name] == pytest.approx(ranks[0][name]) for name in FOLLOWING)
+        assert found["own comparison"], "an engine that is made without a run compares as DeepSpeed does"
 
 
 @pytest.mark.gloo

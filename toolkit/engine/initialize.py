@@ -64,6 +64,7 @@ def initialize(
         memory.end("init")
         return Run(plan=plan, world=world, engine=engine, schedule=schedule, memory=memory)
     except BaseException:
+        compare_within(None)
         if world.size == 1:  # a notebook goes on; one of several ranks ends, and must not wait for the others
             disconnect(world)
         raise
@@ -74,7 +75,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate, *, world:
     import deepspeed
 
     alone = world.grid.size("model") == 1
-    compare_within(None if world.pp_group is None else world.dp_group)
+    compare_within(world.dp_group)  # until the run is closed
     if alone:
         deepspeed.utils.groups.mpu = None  # of an earlier run of this process; DeepSpeed never takes it back
     engine, *_ = deepspeed.initialize(

@@ -19,6 +19,7 @@ from toolkit.engine.pipeline import PipelinePasses
 from toolkit.engine.same_batch import compare_batches
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.stop import StopFlag
+from toolkit.engine.zero3_agreement import compare_within
 from toolkit.errors import RunError
 from toolkit.groups.process_groups import join_group
 from toolkit.groups.world import World, disconnect
@@ -78,6 +79,7 @@ class Run:
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
+            compare_within(None)
             if leave_groups:
                 disconnect(self.world)
 
