@@ -34,11 +34,11 @@ def _draws(count: int = 3) -> list[Draw]:
 
 def test_a_seed_repeats_itself_and_ranks_differ() -> None:
     found = []
-    for seed, dp_rank in ((0, 0), (0, 0), (0, 1), (1, 0)):
-        seed_random_state(seed, dp_rank=dp_rank)
+    for seed, dp_rank, pp_rank in ((0, 0, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 1, 1)):
+        seed_random_state(seed, dp_rank=dp_rank, pp_rank=pp_rank)
         found.append(_draws())
     assert found[0] == found[1]
-    assert len({tuple(draws) for draws in found}) == 3
+    assert len({tuple(draws) for draws in found}) == 5
 
 
 def test_a_restored_state_goes_on(tmp_path: Path) -> None:

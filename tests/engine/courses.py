@@ -23,6 +23,15 @@ from toolkit.plan.plan import Plan
 from toolkit.tensor_parallel.apply import parameter_shards
 
 FEW = 2
+# What cases train with, and models that drop nothing or whose experts have a loss of the router.
+SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
+ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+ADAPTERS = {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}}
+LORA = SGD | ADAPTERS | {"learning_rate": 0.2, "max_grad_norm": 0.1}
+BF16 = {"precision": "bf16"}
+SUMS = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
+STEADY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_local_experts": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,3 +231,37 @@ def arguments_of(cases: Mapping[str, Case]) -> dict[str, tuple[Plan, str, int]]:
 def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     assert ours.keys() == theirs.keys()
     return max(float(abs(ours[name] - theirs[name]).max()) for name in ours)
+
+
+# ---- the two compared -------------------------------------------------------------------------------------------------
+
+
+def assert_follows_plain_torch(case: Case, found: list[Course | str]) -> None:
+    expected = reference(case)
+    for course in found:
+        if isinstance(course, str):
+            pytest.fail(course)
+    ours = merged([course for course in found if isinstance(course, Course)])
+    later = max(case.tolerance, 1e-4)
+    assert ours.losses[0] == pytest.approx(expected.losses[0], abs=case.tolerance)
+    assert ours.losses == pytest.approx(expected.losses, abs=later)
+    assert ours.norms[0] == pytest.approx(expected.norms[0], abs=case.tolerance)
+    assert ours.norms == pytest.approx(expected.norms, abs=later)
+    assert largest_difference(ours.first, expected.first) < case.weight_tolerance
+    assert largest_difference(ours.last, expected.last) < max(case.weight_tolerance, 1e-4)
+    assert max(expected.norms) > case.train["max_grad_norm"], "clipping must act"
+    assert abs(expected.losses[0] - expected.losses[-1]) > case.tolerance
+
+
+def merged(courses: list[Course]) -> Course:
+    """One course of all ranks, which agree on losses, norms and on weights that several of them hold."""
+    first = courses[0]
+    for other in courses[1:]:
+        assert other.losses == first.losses
+        assert other.norms == pytest.approx(first.norms, rel=1e-6)
+    weights: list[dict[str, Any]] = [{}, {}]
+    for course in courses:
+        for into, held in zip(weights, (course.first, course.last), strict=True):
+            for name, value in held.items():
+                assert abs(into.setdefault(name, value) - value).max() < 1e-6, name
+    return Course(losses=first.losses, norms=first.norms, first=weights[0], last=weights[1])

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 from courses import (
+    ADAM,
+    ADAPTERS,
+    BF16,
     CLOSE,
+    LORA,
     NEAR,
+    ROUTED,
+    SGD,
+    SUMS,
     Case,
     Course,
     arguments_of,
@@ -24,17 +31,10 @@ from toolkit.modeling import linear_cross_entropy
 from toolkit.plan.plan import Plan
 
 STEPS = 6
-SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
-ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
-LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}}
-LORA_SGD = SGD | LORA | {"learning_rate": 0.2, "max_grad_norm": 0.1}
-LORA_HEAD = LORA_SGD | {"lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}
-LORA_ON_HEAD = LORA_SGD | {"lora": {"r": 4, "target_modules": ["q_proj", "lm_head"]}}
+LORA_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}
+LORA_ON_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "lm_head"]}}
 CHUNKED = {"loss": "chunked"}
 CAPPED = {"final_logit_softcapping": 2.0}
-BF16 = {"precision": "bf16"}
-SUMS = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_local_experts": 4}
 
 
 def cases() -> dict[str, Case]:
@@ -43,7 +43,7 @@ def cases() -> dict[str, Case]:
         made[f"sgd zero {stage}"] = Case(train=SGD, stage=stage, steps=STEPS)
         made[f"adamw zero {stage}"] = Case(train=ADAM, stage=stage, steps=STEPS, **CLOSE)
     for stage in (2, 3):
-        made[f"lora sgd zero {stage}"] = Case(train=LORA_SGD, stage=stage)
+        made[f"lora sgd zero {stage}"] = Case(train=LORA, stage=stage)
         made[f"experts zero {stage}"] = Case(train=SGD, stage=stage, architecture="mixtral", config=ROUTED)
     for stage in (1, 2, 3):
         made[f"bf16 zero {stage}"] = Case(train=SGD | BF16, stage=stage, **NEAR)
@@ -51,9 +51,9 @@ def cases() -> dict[str, Case]:
         made[f"optimizer-cpu zero {stage}"] = Case(train=ADAM, stage=stage, offload="optimizer-cpu", **CLOSE)
     made["separated zero 3"] = Case(train=SGD, stage=3, packing="separated", architecture="qwen2")
     made["padded zero 2"] = Case(train=SGD, stage=2, packing="none", architecture="qwen2")
-    made["lora adamw zero 3"] = Case(train=ADAM | LORA, stage=3, **CLOSE)
+    made["lora adamw zero 3"] = Case(train=ADAM | ADAPTERS, stage=3, **CLOSE)
     made["lora and head zero 3"] = Case(train=LORA_HEAD, stage=3)
-    made["lora experts zero 3"] = Case(train=LORA_SGD, stage=3, architecture="mixtral")
+    made["lora experts zero 3"] = Case(train=LORA, stage=3, architecture="mixtral")
     for stage in (0, 1, 2, 3):
         made[f"chunked loss zero {stage}"] = Case(train=SGD | CHUNKED, stage=stage)
     for stage in (1, 3):
@@ -66,14 +66,14 @@ def cases() -> dict[str, Case]:
     made["chunked loss capped zero 3"] = Case(
         train=SGD | CHUNKED | {"attention": "eager"}, stage=3, architecture="gemma2", config=CAPPED
     )
-    made["chunked loss lora zero 3"] = Case(train=LORA_SGD | CHUNKED, stage=3)
+    made["chunked loss lora zero 3"] = Case(train=LORA | CHUNKED, stage=3)
     made["chunked loss checkpointing full-cpu"] = Case(
         train=ADAM | CHUNKED | {"gradient_checkpointing": True}, stage=3, offload="full-cpu", **CLOSE
     )
     made["chunked loss lora and head zero 3"] = Case(train=LORA_HEAD | CHUNKED, stage=3)
     made["experts zero 1"] = Case(train=SGD, stage=1, architecture="mixtral", config=ROUTED)
     made["chunked loss experts zero 2"] = Case(train=SGD | CHUNKED, stage=2, architecture="mixtral", config=ROUTED)
-    made["chunked loss lora adamw zero 2"] = Case(train=ADAM | LORA | CHUNKED, stage=2, **CLOSE)
+    made["chunked loss lora adamw zero 2"] = Case(train=ADAM | ADAPTERS | CHUNKED, stage=2, **CLOSE)
     made["full-cpu"] = Case(train=ADAM, stage=3, offload="full-cpu", **CLOSE)
     made["activations-cpu zero 3"] = Case(
         train=SGD | {"gradient_checkpointing": True}, stage=3, offload="activations-cpu"

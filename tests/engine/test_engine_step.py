@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.nn import functional
 import toolkit as tk
 from toolkit.data.packing import PackedDataset
 from toolkit.data.store import TokenStore
+from toolkit.engine.run import Run
 from toolkit.engine.stop import StopFlag
 from toolkit.errors import ToolkitError
 from toolkit.modeling.build import build_model
@@ -86,7 +88,26 @@ def evaluate(rank: int, plan: Plan, packing: str) -> dict[str, Any]:
             "losses": losses,
             "training": all(grads),
             "after": run.evaluate(run.eval_loader(held)),
+            "kept": outputs_kept(run, held),
         }
+
+
+def outputs_kept(run: Run, held: PackedDataset) -> list[bool]:
+    """Whether the logits of the batch before are still there, at the start of each further batch of an evaluation."""
+    given: list[weakref.ref[torch.Tensor]] = []
+    kept: list[bool] = []
+
+    def watch(*_: Any) -> None:
+        kept.extend(ref() is not None for ref in given[-1:])
+
+    hooks = [
+        run.model.register_forward_pre_hook(watch),
+        run.model.register_forward_hook(lambda module, args, outputs: given.append(weakref.ref(outputs.logits))),
+    ]
+    run.evaluate(run.eval_loader(held))
+    for hook in hooks:
+        hook.remove()
+    return kept
 
 
 def refuses(rank: int, plan: Plan) -> list[str]:
@@ -208,6 +229,15 @@ def test_evaluation_is_the_mean_over_the_tokens_of_each_row_once(found: list[dic
     assert ours["before"] == theirs["before"]
     assert ours["before"] == pytest.approx([summed / count] * 2, abs=1e-6)
     assert ours["after"] == theirs["after"] < ours["before"][0]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("packing", ["padded", "separated"])
+def test_evaluation_keeps_the_outputs_of_one_batch(found: list[dict[str, Any]], packing: str) -> None:
+    for result in found:
+        kept = result[packing]["kept"]
+        assert kept == [False] * (result[packing]["batches"] - 1)
+        assert kept, "one batch tells nothing"
 
 
 @pytest.mark.gloo

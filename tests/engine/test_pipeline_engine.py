@@ -7,26 +7,24 @@ from typing import Any
 
 import pytest
 from courses import (
+    ADAM,
+    BF16,
     CLOSE,
+    LORA,
     NEAR,
+    SGD,
+    STEADY,
+    SUMS,
     Case,
-    Course,
     arguments_of,
-    largest_difference,
+    assert_follows_plain_torch,
     pairs,
     parameters,
-    reference,
     train_all,
 )
 from distributed import run_distributed
 
 RANKS, STEPS = 4, 10
-SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
-ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
-LORA = SGD | {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}, "learning_rate": 0.2, "max_grad_norm": 0.1}
-BF16 = {"precision": "bf16"}
-SUMS = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
-STEADY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FOUR = {"num_hidden_layers": 4}
 PAIR: dict[str, Any] = {"pipeline": 2, "data": 2, "micro_batches": 4, "config": FOUR}
 DEEP: dict[str, Any] = {"pipeline": 4, "data": 1, "micro_batches": 6, "config": FOUR}
@@ -193,34 +191,3 @@ def test_every_product_trains_as_plain_torch_does() -> None:
                 except (AssertionError, pytest.fail.Exception) as error:
                     failed.append(f"{name}: {str(error).strip().splitlines()[-1]}")
     assert not failed, "\n".join(failed)
-
-
-def assert_follows_plain_torch(case: Case, found: list[Course | str]) -> None:
-    expected = reference(case)
-    for course in found:
-        if isinstance(course, str):
-            pytest.fail(course)
-    ours = merged([course for course in found if isinstance(course, Course)])
-    later = max(case.tolerance, 1e-4)
-    assert ours.losses[0] == pytest.approx(expected.losses[0], abs=case.tolerance)
-    assert ours.losses == pytest.approx(expected.losses, abs=later)
-    assert ours.norms[0] == pytest.approx(expected.norms[0], abs=case.tolerance)
-    assert ours.norms == pytest.approx(expected.norms, abs=later)
-    assert largest_difference(ours.first, expected.first) < case.weight_tolerance
-    assert largest_difference(ours.last, expected.last) < max(case.weight_tolerance, 1e-4)
-    assert max(expected.norms) > case.train["max_grad_norm"], "clipping must act"
-    assert abs(expected.losses[0] - expected.losses[-1]) > case.tolerance
-
-
-def merged(courses: list[Course]) -> Course:
-    """One course of all ranks, which agree on losses, norms and on weights that several of them hold."""
-    first = courses[0]
-    for other in courses[1:]:
-        assert other.losses == first.losses
-        assert other.norms == pytest.approx(first.norms, rel=1e-6)
-    weights: list[dict[str, Any]] = [{}, {}]
-    for course in courses:
-        for into, held in zip(weights, (course.first, course.last), strict=True):
-            for name, value in held.items():
-                assert abs(into.setdefault(name, value) - value).max() < 1e-6, name
-    return Course(losses=first.losses, norms=first.norms, first=weights[0], last=weights[1])

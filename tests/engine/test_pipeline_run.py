@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from courses import Case, full_weights, reference, reference_loss
+from deepspeed.runtime.zero import utils as zero_utils
 from distributed import run_distributed
 from tiny_plans import step_batches, tiny_plan
+from torch.nn import functional
 
 import toolkit as tk
+from toolkit.engine.zero3_agreement import _NAME, _USERS
 from toolkit.errors import RunError
 from toolkit.groups.channels import UNDER_WAY
 from toolkit.modeling.build import build_model
@@ -40,6 +48,22 @@ SUMMED = {
         train={"precision": "bf16", "gradient_accumulation_dtype": dtype, "gradient_accumulation_steps": MANY}
     )
     for dtype in ("bf16", "fp32")
+}
+# What lies on the two ranks: two stages, or two shards of one.
+DRAWING = {"stages": plan_of(), "shards": plan_of(stages=1, parallel={"tensor": 2}, architecture="llama")}
+# Under ZeRO-3 the ranks of a stage wait for each other in every pass.
+FAILING = tiny_plan(
+    "llama",
+    ranks=4,
+    train=SGD | {"gradient_accumulation_steps": 4},
+    parallel={"pipeline": 2, "zero_stage": 3},
+    config=FOUR,
+)
+LIMIT_SECONDS = 30.0
+# Runs of the same process after one whose stages have created different numbers of parameters.
+FOLLOWING = {
+    "tensor": plan_of(stages=1, parallel={"tensor": 2, "zero_stage": 3}, architecture="llama"),
+    "data": plan_of(stages=1, parallel={"zero_stage": 3}),
 }
 HALF_STEPS = 3
 
@@ -72,47 +96,70 @@ def everything(rank: int) -> dict[str, Any]:
             found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=EVALUATED)[0])
             passes: Any = run._passes
             found[f"{name}, under way"] = len(passes._channels._sent)
+    for name, plan in DRAWING.items():
+        with tk.initialize(plan):
+            found[name] = functional.dropout(torch.ones(64)).tolist()
     for dtype, plan in SUMMED.items():
         with tk.initialize(plan) as run:
             before = full_weights(run.model, run.world)
             run.step(step_batches(0, ranks=1, accumulation=MANY)[0])
             after = full_weights(run.model, run.world)
             found[dtype] = {name: before[name] - after[name] for name in before}
+    for name, plan in FOLLOWING.items():
+        with tk.initialize(plan) as run:
+            found[name] = float(run.step(step_batches(0)[run.world.coordinate.dp]))
+    found["own comparison"] = all(
+        getattr(importlib.import_module(name), _NAME) is zero_utils.assert_ints_same_as_other_ranks for name in _USERS
+    )
     with tk.initialize(PLANS["evaluation"]) as run:
         with pytest.raises(RunError) as caught:
             run.step(step_batches(rank, ranks=1)[0])
         found["refused"] = str(caught.value)
-    found["failure"] = failing_pass(rank)
     return found
 
 
-def failing_pass(rank: int) -> str:
-    """The last stage fails in its second forward pass; what it raises must come out, not a wait for the first stage."""
-    run = tk.initialize(PLANS["evaluation"])
-    if rank == 0:
-        return "is left waiting"  # as by a supervisor, which ends it
-    calls: list[int] = []
+def failing_step(rank: int) -> dict[str, Any]:
+    """The last rank fails in its second forward pass, when others wait for it in a collective or a message.
 
-    def fail(*_: Any) -> None:
-        calls.append(1)
-        raise RuntimeError("out of memory, say")
+    A step runs in a thread of its own: those of the other ranks never end.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    run = tk.initialize(FAILING)
+    events: list[str] = []
+    if rank == run.world.size - 1:
 
-    run.model.get_output_embeddings().register_forward_pre_hook(fail)
-    passes: Any = run._passes
-    passes._step.micro_batches = step_batches(0, ranks=1)[0]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        run_alone(passes)
-    return f"raised after {len(calls)}"
+        def before(*_: Any) -> None:
+            events.append("forward")
+            if events.count("forward") == 2:
+                raise RuntimeError("out of memory, say")
+
+        head = run.model.get_output_embeddings()
+        head.register_forward_pre_hook(before)
+        head.register_full_backward_hook(lambda *_: events.append("backward"))
+    batches = step_batches(0, accumulation=FAILING.settings.batch.accumulation)[run.world.coordinate.dp]
+
+    def step() -> None:
+        try:
+            run.step(batches)
+        except RuntimeError as error:
+            events.append(str(error))
+
+    stepping = threading.Thread(target=step, daemon=True)
+    stepping.start()
+    if rank < run.world.size - 1:
+        while not store.check(["ended"]):
+            time.sleep(0.1)
+        return {"waiting": stepping.is_alive()}
+    stepping.join(timeout=LIMIT_SECONDS)
+    later = [_refusal(lambda: run.step(batches)), _refusal(lambda: run.evaluate(batches))] if len(events) == 4 else []
+    store.set("ended", "")
+    return {"events": events, "later": later, "methods": [name for name in vars(run.engine) if "flush" in name]}
 
 
-def run_alone(passes: Any) -> None:
-    """Runs the last stage's first forward pass inside the block in which the engine defers its reduction."""
-    from toolkit.engine.pipeline import _reduced_at_the_end
-
-    batch = passes._step.micro_batches[0]
-    hidden_BSD = torch.randn(*batch["input_ids"].shape, passes._engine.module.config.hidden_size)
-    with _reduced_at_the_end(passes._engine):
-        passes._call(0, batch, hidden_BSD)
+def _refusal(call: Callable[[], Any]) -> tuple[str, ...]:
+    with pytest.raises(RunError) as caught:
+        call()
+    return caught.value.codes
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +228,38 @@ def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any
 
 
 @pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_dropout_draws_differ_between_stages_and_not_between_their_tensor_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["stages"] != ranks[1]["stages"]
+    assert ranks[0]["shards"] == ranks[1]["shards"]
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_zero_3_without_stages_follows_a_run_with_them(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert all(found[name] == pytest.approx(ranks[0][name]) for name in FOLLOWING)
+        assert found["own comparison"], "an engine that is made without a run compares as DeepSpeed does"
+
+
+@pytest.mark.gloo
 def test_stages_that_are_given_different_batches_are_told(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert "TP_BATCH" in found["refused"]
         assert "rank 0 of their replica 0, 1" in found["refused"]
 
 
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    return run_distributed(failing_step, 4, timeout_seconds=240)
+
+
 @pytest.mark.gloo
-def test_a_failed_pass_ends_without_waiting_for_the_others(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[1]["failure"] == "raised after 1"
+def test_a_failed_pass_ends_without_waiting_for_the_others(four: list[dict[str, Any]]) -> None:
+    assert four[-1]["events"] == ["forward", "backward", "forward", "out of memory, say"]
+
+
+@pytest.mark.gloo
+def test_nothing_runs_after_a_failed_pass(four: list[dict[str, Any]]) -> None:
+    assert four[-1]["later"] == [("STEP_AFTER_FAILURE",)] * 2
+    assert four[-1]["methods"] == []

@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 import tiny_models
 from courses import (
+    ADAM,
+    BF16,
     CLOSE,
+    LORA,
     NEAR,
+    ROUTED,
+    SGD,
+    STEADY,
+    SUMS,
     Case,
-    Course,
     arguments_of,
-    largest_difference,
+    assert_follows_plain_torch,
     pairs,
     parameters,
     reference,
@@ -26,17 +32,10 @@ from tiny_plans import step_batches
 import toolkit as tk
 from toolkit.plan.plan import Plan
 
-TENSOR, RANKS, STEPS, FEW = 2, 4, 10, 2
-SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
-ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
-LORA = SGD | {"method": "lora", "lora": {"r": 4, "lora_alpha": 16}, "learning_rate": 0.2, "max_grad_norm": 0.1}
+TENSOR, RANKS, STEPS = 2, 4, 10
 LORA_ON_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj", "lm_head"]}}
 LORA_ATTENTION = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
-BF16 = {"precision": "bf16"}
-SUMS = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
-STEADY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 4}
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_local_experts": 4}
 
 
 def cases() -> dict[str, Case]:
@@ -179,24 +178,3 @@ def test_what_the_refusal_of_stage_0_in_16_bit_spares() -> None:
     right, wrong = (run_distributed(norm_of_a_step, RANKS, plan)[0] for plan in (allowed, refused))
     assert right == pytest.approx(reference(case).norms[0], rel=0.02)
     assert wrong < 0.98 * right
-
-
-def assert_follows_plain_torch(case: Case, found: list[Course | str]) -> None:
-    expected = reference(case)
-    for course in found:
-        if isinstance(course, str):
-            pytest.fail(course)
-    ours, *others = found
-    assert isinstance(ours, Course)
-    for theirs in others:
-        assert ours.losses == theirs.losses
-        assert ours.norms == pytest.approx(theirs.norms, rel=1e-6)
-    later = max(case.tolerance, 1e-4)  # ten steps follow within 1e-4
-    assert ours.losses[0] == pytest.approx(expected.losses[0], abs=case.tolerance)
-    assert ours.losses == pytest.approx(expected.losses, abs=later)
-    assert ours.norms[0] == pytest.approx(expected.norms[0], abs=case.tolerance)
-    assert ours.norms == pytest.approx(expected.norms, abs=later)
-    assert largest_difference(ours.first, expected.first) < case.weight_tolerance
-    assert largest_difference(ours.last, expected.last) < max(case.weight_tolerance, 1e-4)
-    assert max(expected.norms) > case.train["max_grad_norm"], "clipping must act"
-    assert expected.losses[0] - expected.losses[-1] > case.tolerance

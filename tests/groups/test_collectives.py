@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.groups.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter, start_all_reduce
 from toolkit.groups.fake import fake_world
-from toolkit.groups.process_groups import join_group, split_group
+from toolkit.groups.process_groups import join_group, join_pairs, split_group
 from toolkit.topology.grid import Grid
 
 RANKS = 4
@@ -47,8 +48,18 @@ def scenes(rank: int) -> dict[str, Any]:
         "reduce_scatter": {dim: reduce_scatter(of_rank(rank), dim=dim, group=tp_group) for dim in (0, 1, -1)},
         "uneven pieces": refusal(lambda: reduce_scatter(of_rank(rank)[:, :5], dim=1, group=tp_group)),
     }
+    facts["minutes"] = minutes_of_new_groups(rank)
     # As arrays: the memory of a tensor that a rank sends would be gone once the rank has ended.
     return tree_map_only(torch.Tensor, torch.Tensor.numpy, facts)
+
+
+def minutes_of_new_groups(rank: int) -> list[float]:
+    """The timeouts of new groups of each kind where the group of all ranks has 7 minutes."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=7))
+    made = [join_group(GRID, rank, "tp"), split_group(join_group(GRID, rank, "world"), 2)]
+    made += [group for group in join_pairs([(0, 1), (2, 3)], rank=rank) if group is not None]
+    backends = [group._get_backend(torch.device("cpu")) for group in made]
+    return [backend.options._timeout.total_seconds() / 60 for backend in backends]
 
 
 def refusal(call: Any) -> str:
@@ -69,6 +80,11 @@ def test_groups_hold_the_ranks_of_the_grid(found: list[dict[str, Any]]) -> None:
         assert result["groups"] == [neighbours, [rank % 2, rank % 2 + 2], [0, 1, 2, 3], neighbours]
         assert result["whole split in one"]
         assert result["uneven split"] == "num_parts=3 does not divide a group of 4 ranks"
+
+
+@pytest.mark.gloo
+def test_groups_wait_as_long_as_that_of_all_ranks(found: list[dict[str, Any]]) -> None:
+    assert [result["minutes"] for result in found] == [[7.0] * 3] * RANKS
 
 
 @pytest.mark.gloo

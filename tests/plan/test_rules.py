@@ -1,4 +1,7 @@
+import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,7 +46,6 @@ BROKEN = [
     ("TP_SEQUENCE", "parallel.sequence_parallel", "tensor=1", {"parallel": {"sequence_parallel": True}}),
     ("TP_SEQUENCE", "parallel.sequence_parallel", "sequence_length=511", {"model": "llama-3.1-8b", "train": {"sequence_length": 511}, "parallel": {"tensor": 2, "sequence_parallel": True}}),
     ("TP_STAGE", "parallel.zero_stage", "zero_stage=0", {"model": "llama-3.1-8b", "parallel": {"tensor": 2, "zero_stage": 0}}),
-    ("TP_DEEPSPEED_GROUPS", "deepspeed.zero_optimization.zero_hpz_partition_size", "neighbouring", {"model": "llama-3.1-8b", "ranks": 4, "parallel": {"tensor": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2)}),
     ("PRECISION_CARD", "train.precision", V100, {"gpu": V100, "train": {"precision": "bf16"}}),
     ("PRECISION_CARD", "train.precision", "fp16", {"gpu": "cpu", "train": {"precision": "fp16"}}),
     ("PRECISION_CARD", "train.precision", "no float8 units", {"gpu": "a100-sxm-80gb", "train": {"precision": "fp8"}}),
@@ -128,10 +130,14 @@ BROKEN = [
     ("DEEPSPEED_PRESCALE", "deepspeed.prescale_gradients", "reduce_scatter=true", {"deepspeed": {"prescale_gradients": True}}),
     ("DEEPSPEED_PRESCALE", "deepspeed.prescale_gradients", "reduce_scatter=true", {"deepspeed": {"gradient_predivide_factor": 2.0}}),
     ("DEEPSPEED_PREDIVIDE", "deepspeed.gradient_predivide_factor", "2 times too small", {"deepspeed": {"gradient_predivide_factor": 2.0, **zero_keys(reduce_scatter=False)}, "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_PREDIVIDE", "deepspeed.gradient_predivide_factor", "data-parallel ranks", {"model": "llama-3.2-1b", "ranks": 4, "deepspeed": {"gradient_predivide_factor": 2.0, **zero_keys(reduce_scatter=False)}, "parallel": {"pipeline": 2, "zero_stage": 3}}),
     ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.allgather_bucket_size", "5 (int)", {"deepspeed": zero_keys(allgather_bucket_size=5)}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.reduce_scatter=false", "always scatters", {"deepspeed": zero_keys(reduce_scatter=False, contiguous_gradients=False), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_HPZ", "deepspeed.zero_optimization.zero_hpz_partition_size", "world of 4", {"ranks": 4, "deepspeed": zero_keys(zero_hpz_partition_size=3), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_HPZ", "deepspeed.zero_optimization.zero_hpz_partition_size", "world of 2", {"deepspeed": zero_keys(zero_hpz_partition_size=4), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_GROUPS", "deepspeed.zero_optimization.zero_hpz_partition_size", "neighbouring", {"model": "llama-3.1-8b", "ranks": 4, "parallel": {"tensor": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2)}),
+    ("DEEPSPEED_GROUPS", "deepspeed.zero_optimization.zero_hpz_partition_size", "with pipeline=2", {"model": "llama-3.2-1b", "ranks": 4, "parallel": {"pipeline": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=4)}),
+    ("DEEPSPEED_GROUPS", "deepspeed.zero_optimization.zero_quantized_gradients", "zero_quantized_gradients=true with tensor=2 and pipeline=2", {"model": "llama-3.2-1b", "ranks": 8, "parallel": {"tensor": 2, "pipeline": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_quantized_gradients=True)}),
     ("DEEPSPEED_CARD", "deepspeed.zero_optimization.zero_quantized_weights", "cpu", {"gpu": "cpu", "deepspeed": zero_keys(zero_quantized_weights=True), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_QUANTIZED", "deepspeed.zero_optimization.reduce_scatter", "false", {"deepspeed": zero_keys(zero_quantized_gradients=True, reduce_scatter=False), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_BUFFERS", "deepspeed.zero_optimization.offload_optimizer.buffer_count", "buffer_count=3", {"nvme_path": "/local", "deepspeed": zero_keys(offload_optimizer={"buffer_count": 3}), "parallel": {"offload": "optimizer-nvme"}}),
@@ -207,12 +213,38 @@ def test_float8_is_estimated_for_no_engine_but_ours(code, job):
 
 
 def test_a_partial_offload_of_a_model_of_unknown_size():
-    from dataclasses import replace
-
     job = job_of(parallel={"offload": "optimizer-cpu-partial"})
     with pytest.raises(PlanError) as caught:
         resolve_with(job, model=replace(model_of(job.model.name), num_parameters=None), gpu=gpu_of(job.cluster.gpu))
     assert caught.value.codes == ("OFFLOAD_PARTIAL_SIZE",)
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"layerdrop": 0.1}, "layerdrop=0.1"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, "output_router_logits=true"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0}, "output_router_logits=true"),
+        ({"output_router_logits": True}, "output_router_logits=true"),
+        ({"layerdrop": 0.0, "output_router_logits": False}, None),
+    ],
+)
+def test_what_stages_cannot_follow_of_a_model_is_refused(config, part):
+    model = model_of("llama-3.2-1b")
+    job = {"model": "llama-3.2-1b", "ranks": 2, "train": {"gradient_accumulation_steps": 2}}
+    changed = replace(model, config_json=json.dumps(model.config | config))
+    multimodal = replace(model, config_json=json.dumps({"model_type": "gemma3", "text_config": model.config | config}))
+    for one in (changed, multimodal) if part else (changed,):
+        resolve_with(job_of(**job), model=one, gpu=gpu_of("h100-sxm-80gb"))
+        plan = partial(resolve_with, job_of(**job, parallel={"pipeline": 2}), model=one, gpu=gpu_of("h100-sxm-80gb"))
+        if part is None:
+            plan()
+            continue
+        with pytest.raises(PlanError) as caught:
+            plan()
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.key) == ("PIPELINE_TOGETHER", "model")
+        assert part in problem.message
 
 
 def test_every_problem_is_reported_at_once():
@@ -242,6 +274,7 @@ SOUND = [
     {"deepspeed": {"prescale_gradients": True, **zero_keys(reduce_scatter=False)}},
     {"deepspeed": {"gradient_predivide_factor": 2, "communication_data_type": "fp32", "steps_per_print": 5, **zero_keys(reduce_scatter=False)}},
     {"deepspeed": {"prescale_gradients": False}},
+    {"model": "llama-3.2-1b", "ranks": 4, "deepspeed": {"gradient_predivide_factor": 4, **zero_keys(reduce_scatter=False)}, "parallel": {"pipeline": 2, "zero_stage": 3}},
     {"train": {"kernels": "liger", "precision": "fp32", "loss": "liger", "method": "lora"}},
     {"gpu": V100, "train": {"kernels": "liger", "precision": "fp16"}},
     {"gpu": "l4-24gb", "train": {"precision": "fp8", "fp8": {"recipe": "rowwise"}, "torch_compile": True}},
@@ -249,6 +282,7 @@ SOUND = [
     {"train": {"precision": "fp8", "gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"bf16": {"immediate_grad_update": True}}},
     {"gpu": V100, "train": {"precision": "fp16"}, "deepspeed": {"fp16": {"hysteresis": 1, "loss_scale_window": 100}}},
     {"ranks": 4, "parallel": {"zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2, zero_quantized_weights=True)},
+    {"model": "llama-3.2-1b", "ranks": 4, "parallel": {"pipeline": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=1, zero_quantized_gradients=False)},
     {"nvme_path": "/local", "parallel": {"offload": "full-nvme"}, "deepspeed": {"aio": {"queue_depth": 32}, **zero_keys(offload_optimizer={"buffer_count": 8, "pipeline_write": True})}},
     {"nvme_path": "/local"},
     {"train": {"optimizer": "sgd"}, "parallel": {"offload": "optimizer-cpu"}},

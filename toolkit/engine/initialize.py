@@ -33,8 +33,8 @@ def initialize(
 ) -> Run:
     """Joins the launcher's process groups, builds the model and starts the DeepSpeed engine.
 
-    Python's, NumPy's and torch's random states start from `train.seed` and the data-parallel rank, whatever was drawn
-    before.
+    Python's, NumPy's and torch's random states start from `train.seed`, the data-parallel rank and the stage, whatever
+    was drawn before.
 
     Args:
         plan: What to run.
@@ -60,10 +60,11 @@ def initialize(
         schedule = LearningRate(plan)
         engine = start_engine(plan, model, schedule, world=world)
         # After the model is built: whether its weights are drawn or read must not change what dropout draws.
-        seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp)
+        seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp, pp_rank=world.coordinate.pp)
         memory.end("init")
         return Run(plan=plan, world=world, engine=engine, schedule=schedule, memory=memory)
     except BaseException:
+        compare_within(None)
         if world.size == 1:  # a notebook goes on; one of several ranks ends, and must not wait for the others
             disconnect(world)
         raise
@@ -74,7 +75,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate, *, world:
     import deepspeed
 
     alone = world.grid.size("model") == 1
-    compare_within(None if world.pp_group is None else world.dp_group)
+    compare_within(world.dp_group)  # until the run is closed
     if alone:
         deepspeed.utils.groups.mpu = None  # of an earlier run of this process; DeepSpeed never takes it back
     engine, *_ = deepspeed.initialize(

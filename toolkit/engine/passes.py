@@ -24,6 +24,8 @@ class Passes(Protocol):
     losses: Losses
     plain_norm: torch.Tensor | None
     """The gradient norm of the last step where the engine keeps none."""
+    failed: bool
+    """Whether a pass has failed and left what no later one can begin with."""
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
         """Does all forward and backward passes and the optimizer step; gives this rank's part of the mean loss.
@@ -82,6 +84,8 @@ class Losses:
 
 class AccumulatedPasses:
     """One micro batch after the other, each forward and backward: every strategy but a pipeline."""
+
+    failed = False
 
     def __init__(self, plan: Plan, world: World, engine: Any, memory: MemoryWatch) -> None:
         self.plain_norm: torch.Tensor | None = None

@@ -58,6 +58,7 @@ class PipelinePasses:
     """
 
     plain_norm: torch.Tensor | None = None
+    failed = False  # while passes run, too: one that raises leaves messages and gradients behind
 
     def __init__(self, plan: Plan, world: World, engine: Any, memory: MemoryWatch) -> None:
         settings = plan.settings
@@ -81,6 +82,7 @@ class PipelinePasses:
         self._step = _Step()
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
+        self.failed = True
         self._step = _Step(micro_batches=micro_batches, num_targets=num_targets)
         total = torch.zeros((), device=self._world.device)
         with _reduced_at_the_end(self._engine):
@@ -88,7 +90,7 @@ class PipelinePasses:
                 self._do(action)
             self._channels.finish()
             if self._tied is not None and self._channels.ends is not None:
-                sum_tied(self._tied, group=self._channels.ends, sums=self._sums)
+                sum_tied(self._tied, group=self._channels.ends, dp_size=self._world.grid.dp, sums=self._sums)
             if self._sums is not None:
                 self._sums.settle()
         self._memory.end("backward")
@@ -97,11 +99,12 @@ class PipelinePasses:
         for loss in self._step.losses:
             total += loss
         self._step = _Step()
+        self.failed = False
         return total
 
     def outputs(self, batch: MicroBatch) -> Any:
         """Runs one batch through all stages; called for one after the other, each rank sends on what it has and goes on."""
-        outputs = None
+        self.failed, outputs = True, None
         for chunk in range(self._schedule.virtual_stages):
             stage = self._schedule.stage(self._world.coordinate.pp, chunk)
             hidden_BSD = None
@@ -114,6 +117,7 @@ class PipelinePasses:
                 self._channels.send(outputs, "activation", to=self._schedule.place(stage + 1)[0])
                 self._channels.finish(but=UNDER_WAY)  # no gradient comes back that would hold this rank up
                 outputs = None
+        self.failed = False
         return outputs
 
     def _call(self, chunk: int, batch: Mapping[str, torch.Tensor], hidden_BSD: torch.Tensor | None) -> Any:
@@ -229,12 +233,19 @@ def _reduced_at_the_end(engine: Any) -> Iterator[None]:
 
     DeepSpeed reduces whatever ends the block: a rank that has run out of memory would wait for others that wait for it.
     """
-    with engine.coalesce_grad_reduction():
-        try:
-            yield
-        except BaseException:
-            engine._flush_coalesced_reduction_zero12 = engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
-            raise
+    skipped = dict.fromkeys(
+        ("_flush_coalesced_reduction_zero12", "_flush_coalesced_reduction_zero3"), lambda optimizer: None
+    )
+    try:
+        with engine.coalesce_grad_reduction():
+            try:
+                yield
+            except BaseException:
+                vars(engine).update(skipped)
+                raise
+    finally:
+        for name in skipped:
+            vars(engine).pop(name, None)
 
 
 def _tied_weight(model: Any) -> nn.Parameter | None:

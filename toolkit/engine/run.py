@@ -19,6 +19,7 @@ from toolkit.engine.pipeline import PipelinePasses
 from toolkit.engine.same_batch import compare_batches
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.stop import StopFlag
+from toolkit.engine.zero3_agreement import compare_within
 from toolkit.errors import RunError
 from toolkit.groups.process_groups import join_group
 from toolkit.groups.world import World, disconnect
@@ -78,6 +79,7 @@ class Run:
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
+            compare_within(None)
             if leave_groups:
                 disconnect(self.world)
 
@@ -150,7 +152,8 @@ class Run:
 
         Raises:
             RunError: STEP_MICRO_BATCHES when their number is not the plan's; STEP_LENGTH when the length of the run is
-                not known yet; TP_BATCH when ranks of one replica were given different batches (first step).
+                not known yet; TP_BATCH when ranks of one replica were given different batches (first step);
+                STEP_AFTER_FAILURE when an earlier pass of a pipeline has failed.
         """
         self._check(micro_batches)
         self.last_learning_rate = self.learning_rate
@@ -189,6 +192,7 @@ class Run:
             if outputs is not None:
                 sums[0] += self._passes.losses.summed(outputs, batch["labels"])
                 sums[1] += count_targets(batch["labels"])
+            del outputs  # or they would be there beside those of the next batch
         self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
         return float(sums[0] / sums[1].clamp(min=1))
@@ -197,11 +201,16 @@ class Run:
         """Runs the model without gradients, as in evaluation; gives each batch, moved to the device, with its outputs.
 
         Args:
-            batches: This rank's; all ranks must have the same number of them, and take all of what this gives.
+            batches: This rank's; all ranks must have the same number of them, and take all of what this gives. One that
+                keeps no outputs while it asks for the next batch's spares the memory of one.
 
         Returns:
             What the whole model gives, on the ranks that hold its end; None on the other stages of a pipeline.
+
+        Raises:
+            RunError: STEP_AFTER_FAILURE when an earlier pass of a pipeline has failed.
         """
+        self._check_whole()
         self.engine.eval()
         try:
             for batch in batches:
@@ -209,7 +218,7 @@ class Run:
                 with torch.no_grad():
                     outputs = self._passes.outputs(moved)
                 yield moved, outputs
-                del outputs  # before the next batch has its own
+                del outputs  # the caller's reference is the last one
         finally:
             self.engine.train()
 
@@ -218,7 +227,17 @@ class Run:
         # (modeling_flash_attention_utils.py _is_packed_sequence).
         return Collator.of(dataset, flatten=self.plan.settings.attention == "flash_attention_2")
 
+    def _check_whole(self) -> None:
+        if self._passes.failed:
+            raise RunError.of(
+                code="STEP_AFTER_FAILURE",
+                message="a pass through the pipeline has failed: its stages hold messages and gradients of the micro-batches "
+                "before, and wait for each other",
+                fix="End the run on all ranks and resume from its last checkpoint",
+            )
+
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._check_whole()
         expected = self.plan.settings.batch.accumulation
         if len(micro_batches) != expected:
             raise RunError.of(

@@ -1,4 +1,7 @@
-"""Lets ZeRO-3 compare its records among the ranks that share parameters, not over the world, whose stages hold others."""
+"""Lets ZeRO-3 compare its records among the ranks that share parameters, and by how parameters follow each other.
+
+Not over the world, whose stages hold others; and not by DeepSpeed's numbers, which go on through all runs of a process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ def compare_within(group: dist.ProcessGroup | None) -> None:
     """Makes ZeRO-3 compare over a group from now on in this process; `None` gives it back its own way.
 
     DeepSpeed broadcasts from rank 0 of the world whenever a rank has recorded a new order of its modules. Stages record
-    theirs at different times, or more often than others, so that broadcast would wait for ever.
+    theirs at different times, or more often than others, so that broadcast would wait for ever. After a run with stages,
+    which have different numbers of parameters, ranks number those of the next model differently, whatever its layout.
 
     Args:
         group: Ranks that hold the same parameters.
@@ -44,7 +48,6 @@ def compare_within(group: dist.ProcessGroup | None) -> None:
 
 
 def _compare(ints: list[int], group: dist.ProcessGroup) -> None:
-    # DeepSpeed numbers the parameters of a process through all its runs: what counts is how they follow each other.
     relative = [number - ints[0] for number in ints]
     found: list[list[int] | None] = [None] * group.size()
     dist.all_gather_object(found, relative, group=group)

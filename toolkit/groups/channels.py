@@ -7,13 +7,13 @@ while its neighbour sends too. On a channel messages arrive in the order in whic
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from toolkit.groups.process_groups import join_pairs
+from toolkit.groups.process_groups import join_each
 from toolkit.topology.grid import Grid
 
 Message = Literal["activation", "gradient"]
@@ -46,10 +46,10 @@ class Channels:
         wraps: Whether the last stage sends activations to the first, as virtual stages do.
 
     Attributes:
-        ends: The first and the last stage, which may hold one weight; None on those between.
+        ends: The first and the last stage of every replica, which may hold one weight; None on those between.
 
     Collectives:
-        The ranks of a pipeline make a group for each channel, and one end sends the other a number: NCCL connects them at the
+        All ranks make a group for each channel of theirs and one of the ends, and one end of a channel sends the other a number: NCCL connects them at the
         first message, for which both would otherwise wait in the middle of a step.
     """
 
@@ -59,7 +59,7 @@ class Channels:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         routes = _routes(len(self._stages), wraps=wraps)
         pairs = [(self._stages[source], self._stages[target]) for source, target, _ in routes]
-        *groups, self.ends = join_pairs([*pairs, (self._stages[0], self._stages[-1])], rank=rank)
+        *groups, self.ends = join_each([*pairs, _ends(grid, rank)], rank=rank)
         self._groups = {route: group for route, group in zip(routes, groups, strict=True) if group is not None}
         for route in self._groups:
             self._try(route, torch.zeros(1, device=device))
@@ -91,6 +91,12 @@ class Channels:
         """Waits until everything that was sent, but for the last so many messages, may be freed."""
         while len(self._sent) > but:
             self._sent.popleft()[0].wait()
+
+
+def _ends(grid: Grid, rank: int) -> list[int]:
+    """Gives the first and the last stage of all pipelines that have this rank's place in their tensor groups."""
+    own = grid.coordinate(rank)
+    return [grid.rank(replace(own, pp=pp, dp=dp)) for pp in (0, grid.pp - 1) for dp in range(grid.dp)]
 
 
 def _routes(num_stages: int, *, wraps: bool) -> list[tuple[int, int, Message]]:

@@ -1,9 +1,15 @@
-"""Process groups of a grid's axes, groups within a group, and pairs: the only `new_group` calls."""
+"""Process groups of a grid's axes, groups within a group, and any others: the only `new_group` calls.
+
+Each waits as long as the group of all ranks does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from toolkit.groups.fake import FakeGroup
@@ -23,7 +29,9 @@ def join_group(grid: Grid, rank: int, *kinds: str) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None, "init_process_group has run"
         return world
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        ranks: dist.new_group(list(ranks), timeout=_timeout()) for ranks in groups
+    }
     return made[grid.group_of(rank, *kinds)]
 
 
@@ -44,21 +52,36 @@ def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
     if num_parts == 1:
         return group
     start = group.rank() // length * length
-    own: dist.ProcessGroup = dist.new_group(ranks[start : start + length], use_local_synchronization=True)
+    own: dist.ProcessGroup = dist.new_group(
+        ranks[start : start + length], timeout=_timeout(), use_local_synchronization=True
+    )
     return own
 
 
-def join_pairs(pairs: Sequence[tuple[int, int]], *, rank: int) -> list[dist.ProcessGroup | None]:
-    """Makes a group of its own for each pair of global ranks; gives those that hold `rank`, and None for the others.
+def join_each(groups: Sequence[Sequence[int]], *, rank: int) -> list[dist.ProcessGroup | None]:
+    """Makes each of several groups of global ranks; gives those that hold `rank`, and None for the others.
 
-    Only the ranks that occur in `pairs` call this, all with the same pairs in the same order.
+    All ranks call this, those that share a group with lists that have it at the same place.
 
     Source:
         torch distributed/distributed_c10d.py _hash_ranks_to_str: a group that its ranks make by themselves is named by how
-        many the process has, so a rank makes one of itself alone for each pair that it is not in.
+        many the process has, so a rank makes one of itself alone for each group that it is not in.
     """
     made: list[dist.ProcessGroup | None] = []
-    for pair in pairs:
-        group = dist.new_group(sorted(pair) if rank in pair else [rank], use_local_synchronization=True)
-        made.append(group if rank in pair else None)
+    for ranks in groups:
+        own = sorted(ranks) if rank in ranks else [rank]
+        group = dist.new_group(own, timeout=_timeout(), use_local_synchronization=True)
+        made.append(group if rank in ranks else None)
     return made
+
+
+def _timeout() -> timedelta | None:
+    """Gives the timeout of the group of all ranks; None in a fake world.
+
+    Source:
+        torch distributed/distributed_c10d.py _get_default_timeout: left out, it is the backend's, of NCCL 10 minutes.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "init_process_group has run"
+    backend: Any = world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    return getattr(backend.options, "_timeout", None)

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.errors import PlanError
 from toolkit.pipeline_parallel.passage import Passage, StageLayers, StandIn, hidden_of, replaced
+from toolkit.plan.pipeline_layout import across_stages
 
 # Tokens of the trial run: more than one, so that a sequence is told from a single step of generation.
 _TOKENS = 3
@@ -123,11 +124,8 @@ def _reasons(model: PreTrainedModel, layers: str) -> Iterator[str]:
         for own, weight in model.get_submodule(name)._parameters.items():
             if weight is not None:
                 yield f"{f'{name}.{own}'.lstrip('.')} is used by the model itself, not by a module that a stage could hold"
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "layerdrop", 0):
-        yield f"layerdrop={config.layerdrop:g} leaves out layers at random, and each stage would draw for itself"
-    if getattr(config, "output_router_logits", False):
-        yield "output_router_logits=true asks for a loss over the routers of all layers, of which a stage has some"
+    for value, why in across_stages(model.config.get_text_config(decoder=True).to_dict()):
+        yield f"{value}: {why}"
 
 
 class _Trial:

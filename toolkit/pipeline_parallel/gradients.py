@@ -44,13 +44,9 @@ class Fp32Gradients:
         # Kept, not dropped: a partitioned parameter has no shape at the end of the step that a new one could be set by.
         gradient.zero_()
 
-    @torch.no_grad()
-    def sum_over(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
-        """Adds up what the ranks of a group have of a parameter; False where nothing was accumulated here."""
-        known = self._sums.get(parameter)
-        if known is not None:
-            dist.all_reduce(known, group=group)
-        return known is not None
+    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Gives a parameter's sum of this step; None where it has none."""
+        return self._sums.get(parameter)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -62,18 +58,24 @@ class Fp32Gradients:
 
 
 @torch.no_grad()
-def sum_tied(weight: nn.Parameter, *, group: dist.ProcessGroup, sums: Fp32Gradients | None) -> None:
+def sum_tied(weight: nn.Parameter, *, group: dist.ProcessGroup, dp_size: int, sums: Fp32Gradients | None) -> None:
     """Adds up the gradients of a weight that the first and the last stage both hold, before data-parallel ranks reduce them.
+
+    Over all replicas at once, so that every copy of the weight has one gradient: were they added pair by pair, each stage
+    would then average over its replicas in an order of its own, and the two copies drift apart by roundings.
 
     Args:
         weight: This rank's copy.
-        group: The two ranks.
+        group: The two stages of all replicas.
+        dp_size: Replicas, over which the gradient is the mean.
         sums: Where gradients are added up in fp32, if they are.
 
     Collectives:
         One all-reduce.
     """
-    if sums is not None and sums.sum_over(weight, group):
-        return
-    assert weight.grad is not None, "an embedding and a head have a gradient after each step"
-    dist.all_reduce(weight.grad, group=group)
+    total = None if sums is None else sums.of(weight)
+    if total is None:
+        assert weight.grad is not None, "an embedding and a head have a gradient after each step"
+        total = weight.grad
+    dist.all_reduce(total, group=group)
+    total.div_(dp_size)

@@ -1,6 +1,9 @@
-"""Which decoder layers each stage of a pipeline holds."""
+"""Which decoder layers each stage of a pipeline holds, and what of a model no stage can do by itself."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from toolkit.schedule import partition, uniform_partition
 from toolkit.spec.job import Job
@@ -41,3 +44,23 @@ def operations(model: ModelSpec, *, sequence_length: int) -> tuple[list[float], 
     attention = float(sequence_length * model.num_attention_heads * model.head_dim)
     head = float(model.vocab_size * model.hidden_size)
     return [count + attention for count in counted.active_layers], head
+
+
+def across_stages(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names the values of a model's config.json that ask for more than a stage holds, each with the reason.
+
+    Args:
+        config: Content of config.json; a multimodal one is read through its `text_config`.
+    """
+    text = config.get("text_config")
+    values = text if isinstance(text, Mapping) else config
+    if values.get("layerdrop"):
+        yield (
+            f"layerdrop={values['layerdrop']}",
+            "layers are left out at random, and each stage would draw for itself",
+        )
+    if values.get("output_router_logits"):
+        yield (
+            "output_router_logits=true",
+            "the router's loss multiplies averages over all layers, and no stage has them all",
+        )

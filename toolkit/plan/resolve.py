@@ -276,13 +276,19 @@ def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -
 
 
 def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
-    """Bytes a rank of parameters, gradients and optimizer state under ZeRO-2 (deepspeed zero/stage_1_and_2.py)."""
+    """Bytes a rank of parameters, gradients and optimizer state under ZeRO-2 (deepspeed zero/stage_1_and_2.py).
+
+    A pipeline reduces gradients once a step (engine.py coalesce_grad_reduction): until then a rank keeps those of its stages
+    whole, and their sums in fp32 beside them where these are wanted.
+    """
     assert model.num_parameters is not None
     width = 4 if precision == "fp32" else 2
     trainable = trainable_parameters(job, model) or model.num_parameters
     optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
     share = job.parallel.tensor * job.parallel.pipeline
-    return width * model.num_parameters / share + trainable * (width + optimizer) / job.cluster.num_ranks
+    in_fp32 = job.train.gradient_accumulation_dtype == "fp32" and precision != "fp32"
+    gradients = width / job.cluster.num_ranks if job.parallel.pipeline == 1 else (width + (4 if in_fp32 else 0)) / share
+    return width * model.num_parameters / share + trainable * (gradients + optimizer / job.cluster.num_ranks)
 
 
 def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:

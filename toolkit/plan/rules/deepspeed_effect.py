@@ -130,16 +130,16 @@ def scaled_reduction(draft: Draft) -> Iterator[Problem]:
     factor = section.get("gradient_predivide_factor", 1.0)
     predivided = isinstance(factor, int | float) and factor != 1
     scaled = section.get("prescale_gradients") is True or predivided
-    if predivided and stage == 3 and factor == draft.job.cluster.num_ranks:
+    if predivided and stage == 3 and factor == draft.settings.batch.dp_size:
         yield Problem(
             code="DEEPSPEED_PREDIVIDE",
             key="deepspeed.gradient_predivide_factor",
             message=(
-                f"gradient_predivide_factor={factor:g} equals the number of ranks with zero_stage=3: stage 3 then divides "
+                f"gradient_predivide_factor={factor:g} equals the number of data-parallel ranks with zero_stage=3: stage 3 then divides "
                 f"by it twice, so every gradient is {factor:g} times too small"
             ),
             fix="Set it to another value, such as 1, or set parallel.zero_stage to 2",
-            source="deepspeed runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3",
+            source="deepspeed runtime/zero/stage3.py __avg_scatter_contiguous_grads, _gradient_averaging_world_size",
         )
     if scaled and scatter is True and stage > 0 and not draft.uses_bf16_optimizer:
         yield Problem(
@@ -166,6 +166,27 @@ def secondary_partition(draft: Draft) -> Iterator[Problem]:
             fix=f"Set it to one of {join(divisors(ranks))}; the cards of a node are what it is meant for",
             source="deepspeed utils/groups.py _create_zero_param_parallel_group",
         )
+
+
+def groups_of_neighbours(draft: Draft) -> Iterator[Problem]:
+    """hpZ and quantized gradients make groups of the world's neighbours, which may hold other shards or other layers."""
+    zero, parallel = _mapping(draft.job.deepspeed, "zero_optimization"), draft.job.parallel
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
+    split = {name: size for name, size in sizes.items() if size > 1}
+    shown = " and ".join(f"{name}={size}" for name, size in split.items())
+    if not split:
+        return
+    without_groups = {"zero_hpz_partition_size": (None, 0, 1), "zero_quantized_gradients": (None, False)}
+    for name, values in without_groups.items():
+        if zero.get(name) not in values:
+            yield Problem(
+                code="DEEPSPEED_GROUPS",
+                key=f"deepspeed.zero_optimization.{name}",
+                message=f"{name}={str(zero[name]).lower()} with {shown}: DeepSpeed groups "
+                "neighbouring ranks of the world, which need not hold the same part of the model here",
+                fix=f"Remove {name}, or set {' and '.join(f'parallel.{key}' for key in split)} to 1",
+                source="deepspeed utils/groups.py _create_zero_param_parallel_group, _get_local_all_to_all_group",
+            )
 
 
 def cuda_kernels(draft: Draft) -> Iterator[Problem]:
@@ -219,4 +240,4 @@ def _mapping(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-RULES = (of_effect, scaled_reduction, secondary_partition, cuda_kernels, swap_buffers)
+RULES = (of_effect, scaled_reduction, secondary_partition, groups_of_neighbours, cuda_kernels, swap_buffers)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.draft import Draft
+from toolkit.plan.pipeline_layout import across_stages
 from toolkit.schedule import check_partition, schedule_problems, uniform_partition
 
 _KEY = "parallel.pipeline"
@@ -98,7 +99,7 @@ def proven_together(draft: Draft) -> Iterator[Problem]:
     """What cuts or runs the model in another way."""
     if draft.job.parallel.pipeline == 1:
         return
-    train, parallel, model = draft.job.train, draft.job.parallel, draft.model
+    train, parallel = draft.job.train, draft.job.parallel
     if parallel.strategy != "zero":
         yield _refused("parallel.strategy", parallel.strategy, "our pipelines run in the DeepSpeed engine", "zero")
     if train.method == "qlora":
@@ -111,9 +112,20 @@ def proven_together(draft: Draft) -> Iterator[Problem]:
     if draft.profile.needs_nvme:
         why = "its swap files are named by data-parallel rank alone, so stages of a node would write over each other's"
         yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
-    if model.num_experts and model.config.get("output_router_logits") and model.config.get("router_aux_loss_coef"):
-        why = "the router's loss multiplies averages over all layers, and no stage has them all"
-        yield _refused("model", "output_router_logits", why, "a config.json without output_router_logits")
+
+
+def followed_by_each_stage(draft: Draft) -> Iterator[Problem]:
+    """The model's configuration asks for nothing of which a stage has a part."""
+    pipeline = draft.job.parallel.pipeline
+    if pipeline == 1:
+        return
+    for value, why in across_stages(draft.model.config):
+        yield Problem(
+            code="PIPELINE_TOGETHER",
+            key="model",
+            message=f"{value} in the model's config.json with pipeline={pipeline}: {why}",
+            fix=f"Set model to a config.json without {value.partition('=')[0]}, or {_OFF}",
+        )
 
 
 def _refused(key: str, value: str, why: str, instead: str) -> Problem:
@@ -132,4 +144,5 @@ RULES = (
     split_backward_passes,
     gathered_by_the_engine,
     proven_together,
+    followed_by_each_stage,
 )

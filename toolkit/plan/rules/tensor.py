@@ -167,23 +167,6 @@ def counted_norm(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def groups_of_deepspeed(draft: Draft) -> Iterator[Problem]:
-    """hpZ and quantized gradients make groups of neighbours, which here hold different shards."""
-    zero = draft.job.deepspeed.get("zero_optimization")
-    if draft.job.parallel.tensor == 1 or not isinstance(zero, dict):
-        return
-    for name in ("zero_hpz_partition_size", "zero_quantized_gradients"):
-        if zero.get(name) and zero[name] != 1:
-            yield Problem(
-                code="TP_DEEPSPEED_GROUPS",
-                key=f"deepspeed.zero_optimization.{name}",
-                message=f"{name}={zero[name]} with tensor={draft.job.parallel.tensor}: DeepSpeed gathers over neighbouring ranks, "
-                "which hold different shards here",
-                fix=f"Remove {name}, or set {_KEY} to 1",
-                source="deepspeed utils/groups.py _create_zero_param_parallel_group, _get_local_all_to_all_group",
-            )
-
-
 def _adapts_attention_alone(lora: Lora) -> bool:
     targets = lora.target_modules
     return not isinstance(targets, str) and all(name.rpartition(".")[2] in _ATTENTION for name in targets)
@@ -212,5 +195,4 @@ RULES = (
     proven_together,
     pieces_of_sequences,
     counted_norm,
-    groups_of_deepspeed,
 )
