@@ -97,6 +97,7 @@ def test_an_interrupt_is_130(folder):
     os.kill(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=200)
     assert process.returncode == 130, shown
+    assert "ends as its script does" in shown
 
 
 def test_a_port_in_use(folder):

@@ -113,6 +113,7 @@ def interrupted(root: Path, name: str) -> tuple[Path, Path, list[str]]:
     os.kill(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 130, shown
+    assert "SIGINT: each rank ends its step and saves; once more to kill them" in shown
     (saved,) = list_checkpoints(out)
     stopped_at = int(saved.name.removeprefix("checkpoint-"))
     assert 3 <= stopped_at < STEPS

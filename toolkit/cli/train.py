@@ -140,7 +140,9 @@ def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) 
     emit(plan, plan.output_dir / "configs")
     argv = [sys.executable, "-m", "toolkit.train.worker", "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan))]
-    outcome = run_on_this_node(plan, [*argv, *_session_options(checkpoint, stop_after)])
+    outcome = run_on_this_node(
+        plan, [*argv, *_session_options(checkpoint, stop_after)], when_asked="each rank ends its step and saves"
+    )
     if outcome.exit_code != 0:
         # No worker lives any more; half a checkpoint may be what fills the disk.
         remove_leftovers(plan.output_dir)
