@@ -123,7 +123,7 @@ def test_a_long_step_without_colours_leaves_its_middle_out(
 def test_layers_of_a_stage_are_a_run(capsys: pytest.CaptureFixture[str], job: str) -> None:
     assert main(["topology", job, "--schedule", "--set", "parallel.pipeline=2"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [["0", "0", "0-2", "2"], ["1", "1", "3", "1"]] == [row for row in rows if row[:1] in (["0"], ["1"])]
+    assert [row for row in rows if row[:1] in (["0"], ["1"])] == [["0", "0", "0-2", "2"], ["1", "1", "3", "1"]]
 
 
 def test_no_heavy_library_is_loaded(job: str) -> None:
