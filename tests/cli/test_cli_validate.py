@@ -311,6 +311,18 @@ def test_a_pipeline_over_nodes_is_no_warning(folder, capsys):
     assert "pipeline  4 stages of 8, 9, 9, 6 layers, 1f1b: 16 micro-batches, bubble 15.8%" in capsys.readouterr().out
 
 
+def test_tensor_ranks_have_a_line(folder, capsys):
+    tensor = ("parallel.tensor=2", "train.train_batch_size=null")
+    for share, said in ((True, "a piece of every sequence"), (False, "every sequence whole")):
+        sets = (*tensor, f"parallel.sequence_parallel={str(share).lower()}")
+        assert validate(*sets) == 0
+        assert json.loads(capsys.readouterr().out)["tensor"] == {"tp": 2, "sequence_parallel": share}
+        assert validate(*sets, extra=()) == 0
+        assert f"  tensor   2 ranks share each layer; each holds {said} between" in capsys.readouterr().out
+    assert validate() == 0
+    assert json.loads(capsys.readouterr().out)["tensor"] is None
+
+
 def test_a_job_without_a_pipeline_has_none(folder, capsys):
     assert validate() == 0
     assert json.loads(capsys.readouterr().out)["pipeline"] is None

@@ -24,10 +24,7 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     settings, cluster = plan.settings, plan.job.cluster
     names = {"ddp": "DDP", "fsdp2": "FSDP2"}
     strategy = names.get(plan.job.parallel.strategy, f"ZeRO-{settings.zero_stage}")
-    sizes = {"pipeline": plan.grid.pp, "data": plan.grid.dp, "tensor": plan.grid.tp}
-    if plan.grid.size("model") > 1:
-        shown = (f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
-        strategy += f", {' × '.join(shown)}"
+    strategy += f", {axes}" if (axes := plan.grid.describe()) else ""
     offload = f"offload {plan.profile.name}" if case.file is None else f"under {case.file.name}"
     print(
         f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: {strategy}, {offload}, "

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline holds, and how a step of it fares: for reports, before anything is built."""
+"""What each rank of a pipeline or tensor group holds, and how a step fares: for reports, before anything is built."""
 
 from __future__ import annotations
 
@@ -83,6 +83,16 @@ def describe_pipeline(draft: Draft) -> str:
         f"{pp} stages{virtual} of {_counts(settings.partition)}, {settings.pipeline_schedule}: "
         f"{count} micro-batch{'' if count == 1 else 'es'}, bubble {bubble_of(draft):.1%}"
     )
+
+
+def describe_tensor(draft: Draft) -> str:
+    """Gives the ranks that share each layer of a job with tensor parallelism, and what they hold of a sequence, in a line."""
+    held = (
+        "a piece of every sequence between the sharded layers (sequence_parallel)"
+        if draft.settings.sequence_parallel
+        else "every sequence whole between the sharded layers"
+    )
+    return f"{draft.job.parallel.tensor} ranks share each layer; each holds {held}"
 
 
 def bubble_warning(draft: Draft) -> Iterator[str]:

@@ -164,6 +164,17 @@ class Grid:
         """Gives `{"pp": …, "dp": …, "tp": …}`."""
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
+    def describe(self) -> str:
+        """Names the axes that a model is cut along, and the data-parallel one; empty where every rank has all of it.
+
+        >>> Grid(pp=2, dp=1, tp=4).describe(), Grid(dp=8).describe()
+        ('pipeline 2 × data 1 × tensor 4', '')
+        """
+        if self.size("model") == 1:
+            return ""
+        sizes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
+        return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+
     def _size(self, axis: Axis) -> int:
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}[axis]
 
