@@ -178,7 +178,14 @@ def test_no_data_is_a_warning(folder, capsys):
 def test_what_other_consumers_cannot_carry_is_a_warning(folder, capsys):
     assert validate("train.gradient_checkpointing=0.5") == 0
     warnings = json.loads(capsys.readouterr().out)["warnings"]
-    assert sum("CONSUMER_FRACTION" in warning for warning in warnings) == 2
+    [line] = [warning for warning in warnings if "CONSUMER_FRACTION" in warning]
+    assert line.startswith("not for transformers.Trainer or Accelerate scripts: gradient_checkpointing=0.5 is a share")
+    assert (
+        validate("parallel.tensor=2", "train.train_batch_size=null", "parallel.pipeline=2", "parallel.zero_stage=1")
+        == 0
+    )
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert sum("CONSUMER_" in warning for warning in warnings) == 1
 
 
 def test_a_plan_file_in_place_of_a_job(folder, capsys):

@@ -11,6 +11,7 @@ from toolkit.cli.options import collect
 from toolkit.cli.topology import place_job
 from toolkit.errors import Problem
 from toolkit.plan.plan import Plan
+from toolkit.plan.refusals import refusals
 from toolkit.plan.resolve import resolve_with
 from toolkit.plan.rules.consumers import consumer_problems
 from toolkit.plan.stage_parts import bubble_warning
@@ -169,6 +170,6 @@ def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: Token
         yield "no data section: `toolkit train` needs one; your own script under `toolkit launch` does not"
     if plan is not None:
         yield from bubble_warning(plan)
-        for consumer, name in _CONSUMERS.items():
-            for problem in consumer_problems(plan, consumer):
-                yield f"not for {name}: {problem}"
+        found = {name: tuple(consumer_problems(plan, consumer)) for consumer, name in _CONSUMERS.items()}
+        for names, reason in refusals(found):
+            yield f"not for {' or '.join(names)}: {reason}"
