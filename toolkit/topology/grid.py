@@ -100,9 +100,10 @@ class Grid:
             raise PlanError.of(
                 code="GRID_WORLD",
                 key="parallel",
-                message=f"pipeline={pp} × tensor={tp} = {model.world_size} ranks does not divide "
+                message=f"pipeline={pp} × tensor={tp} = {model.world_size} ranks do not divide "
                 f"nodes × gpus_per_node = {world_size} ranks: each model replica needs all of its ranks",
-                fix=f"Set pipeline × tensor to one of {join(divisors(world_size))}",
+                fix=f"Set pipeline × tensor to one of {join(divisors(world_size))}, or gpus_per_node so that nodes × gpus_per_node "
+                f"is a multiple of {model.world_size}",
             )
         return cls(pp=pp, dp=world_size // model.world_size, tp=tp)
 
