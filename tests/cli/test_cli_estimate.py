@@ -260,6 +260,20 @@ def test_strategies_side_by_side(capsys):
     assert "zero3" in capsys.readouterr().out
 
 
+def test_a_strategy_that_keeps_an_axis_of_the_job_says_how_to_name_one_without(capsys):
+    sets = ["parallel.tensor=2", "parallel.zero_stage=1", "cluster.gpus_per_node=4", "train.train_batch_size=null"]
+    code, found = run(capsys, "--compare", "pp4,zero1-pp2", sets=sets)
+    alone, kept = found["strategies"]
+    assert (code, codes(alone), codes(kept)) == (0, ["GRID_WORLD"], [])
+    assert alone["problems"][0]["fix"] == "pp4 keeps the job's tensor=2: name zero1-tp1-pp4 for a strategy without"
+    assert (alone["full_name"], kept["full_name"]) == ("zero1-tp2-pp4", "zero1-tp2-pp2")
+    assert main(["estimate", "job.yaml", "--compare", "pp4", *(part for one in sets for part in ("--set", one))]) == 1
+    *table, reason = capsys.readouterr().out.rstrip().splitlines()
+    assert "name zero1-tp1-pp4" in reason
+    assert max(map(len, table)) < 80
+    assert [line for line in table if "zero1-tp2-pp4" in line and line.rstrip().endswith("GRID_WORLD")]
+
+
 def test_the_fewest_cards_of_each_kind(capsys):
     job = ["model=llama-3.1-8b", "train.gradient_accumulation_steps=16"]
     code, found = run(capsys, "--gpus", "h100-sxm-80gb,t4-16gb", sets=job)
