@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import RunError, raise_all
 from toolkit.launch.devices import too_few_cards
 from toolkit.launch.environment import Backend, worker_environment
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
-from toolkit.launch.outcome import RunOutcome
+from toolkit.launch.outcome import RunOutcome, rank_name
 from toolkit.launch.ports import check_port, free_port
 from toolkit.launch.supervisor import WHEN_ASKED, supervise
 from toolkit.plan.plan import Plan
@@ -50,6 +50,7 @@ def launch_local(
             log_dir=log_dir,
             extra_environment=extra_environment,
             when_asked=when_asked,
+            name_of=plan.grid.describe_rank,
         )
 
 
@@ -62,6 +63,7 @@ def launch_ranks(
     port: int | None = None,
     extra_environment: Mapping[str, str] | None = None,
     when_asked: str = WHEN_ASKED,
+    name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
     """Runs one process a rank on this machine until all have ended.
 
@@ -73,6 +75,7 @@ def launch_ranks(
         port: Of the rendezvous; a free one when left out.
         extra_environment: Variables beyond the worker's own.
         when_asked: What a worker does at Ctrl-C, as `supervise` tells a person.
+        name_of: What a person calls a rank.
 
     Raises:
         RunError: WORKER_START, LOG_DIR.
@@ -93,7 +96,9 @@ def launch_ranks(
         )
         return made | dict(extra_environment or {})
 
-    return supervise(argv, ranks=range(num_ranks), env_for_rank=environment, log_dir=log_dir, when_asked=when_asked)
+    return supervise(
+        argv, ranks=range(num_ranks), env_for_rank=environment, log_dir=log_dir, when_asked=when_asked, name_of=name_of
+    )
 
 
 def check_launchable(plan: Plan) -> None:

@@ -22,7 +22,15 @@ from types import FrameType
 from typing import final
 
 from toolkit.errors import RunError
-from toolkit.launch.outcome import EndedWorker, RunOutcome, conclude, ended_by_interrupt, error_file, log_file
+from toolkit.launch.outcome import (
+    EndedWorker,
+    RunOutcome,
+    conclude,
+    ended_by_interrupt,
+    error_file,
+    log_file,
+    rank_name,
+)
 from toolkit.launch.watchdog import Watchdog
 
 _POLL_SECONDS = 0.02
@@ -42,6 +50,7 @@ def supervise(
     log_dir: Path,
     grace_seconds: float = 10.0,
     when_asked: str = WHEN_ASKED,
+    name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
     """Runs one process a rank until all have ended.
 
@@ -57,6 +66,7 @@ def supervise(
         log_dir: Folder of logs and error files; made if absent, files of these ranks replaced.
         grace_seconds: Time between SIGTERM and SIGKILL, seconds.
         when_asked: What the workers do at SIGINT, for the line that a person who presses Ctrl-C reads.
+        name_of: What a person calls a rank, for the message that names the first to fail.
     Raises:
         RunError: WORKER_START, if the command cannot be started; LOG_DIR, if the folder cannot be written.
     """
@@ -71,7 +81,7 @@ def supervise(
                 argv, rank=rank, env=env_for_rank(rank), log=None if rank == ranks[0] else log_file(log_dir, rank)
             )
         run.wait(signals)
-        return conclude(run.ended, log_dir=log_dir, interrupted=run.interrupted)
+        return conclude(run.ended, log_dir=log_dir, interrupted=run.interrupted, name_of=name_of)
 
 
 def _clear(log_dir: Path, ranks: Sequence[int]) -> None:

@@ -176,6 +176,17 @@ class Grid:
         sizes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
         return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
 
+    def describe_rank(self, rank: int) -> str:
+        """Names a rank, with its place where ranks share a model.
+
+        >>> Grid(pp=2, tp=2).describe_rank(3), Grid(pp=2, dp=2).describe_rank(1), Grid(dp=4).describe_rank(3)
+        ('rank 3 (pipeline rank 1, tensor rank 1)', 'rank 1 (pipeline rank 0, data rank 1)', 'rank 3')
+        """
+        place = self.coordinate(rank)
+        axes = (("pipeline", self.pp, place.pp), ("data", self.dp, place.dp), ("tensor", self.tp, place.tp))
+        shown = [f"{name} rank {index}" for name, size, index in axes if size > 1]
+        return f"rank {rank}" + (f" ({', '.join(shown)})" if self.size("model") > 1 else "")
+
     def _size(self, axis: Axis) -> int:
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}[axis]
 
