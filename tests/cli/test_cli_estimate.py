@@ -60,6 +60,17 @@ def test_the_answer_and_where_it_comes_from(capsys):
     assert "What would save most" in shown
 
 
+def test_a_job_on_cpu_has_processes_and_no_cards(capsys, folder):
+    job = "model: {name: quickstart-llama, init: random}\ncluster: {gpu: cpu, gpus_per_node: 2}\n"
+    (folder / "cpu.yaml").write_text(job + "parallel: {pipeline: 2, zero_stage: 1}\n")
+    assert main(["estimate", "cpu.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^It takes [\d.]+ MiB a process and [\d.]+ GiB a host, whose capacity is not known$", shown, re.M)
+    assert "A process must have\n" in shown
+    assert "Traced every layer, 4 in all\n" in shown
+    assert not re.search("card|CUDA|the others repeat", shown)
+
+
 def test_the_json_adds_up(capsys):
     code, found = run(capsys)
     assert code == 0
