@@ -18,6 +18,7 @@ def run(tmp_path):
         folder.mkdir()
         state = {"num_steps": 20, "zero_stage": 3, "world_size": 4, "train_batch_size": 8, "versions": {}}
         State(step=step, saved_at=1e9 + step, **state).save(folder)
+        (folder / "plan.json").write_text(json.dumps({"job": {"parallel": {"pipeline": 2} if step == 10 else {}}}))
         (folder / "shard.pt").write_bytes(b"x" * 2**20)
         write_manifest(folder, hash_files(folder, list_files(folder)))
     (tmp_path / "checkpoint-11").mkdir()
@@ -28,14 +29,25 @@ def test_list(run, capsys):
     assert main(["checkpoint", "list", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [row["step"] for row in found] == [9, 10]
-    assert set(found[0]) == {"path", "step", "zero_stage", "world_size", "bytes", "saved", "damaged"}
+    assert set(found[0]) == {
+        "path",
+        "step",
+        "zero_stage",
+        "world_size",
+        "pipeline",
+        "tensor",
+        "bytes",
+        "saved",
+        "damaged",
+    }
+    assert [(row["pipeline"], row["tensor"]) for row in found] == [(1, 1), (2, 1)]
     assert found[0]["path"] == str(run / "checkpoint-9")
     assert found[0]["bytes"] > 2**20
     assert found[0]["saved"].startswith("2001-09-0")
     assert main(["checkpoint", "list", str(run)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[0].split() == ["step", "ZeRO", "ranks", "size", "saved", "path"]
-    assert lines[-1].split()[:3] == ["10", "3", "4"]
+    assert lines[0].split() == ["step", "ZeRO", "ranks", "pipeline", "tensor", "size", "saved", "path"]
+    assert lines[-1].split()[:5] == ["10", "3", "4", "2", "1"]
     assert lines[-1].rstrip().endswith(str(run / "checkpoint-10"))
 
 
@@ -50,6 +62,13 @@ def test_a_damaged_checkpoint_hides_no_other(run, capsys):
     assert lines[-1].split()[:3] == ["10", "3", "4"]
 
 
+def test_a_plan_that_cannot_be_read_hides_no_checkpoint(run, capsys):
+    (run / "checkpoint-9" / "plan.json").write_text("{")
+    assert main(["checkpoint", "list", str(run), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["checkpoints"][0]
+    assert (row["damaged"], row["pipeline"], row["tensor"], row["world_size"]) == (False, None, None, 4)
+
+
 def test_list_of_nothing(tmp_path, capsys):
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no complete checkpoint\n"
@@ -61,9 +80,9 @@ def test_list_of_nothing(tmp_path, capsys):
 
 def test_verify(run, capsys):
     assert main(["checkpoint", "verify", str(run / "checkpoint-9")]) == 0
-    assert "is complete: 2 files, 1.00 MiB, every checksum right" in capsys.readouterr().out
+    assert "is complete: 3 files, 1.00 MiB, every checksum right" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(run / "checkpoint-9"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["files"] == 2
+    assert json.loads(capsys.readouterr().out)["files"] == 3
 
 
 def test_verify_names_the_damage(run, capsys):

@@ -60,6 +60,17 @@ def test_the_answer_and_where_it_comes_from(capsys):
     assert "What would save most" in shown
 
 
+def test_a_job_on_cpu_has_processes_and_no_cards(capsys, folder):
+    job = "model: {name: quickstart-llama, init: random}\ncluster: {gpu: cpu, gpus_per_node: 2}\n"
+    (folder / "cpu.yaml").write_text(job + "parallel: {pipeline: 2, zero_stage: 1}\n")
+    assert main(["estimate", "cpu.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^It takes [\d.]+ MiB a process and [\d.]+ GiB a host, whose capacity is not known$", shown, re.M)
+    assert "A process must have\n" in shown
+    assert "Traced every layer, 4 in all\n" in shown
+    assert not re.search("card|CUDA|the others repeat", shown)
+
+
 def test_the_json_adds_up(capsys):
     code, found = run(capsys)
     assert code == 0
@@ -258,6 +269,20 @@ def test_strategies_side_by_side(capsys):
     assert rows["zero2"]["required_bytes"] == single["required_bytes"]
     assert main(["estimate", "job.yaml", "--compare", "zero2,zero3"]) == 0
     assert "zero3" in capsys.readouterr().out
+
+
+def test_a_strategy_that_keeps_an_axis_of_the_job_says_how_to_name_one_without(capsys):
+    sets = ["parallel.tensor=2", "parallel.zero_stage=1", "cluster.gpus_per_node=4", "train.train_batch_size=null"]
+    code, found = run(capsys, "--compare", "pp4,zero1-pp2", sets=sets)
+    alone, kept = found["strategies"]
+    assert (code, codes(alone), codes(kept)) == (0, ["GRID_WORLD"], [])
+    assert alone["problems"][0]["fix"] == "pp4 keeps the job's tensor=2: name zero1-tp1-pp4 for a strategy without"
+    assert (alone["full_name"], kept["full_name"]) == ("zero1-tp2-pp4", "zero1-tp2-pp2")
+    assert main(["estimate", "job.yaml", "--compare", "pp4", *(part for one in sets for part in ("--set", one))]) == 1
+    *table, reason = capsys.readouterr().out.rstrip().splitlines()
+    assert "name zero1-tp1-pp4" in reason
+    assert max(map(len, table)) < 80
+    assert [line for line in table if "zero1-tp2-pp4" in line and line.rstrip().endswith("GRID_WORLD")]
 
 
 def test_the_fewest_cards_of_each_kind(capsys):

@@ -88,6 +88,14 @@ def test_a_failing_rank_is_named(folder):
     assert "rank 1 failed first" in done.stderr
 
 
+def test_a_rank_that_fails_is_named_with_its_place(folder):
+    (folder / "script.py").write_text("import os, sys\nsys.exit(7 * (os.environ['RANK'] == '1'))")
+    stages = ("--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1")
+    done = launch(folder, "job.yaml", *stages, "script.py")
+    assert done.returncode == 3
+    assert "rank 1 (pipeline rank 1) failed first, with exit code 7" in done.stderr
+
+
 def test_an_interrupt_is_130(folder):
     (folder / "script.py").write_text("import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(300)")
     command = [sys.executable, "-m", "toolkit", "launch", "job.yaml", "script.py"]
@@ -97,6 +105,7 @@ def test_an_interrupt_is_130(folder):
     os.kill(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=200)
     assert process.returncode == 130, shown
+    assert "ends as its script does" in shown
 
 
 def test_a_port_in_use(folder):

@@ -32,13 +32,13 @@ def job(tmp_path: Path) -> str:
 def test_a_row_a_rank(capsys: pytest.CaptureFixture[str], job: str) -> None:
     assert main(["topology", job, "--schedule"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1f1b: 4 ranks, 4 micro-batches, bubble 42.9%"
-    rows = [line for line in lines if line.startswith("rank ")]
-    assert rows[3] == "rank 3          F0-B0----F1-B1----F2-B2----F3-B3----"
-    assert rows[0].startswith("rank 0 F0-F1-F2-F3-   ")
+    assert lines[0] == "1f1b: 4 pipeline ranks, 4 micro-batches, bubble 42.9%"
+    rows = [line for line in lines if line.startswith("pipeline rank ")]
+    assert rows[3] == "pipeline rank 3          F0-B0----F1-B1----F2-B2----F3-B3----"
+    assert rows[0].startswith("pipeline rank 0 F0-F1-F2-F3-   ")
     assert rows[0].endswith("B3----")
     stages = [line.split() for line in lines if line.split()[:1] and line.split()[0].isdigit()]
-    assert stages == [[str(s), str(s), f"{s}-{s}", str(4 - s)] for s in range(4)]
+    assert stages == [[str(s), str(s), str(s), str(4 - s)] for s in range(4)]
 
 
 def test_chunks_as_json(capsys: pytest.CaptureFixture[str], job: str) -> None:
@@ -48,14 +48,14 @@ def test_chunks_as_json(capsys: pytest.CaptureFixture[str], job: str) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["schedule"], found["pp"], found["micro_batches"], found["virtual_stages"]) == ("interleaved", 2, 4, 2)
     assert found["bubble_fraction"] == pytest.approx(1 / 9)
-    assert [(stage["rank"], stage["chunk"], stage["layers"]) for stage in found["stages"]] == [
+    assert [(stage["pipeline_rank"], stage["chunk"], stage["layers"]) for stage in found["stages"]] == [
         (0, 0, [0, 1]),
         (1, 0, [1, 2]),
         (0, 1, [2, 3]),
         (1, 1, [3, 4]),
     ]
     last = found["ranks"][1]
-    assert last["in_flight"] == 3
+    assert (last["pipeline_rank"], last["in_flight"]) == (1, 3)
     assert last["passes"][2:4] == [
         {"kind": "forward", "chunk": 1, "micro_batch": 0, "start": 3, "end": 4},
         {"kind": "backward", "chunk": 1, "micro_batch": 0, "start": 4, "end": 6},
@@ -80,7 +80,12 @@ def test_every_kind_of_pass_is_drawn(tmp_path: Path) -> None:
     for colour in ("#56b4e9", "#009e73", "#e69f00", "#f0e442"):
         assert f"fill: {colour}" in text
     # matplotlib names each text in a comment before its outlines.
-    for shown in ("rank 1", "2.1", "backward, weights", "zb-h1: 2 ranks of 2 stages, 3 micro-batches"):
+    for shown in (
+        "pipeline rank 1",
+        "2.1",
+        "backward, weights",
+        "zb-h1: 2 pipeline ranks of 2 stages, 3 micro-batches",
+    ):
         assert f"<!-- {shown}" in text
     draw(timeline, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == text
@@ -95,7 +100,30 @@ def test_a_narrow_terminal_shows_colours_and_what_fits() -> None:
     assert all(len(line) <= 80 for line in narrow)
     assert {str(span.style) for span in narrow[0].spans} == {"black on #56B4E9", "black on #009E73"}
     one = simulate(build_schedule("gpipe", pp=2, micro_batches=1))
-    assert title_of(one) == "gpipe: 2 ranks, 1 micro-batch, bubble 50.0%"
+    assert title_of(one) == "gpipe: 2 pipeline ranks, 1 micro-batch, bubble 50.0%"
+
+
+@pytest.mark.parametrize(("pipeline", "accumulation"), [(2, 32), (4, 100)])
+def test_a_long_step_without_colours_leaves_its_middle_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, job: str, pipeline: int, accumulation: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    changed = [f"train.gradient_accumulation_steps={accumulation}", f"parallel.pipeline={pipeline}"]
+    assert main(["topology", job, "--schedule", *(part for change in changed for part in ("--set", change))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("pipeline rank ")]
+    assert len(rows) == pipeline
+    assert all(len(row) <= 80 and row.count(" … ") == 1 for row in rows)
+    assert len({row.index(" … ") for row in rows}) == 1
+    assert rows[0].startswith("pipeline rank 0 F0-")
+    assert f"B{accumulation - 1}-" in rows[0].split(" … ")[1]
+    assert "The steady middle is left out: --plot FILE draws the whole step." in lines
+
+
+def test_layers_of_a_stage_are_a_run(capsys: pytest.CaptureFixture[str], job: str) -> None:
+    assert main(["topology", job, "--schedule", "--set", "parallel.pipeline=2"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if row[:1] in (["0"], ["1"])] == [["0", "0", "0-2", "2"], ["1", "1", "3", "1"]]
 
 
 def test_no_heavy_library_is_loaded(job: str) -> None:

@@ -21,6 +21,7 @@ from train_jobs import curve, files, records, run_toolkit, start_toolkit, write_
 from toolkit.checkpoint.locate import list_checkpoints
 from toolkit.checkpoint.manifest import verify
 from toolkit.cli.app import main
+from toolkit.errors import RunError
 
 # Enough that a signal still finds the run in the middle.
 STEPS, SAVE = 80, 20
@@ -113,6 +114,7 @@ def interrupted(root: Path, name: str) -> tuple[Path, Path, list[str]]:
     os.kill(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 130, shown
+    assert "SIGINT: each rank ends its step and saves; once more to kill them" in shown
     (saved,) = list_checkpoints(out)
     stopped_at = int(saved.name.removeprefix("checkpoint-"))
     assert 3 <= stopped_at < STEPS
@@ -236,6 +238,22 @@ def refused(root: Path, capsys, *arguments: object) -> tuple[int, list[str]]:
 
 def codes(lines: list[str]) -> list[str]:
     return [line.rpartition("[")[2].rstrip("]") for line in lines if line.startswith("error: ")]
+
+
+def test_a_pipeline_that_idles_is_a_warning_before_it_starts(root, capsys, monkeypatch):
+    job = write_job(root, "idle", train={"gradient_accumulation_steps": 1}, parallel={"zero_stage": 1, "pipeline": 2})
+    said = "gradient_accumulation_steps=1 gives pipeline=2 stages fewer micro-batches than there are stages"
+    assert main(["train", str(job), "--dry-run"]) == 0
+    assert capsys.readouterr().err.count(said) == 1
+    assert main(["train", str(job), "--dry-run", "--json"]) == 0
+    assert [line for line in json.loads(capsys.readouterr().out)["warnings"] if said in line]
+
+    def not_started(*_: object, **__: object) -> None:
+        raise RunError.of(code="LOG_DIR", message="nothing starts here", fix="Go on")
+
+    monkeypatch.setattr("toolkit.cli.train.run_workers", not_started)
+    assert main(["train", str(job)]) == 3
+    assert capsys.readouterr().err.count(said) == 1
 
 
 def test_dry_run(root, capsys):

@@ -66,7 +66,7 @@ def test_two_stages_from_start_to_export(tmp_path: Path) -> None:
         _, shown = process.communicate(timeout=60)
         assert process.returncode == 3, shown
         assert time.monotonic() - killed < 15
-        assert f"rank {rank} failed first, killed by SIGKILL" in shown
+        assert f"rank {rank} (pipeline rank {rank}) failed first, killed by SIGKILL" in shown
         verify(list_checkpoints(out)[-1])
     again = run_toolkit(root, "train", job, "--resume_from_checkpoint", "latest")
     assert again.returncode == 0, again.stdout + again.stderr

@@ -178,7 +178,14 @@ def test_no_data_is_a_warning(folder, capsys):
 def test_what_other_consumers_cannot_carry_is_a_warning(folder, capsys):
     assert validate("train.gradient_checkpointing=0.5") == 0
     warnings = json.loads(capsys.readouterr().out)["warnings"]
-    assert sum("CONSUMER_FRACTION" in warning for warning in warnings) == 2
+    [line] = [warning for warning in warnings if "CONSUMER_FRACTION" in warning]
+    assert line.startswith("not for transformers.Trainer or Accelerate scripts: gradient_checkpointing=0.5 is a share")
+    assert (
+        validate("parallel.tensor=2", "train.train_batch_size=null", "parallel.pipeline=2", "parallel.zero_stage=1")
+        == 0
+    )
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert sum("CONSUMER_" in warning for warning in warnings) == 1
 
 
 def test_a_plan_file_in_place_of_a_job(folder, capsys):
@@ -309,6 +316,18 @@ def test_a_pipeline_over_nodes_is_no_warning(folder, capsys):
     assert sum(found["pipeline"]["partition"]) == 32
     assert validate(*over_nodes, extra=()) == 0
     assert "pipeline  4 stages of 8, 9, 9, 6 layers, 1f1b: 16 micro-batches, bubble 15.8%" in capsys.readouterr().out
+
+
+def test_tensor_ranks_have_a_line(folder, capsys):
+    tensor = ("parallel.tensor=2", "train.train_batch_size=null")
+    for share, said in ((True, "a piece of every sequence"), (False, "every sequence whole")):
+        sets = (*tensor, f"parallel.sequence_parallel={str(share).lower()}")
+        assert validate(*sets) == 0
+        assert json.loads(capsys.readouterr().out)["tensor"] == {"tp": 2, "sequence_parallel": share}
+        assert validate(*sets, extra=()) == 0
+        assert f"  tensor   2 ranks share each layer; each holds {said} between" in capsys.readouterr().out
+    assert validate() == 0
+    assert json.loads(capsys.readouterr().out)["tensor"] is None
 
 
 def test_a_job_without_a_pipeline_has_none(folder, capsys):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from distributed import free_port
 
 from toolkit.emit.commands import exports
@@ -31,9 +32,12 @@ print(json.dumps({{
 """
 
 
-def make_plan(*, gpu="h100-sxm-80gb", nodes=1, **cluster):
+STAGES = {"pipeline": 2, "zero_stage": 1}
+
+
+def make_plan(*, gpu="h100-sxm-80gb", nodes=1, parallel=None, **cluster):
     cluster = {"gpu": gpu, "gpus_per_node": 2, "nodes": nodes, **cluster}
-    return resolve(Job(model="quickstart-llama", cluster=cluster))
+    return resolve(Job(model="quickstart-llama", cluster=cluster, parallel=parallel or {}))
 
 
 @pytest.fixture
@@ -79,6 +83,16 @@ def test_your_scripts(run, tmp_path):
     assert got == ["torchrun", "--standalone", "--nproc-per-node", "2", "my script.py", "--x"]
     got = run(make_plan(), "accelerate", "s.py")["argv"]
     assert got == ["accelerate", "launch", "--config_file", str(tmp_path / "out/accelerate.yaml"), "s.py"]
+
+
+def test_accelerate_starts_our_engine_where_it_cannot_carry_the_plan(run):
+    argv = run(make_plan(gpu="cpu", master_port=29123, parallel=STAGES), "accelerate", "s.py", "--more")["argv"]
+    assert argv[:2] == ["accelerate", "launch"]
+    assert argv[-2:] == ["s.py", "--more"]
+    parsed = launch_command_parser().parse_args(argv[2:])
+    assert (parsed.use_deepspeed, parsed.num_machines, parsed.num_processes) == (True, 1, 2)
+    assert (parsed.mixed_precision, parsed.dynamo_backend, parsed.main_process_port) == ("no", "no", 29123)
+    assert parsed.training_script == "s.py"
 
 
 @pytest.mark.parametrize("way", ["trainer", "accelerate"])
@@ -163,9 +177,9 @@ def test_every_setting_of_a_launch_is_exported_with_its_reason(gpu):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("way", ["trainer", "accelerate"])
-def test_the_real_launchers_start_every_rank(tmp_path, way):
-    emit(make_plan(gpu="cpu", master_port=free_port()), tmp_path)
+@pytest.mark.parametrize(("way", "parallel"), [("trainer", {}), ("accelerate", {}), ("accelerate", STAGES)])
+def test_the_real_launchers_start_every_rank(tmp_path, way, parallel):
+    emit(make_plan(gpu="cpu", master_port=free_port(), parallel=parallel), tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, sys\n"

@@ -32,7 +32,7 @@ def emitted(folder: Path, *, nodes: int = 1, gpus: int = 2, hosts: list[str] | N
 @pytest.mark.parametrize(
     ("sizes", "ways"),
     [
-        ({"gpus": 2}, ["toolkit", "torchrun", "deepspeed"]),
+        ({"gpus": 2}, ["toolkit", "torchrun", "deepspeed", "accelerate"]),
         ({"gpus": 8, "nodes": 2, "tensor": 8}, ["torchrun"]),
         ({"gpus": 8, "nodes": 2, "tensor": 4, "hosts": ["a", "b"]}, ["torchrun", "deepspeed"]),
     ],

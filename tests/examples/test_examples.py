@@ -230,6 +230,17 @@ def test_a_pipeline_learns_as_the_same_batch_does_without(workspace, own_losses,
     assert "norm, head" in (workspace.folder / "runs/pipeline/logs/rank-1.log").read_text()
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_model_cut_by_hand_learns_as_the_whole_one(workspace, number):
+    printed = workspace.run("11", "torchrun", number)
+    pairs = re.findall(r"^step \d+ loss ([\d.]+) whole ([\d.]+)$", printed, re.MULTILINE)
+    assert len(pairs) == 8
+    assert all(float(ours) == pytest.approx(float(whole), abs=1e-4) for ours, whole in pairs)
+    assert float(pairs[-1][0]) < float(pairs[0][0]) - 1
+    assert f"stage 1 holds layers 2 to 3, {('117,824', '59,200')[number]} of 235,584 parameters" in printed
+
+
 def test_offload_profiles_are_explained(workspace):
     printed = workspace.run("06", "python", 0)
     assert '"offload_param": {"device": "cpu", "pin_memory": true}' in printed

@@ -14,6 +14,7 @@ from toolkit.launch.outcome import (
     read_worker_error,
     write_worker_error,
 )
+from toolkit.topology.grid import Grid
 
 
 def ended(rank, status, *, at=None, log_file=None, was_stopped=False):
@@ -30,6 +31,14 @@ def raised(error):
 
 def no_rows(kind=DataError):
     return kind.of(code="SOME_CODE", key="data.train", message="data.train=x has no rows", fix="Give a file with rows")
+
+
+def test_a_rank_is_named_with_its_place_where_it_has_one(tmp_path):
+    for status in (7, -9):
+        outcome = conclude(
+            [ended(3, status)], log_dir=tmp_path, interrupted=False, name_of=Grid(pp=2, tp=2).describe_rank
+        )
+        assert str(outcome.failure.problems[0]).startswith("rank 3 (pipeline rank 1, tensor rank 1) failed first, ")
 
 
 def test_all_fine(tmp_path):

@@ -258,7 +258,7 @@ def test_the_first_signal_lets_workers_save(tmp_path, start, number):
     output, told = supervisor.communicate(timeout=100)
     assert supervisor.returncode == 130
     assert "FAILURE None" in output
-    assert told.count("ends its step and saves") == 1
+    assert told.count("each rank was sent SIGINT and ends as its script does; once more to kill them") == 1
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == ["saved", "saved"]
 
 
@@ -288,7 +288,7 @@ time.sleep(300)
 def test_the_second_signal_kills_at_once(tmp_path, start, second):
     supervisor = start(STUBBORN)
     supervisor.send_signal(signal.SIGINT)
-    while "ends its step and saves" not in supervisor.stderr.readline():
+    while "once more to kill them" not in supervisor.stderr.readline():
         assert supervisor.poll() is None
     time.sleep(0.4)  # it has read the first: what comes now is another press
     assert supervisor.poll() is None

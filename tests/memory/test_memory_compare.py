@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.errors import SpecError
 from toolkit.memory.choose_gpu import Count, batch_on, counts, read_gpus
-from toolkit.memory.compare import read_strategies
+from toolkit.memory.compare import full_name, read_strategies
 from toolkit.memory.sweep import read_axes
 from toolkit.plan.resolve import resolve
 from toolkit.spec.catalogue import find_gpu, load_catalogue
@@ -35,6 +35,30 @@ def test_a_strategy_sets_stage_offload_and_checkpointing():
     assert fourth.values["train.gradient_checkpointing"] is False
 
 
+def test_tensor_ranks_and_stages_come_in_either_order():
+    first, second = read_strategies("zero1-tp4-pp2, zero1-pp2-tp4")
+    assert first.values == second.values
+    assert (first.values["parallel.tensor"], first.values["parallel.pipeline"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("zero3", "zero3-tp2-pp2"),
+        ("zero3-offload", "zero3-tp2-pp2-offload"),
+        ("zero1-tp4", "zero1-tp4-pp2"),
+        ("zero1-pp4-tp1", "zero1-pp4"),
+        ("pp4", "zero1-tp2-pp4"),
+        ("ddp", "ddp"),
+    ],
+)
+def test_a_row_names_the_axes_that_it_keeps_of_the_job(name, full):
+    parallel = {"tensor": 2, "pipeline": 2, "zero_stage": 1}
+    cluster = {"gpu": "h100-sxm-80gb", "gpus_per_node": 8}
+    job = Job.model_validate({"model": "llama-3.2-1b", "cluster": cluster, "parallel": parallel})
+    assert full_name(name, job, resolve(job)) == full
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -49,7 +73,8 @@ def test_a_strategy_sets_stage_offload_and_checkpointing():
         ("zero3,zero3", "COMPARE_STRATEGY"),
         ("tp2", "COMPARE_STRATEGY"),
         ("pp", "COMPARE_STRATEGY"),
-        ("zero1-pp2-tp2", "COMPARE_STRATEGY"),
+        ("zero1-pp2-pp2", "COMPARE_STRATEGY"),
+        ("zero1-tp2-pp2-tp2", "COMPARE_STRATEGY"),
         ("ddp-pp2", "COMPARE_STRATEGY"),
         ("pp2-offload", "COMPARE_STRATEGY"),
     ],

@@ -200,6 +200,12 @@ def test_another_number_of_layers_and_a_second_cut() -> None:
         cut_model(parted, parts(2)[0])
 
 
+@pytest.mark.parametrize("chunks", [([0, 1],), ((0, 2),), (2,)])
+def test_chunks_are_ranges(chunks: Any) -> None:
+    with pytest.raises(TypeError, match=r"each chunk is a range of layers, such as range\(0, 2\)"):
+        StagePart(chunks=chunks, num_layers=4)
+
+
 def test_weights_that_two_stages_would_share() -> None:
     between = dense_model("llama")
     between.model.layers[3].mlp = between.model.layers[0].mlp

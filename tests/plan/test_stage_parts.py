@@ -8,7 +8,7 @@ import pytest
 from plan_jobs import plan_of
 
 import toolkit.plan.stage_parts
-from toolkit.plan.stage_parts import bubble_of, describe_pipeline, layers_of_ranks, micro_batches_below
+from toolkit.plan.stage_parts import bubble_of, describe_pipeline, describe_tensor, layers_of_ranks, micro_batches_below
 from toolkit.schedule import bubble_fraction, build_schedule
 
 
@@ -43,6 +43,12 @@ def test_a_plan_explains_its_pipeline() -> None:
         "2 stages × 2 virtual of 1 layer, interleaved: 8 micro-batches, bubble"
     )
     assert "pipeline:" not in plan_of(ranks=4).explain()
+
+
+def test_a_plan_explains_its_tensor_ranks() -> None:
+    plan = plan_of(ranks=4, parallel={"tensor": 2, "zero_stage": 1})
+    assert f"tensor: {describe_tensor(plan)}" in plan.explain().splitlines()
+    assert "tensor: " not in plan_of(ranks=4).explain()
 
 
 @pytest.mark.parametrize(("name", "virtual_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])

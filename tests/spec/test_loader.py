@@ -189,6 +189,9 @@ def test_a_key_like_no_other_says_where_the_list_is(word):
         ("bf16: true", "train.precision: bf16"),
         ("data: {train: a.jsonl, assistant_only_loss: true}", "data.loss_on: assistant"),
         ("parallel: {tensor_parallel_size: 2}", "parallel.tensor"),
+        ("parallel: {tp: 2}", "parallel.tensor"),
+        ("parallel: {pp: 2}", "parallel.pipeline"),
+        ("parallel: {dp: 2}", "what tensor × pipeline leave over of cluster.gpus_per_node × cluster.nodes"),
     ],
 )
 def test_another_tools_name_is_translated(written, ours):

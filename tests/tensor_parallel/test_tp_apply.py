@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import PlanError
 from toolkit.groups.fake import fake_world
 from toolkit.groups.process_groups import join_group, split_group
+from toolkit.pipeline_parallel import StagePart, cut_model
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.gradient_sums import summed_parameters
 from toolkit.tensor_parallel.linear import RowParallelLinear
@@ -457,6 +458,18 @@ def test_in_pieces_layers_keep_no_whole_hidden_states(name: str) -> None:
     whole = [sum(shape in ((2, LENGTH, width), (2 * LENGTH, width)) for shape in shapes) for shapes in kept]
     assert whole[1] <= 2 < 6 <= whole[0]  # at the ends: the input of the head, and of OPT's projection before it
     assert sum(map(math.prod, kept[1])) < 0.8 * sum(map(math.prod, kept[0]))
+
+
+def test_a_model_is_sharded_once_and_before_it_is_cut() -> None:
+    with fake_world(Grid(tp=2)):
+        group = join_group(Grid(tp=2), 0, "tp")
+        model = shard(dense_model("llama"), group)
+        with pytest.raises(ValueError, match="sharded already"):
+            shard(model, group)
+        stage = dense_model("llama")
+        cut_model(stage, StagePart(chunks=(range(1),), num_layers=stage.config.num_hidden_layers))
+        with pytest.raises(ValueError, match="shard before you cut, apply_tensor_parallel then cut_model"):
+            shard(stage, group)
 
 
 def test_a_sequence_that_the_ranks_cannot_share_is_refused_with_its_numbers() -> None:

@@ -87,7 +87,10 @@ def test_from_world_derives_data_or_says_what_divides():
         Grid.from_world(world_size=8, pp=3)
     (problem,) = caught.value.problems
     assert problem.code == "GRID_WORLD"
-    assert problem.fix == "Set pipeline × tensor to one of 1, 2, 4, 8"
+    assert "= 3 ranks do not divide nodes × gpus_per_node = 8 ranks" in problem.message
+    assert problem.fix == (
+        "Set pipeline × tensor to one of 1, 2, 4, 8, or gpus_per_node so that nodes × gpus_per_node is a multiple of 3"
+    )
 
 
 def test_faults():

@@ -11,9 +11,10 @@ from toolkit.cli.options import collect
 from toolkit.cli.topology import place_job
 from toolkit.errors import Problem
 from toolkit.plan.plan import Plan
+from toolkit.plan.refusals import refusals
 from toolkit.plan.resolve import resolve_with
 from toolkit.plan.rules.consumers import consumer_problems
-from toolkit.plan.stage_parts import ADVISED_BUBBLE, bubble_of, micro_batches_below
+from toolkit.plan.stage_parts import bubble_warning
 from toolkit.spec.catalogue import find_gpu
 from toolkit.spec.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.spec.dataset import DatasetFacts, peek
@@ -168,28 +169,7 @@ def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: Token
     if job.data is None:
         yield "no data section: `toolkit train` needs one; your own script under `toolkit launch` does not"
     if plan is not None:
-        yield from _pipeline_warning(plan)
-        for consumer, name in _CONSUMERS.items():
-            for problem in consumer_problems(plan, consumer):
-                yield f"not for {name}: {problem}"
-
-
-def _pipeline_warning(plan: Plan) -> Iterator[str]:
-    """Says what fewer micro-batches than stages cost, and how many would be enough."""
-    pp, settings = plan.grid.pp, plan.settings
-    count = settings.batch.accumulation
-    bubble = bubble_of(plan) if count < pp else 0.0
-    if bubble < ADVISED_BUBBLE:
-        return
-    enough = micro_batches_below(
-        ADVISED_BUBBLE, settings.pipeline_schedule, pp=pp, virtual_stages=settings.virtual_stages, at_least=count
-    )
-    same = (
-        "; a smaller train.per_device_train_batch_size gives more of them in the same batch"
-        if settings.batch.micro > 1
-        else ""
-    )
-    yield (
-        f"gradient_accumulation_steps={count} gives pipeline={pp} stages fewer micro-batches than there are stages, which "
-        f"idle for {bubble:.0%} of a step: {enough} would bring it below {ADVISED_BUBBLE:.0%}{same}"
-    )
+        yield from bubble_warning(plan)
+        found = {name: tuple(consumer_problems(plan, consumer)) for consumer, name in _CONSUMERS.items()}
+        for names, reason in refusals(found):
+            yield f"not for {' or '.join(names)}: {reason}"

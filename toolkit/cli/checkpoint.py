@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,7 @@ def list_command(
 
     Example: `toolkit checkpoint list runs/my-job`
 
-    JSON keys: checkpoints (path, step, zero_stage, world_size, bytes, saved, damaged); of a damaged one, whose own
+    JSON keys: checkpoints (path, step, zero_stage, world_size, pipeline, tensor, bytes, saved, damaged); of a damaged one, whose own
     description cannot be read, only path and step are known.
     """
     from toolkit.checkpoint.locate import list_checkpoints
@@ -48,13 +49,15 @@ def list_command(
     if not rows:
         print(f"{output_dir} holds no complete checkpoint")
         return
-    table = new_table(["step", "ZeRO", "ranks", "size", "saved", "path"], right=["step", "ZeRO", "ranks", "size"])
+    numbers = ["step", "ZeRO", "ranks", "pipeline", "tensor", "size"]
+    table = new_table([*numbers, "saved", "path"], right=numbers)
     for row in rows:
         if row["damaged"]:
-            table.add_row(str(row["step"]), "", "", "", "damaged", row["path"])
+            table.add_row(str(row["step"]), *[""] * (len(numbers) - 1), "damaged", row["path"])
             continue
-        size = format_bytes(row["bytes"])
-        table.add_row(str(row["step"]), str(row["zero_stage"]), str(row["world_size"]), size, row["saved"], row["path"])
+        sizes = [row[key] for key in ("step", "zero_stage", "world_size", "pipeline", "tensor")]
+        known = ["" if size is None else str(size) for size in sizes]
+        table.add_row(*known, format_bytes(row["bytes"]), row["saved"], row["path"])
     print_table(table)
 
 
@@ -66,17 +69,32 @@ def _describe(folder: Path) -> dict[str, Any]:
     try:
         state, manifest = State.load(folder), read_manifest(folder)
     except CheckpointError:
-        unknown = dict.fromkeys(("zero_stage", "world_size", "bytes", "saved"))
+        unknown = dict.fromkeys(("zero_stage", "world_size", "pipeline", "tensor", "bytes", "saved"))
         return {"path": str(folder), "step": step_of(folder), **unknown, "damaged": True}
     return {
         "path": str(folder),
         "step": state.step,
         "zero_stage": state.zero_stage,
         "world_size": state.world_size,
+        **_axes(folder),
         "bytes": sum(entry.num_bytes for entry in manifest.values()),
         "saved": datetime.fromtimestamp(state.saved_at).isoformat(timespec="seconds"),
         "damaged": False,
     }
+
+
+def _axes(folder: Path) -> dict[str, int | None]:
+    """Gives the sizes of pipeline and tensor groups that wrote a checkpoint; None where its plan cannot be read.
+
+    From the bare JSON, since a plan of another version is not read as one.
+    """
+    from toolkit.checkpoint.layout import PLAN
+
+    try:
+        parallel = json.loads((folder / PLAN).read_text(encoding="utf-8"))["job"].get("parallel", {})
+        return {axis: int(parallel.get(axis, 1)) for axis in ("pipeline", "tensor")}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {"pipeline": None, "tensor": None}
 
 
 @_GROUP.command("verify")

@@ -52,6 +52,7 @@ def emit(
     JSON keys: folder, files (path, state: new, unchanged, rewritten, edited), removed, left_out (file, problems).
     """
     from toolkit.emit.files import write_files
+    from toolkit.plan.refusals import refusals
 
     plan = read_plan(job, overrides)
     result = write_files(plan, out, hosts=None if hosts is None else [host.strip() for host in hosts.split(",")])
@@ -63,7 +64,7 @@ def emit(
     edited = [name for name, state in result.states.items() if state == "edited"]
     warn(
         [f"{name} had been edited by hand; put such changes into the job, where they stay" for name in edited]
-        + [f"no {name}: {problem}" for name, problems in result.left_out.items() for problem in problems]
+        + [f"no {', '.join(names)}: {reason}" for names, reason in refusals(result.left_out)]
     )
 
 

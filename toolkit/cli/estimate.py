@@ -87,7 +87,7 @@ def estimate(
     worst_routing_peak_bytes (null without experts), limiting_phase,
     limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, required_bytes, phases:
     allocated_bytes, causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits, tight). With --sweep: fits,
-    keys, rows; with --compare: fits, strategies; with --gpus: fits, gpus; each row has its figures.
+    keys, rows; with --compare: fits, strategies (name, and full_name with the job's axes); with --gpus: fits, gpus; each row has its figures.
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
     asked = _read_questions(job, overrides or [], deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)

@@ -24,10 +24,7 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     settings, cluster = plan.settings, plan.job.cluster
     names = {"ddp": "DDP", "fsdp2": "FSDP2"}
     strategy = names.get(plan.job.parallel.strategy, f"ZeRO-{settings.zero_stage}")
-    sizes = {"pipeline": plan.grid.pp, "data": plan.grid.dp, "tensor": plan.grid.tp}
-    if plan.grid.size("model") > 1:
-        shown = (f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
-        strategy += f", {' × '.join(shown)}"
+    strategy += f", {axes}" if (axes := plan.grid.describe()) else ""
     offload = f"offload {plan.profile.name}" if case.file is None else f"under {case.file.name}"
     print(
         f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: {strategy}, {offload}, "
@@ -37,20 +34,21 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     notes = () if case.file is None else case.file.notes(case.job)
     for note in notes:  # what stands in place of the job's values comes before the numbers that rest on it
         print(note)
-    print(verdict(report))
+    device = "process" if plan.on_cpu else "card"
+    print(verdict(report, device=device))
     if plan.grid.pp > 1:
         _print_stages(plan, report)
-    _print_phases(report)
+    _print_phases(report, device=device)
     _print_causes(report)
-    print("\nA card must have")
-    print_fields(_card(report))
+    print(f"\nA {device} must have")
+    print_fields(_card(report, on_cpu=plan.on_cpu))
     print(f"\nHost memory of a node, {report.host.ranks_per_node} {_plural('rank', report.host.ranks_per_node)}")
     print_fields(_host(report))
     print(f"\nDisk: {_disk(report.disk)}")
-    print(f"Traced {report.num_traced_layers} of {report.num_layers} layers; the others repeat these")
+    print(_traced(report))
     if report.worst_routing_peak_bytes is not None:
         print(f"At worst, all tokens choosing the same experts: {_worst_routing(report)}")
-    _print_savings(report, savings)
+    _print_savings(report, savings, device=device)
     assumed = [line for line in report.assumptions if line not in notes]
     if assumed:
         print("\nAssumed")
@@ -69,9 +67,19 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield f"{train.loss} loss"
 
 
-def verdict(report: MemoryReport) -> str:
-    """Says in one line whether card and host hold it, and what is left or lacks."""
-    parts = [_compare("card", report.required_bytes, report.gpu_capacity_bytes)]
+def verdict(report: MemoryReport, *, device: str) -> str:
+    """Says in one line whether card and host hold it, and what is left or lacks.
+
+    Args:
+        report: The estimate.
+        device: What a rank runs on: `card`, or `process` on CPU, which has no memory of its own.
+    """
+    if report.gpu_capacity_bytes is None and report.host.capacity_bytes is None:
+        return (
+            f"It takes {format_bytes(report.required_bytes)} a {device} and {format_bytes(report.host.bytes_per_node)} "
+            "a host, whose capacity is not known"
+        )
+    parts = [_compare(device, report.required_bytes, report.gpu_capacity_bytes)]
     parts.append(_compare("host", report.host.bytes_per_node, report.host.capacity_bytes))
     said = "It does not fit" if not report.fits else "It fits tightly" if report.tight else "It fits"
     return f"{said}: {'; '.join(parts)}"
@@ -83,6 +91,12 @@ def _compare(name: str, needed: int, capacity: int | None) -> str:
     room = capacity - needed
     rest = f"{format_bytes(room)} left" if room >= 0 else f"{format_bytes(-room)} too much"
     return f"{name} {format_bytes(needed)} of {format_bytes(capacity)}, {rest}"
+
+
+def _traced(report: MemoryReport) -> str:
+    if report.num_traced_layers >= report.num_layers:
+        return f"Traced every layer, {report.num_layers} in all"
+    return f"Traced {report.num_traced_layers} of {report.num_layers} layers; the others repeat these"
 
 
 def _disk(disk: DiskUse) -> str:
@@ -122,9 +136,9 @@ def _print_stages(plan: Plan, report: MemoryReport) -> None:
     print_table(table)
 
 
-def _print_phases(report: MemoryReport) -> None:
+def _print_phases(report: MemoryReport, *, device: str) -> None:
     rank = report.fullest
-    where = f"the fullest rank, {rank.rank}" if len(report.ranks) > 1 else "the card"
+    where = f"the fullest rank, {rank.rank}" if len(report.ranks) > 1 else f"the {device}"
     print(f"\nPeak by phase on {where}")
     lines = []
     for name, phase in rank.phases.items():
@@ -145,12 +159,12 @@ def _print_causes(report: MemoryReport) -> None:
     print_fields((cause, f"{format_bytes(size):>10}  {size / whole:4.0%}") for cause, size in shown)
 
 
-def _card(report: MemoryReport) -> list[tuple[str, str]]:
+def _card(report: MemoryReport, *, on_cpu: bool) -> list[tuple[str, str]]:
     allocator = "expandable segments" if report.allocator == "expandable" else "torch's default"
     lines = [
         ("peak allocated", format_bytes(report.peak_allocated_bytes)),
         (f"allocator slack, {allocator}", format_bytes(report.allocator_slack_bytes)),
-        ("CUDA context and NCCL", format_bytes(report.context_and_nccl_bytes)),
+        *([] if on_cpu else [("CUDA context and NCCL", format_bytes(report.context_and_nccl_bytes))]),
         ("required", format_bytes(report.required_bytes)),
     ]
     if report.gpu_capacity_bytes is not None:
@@ -170,9 +184,9 @@ def _host(report: MemoryReport) -> list[tuple[str, str]]:
     return [(name, f"{value:>10}") for name, value in lines]
 
 
-def _print_savings(report: MemoryReport, savings: Sequence[Saving]) -> None:
+def _print_savings(report: MemoryReport, savings: Sequence[Saving], *, device: str) -> None:
     if not savings:
-        print("\nNone of the changes that were tried saves card memory")
+        print(f"\nNone of the changes that were tried saves memory of a {device}")
         return
     print("\nWhat would save most")
     table = new_table(("change", "required", "saved", "host a node", ""), right=("required", "saved", "host a node"))

@@ -12,7 +12,7 @@ from toolkit.cli.output import new_table, print_json, print_table
 from toolkit.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from toolkit.memory.case import Case, Outcome
     from toolkit.memory.choose_gpu import Choice
@@ -42,6 +42,7 @@ def answer_sweep(case: Case, axes: Sequence[Axis], *, plot: Path | None, as_json
     for row in rows:
         table.add_row(*(value_text(value) for value in row.values.values()), *_cells(row.outcome))
     print_table(table)
+    _print_problems(row.outcome for row in rows)
     if plot is not None:
         print(f"drawn to {plot}")
     return fits
@@ -56,13 +57,19 @@ def answer_compare(case: Case, strategies: Sequence[Strategy], *, as_json: bool)
     fits = any(row.outcome.fits for row in found)
     if as_json:
         print_json(
-            {"fits": fits, "strategies": [{"name": row.strategy.name, **row.outcome.to_dict()} for row in found]}
+            {
+                "fits": fits,
+                "strategies": [
+                    {"name": row.strategy.name, "full_name": row.full_name, **row.outcome.to_dict()} for row in found
+                ],
+            }
         )
         return fits
     table = new_table(("strategy", *_NUMBERS, ""), right=_NUMBERS)
     for row in found:
-        table.add_row(row.strategy.name, *_cells(row.outcome))
+        table.add_row(row.full_name, *_cells(row.outcome))
     print_table(table)
+    _print_problems(row.outcome for row in found)
     return fits
 
 
@@ -81,6 +88,7 @@ def answer_gpus(case: Case, gpus: Sequence[Gpu], *, as_json: bool) -> bool:
     for choice in found:
         table.add_row(*_choice_cells(choice))
     print_table(table)
+    _print_problems(choice.outcome for choice in found)
     return fits
 
 
@@ -102,10 +110,10 @@ def _choice_cells(choice: Choice) -> list[str | Text]:
 
 
 def _cells(outcome: Outcome) -> list[str | Text]:
-    """Gives required, room, host and the verdict, coloured by whether it fits."""
+    """Gives required, room, host and the verdict, coloured by whether it fits; codes where there is no estimate."""
     report = outcome.report
     if report is None:
-        return ["–", "", "", Text("; ".join(f"{p.message} [{p.code}]" for p in outcome.problems), style="magenta")]
+        return ["–", "", "", Text(", ".join(dict.fromkeys(p.code for p in outcome.problems)), style="magenta")]
     style = "red" if not report.fits else "yellow" if report.tight else "green"
     capacity = report.gpu_capacity_bytes
     room = "" if capacity is None else f"{(capacity - report.required_bytes) / GIB:.2f}"
@@ -118,6 +126,12 @@ def _cells(outcome: Outcome) -> list[str | Text]:
         f"{report.host.bytes_per_node / GIB:.1f}",
         Text(said, style=style),
     ]
+
+
+def _print_problems(outcomes: Iterable[Outcome]) -> None:
+    """Prints below a table why rows have no estimate, each reason once: in a cell it would take the table's width."""
+    for problem in dict.fromkeys(problem for outcome in outcomes for problem in outcome.problems):
+        print(problem)
 
 
 def _draw(case: Case, axes: Sequence[Axis], rows: Sequence[SweepRow], path: Path) -> None:

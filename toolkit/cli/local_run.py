@@ -13,6 +13,7 @@ from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH
 from toolkit.errors import PlanError, raise_all
 from toolkit.launch.local import LOGS, launch_local
 from toolkit.launch.outcome import RunOutcome
+from toolkit.launch.supervisor import WHEN_ASKED
 from toolkit.plan.plan import Plan
 
 PLAN_VARIABLE = "TOOLKIT_PLAN"
@@ -23,13 +24,14 @@ def log_folder(plan: Plan) -> Path:
     return plan.output_dir / LOGS
 
 
-def run_on_this_node(plan: Plan, argv: Sequence[str]) -> RunOutcome:
+def run_on_this_node(plan: Plan, argv: Sequence[str], *, when_asked: str = WHEN_ASKED) -> RunOutcome:
     """Runs one process a rank and waits for all of them.
 
     The plan is saved as `output_dir/plan.json`, whose path each process finds in TOOLKIT_PLAN.
 
     Args:
         argv: Command of a rank, the same for each.
+        when_asked: What a rank does at Ctrl-C, as a person is told.
 
     Raises:
         PlanError: OUTPUT_PATH.
@@ -41,7 +43,13 @@ def run_on_this_node(plan: Plan, argv: Sequence[str]) -> RunOutcome:
     plan_file = (plan.output_dir / "plan.json").absolute()
     if plan.job.cluster.nodes == 1:  # else the launch is refused, and leaves no file behind
         plan.save(plan_file)
-    return launch_local(plan, argv, log_dir=log_folder(plan), extra_environment={PLAN_VARIABLE: str(plan_file)})
+    return launch_local(
+        plan,
+        argv,
+        log_dir=log_folder(plan),
+        extra_environment={PLAN_VARIABLE: str(plan_file)},
+        when_asked=when_asked,
+    )
 
 
 def print_failure(outcome: RunOutcome) -> None:

@@ -1,4 +1,4 @@
-"""`toolkit topology --schedule`: a step of the job's pipeline as a chart, one row a rank."""
+"""`toolkit topology --schedule`: a step of the job's pipeline as a chart, one row a pipeline rank."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ LOOKS: dict[type[Compute], tuple[str, str, str, str]] = {
 }
 # Narrower than this a terminal's chart shows nothing but colour; a line then breaks.
 _FEWEST_CELLS = 20
+# What stands for the middle of a chart that is wider than its line, and how many forward passes are left on each side.
+_LEFT_OUT, _FEWEST_UNITS = " … ", 2
 _SCALE = "Equal stages, a backward pass of twice the forward one, and messages that take no time."
 
 
@@ -89,7 +91,7 @@ def title_of(timeline: Timeline) -> str:
     chunks = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
     plural = "" if schedule.micro_batches == 1 else "es"
     return (
-        f"{schedule.name}: {schedule.pp} ranks{chunks}, {schedule.micro_batches} micro-batch{plural}, "
+        f"{schedule.name}: {schedule.pp} pipeline ranks{chunks}, {schedule.micro_batches} micro-batch{plural}, "
         f"bubble {timeline.bubble_fraction:.1%}"
     )
 
@@ -100,23 +102,27 @@ def label(instruction: Compute, *, with_chunk: bool) -> str:
     return f"{LOOKS[type(instruction)][0]}{instruction.micro_batch}{chunk}"
 
 
-def chart(timeline: Timeline, *, width: int | None, fill: str) -> list[Text]:
-    """Gives a line a rank, in which time goes to the right.
+def chart(timeline: Timeline, *, width: int | None, fill: str, most: int | None = None) -> list[Text]:
+    """Gives a line a pipeline rank, in which time goes to the right.
 
     Args:
         timeline: What to draw.
-        width: Cells of a line; as many as all labels need if None.
+        width: Cells of a line; as many as all labels need if None, and if that is more than `most`, all but the middle.
         fill: What follows a label up to the end of its instruction: a blank where colours tell them apart.
+        most: Cells that a line may take where labels set its width; no limit if None.
     """
     from rich.text import Text
 
     schedule = timeline.schedule
-    names = [f"rank {rank} " for rank in range(schedule.pp)]
+    names = [f"{row_name(rank)} " for rank in range(schedule.pp)]
     margin = max(map(len, names))
     if width is None:
         longest = max(len(text) for spans in timeline.spans for _, text in _labelled(timeline, spans))
         shortest = min(span.end - span.start for spans in timeline.spans for span in spans)
         cells_per_unit = (longest + 1) / shortest
+        if most is not None and margin + timeline.makespan * cells_per_unit > most:
+            lines = chart(timeline, width=None, fill=fill)
+            return _without_middle(lines, margin=margin, cells_per_unit=round(cells_per_unit), most=most)
     else:
         cells_per_unit = max(_FEWEST_CELLS, width - margin) / timeline.makespan
     lines = []
@@ -130,6 +136,27 @@ def chart(timeline: Timeline, *, width: int | None, fill: str) -> list[Text]:
             line.append(shown.ljust(stop - start, fill), LOOKS[type(span.instruction)][2])
         lines.append(line)
     return lines
+
+
+def row_name(rank: int) -> str:
+    """Gives the name of a chart's row: a place in the pipeline, which is no global rank."""
+    return f"pipeline rank {rank}"
+
+
+def _without_middle(lines: list[Text], *, margin: int, cells_per_unit: int, most: int) -> list[Text]:
+    """Leaves out what lies between start and end of a step, where each rank repeats one forward and one backward pass."""
+    from rich.text import Text
+
+    units = max(2 * _FEWEST_UNITS, (most - margin - len(_LEFT_OUT)) // cells_per_unit)
+    before, after = margin + (units + 1) // 2 * cells_per_unit, units // 2 * cells_per_unit
+    whole = max(map(len, lines))
+    shown = []
+    for line in lines:
+        line.pad_right(whole - len(line))
+        part = line[:before] + Text(_LEFT_OUT) + line[whole - after :]
+        part.rstrip()
+        shown.append(part)
+    return shown
 
 
 def _labelled(timeline: Timeline, spans: tuple[Span, ...]) -> Iterator[tuple[Span, str]]:
@@ -152,7 +179,7 @@ def as_dict(timeline: Timeline, partition: tuple[int, ...]) -> dict[str, Any]:
         "stages": [
             {
                 "stage": stage,
-                "rank": schedule.place(stage)[0],
+                "pipeline_rank": schedule.place(stage)[0],
                 "chunk": schedule.place(stage)[1],
                 "layers": [run.start, run.stop],
                 "in_flight": schedule.peak_in_flight_of_stage(stage),
@@ -161,7 +188,7 @@ def as_dict(timeline: Timeline, partition: tuple[int, ...]) -> dict[str, Any]:
         ],
         "ranks": [
             {
-                "rank": rank,
+                "pipeline_rank": rank,
                 "in_flight": schedule.peak_in_flight(rank),
                 "bubble_fraction": timeline.bubble_fraction_of(rank),
                 "passes": [
@@ -188,8 +215,12 @@ def _print(timeline: Timeline, partition: tuple[int, ...]) -> None:
     coloured = console.color_system is not None and console.is_terminal
     print(title_of(timeline))
     print()
-    for line in chart(timeline, width=console.width if coloured else None, fill=" " if coloured else "-"):
+    width, fill = (console.width, " ") if coloured else (None, "-")
+    lines = chart(timeline, width=width, fill=fill, most=console.width)
+    for line in lines:
         console.print(line)
+    if any(_LEFT_OUT in line.plain for line in lines):
+        print("The steady middle is left out: --plot FILE draws the whole step.")
     kinds = [kind for kind in LOOKS if any(isinstance(one, kind) for order in timeline.schedule.order for one in order)]
     legend = Text("\n")
     for kind in kinds:
@@ -202,18 +233,18 @@ def _print(timeline: Timeline, partition: tuple[int, ...]) -> None:
 
 
 def _chunk_note(timeline: Timeline) -> str:
-    return ", and behind the dot the rank's chunk" if timeline.schedule.virtual_stages > 1 else ""
+    return ", and behind the dot the pipeline rank's chunk" if timeline.schedule.virtual_stages > 1 else ""
 
 
 def _table(timeline: Timeline, partition: tuple[int, ...]) -> Any:
     schedule = timeline.schedule
-    header = ("stage", "rank", "layers", "micro-batches in flight")
+    header = ("stage", "pipeline rank", "layers", "micro-batches in flight")
     table = new_table(header, right=header)
     for stage, run in enumerate(stage_layers(partition)):
         cells = (
             stage,
             schedule.place(stage)[0],
-            f"{run.start}-{run.stop - 1}",
+            str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}",
             schedule.peak_in_flight_of_stage(stage),
         )
         table.add_row(*map(str, cells))

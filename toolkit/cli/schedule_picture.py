@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.cli.schedule_chart import LOOKS, label, title_of
+from toolkit.cli.schedule_chart import LOOKS, label, row_name, title_of
 from toolkit.memory.plot import check_plot_path, new_figure, write_figure
 from toolkit.schedule import Timeline
 
@@ -15,7 +15,7 @@ _MOST_LABELS = 3000
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    """Draws a bar a pass, a row a rank; later chunks of a rank are paler.
+    """Draws a bar a pass, a row a pipeline rank; later chunks of one are paler.
 
     Raises:
         SpecError: PLOT_FORMAT, PLOT_FOLDER.
@@ -51,7 +51,7 @@ def draw(timeline: Timeline, path: Path) -> None:
         for rank, span in of_kind if labelled else ():
             text = label(span.instruction, with_chunk=schedule.virtual_stages > 1)[1:]
             axes.text((span.start + span.end) / 2, rank, text, ha="center", va="center", fontsize=6, clip_on=True)
-    axes.set_yticks(range(schedule.pp), [f"rank {rank}" for rank in range(schedule.pp)])
+    axes.set_yticks(range(schedule.pp), [row_name(rank) for rank in range(schedule.pp)])
     axes.set_xlim(0, timeline.makespan)
     axes.set_ylim(schedule.pp - 0.5, -0.5)
     axes.set_xlabel("time, in forward passes of one stage")

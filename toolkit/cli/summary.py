@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def plan_fields(plan: Plan) -> list[tuple[str, str]]:
     """Gives what a plan comes to, as names and values."""
-    from toolkit.plan.stage_parts import describe_pipeline
+    from toolkit.plan.stage_parts import describe_pipeline, describe_tensor
     from toolkit.units import format_count
 
     settings, cluster = plan.settings, plan.job.cluster
@@ -23,6 +23,7 @@ def plan_fields(plan: Plan) -> list[tuple[str, str]]:
         ("method", f"{plan.job.train.method}, {settings.precision}, {settings.sequence_length} tokens a sequence"),
         ("batch", f"{settings.batch}: {tokens:,} tokens a step"),
         *([("pipeline", describe_pipeline(plan))] if plan.grid.pp > 1 else []),
+        *([("tensor", describe_tensor(plan))] if plan.grid.tp > 1 else []),
         ("zero", f"stage {settings.zero_stage}{_reason(plan, 'parallel.zero_stage')}"),
         ("offload", f"{plan.profile.name}: {plan.profile.explanation}"),
     ]

@@ -54,7 +54,7 @@ def topology(
         ),
     ] = None,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="Show a step of the job's pipeline: which rank does what, when.")
+        bool, typer.Option("--schedule", help="Show a step of the job's pipeline: which pipeline rank does what, when.")
     ] = False,
     plot: Annotated[
         Path | None,
@@ -82,8 +82,8 @@ def topology(
     pipeline, num_links, over_network). With --check also check: passed, backend, operations,
     kinds (by kind: passed, seconds, bus_gb_per_second, which is null on CPU), waiting (of ranks that hang: kind, operation,
     group, waiting, missing), problems. With --schedule instead: schedule, pp, micro_batches, virtual_stages,
-    bubble_fraction, makespan (in forward passes), stages (stage, rank, chunk, layers: first and one past the last,
-    in_flight), ranks (rank, in_flight, bubble_fraction, passes: kind, chunk, micro_batch, start, end).
+    bubble_fraction, makespan (in forward passes), stages (stage, pipeline_rank, chunk, layers: first and one past the last,
+    in_flight), ranks (pipeline_rank, in_flight, bubble_fraction, passes: kind, chunk, micro_batch, start, end).
     """
     sizes = {"--pp": pp, "--dp": dp, "--tp": tp, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
     given = [option for option, size in sizes.items() if size is not None]

@@ -66,7 +66,9 @@ def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_secon
     ]
     argv += [f"--{axis}={size}" for axis, size in placement.grid.as_dict().items()]
     argv += ["--log-dir", str(folder), "--result", str(written)]
-    outcome = launch_ranks(argv, num_ranks=num_ranks, backend=backend, log_dir=folder)
+    outcome = launch_ranks(
+        argv, num_ranks=num_ranks, backend=backend, log_dir=folder, name_of=placement.grid.describe_rank
+    )
     result = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else None
     if result is None or (result["passed"] and outcome.exit_code):  # what is printed points to the logs, which stay
         print_failure(outcome)

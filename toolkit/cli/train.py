@@ -116,12 +116,13 @@ def _run(
     plan: Plan, checkpoint: Path | None, *, rank: int | None, stop_after: int | None, overwrite: bool
 ) -> RunOutcome:
     """Trains: as all ranks of this machine, or as the one that a launcher made of this process."""
+    from toolkit.plan.stage_parts import bubble_warning
     from toolkit.train.checks import guard_output, space_warnings
 
     if rank is None:
         check_start(plan)
     if not rank:
-        warn(space_warnings(plan))
+        warn([*bubble_warning(plan), *space_warnings(plan)])
         guard_output(plan, resuming=checkpoint is not None, overwrite=overwrite)
     if rank is not None:
         return _run_as_rank(plan, checkpoint, stop_after)
@@ -140,7 +141,9 @@ def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) 
     emit(plan, plan.output_dir / "configs")
     argv = [sys.executable, "-m", "toolkit.train.worker", "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan))]
-    outcome = run_on_this_node(plan, [*argv, *_session_options(checkpoint, stop_after)])
+    outcome = run_on_this_node(
+        plan, [*argv, *_session_options(checkpoint, stop_after)], when_asked="each rank ends its step and saves"
+    )
     if outcome.exit_code != 0:
         # No worker lives any more; half a checkpoint may be what fills the disk.
         remove_leftovers(plan.output_dir)

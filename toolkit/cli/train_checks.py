@@ -100,6 +100,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     from toolkit.launch.devices import card_problems
     from toolkit.launch.local import check_machine, check_one_node
     from toolkit.launch.packages import package_problems
+    from toolkit.plan.stage_parts import bubble_warning
     from toolkit.train.checks import output_problems, space_warnings
 
     raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
@@ -110,7 +111,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     except RunError as error:
         found += error.problems
     refused = [f"a start on this machine would be refused: {problem}" for problem in dict.fromkeys(found)]
-    return [*refused, *space_warnings(plan)]
+    return [*refused, *bubble_warning(plan), *space_warnings(plan)]
 
 
 def check_start(plan: Plan) -> None:

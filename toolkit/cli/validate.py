@@ -36,7 +36,7 @@ def validate(
 
     JSON keys: problems (code, key, message, fix, source), and when there are none warnings, model, cluster, batch
     (train, micro, accumulation, dp_size, tokens), pipeline (null, or schedule, pp, virtual_stages, micro_batches,
-    bubble_fraction, partition: layers of each stage), precision, sequence_length, zero_stage, offload, data; choices with
+    bubble_fraction, partition: layers of each stage), tensor (null, or tp, sequence_parallel), precision, sequence_length, zero_stage, offload, data; choices with
     --explain; keys and described (path, values, default, meaning) with --keys.
     """
     if keys:
@@ -119,6 +119,7 @@ def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
             "tokens": batch.train * settings.sequence_length,
         },
         "pipeline": _pipeline_as_dict(plan) if plan.grid.pp > 1 else None,
+        "tensor": {"tp": plan.grid.tp, "sequence_parallel": settings.sequence_parallel} if plan.grid.tp > 1 else None,
         "precision": settings.precision,
         "sequence_length": settings.sequence_length,
         "zero_stage": settings.zero_stage,

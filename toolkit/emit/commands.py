@@ -99,7 +99,7 @@ def ways(
         folder: The emitted folder, as the commands are to name it.
         hosts: Names of the nodes; without them several nodes start by torchrun and accelerate alone.
         with_trainer: Whether `transformers.Trainer` can carry the plan.
-        with_accelerate: Whether a plain Accelerate script can.
+        with_accelerate: Whether a plain Accelerate script can; else `accelerate launch` starts scripts over our engine alone.
     """
     train = shlex.join(["-m", "toolkit", "train", str(folder / "plan.json")])
     torchrun, nodes = _torchrun(plan, hosts), plan.job.cluster.nodes
@@ -130,6 +130,8 @@ def ways(
         found.append(Way(name="trainer", arguments="SCRIPT.py", purpose=purpose, lines=lines))
     if with_accelerate:
         found.append(_accelerate(plan, folder, hosts, everywhere))
+    elif nodes == 1:
+        found.append(_accelerate_without_file(plan))
     return tuple(found)
 
 
@@ -198,3 +200,19 @@ def _accelerate(plan: Plan, folder: Path, hosts: Sequence[str] | None, everywher
         purpose=f"your Accelerate script{everywhere}",
         lines=(*lines, f'{start} "$@"'),
     )
+
+
+def _accelerate_without_file(plan: Plan) -> Way:
+    """Starts a script that brings our engine, of which Accelerate is only the launcher: one node, and no accelerate.yaml.
+
+    `--use_deepspeed` starts one process a rank on CPU too, where `--cpu` alone starts one
+    (accelerate commands/launch.py launch_command). What is not named would be taken from the user's default file.
+    """
+    cluster = plan.job.cluster
+    port = "" if cluster.master_port is None else f" --main_process_port {cluster.master_port}"
+    start = (
+        f"exec accelerate launch --use_deepspeed --num_machines 1 --num_processes {cluster.num_ranks}{port} "
+        '--mixed_precision no --dynamo_backend no "$@"'
+    )
+    purpose = "your script that calls tk.initialize, under accelerate launch"
+    return Way(name="accelerate", arguments="SCRIPT.py", purpose=purpose, lines=(start,))

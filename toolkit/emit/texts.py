@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from toolkit.emit.commands import Export, Way
 from toolkit.errors import Problem
 from toolkit.plan.plan import Plan
+from toolkit.plan.refusals import refusals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def _head(facts: Facts) -> Iterator[str]:
     for way in facts.ways:
         yield f"#   {_call(facts, way)} [ARGUMENTS]"
         yield f"#       {way.purpose}"
-    yield from (f"# No {name}: {problem}" for name, found in facts.left_out.items() for problem in found)
+    yield from (f"# No {', '.join(names)}: {reason}" for names, reason in refusals(facts.left_out))
     if nodes > 1 and not facts.hosts:
         yield (
             "# Without host names there is no hostfile, so DeepSpeed's launcher is not among them: "
@@ -105,7 +106,8 @@ def _readme(facts: Facts, files: Mapping[str, str]) -> Iterator[str]:
     yield from (f"  {name:<26} {what}" for name, what in files.items())
     if facts.left_out:
         yield from ("", "Left out")
-        yield from (f"  {name:<26} {problem}" for name, found in facts.left_out.items() for problem in found)
+        for names, reason in refusals(facts.left_out):
+            yield from (f"  {', '.join(names)}", f"      {reason}")
     yield from ("", "Start")
     for way in facts.ways:
         yield f"  {_call(facts, way)}"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import RunError, raise_all
 from toolkit.launch.devices import too_few_cards
 from toolkit.launch.environment import Backend, worker_environment
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
-from toolkit.launch.outcome import RunOutcome
+from toolkit.launch.outcome import RunOutcome, rank_name
 from toolkit.launch.ports import check_port, free_port
-from toolkit.launch.supervisor import supervise
+from toolkit.launch.supervisor import WHEN_ASKED, supervise
 from toolkit.plan.plan import Plan
 
 LOGS = "logs"
@@ -24,6 +24,7 @@ def launch_local(
     *,
     log_dir: Path,
     extra_environment: Mapping[str, str] | None = None,
+    when_asked: str = WHEN_ASKED,
 ) -> RunOutcome:
     """Runs one process a rank of a one-node plan, with the environment that the plan needs, until all have ended.
 
@@ -32,6 +33,7 @@ def launch_local(
         argv: Command of a worker.
         log_dir: Folder of logs and error files.
         extra_environment: Variables beyond the worker's own.
+        when_asked: What a worker does at Ctrl-C, as `supervise` tells a person.
 
     Raises:
         RunError: LAUNCH_NODES for a plan of several nodes; LAUNCH_CARDS; PORT_IN_USE; NVME_FOLDER, NVME_DIRECT, NVME_SPACE,
@@ -47,6 +49,8 @@ def launch_local(
             port=cluster.master_port,
             log_dir=log_dir,
             extra_environment=extra_environment,
+            when_asked=when_asked,
+            name_of=plan.grid.describe_rank,
         )
 
 
@@ -58,6 +62,8 @@ def launch_ranks(
     log_dir: Path,
     port: int | None = None,
     extra_environment: Mapping[str, str] | None = None,
+    when_asked: str = WHEN_ASKED,
+    name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
     """Runs one process a rank on this machine until all have ended.
 
@@ -68,6 +74,8 @@ def launch_ranks(
         log_dir: Folder of logs and error files.
         port: Of the rendezvous; a free one when left out.
         extra_environment: Variables beyond the worker's own.
+        when_asked: What a worker does at Ctrl-C, as `supervise` tells a person.
+        name_of: What a person calls a rank.
 
     Raises:
         RunError: WORKER_START, LOG_DIR.
@@ -88,7 +96,9 @@ def launch_ranks(
         )
         return made | dict(extra_environment or {})
 
-    return supervise(argv, ranks=range(num_ranks), env_for_rank=environment, log_dir=log_dir)
+    return supervise(
+        argv, ranks=range(num_ranks), env_for_rank=environment, log_dir=log_dir, when_asked=when_asked, name_of=name_of
+    )
 
 
 def check_launchable(plan: Plan) -> None:

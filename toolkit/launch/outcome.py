@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,17 +170,30 @@ def read_worker_error(log_dir: Path, rank: int) -> WorkerError | None:
     return WorkerError(**{**record, "problems": tuple(Problem(**problem) for problem in record["problems"])})
 
 
-def conclude(ended: Sequence[EndedWorker], *, log_dir: Path, interrupted: bool) -> RunOutcome:
+def rank_name(rank: int) -> str:
+    """Names a rank of whose place in a grid nothing is known."""
+    return f"rank {rank}"
+
+
+def conclude(
+    ended: Sequence[EndedWorker], *, log_dir: Path, interrupted: bool, name_of: Callable[[int], str] = rank_name
+) -> RunOutcome:
     """Finds the first rank that failed and what the run's exit code is.
 
     A rank that was stopped because another failed counts only if it had already written an error of its own.
+
+    Args:
+        ended: All workers.
+        log_dir: Folder of logs and error files.
+        interrupted: Whether the run was asked to end.
+        name_of: What a person calls a rank: with its place, such as `Grid.describe_rank` gives.
     """
     errors = {worker.rank: read_worker_error(log_dir, worker.rank) for worker in ended}
     failed = [worker for worker in ended if _has_failed(worker, errors[worker.rank], interrupted=interrupted)]
     if not failed:
         return RunOutcome(exit_code=INTERRUPTED_EXIT_CODE if interrupted else 0, interrupted=interrupted, failure=None)
     first = min(failed, key=lambda worker: (_failed_at(worker, errors[worker.rank]), worker.rank))
-    failure = _failure(first, errors[first.rank])
+    failure = _failure(first, errors[first.rank], name_of(first.rank))
     exit_code = (
         failure.error.exit_code if failure.error is not None and failure.is_users_to_mend else RunError.exit_code
     )
@@ -208,7 +221,7 @@ def _failed_at(worker: EndedWorker, error: WorkerError | None) -> float:
     return worker.ended_at - (0 if worker.status == -signal.SIGABRT else _SILENT_DEATH_ALLOWANCE_SECONDS)
 
 
-def _failure(worker: EndedWorker, error: WorkerError | None) -> WorkerFailure:
+def _failure(worker: EndedWorker, error: WorkerError | None, name: str) -> WorkerFailure:
     ended_by = f"exit code {worker.status}" if worker.status > 0 else signal.Signals(-worker.status).name
     return WorkerFailure(
         rank=worker.rank,
@@ -216,24 +229,20 @@ def _failure(worker: EndedWorker, error: WorkerError | None) -> WorkerFailure:
         log_file=worker.log_file,
         last_lines=_last_lines(worker.log_file),
         error=error,
-        problems=error.problems if error is not None and error.problems else (_problem(worker, error, ended_by),),
+        problems=error.problems if error is not None and error.problems else (_problem(worker, error, ended_by, name),),
     )
 
 
-def _problem(worker: EndedWorker, error: WorkerError | None, ended_by: str) -> Problem:
+def _problem(worker: EndedWorker, error: WorkerError | None, ended_by: str, name: str) -> Problem:
     output = f"Its output is in {worker.log_file}" if worker.log_file else "Its output is above"
     if error is not None:
         first_line = (error.message.splitlines() or [""])[0]
-        text = f"rank {worker.rank} failed first, with {error.kind}: {first_line}"
+        text = f"{name} failed first, with {error.kind}: {first_line}"
         return Problem(code="RANK_FAILED", message=text.rstrip(": ."), fix=output)
     if worker.status > 0:
-        return Problem(
-            code="RANK_FAILED", message=f"rank {worker.rank} failed first, with {ended_by} and no exception", fix=output
-        )
+        return Problem(code="RANK_FAILED", message=f"{name} failed first, with {ended_by} and no exception", fix=output)
     hint = _SIGNAL_FIXES.get(signal.Signals(-worker.status), "Something outside this run sent the signal")
-    return Problem(
-        code="RANK_KILLED", message=f"rank {worker.rank} failed first, killed by {ended_by}", fix=f"{hint}. {output}"
-    )
+    return Problem(code="RANK_KILLED", message=f"{name} failed first, killed by {ended_by}", fix=f"{hint}. {output}")
 
 
 def _last_lines(path: Path | None) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Starts the workers of one node, watches them, and ends all of them when one fails or a person asks.
 
-What a worker is told: SIGINT, once, means "end the current step, save, exit"; SIGTERM means that the run is lost
-and that SIGKILL follows. Workers live in sessions of their own, so the terminal's Ctrl-C reaches the supervisor
+What a worker is told: SIGINT, once, asks it to end, which toolkit's trainer does after its step and a save, and a script
+as it likes; SIGTERM means that the run is lost and that SIGKILL follows. Workers live in sessions of their own, so the terminal's Ctrl-C reaches the supervisor
 alone, and each worker can be ended together with the processes that it started.
 """
 
@@ -22,12 +22,22 @@ from types import FrameType
 from typing import final
 
 from toolkit.errors import RunError
-from toolkit.launch.outcome import EndedWorker, RunOutcome, conclude, ended_by_interrupt, error_file, log_file
+from toolkit.launch.outcome import (
+    EndedWorker,
+    RunOutcome,
+    conclude,
+    ended_by_interrupt,
+    error_file,
+    log_file,
+    rank_name,
+)
 from toolkit.launch.watchdog import Watchdog
 
 _POLL_SECONDS = 0.02
 _SHOW_CURSOR = "\x1b[?25h"
 _CLEAR_LINE = "\r\x1b[2K"
+# Of a worker of which nothing is known: Python's own handler raises KeyboardInterrupt wherever the script is.
+WHEN_ASKED = "each rank was sent SIGINT and ends as its script does"
 # `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one press, two signals.
 _SAME_PRESS_SECONDS = 0.3
 
@@ -39,6 +49,8 @@ def supervise(
     env_for_rank: Callable[[int], Mapping[str, str]],
     log_dir: Path,
     grace_seconds: float = 10.0,
+    when_asked: str = WHEN_ASKED,
+    name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
     """Runs one process a rank until all have ended.
 
@@ -53,6 +65,8 @@ def supervise(
         env_for_rank: Complete environment of a rank (`worker_environment`).
         log_dir: Folder of logs and error files; made if absent, files of these ranks replaced.
         grace_seconds: Time between SIGTERM and SIGKILL, seconds.
+        when_asked: What the workers do at SIGINT, for the line that a person who presses Ctrl-C reads.
+        name_of: What a person calls a rank, for the message that names the first to fail.
     Raises:
         RunError: WORKER_START, if the command cannot be started; LOG_DIR, if the folder cannot be written.
     """
@@ -60,14 +74,14 @@ def supervise(
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(_caught_signals())
         watchdog = stack.enter_context(Watchdog())
-        run = _Run(watchdog=watchdog, grace_seconds=grace_seconds)
+        run = _Run(watchdog=watchdog, grace_seconds=grace_seconds, when_asked=when_asked)
         stack.callback(run.kill_all)  # whatever happens here, no worker outlives this call
         for rank in ranks:
             run.start(
                 argv, rank=rank, env=env_for_rank(rank), log=None if rank == ranks[0] else log_file(log_dir, rank)
             )
         run.wait(signals)
-        return conclude(run.ended, log_dir=log_dir, interrupted=run.interrupted)
+        return conclude(run.ended, log_dir=log_dir, interrupted=run.interrupted, name_of=name_of)
 
 
 def _clear(log_dir: Path, ranks: Sequence[int]) -> None:
@@ -145,11 +159,12 @@ class _Worker:
 class _Run:
     """The workers of one call of `supervise`."""
 
-    def __init__(self, *, watchdog: Watchdog, grace_seconds: float) -> None:
+    def __init__(self, *, watchdog: Watchdog, grace_seconds: float, when_asked: str) -> None:
         self.ended: list[EndedWorker] = []
         self.interrupted = False
         self._watchdog = watchdog
         self._grace_seconds = grace_seconds
+        self._when_asked = when_asked
         self._running: list[_Worker] = []
         self._last_signal: tuple[int, float] = (0, -1.0)
         self._stopping = False
@@ -231,7 +246,7 @@ class _Run:
             _tell(f"{number.name}: the workers were killed")
             return
         self.interrupted = True
-        _tell(f"{number.name}: each rank ends its step and saves; once more to kill them")
+        _tell(f"{number.name}: {self._when_asked}; once more to kill them")
         for worker in self._running:
             # The worker alone: its data loader processes must live for the step to end. Not Popen.send_signal, which
             # would reap it; a process that has not been reaped can always be signalled.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import Problem, SpecError, raise_all
@@ -12,10 +12,12 @@ from toolkit.memory.case import Case, Outcome
 
 if TYPE_CHECKING:
     from toolkit.memory.estimator import Estimator
+    from toolkit.plan.plan import Plan
+    from toolkit.spec.job import Job
 
 _NAME = re.compile(
-    r"(?:(zero[0-3]|ddp|fsdp2)(?:-tp([1-9]\d*))?(?:-pp([1-9]\d*))?|pp([1-9]\d*))"
-    r"((?:-(?:offload|full-offload|no-checkpointing|checkpointing))*)"
+    r"(?:(?P<base>zero[0-3]|ddp|fsdp2)(?P<axes>(?:-(?:tp|pp)[1-9]\d*){0,2})|(?P<stages>pp[1-9]\d*))"
+    r"(?P<suffixes>(?:-(?:offload|full-offload|no-checkpointing|checkpointing))*)"
 )
 
 # What a suffix sets.
@@ -43,9 +45,14 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A strategy and what came of it."""
+    """A strategy and what came of it.
+
+    Args:
+        full_name: The name with the job's stage, tensor ranks and stages where it leaves them to the job.
+    """
 
     strategy: Strategy
+    full_name: str
     outcome: Outcome
 
 
@@ -74,7 +81,48 @@ def compare(estimator: Estimator, case: Case, strategies: Sequence[Strategy]) ->
             and values.get("parallel.pipeline", parallel.pipeline) != parallel.pipeline
         ):
             values["parallel.partition"] = None  # it lists the layers of other stages
-        yield Compared(strategy=strategy, outcome=estimator.attempt(case, values))
+        outcome = estimator.attempt(case, values)
+        if outcome.problems:
+            problems = tuple(_with_remedy(problem, strategy.name, case) for problem in outcome.problems)
+            outcome = replace(outcome, problems=problems)
+        yield Compared(strategy=strategy, full_name=full_name(strategy.name, case.job, case.plan()), outcome=outcome)
+
+
+def full_name(name: str, job: Job, plan: Plan) -> str:
+    """Completes a strategy's name by what it leaves to the job: `zero3-tp2-pp2` for `zero3` where the job has both."""
+    parts = _parts(name)
+    assert parts is not None
+    if parts.base in ("ddp", "fsdp2"):
+        return name
+    tensor, pipeline = (parts.tensor or job.parallel.tensor), (parts.pipeline or job.parallel.pipeline)
+    if parts.base is None and tensor == 1:
+        return name
+    base = parts.base or f"zero{plan.settings.zero_stage}"
+    return _named(base, tensor=tensor, pipeline=pipeline, suffixes=parts.suffixes)
+
+
+def _named(base: str, *, tensor: int, pipeline: int, suffixes: Sequence[str], at_least: int = 2) -> str:
+    axes = [f"{axis}{size}" for axis, size in (("tp", tensor), ("pp", pipeline)) if size >= at_least]
+    return "-".join((base, *axes, *suffixes))
+
+
+def _with_remedy(problem: Problem, name: str, case: Case) -> Problem:
+    """Says how to name the strategy without the job's other axis, where the two do not fit its cards."""
+    parts, parallel = _parts(name), case.job.parallel
+    assert parts is not None
+    kept = [
+        f"{key}={size}"
+        for key, given, size in (
+            ("tensor", parts.tensor, parallel.tensor),
+            ("pipeline", parts.pipeline, parallel.pipeline),
+        )
+        if given is None and size > 1
+    ]
+    if problem.code != "GRID_WORLD" or not kept:
+        return problem
+    base = parts.base or f"zero{case.plan().settings.zero_stage}"
+    alone = _named(base, tensor=parts.tensor or 1, pipeline=parts.pipeline or 1, suffixes=parts.suffixes, at_least=1)
+    return replace(problem, fix=f"{name} keeps the job's {' and '.join(kept)}: name {alone} for a strategy without")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +139,17 @@ def _parts(name: str) -> _Parts | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    base, tensor, pipeline = match[1], match[2] and int(match[2]), match[3] or match[4]
-    suffixes = tuple(re.findall(r"full-offload|offload|no-checkpointing|checkpointing", match[5]))
+    base, axes = match["base"], re.findall(r"(tp|pp)(\d+)", match["axes"] or match["stages"] or "")
+    sizes = {axis: int(size) for axis, size in axes}
+    suffixes = tuple(re.findall(r"full-offload|offload|no-checkpointing|checkpointing", match["suffixes"]))
     offloads = {"offload", "full-offload"} & set(suffixes)
     if any(base not in _STAGES_OF[suffix] for suffix in offloads):
         return None
     both = {"checkpointing", "no-checkpointing"} <= set(suffixes)
-    cuts = (tensor or pipeline) and base in ("ddp", "fsdp2")
-    if len(set(suffixes)) < len(suffixes) or len(offloads) > 1 or both or cuts:
+    cuts = sizes and base in ("ddp", "fsdp2")
+    if len(set(suffixes)) < len(suffixes) or len(sizes) < len(axes) or len(offloads) > 1 or both or cuts:
         return None
-    return _Parts(base=base, tensor=tensor or None, pipeline=(pipeline and int(pipeline)) or None, suffixes=suffixes)
+    return _Parts(base=base, tensor=sizes.get("tp"), pipeline=sizes.get("pp"), suffixes=suffixes)
 
 
 def _strategy(name: str) -> Strategy:
@@ -131,6 +180,6 @@ def _no_strategy(name: str, *, twice: bool = False) -> Problem:
         key="--compare",
         message=f"--compare {name!r} " + ("is named twice" if twice else "is no strategy"),
         fix="Name zero0 to zero3, ddp, fsdp2 or pp2 (or another number of stages), each once; after zero0 to zero3 -tp2 or another number "
-        "of tensor ranks, then -pp2 or another number of stages (else as the job has them); after all of them -checkpointing or -no-checkpointing (else as the job has it), after zero1 to zero3 -offload, and "
+        "of tensor ranks and -pp2 or another number of stages (else as the job has them, 1 for none); after all of them -checkpointing or -no-checkpointing (else as the job has it), after zero1 to zero3 -offload, and "
         "after zero3 -full-offload",
     )

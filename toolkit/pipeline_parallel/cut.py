@@ -42,7 +42,7 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
     to the embedding is a weight of its own on the last stage.
 
     Args:
-        model: On any device; best on meta, before it has storage. Sharded by `apply_tensor_parallel` or not, without adapters.
+        model: On any device; best on meta, before it has storage. Sharded by `apply_tensor_parallel` before, or not; without adapters.
         part: This rank's layers.
 
     Returns:

@@ -15,7 +15,7 @@ from toolkit.plan.accelerate_config import accelerate_config
 from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
 from toolkit.plan.draft import Draft
 from toolkit.plan.settings import Choice, Settings, disagreements, read_choices
-from toolkit.plan.stage_parts import describe_pipeline
+from toolkit.plan.stage_parts import describe_pipeline, describe_tensor
 from toolkit.plan.trainer_config import training_arguments
 from toolkit.spec.catalogue import Gpu
 from toolkit.spec.job import Job
@@ -85,6 +85,7 @@ class Plan(Draft):
             f"{self.model.name} on {self.job.cluster.num_ranks} × {self.gpu.name}",
             f"batch: {self.settings.batch}",
             *([f"pipeline: {describe_pipeline(self)}"] if self.grid.pp > 1 else []),
+            *([f"tensor: {describe_tensor(self)}"] if self.grid.tp > 1 else []),
             f"offload {self.profile.name}: {self.profile.explanation}",
             *([self._float8()] if self.settings.precision == "fp8" else []),
             "",

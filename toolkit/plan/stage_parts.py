@@ -1,8 +1,8 @@
-"""What each rank of a pipeline holds, and how a step of it fares: for reports, before anything is built."""
+"""What each rank of a pipeline or tensor group holds, and how a step fares: for reports, before anything is built."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from toolkit.plan.draft import Draft
@@ -82,6 +82,37 @@ def describe_pipeline(draft: Draft) -> str:
     return (
         f"{pp} stages{virtual} of {_counts(settings.partition)}, {settings.pipeline_schedule}: "
         f"{count} micro-batch{'' if count == 1 else 'es'}, bubble {bubble_of(draft):.1%}"
+    )
+
+
+def describe_tensor(draft: Draft) -> str:
+    """Gives the ranks that share each layer of a job with tensor parallelism, and what they hold of a sequence, in a line."""
+    held = (
+        "a piece of every sequence between the sharded layers (sequence_parallel)"
+        if draft.settings.sequence_parallel
+        else "every sequence whole between the sharded layers"
+    )
+    return f"{draft.job.parallel.tensor} ranks share each layer; each holds {held}"
+
+
+def bubble_warning(draft: Draft) -> Iterator[str]:
+    """Says what fewer micro-batches than stages cost, and how many would be enough."""
+    pp, settings = draft.job.parallel.pipeline, draft.settings
+    count = settings.batch.accumulation
+    bubble = bubble_of(draft) if count < pp else 0.0
+    if bubble < ADVISED_BUBBLE:
+        return
+    enough = micro_batches_below(
+        ADVISED_BUBBLE, settings.pipeline_schedule, pp=pp, virtual_stages=settings.virtual_stages, at_least=count
+    )
+    same = (
+        "; a smaller train.per_device_train_batch_size gives more of them in the same batch"
+        if settings.batch.micro > 1
+        else ""
+    )
+    yield (
+        f"gradient_accumulation_steps={count} gives pipeline={pp} stages fewer micro-batches than there are stages, which "
+        f"idle for {bubble:.0%} of a step: {enough} would bring it below {ADVISED_BUBBLE:.0%}{same}"
     )
 
 

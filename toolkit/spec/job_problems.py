@@ -12,7 +12,9 @@ from toolkit.spec.job import Job
 from toolkit.spec.schema import known_keys, section_of
 from toolkit.spec.suggestions import nearest_key
 
-# Spellings of transformers.TrainingArguments and trl.SFTConfig, and where we keep the same thing.
+_DATA_PARALLEL = "what tensor × pipeline leave over of cluster.gpus_per_node × cluster.nodes, and no key"
+
+# Spellings of transformers.TrainingArguments, trl.SFTConfig, vLLM and Megatron, and where we keep the same thing.
 FOREIGN_KEYS: dict[str, str] = {
     "optim": "train.optimizer (adamw, adamw_torch, lion or sgd)",
     "bf16": "train.precision: bf16",
@@ -33,6 +35,15 @@ FOREIGN_KEYS: dict[str, str] = {
     "completion_only_loss": "data.loss_on: completion",
     "tensor_parallel_size": "parallel.tensor",
     "pipeline_parallel_size": "parallel.pipeline",
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "tp": "parallel.tensor",
+    "tp_size": "parallel.tensor",
+    "pp": "parallel.pipeline",
+    "pp_size": "parallel.pipeline",
+    "dp": _DATA_PARALLEL,
+    "dp_size": _DATA_PARALLEL,
+    "data_parallel_size": _DATA_PARALLEL,
     "stage": "parallel.zero_stage",
     "zero": "parallel.zero_stage",
     "lr": "train.learning_rate",

@@ -13,6 +13,7 @@ from toolkit.tensor_parallel.styles import (
     Vocabulary,
 )
 from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.vocabulary import gather_scores
 
 __all__ = [
     "Attention",
@@ -25,6 +26,7 @@ __all__ = [
     "Styles",
     "Vocabulary",
     "apply_tensor_parallel",
+    "gather_scores",
     "parameter_shards",
     "styles_for",
 ]

@@ -72,7 +72,14 @@ def apply_tensor_parallel(
         PlanError: TP_HEADS, TP_WIDTH where the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
             TP_STYLE_PARTS, TP_STYLE_NEIGHBOUR, TP_STYLE_TIED where the table is not the model's. All at once, and with
             the model as it was. Then TP_SEQUENCE_ARCHITECTURE where the sequence cannot lie in pieces.
+        ValueError: If the model is sharded already, or is cut into stages: shard before you cut.
     """
+    if hasattr(model, "pipeline_cut"):
+        raise ValueError(
+            "the model is a stage of a pipeline: shard before you cut, apply_tensor_parallel then cut_model"
+        )
+    if parameter_shards(model):
+        raise ValueError("the model is sharded already")
     raise_all(PlanError, problems(model, styles, num_ranks=tp_group.size()))
     found = _found(model, styles)
     decoder = find_decoder(model, found) if sequence_parallel else None

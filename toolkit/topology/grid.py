@@ -100,9 +100,10 @@ class Grid:
             raise PlanError.of(
                 code="GRID_WORLD",
                 key="parallel",
-                message=f"pipeline={pp} × tensor={tp} = {model.world_size} ranks does not divide "
+                message=f"pipeline={pp} × tensor={tp} = {model.world_size} ranks do not divide "
                 f"nodes × gpus_per_node = {world_size} ranks: each model replica needs all of its ranks",
-                fix=f"Set pipeline × tensor to one of {join(divisors(world_size))}",
+                fix=f"Set pipeline × tensor to one of {join(divisors(world_size))}, or gpus_per_node so that nodes × gpus_per_node "
+                f"is a multiple of {model.world_size}",
             )
         return cls(pp=pp, dp=world_size // model.world_size, tp=tp)
 
@@ -163,6 +164,28 @@ class Grid:
     def as_dict(self) -> dict[str, int]:
         """Gives `{"pp": …, "dp": …, "tp": …}`."""
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+    def describe(self) -> str:
+        """Names the axes that a model is cut along, and the data-parallel one; empty where every rank has all of it.
+
+        >>> Grid(pp=2, dp=1, tp=4).describe(), Grid(dp=8).describe()
+        ('pipeline 2 × data 1 × tensor 4', '')
+        """
+        if self.size("model") == 1:
+            return ""
+        sizes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
+        return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+
+    def describe_rank(self, rank: int) -> str:
+        """Names a rank, with its place where ranks share a model.
+
+        >>> Grid(pp=2, tp=2).describe_rank(3), Grid(pp=2, dp=2).describe_rank(1), Grid(dp=4).describe_rank(3)
+        ('rank 3 (pipeline rank 1, tensor rank 1)', 'rank 1 (pipeline rank 0, data rank 1)', 'rank 3')
+        """
+        place = self.coordinate(rank)
+        axes = (("pipeline", self.pp, place.pp), ("data", self.dp, place.dp), ("tensor", self.tp, place.tp))
+        shown = [f"{name} rank {index}" for name, size, index in axes if size > 1]
+        return f"rank {rank}" + (f" ({', '.join(shown)})" if self.size("model") > 1 else "")
 
     def _size(self, axis: Axis) -> int:
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}[axis]

@@ -35,12 +35,19 @@ def describe_model(run: Run, *, seconds: float) -> str:
         total += count
         trainable += count if parameter.requires_grad else 0
     plan, grid = run.plan, run.world.grid
-    share = " on rank 0" if grid.size("model") > 1 else ""
-    share += "" if trainable == total else f", {format_count(trainable)} of them trained"
+    trained = "" if trainable == total else f", {format_count(trainable)} of them trained"
+    held = f"{format_count(total)} parameters"
+    if axes := grid.describe():
+        whole = plan.model.num_parameters
+        held = (
+            f"{held} on rank 0"
+            if whole is None
+            else f"{format_count(whole)} parameters, {format_count(total)} on rank 0"
+        )
     in_fp8 = sum(1 for _ in fp8_layers(run.model))
     precision = plan.settings.precision + (f" in {in_fp8} linear layers" if in_fp8 else "")
     return (
-        f"model: {plan.model.name}, {format_count(total)} parameters{share}; ZeRO-{plan.settings.zero_stage}, "
+        f"model: {plan.model.name}, {held}{trained}; ZeRO-{plan.settings.zero_stage}, {f'{axes}, ' if axes else ''}"
         f"{precision}, {describe_devices(plan)}; "
         f"built in {format_seconds(seconds)}, {format_bytes(run.memory.peak_bytes)}"
     )

@@ -9,8 +9,8 @@ from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
 from toolkit.plan.settings import Settings
 
-_NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
-_OWN = "train with `toolkit train` or a script that calls `tk.initialize`"
+NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
+OWN = "train with `toolkit train` or a script that calls `tk.initialize`"
 
 # Decoders whose class Liger patches (liger_kernel 0.8.5 transformers/monkey_patch.py MODEL_TYPE_TO_APPLY_LIGER_FN).
 LIGER_MODEL_TYPES = frozenset(
@@ -26,7 +26,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
     """Gives every reason for which `consumer` cannot carry the plan; none for `toolkit`."""
     if consumer == "toolkit":
         return
-    name, train = _NAMES[consumer], draft.job.train
+    name, train = NAMES[consumer], draft.job.train
     fraction = draft.settings.gradient_checkpointing
     if 0 < fraction < 1:
         yield Problem(
@@ -36,7 +36,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
                 f"gradient_checkpointing={fraction:g} is a share of the layers: {name} has them checkpointed by "
                 "transformers, which takes every n-th layer (`every_n_layers`) and no share"
             ),
-            fix=f"Set it to true or false, with `every_n_layers` in a script of yours, or {_OWN}",
+            fix=f"Set it to true or false, with `every_n_layers` in a script of yours, or {OWN}",
             source="transformers modeling_utils.py _set_gradient_checkpointing",
         )
     if draft.profile.activations:
@@ -47,7 +47,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
                 f"offload=activations-cpu moves the inputs of checkpointed layers by a function of our own: for {name} "
                 "transformers has another (`offload`), which our files do not turn on"
             ),
-            fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {_OWN}",
+            fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {OWN}",
             source="transformers modeling_utils.py gradient_checkpointing_enable",
         )
     if draft.job.parallel.pipeline > 1:
@@ -56,7 +56,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             key="parallel.pipeline",
             message=f"pipeline={draft.job.parallel.pipeline} cuts the model into stages and orders their passes by a loop of our own: "
             f"{name} has no place for either",
-            fix=f"Set parallel.pipeline to 1, or {_OWN}",
+            fix=f"Set parallel.pipeline to 1, or {OWN}",
             source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
         )
     if draft.job.parallel.tensor > 1:
@@ -65,7 +65,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             key="parallel.tensor",
             message=f"tensor={draft.job.parallel.tensor} shards the model by modules of our own and hands DeepSpeed their groups: "
             f"{name} has no place for either",
-            fix=f"Set parallel.tensor to 1, or {_OWN}",
+            fix=f"Set parallel.tensor to 1, or {OWN}",
             source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
         )
     if draft.settings.precision == "fp8":
@@ -74,7 +74,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             key="train.precision",
             message=f"precision=fp8 is applied to the model by our own loop: {name} would train in bf16 with our files, and with "
             "its own fp8 switch convert other layers",
-            fix=f"Set train.precision to bf16, or {_OWN}",
+            fix=f"Set train.precision to bf16, or {OWN}",
             source="accelerate accelerator.py _prepare_deepspeed, utils/ao.py convert_model_to_fp8_ao",
         )
     if draft.settings.kernels != "eager":
@@ -83,7 +83,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             key="train.kernels",
             message=f"kernels={draft.settings.kernels} is applied by our own loop, to the modules of one model: {name} has no such "
             "switch, and Liger's own patches the classes of the process, rotary embeddings too",
-            fix=f"Set train.kernels to eager, or {_OWN}",
+            fix=f"Set train.kernels to eager, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
     yield from _loss_problems(draft, consumer)
@@ -105,13 +105,13 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
 
 
 def _loss_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
-    name, train = _NAMES[consumer], draft.job.train
+    name, train = NAMES[consumer], draft.job.train
     if train.loss == "chunked" or (train.loss == "liger" and consumer == "accelerate"):
         yield Problem(
             code="CONSUMER_LOSS",
             key="train.loss",
             message=f"loss={train.loss} is computed by our own loop, not by {name}",
-            fix=f"Set train.loss to full{' or liger' if consumer == 'trainer' else ''}, or {_OWN}",
+            fix=f"Set train.loss to full{' or liger' if consumer == 'trainer' else ''}, or {OWN}",
         )
     elif train.loss == "liger" and draft.model.model_type not in LIGER_MODEL_TYPES:
         yield Problem(
@@ -119,7 +119,7 @@ def _loss_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
             key="train.loss",
             message=f"loss=liger with model_type={draft.model.model_type}: {name} has Liger patch the model's class, which it "
             "does for other types, and leaves this one silently as it is",
-            fix=f"Set train.loss to full, or {_OWN}",
+            fix=f"Set train.loss to full, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
 
