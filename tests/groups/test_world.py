@@ -11,6 +11,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 
 from toolkit.errors import DataError, PlanError, RunError, ToolkitError
+from toolkit.groups.process_groups import join_group
 from toolkit.groups.world import World, connect, disconnect
 from toolkit.topology.grid import Grid
 
@@ -66,6 +67,8 @@ def scenes(rank: int) -> dict[str, Any]:
     for grid in (Grid(pp=1, dp=4, tp=1), Grid(pp=1, dp=2, tp=2), Grid(pp=2, dp=2, tp=1)):
         world = connect(grid, backend="gloo")
         found[f"{grid.pp}x{grid.dp}x{grid.tp}"] = place(world)
+    stages = join_group(world.grid, rank, "pp")
+    found["made once"] = stages is join_group(world.grid, rank, "model"), stages is world.dp_group
     found["agree"] = agreements(world)
     found["two of four"] = outcome(lambda: connect(Grid(pp=1, dp=2, tp=1), backend="gloo"))
     found["no gpu"] = outcome(lambda: connect(Grid(pp=1, dp=4, tp=1), backend="nccl"))
@@ -99,6 +102,12 @@ def test_ranks_take_their_place_in_the_grid(
         assert facts["dp rank"] == groups[rank].index(rank) == facts["coordinate"][1]
         assert (facts["main"], facts["size"], facts["local"]) == (rank == 0, RANKS, rank)
         assert (facts["device"], facts["owns"]) == ("cpu", False)
+
+
+@pytest.mark.gloo
+def test_groups_of_the_same_ranks_are_one(found: list[dict[str, Any]]) -> None:
+    for result in found:
+        assert result["made once"] == (True, False)
 
 
 @pytest.mark.gloo

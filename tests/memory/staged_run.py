@@ -204,7 +204,6 @@ def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
                 coordinate=type(grid.coordinate(0))(pp=pp_rank, dp=0, tp=0),
                 dp_group=None,
                 tp_group=None,
-                pp_group=None,
                 owns_groups=False,
             )
             memory = MemoryWatch(world.device, read=lambda: level.peak, reset=level.reset)

@@ -58,11 +58,11 @@ class Run:
         self._stop_flag = StopFlag(late=world.device.type != "cpu")
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batches_compared = world.grid.size("model") == 1
-        self._passes: Passes = (PipelinePasses if world.pp_group else AccumulatedPasses)(
+        self._passes: Passes = (PipelinePasses if world.grid.pp > 1 else AccumulatedPasses)(
             plan, world, engine, self.memory
         )
         # Those that add up to the loss: one tensor rank of each stage of each replica.
-        self._replicas = world.dp_group if world.pp_group is None else join_group(world.grid, world.rank, "dp-pp")
+        self._replicas = world.dp_group if world.grid.pp == 1 else join_group(world.grid, world.rank, "dp-pp")
         self.last_learning_rate = self.learning_rate
 
     def __enter__(self) -> Run:

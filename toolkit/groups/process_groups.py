@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,15 @@ import torch.distributed as dist
 from toolkit.groups.fake import FakeGroup
 from toolkit.topology.grid import Grid
 
+_Groups: TypeAlias = tuple[tuple[int, ...], ...]
+_world: dist.ProcessGroup | None = None
+_of_world: dict[_Groups, dict[tuple[int, ...], dist.ProcessGroup]] = {}
+
 
 def join_group(grid: Grid, rank: int, *kinds: str) -> dist.ProcessGroup:
     """Makes every group of a kind, as all ranks of the world must, and gives the one that holds `rank`.
+
+    Groups of the same ranks are made once: each has a communicator, which on a card takes memory of its own.
 
     Args:
         grid: All ranks, which all call this with the same kinds in the same order.
@@ -29,10 +35,10 @@ def join_group(grid: Grid, rank: int, *kinds: str) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None, "init_process_group has run"
         return world
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {
-        ranks: dist.new_group(list(ranks), timeout=_timeout()) for ranks in groups
-    }
-    return made[grid.group_of(rank, *kinds)]
+    made = _made()
+    if groups not in made:
+        made[groups] = {ranks: dist.new_group(list(ranks), timeout=_timeout()) for ranks in groups}
+    return made[groups][grid.group_of(rank, *kinds)]
 
 
 def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
@@ -73,6 +79,20 @@ def join_each(groups: Sequence[Sequence[int]], *, rank: int) -> list[dist.Proces
         group = dist.new_group(own, timeout=_timeout(), use_local_synchronization=True)
         made.append(group if rank in ranks else None)
     return made
+
+
+def _made() -> dict[_Groups, dict[tuple[int, ...], dist.ProcessGroup]]:
+    """Gives what `join_group` has made in the world that there is now."""
+    global _world
+    if _world is not dist.group.WORLD:
+        _world = dist.group.WORLD
+        _of_world.clear()
+    return _of_world
+
+
+def forget_groups() -> None:
+    """Lets go of the groups of a world that has been left."""
+    _made()
 
 
 def _timeout() -> timedelta | None:

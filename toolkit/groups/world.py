@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.groups.build_locks import check_build_locks
 from toolkit.groups.device import rank_device
-from toolkit.groups.process_groups import join_group
+from toolkit.groups.process_groups import forget_groups, join_group
 from toolkit.launch.environment import ALLOCATOR, WorkerIdentity, rank_from_environment
 from toolkit.topology.grid import Coordinate, Grid
 
@@ -39,7 +39,6 @@ class World:
         coordinate: This rank's place in the grid.
         dp_group: Ranks that hold the same parameters and see different data.
         tp_group: Ranks that share each layer and see the same data; None where each rank holds layers whole.
-        pp_group: Ranks that hold the stages of one model, by stage; None where each rank holds all layers.
         owns_groups: Whether `connect` joined the process groups, so that `disconnect` leaves them.
     """
 
@@ -50,7 +49,6 @@ class World:
     coordinate: Coordinate
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup | None
-    pp_group: dist.ProcessGroup | None
     owns_groups: bool
 
     @property
@@ -126,7 +124,7 @@ def connect(
     device = rank_device(backend, local_rank)
     owns_groups = not dist.is_initialized()
     if owns_groups:
-        _forget_groups()
+        _reset_deepspeed()
         _initialize(backend, environment, rank=rank, size=size, timeout=timeout, device=device)
     _tell_deepspeed(backend)
     coordinate = grid.coordinate(rank)
@@ -138,7 +136,6 @@ def connect(
         coordinate=coordinate,
         dp_group=join_group(grid, rank, "dp"),
         tp_group=join_group(grid, rank, "tp") if grid.tp > 1 else None,
-        pp_group=join_group(grid, rank, "pp") if grid.pp > 1 else None,
         owns_groups=owns_groups,
     )
 
@@ -148,9 +145,10 @@ def disconnect(world: World) -> None:
     if not world.owns_groups or not dist.is_initialized():
         return
     dist.destroy_process_group()
+    forget_groups()
 
 
-def _forget_groups() -> None:
+def _reset_deepspeed() -> None:
     """Empties DeepSpeed's caches of groups, which are of an earlier run of this process, if of any.
 
     Source:

@@ -172,7 +172,7 @@ def _count_communicators(grid: Grid, settings: EngineSettings, rank: int, *, num
     """
     kinds = ["world", *(("dp", "tp") if grid.tp > 1 else ())]
     if grid.pp > 1:
-        kinds += ["dp", "pp", "dp-pp", *(("tp", "model") if grid.tp > 1 else ())]
+        kinds += ["dp", "model", "dp-pp"]
     groups = {grid.group_of(rank, kind) for kind in kinds}
     of_axes = sum(len(ranks) > 1 for ranks in groups)
     replicas = 1 < num_replicas < grid.tp

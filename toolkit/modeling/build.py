@@ -115,7 +115,7 @@ def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, worl
         apply_tensor_parallel(
             model, styles_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
         )
-    if world.pp_group is not None:
+    if world.grid.pp > 1:
         cut_model(model, stage_part(plan, world.coordinate.pp))
     if plan.settings.zero_stage < 3:
         allocate(model, device=device)
@@ -140,7 +140,7 @@ def _mark(plan: Plan, model: Any, *, world: World) -> None:
             model.enable_input_require_grads()
         register_gradient_sums(model)
         mark_parameters(model, tp_group=world.tp_group)
-    if world.pp_group is not None:
+    if world.grid.pp > 1:
         info = stage_info(model)
         assert info is not None, "`cut_model` has left it"
         mark_stage(inner_model(model), world=world, copies=info.tied_copy)
