@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.groups.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter, start_all_reduce
 from toolkit.groups.fake import fake_world
-from toolkit.groups.process_groups import join_group, join_each, split_group
+from toolkit.groups.process_groups import join_each, join_group, split_group
 from toolkit.topology.grid import Grid
 
 RANKS = 4
@@ -56,7 +56,8 @@ def scenes(rank: int) -> dict[str, Any]:
 def minutes_of_new_groups(rank: int) -> list[float]:
     """The timeouts of new groups of each kind where the group of all ranks has 7 minutes."""
     dist.distributed_c10d._set_pg_timeout(timedelta(minutes=7))
-    made = [join_group(GRID, rank, "tp"), split_group(join_group(GRID, rank, "world"), 2)]
+    alone = join_group(Grid(dp=RANKS), rank, "tp")  # a kind of which there are none yet
+    made = [alone, split_group(join_group(GRID, rank, "world"), 2)]
     made += [group for group in join_each([(0, 1), (2, 3)], rank=rank) if group is not None]
     backends = [group._get_backend(torch.device("cpu")) for group in made]
     return [backend.options._timeout.total_seconds() / 60 for backend in backends]
