@@ -86,6 +86,7 @@ def cases() -> dict[str, Case]:
     made["gpt_neox zero 1"] = Case(train=SGD, stage=1, architecture="gpt_neox", **PAIR)
     made["gemma2 zero 2"] = Case(train=SGD | {"attention": "eager"}, stage=2, architecture="gemma2", **PAIR)
     made["qwen3 zero 3"] = Case(train=SGD, stage=3, architecture="qwen3", **PAIR)
+    made["chunked zero 1"] = Case(train=SGD | {"loss": "chunked"}, stage=1, architecture="llama-tied", **PAIR)
     made["experts zero 2"] = Case(train=SGD, stage=2, architecture="mixtral", **PAIR)
     return made
 
@@ -118,7 +119,15 @@ COPIES = {
 DEFAULT = (
     *("1f1b zero 1", "four stages zero 1", "bf16 fp32 sums zero 2", "checkpointing zero 3", "pieces zero 2"),
     *("optimizer-cpu zero 2", "lora beside tensor zero 3", "gpipe zero 1", "interleaved tied", "padded zero 2"),
-    *("separated zero 3", "gpt2 zero 2", "gpt_neox zero 1", "gemma2 zero 2", "qwen3 zero 3", "experts zero 2"),
+    *(
+        "separated zero 3",
+        "gpt2 zero 2",
+        "gpt_neox zero 1",
+        "gemma2 zero 2",
+        "qwen3 zero 3",
+        "experts zero 2",
+        "chunked zero 1",
+    ),
     *("adamw zero 3", "tied beside tensor zero 1", "bf16 zero 1", "lora zero 1", "bf16 fp32 sums zero 3"),
     *("interleaved zero 1", "checkpointing zero 1", "bf16 fp32 sums zero 1", "four stages zero 2", "lora zero 2"),
     *("zb-h1 four stages", "zb-h1 beside tensor", "zb-h1 virtual", "zb-h1 fp32 sums"),
