@@ -193,7 +193,8 @@ def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = on_fake_device(full, DTYPES[settings.dtype], lora, quantized=False)
             with unset_fake_temporarily():
-                apply_loss(model, train.loss)
+                if stage_part(plan, pp_rank).last:
+                    apply_loss(model, train.loss)
             model.train()
             grid = plan.grid
             world = World(

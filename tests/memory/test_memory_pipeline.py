@@ -45,6 +45,8 @@ COURSES: dict[str, tuple[str, dict[str, Any], int]] = {
     "sums in fp32": ("llama", {"pipeline": 2, "train": SUMS}, 0),
     "recomputing": ("llama", {"pipeline": 2, "train": {"gradient_checkpointing": True}}, 0),
     "windows and full attention": ("gemma3_text", {"pipeline": 3}, 1),
+    "chunked loss, the first": ("llama", {"pipeline": 2, "train": {"loss": "chunked"}}, 0),
+    "chunked loss, the last": ("llama", {"pipeline": 2, "train": {"loss": "chunked"}}, 1),
     "split, the first": ("llama", SPLIT | FOUR, 0),
     "split, in the midst": ("llama", SPLIT | FOUR, 2),
     "split, the last": ("llama", SPLIT | FOUR | {"train": SUMS}, 3),

@@ -115,7 +115,8 @@ class Request:
                     if self.fp8 is not None:
                         apply_fp8(model, self.fp8, emulate=self.fp8_emulated)
                     left = find_fusable(model).left if self.kernels == "liger" else ()
-                    apply_loss(model, self.loss)
+                    if small is None or small.last:  # other stages of a pipeline have no head
+                        apply_loss(model, self.loss)
                     if self._needs_input_gradient(part):
                         model.enable_input_require_grads()
                 model.train(not self.evaluation)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE, ToolkitError
 from toolkit.launch.environment import rank_from_environment
@@ -16,6 +18,9 @@ from toolkit.launch.outcome import write_worker_error
 from toolkit.launch.packages import quiet_torchao
 from toolkit.plan.plan import Plan
 from toolkit.train.progress import Silent, Terminal
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,11 +32,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log-dir", type=Path, help="where to leave a machine-readable error for the launcher")
     options = parser.parse_args(arguments)
     quiet_warnings()
+    interrupt = Interrupt()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where whoever started this has it ignored
+        signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = interrupt.unraisable
     try:
         return _train(options)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except BaseException as error:
+        if interrupt.came:  # and was lost here, but not on a rank that this one waited for
+            return INTERRUPTED_EXIT_CODE
         if options.log_dir is not None:
             identity = rank_from_environment(os.environ)
             return write_worker_error(options.log_dir, identity.rank if identity else 0, error)
@@ -39,6 +50,25 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stderr.write(f"{error}\n")
             return error.exit_code
         raise
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt as Python does, and remembers it: one that comes while an object is finalised is dropped.
+
+    While the loop trains it takes the signal itself.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+    def unraisable(self, unraisable: UnraisableHookArgs) -> None:
+        """Says nothing of a KeyboardInterrupt that was dropped."""
+        if not (self.came and unraisable.exc_type is KeyboardInterrupt):
+            sys.__unraisablehook__(unraisable)
 
 
 def quiet_warnings() -> None:
