@@ -136,6 +136,13 @@ def test_a_style_that_the_module_is_not_made_for(name: str, style: Style) -> Non
     assert ("TP_STYLE_KIND", name) in {(code, key) for code, key, _ in of_table({**SOUND, name: style})}
 
 
+@pytest.mark.parametrize("value", ["colwise", None, 2])
+def test_what_is_no_style_is_refused(value: object) -> None:
+    ((code, key, message),) = of_table({**SOUND, "embed": value})
+    assert (code, key) == ("TP_STYLE_KIND", "embed")
+    assert repr(value) in message
+
+
 def test_quantised_weights_and_unknown_embeddings_are_not_sharded() -> None:
     model = Model()
     model.blocks[0].up.weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.uint8), requires_grad=False)

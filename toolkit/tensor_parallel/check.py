@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from itertools import starmap
+from typing import get_args
 
 from torch import nn
 
@@ -31,6 +33,10 @@ _KERNEL_BYTES = 16
 
 def problems(model: nn.Module, styles: Styles, *, num_ranks: int) -> Iterator[Problem]:
     """Gives what is wrong with a table for a model, and with the number of ranks; once for all layers alike."""
+    strange = {pattern: style for pattern, style in styles.table.items() if not isinstance(style, Style)}
+    if strange:
+        yield from starmap(_no_style, strange.items())
+        return
     found: dict[str, Style] = {}
     for pattern, style in styles.table.items():
         names = matching(model, pattern)
@@ -43,6 +49,16 @@ def problems(model: nn.Module, styles: Styles, *, num_ranks: int) -> Iterator[Pr
         yield from _module_problems(model.get_submodule(name), pattern, found[name], styles.heads, num_ranks)
     yield from _neighbour_problems(model, found)
     yield from _tied_problems(model, found)
+
+
+def _no_style(pattern: str, value: object) -> Problem:
+    kinds = ", ".join(kind.__name__ for kind in get_args(Style))
+    return Problem(
+        code="TP_STYLE_KIND",
+        key=pattern,
+        message=f"{pattern} is given {value!r} in the table of styles, which is no style",
+        fix=f"Give it one of {kinds}, of toolkit.tensor_parallel",
+    )
 
 
 def _matches_nothing(model: nn.Module, pattern: str) -> Problem:
