@@ -206,13 +206,6 @@ def test_all_problems_come_at_once() -> None:
     }  # fmt: skip
 
 
-def test_a_model_cannot_be_sharded_twice() -> None:
-    model = dense_model("llama")
-    styles = styles_for(model)
-    assert problems_of(model, styles, 2) == []
-    assert {code for code, _, _ in problems_of(model, styles, 2)} == {"TP_STYLE_KIND"}
-
-
 @pytest.mark.parametrize(
     ("model_type", "values", "words"),
     [
