@@ -421,12 +421,48 @@ def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
         State(step=step, saved_at=float(step), **values).save(folder)
         (folder / "manifest.json").write_text("{}")
     assert is_finished(plan)
+    assert last_checkpoint(plan, but={str(folder)}) == tmp_path / "checkpoint-4"
     (folder / "state.json").write_text("{")
     assert not is_finished(plan)
     assert last_checkpoint(plan) == tmp_path / "checkpoint-4"
     (tmp_path / "checkpoint-4" / "state.json").unlink()
     assert last_checkpoint(plan) is None
     assert not is_finished(plan)
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
+    from toolkit.checkpoint.layout import State
+    from toolkit.cli.train_checks import checked_plan
+    from toolkit.cli.train_end import Call, report
+    from toolkit.errors import Problem
+    from toolkit.launch.outcome import RunOutcome, WorkerFailure
+
+    job = write_job(root, "flipped")
+    plan = checked_plan(job, [f"train.output_dir={tmp_path}"])
+    values = {"num_steps": 9, "zero_stage": 2, "world_size": 2, "train_batch_size": 8, "versions": {}}
+    folders = [tmp_path / f"checkpoint-{step}" for step in (4, 8)]
+    for folder in folders:
+        folder.mkdir()
+        State(step=int(folder.name[-1]), saved_at=1.0, **values).save(folder)
+        (folder / "manifest.json").write_text("{}")
+
+    def said(*damaged: Path) -> str:
+        problems = tuple(
+            Problem(code="CHECKPOINT_DAMAGED", key=str(folder), message=f"{folder} is", fix="mend")
+            for folder in damaged
+        )
+        failure = WorkerFailure(
+            rank=0, ended_by="exit code 1", log_file=None, last_lines=(), error=None, problems=problems
+        )
+        outcome = RunOutcome(exit_code=1, interrupted=False, failure=failure)
+        report(plan, outcome, call=Call(job=job), exported=None, as_json=False)
+        return capsys.readouterr().err
+
+    assert f"--resume_from_checkpoint {folders[1]}" in said()
+    assert f"--resume_from_checkpoint {folders[0]}" in said(folders[1])
+    nothing = said(*folders)
+    assert "No other checkpoint is whole. Start again with:" in nothing
+    assert "--resume_from_checkpoint" not in nothing
 
 
 def test_options_that_exclude_each_other(root, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,7 +141,9 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
     from toolkit.cli.local_run import outcome_as_dict, print_failure
 
     print_failure(outcome)
-    last = last_checkpoint(plan)
+    failed = () if outcome.failure is None else outcome.failure.problems
+    damaged = {problem.key for problem in failed if problem.code == "CHECKPOINT_DAMAGED"}
+    last = last_checkpoint(plan, but=damaged)
     finished = outcome.exit_code == 0 and is_finished(plan)
     command = None if finished else _next_command(plan, call, last)
     if as_json:
@@ -150,7 +153,8 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
         _print_places(plan, last, exported)
     if command is not None:
         what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with:"
-        say(f"{what if last else 'Nothing was saved yet. Start again with:'}\n  {command}")
+        none = "No other checkpoint is whole" if damaged else "Nothing was saved yet"
+        say(f"{what if last else f'{none}. Start again with:'}\n  {command}")
 
 
 def _places(checkpoint: Path | None, exported: Exported | None, *, command: str | None) -> dict[str, Any]:
@@ -169,12 +173,20 @@ def _print_places(plan: Plan, checkpoint: Path | None, exported: Exported | None
     print_fields(fields)
 
 
-def last_checkpoint(plan: Plan) -> Path | None:
-    """Gives the last complete checkpoint of output_dir that says where it stood, if any."""
+def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | None:
+    """Gives the last complete checkpoint of output_dir that says where it stood, if any; none of those that are damaged.
+
+    Args:
+        plan: Of the run.
+        but: Folders whose contents were found to be others than those that were written.
+    """
+    damaged = {Path(folder).resolve() for folder in but if folder is not None}
     from toolkit.checkpoint.layout import State
     from toolkit.checkpoint.locate import list_checkpoints
 
     for folder in reversed(list_checkpoints(plan.output_dir)):
+        if folder.resolve() in damaged:
+            continue
         try:
             State.load(folder)
         except CheckpointError:
