@@ -43,6 +43,21 @@ class ParameterCount:
         return self.embedding + sum(self.layers) + self.final_norm + self.head
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraLayers:
+    """Where adapters lie.
+
+    Args:
+        layers: Indices of decoder layers, from 0.
+        before: Whether some lie before them, on the embedding or beside it.
+        behind: Whether some lie behind them, on the head or beside it.
+    """
+
+    layers: frozenset[int]
+    before: bool
+    behind: bool
+
+
 def _known(config: Mapping[str, Any]) -> tuple[Fields, Family] | None:
     fields = Fields(config)
     # A multimodal wrapper holds more than its text model, so its count is not the text model's.
@@ -123,12 +138,46 @@ def count_lora_parameters(
     if (known := _known(config)) is None:
         return None
     f, family = known
+    chosen = _lora_targets(f, family, target_modules)
+    return None if chosen is None else r * sum(module.inputs + module.outputs for module in chosen)
+
+
+def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]) -> LoraLayers | None:
+    """Gives where LoRA puts adapters.
+
+    Args:
+        config: Content of config.json.
+        target_modules: As `count_lora_parameters` takes it.
+    Returns:
+        The places. None where `count_lora_parameters` gives none.
+    Raises:
+        SpecError: As `count_lora_parameters`.
+    """
+    if (known := _known(config)) is None:
+        return None
+    f, family = known
+    chosen = _lora_targets(f, family, target_modules)
+    if chosen is None:
+        return None
+    inside = re.compile(rf"{re.escape(family.layers)}\.(\d+)\.")
+    layers = {module.name: inside.match(module.name) for module in chosen}
+    outside = {name for name, match in layers.items() if match is None}
+    behind = {name for name in outside if name == "lm_head" or name.endswith("project_out")}
+    return LoraLayers(
+        layers=frozenset(int(match[1]) for match in layers.values() if match),
+        before=bool(outside - behind),
+        behind=bool(behind),
+    )
+
+
+def _lora_targets(f: Fields, family: Family, target_modules: str | tuple[str, ...]) -> set[Linear] | None:
+    """Gives the modules that get adapters; None where only building the model can tell."""
     linears = list(_linears(f, family))
     routed = any(family.layer(f, index).experts for index in range(f.size("num_hidden_layers")))
     if isinstance(target_modules, str) and routed:
         return None
     if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
-        return r * sum(linear.inputs + linear.outputs for linear in linears)
+        return set(linears)
     word, vocab = _word_width(f), f.size("vocab_size")
     modules = [Linear(family.tokens, vocab, word), *family.positions(f), *linears, Linear("lm_head", word, vocab)]
     chosen: set[Linear] = set()
@@ -138,7 +187,7 @@ def count_lora_parameters(
         if not hit or (routed and any(".self_attn." not in module.name for module in hit)):
             return None
         chosen |= hit
-    return r * sum(module.inputs + module.outputs for module in chosen)
+    return chosen
 
 
 def _matches(pattern: str, name: str) -> bool:

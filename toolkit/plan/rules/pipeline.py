@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.draft import Draft
 from toolkit.plan.pipeline_layout import across_stages
+from toolkit.plan.stage_parts import layers_of_ranks
 from toolkit.schedule import check_partition, schedule_problems, uniform_partition
+from toolkit.spec.job import Lora
+from toolkit.spec.parameters import lora_layers
 
 _KEY = "parallel.pipeline"
 _OFF = f"set {_KEY} to 1"
@@ -128,6 +131,25 @@ def followed_by_each_stage(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def adapters_on_each_stage(draft: Draft) -> Iterator[Problem]:
+    """A pipeline rank without adapters would have nothing to train, and DeepSpeed no optimizer for it."""
+    train, pp = draft.job.train, draft.job.parallel.pipeline
+    if pp == 1 or train.method != "lora" or not draft.settings.partition:
+        return
+    targets = (train.lora or Lora()).target_modules
+    known = lora_layers(draft.model.config, targets)
+    if known is None:
+        return
+    for rank, held in enumerate(layers_of_ranks(draft.settings.partition, pp=pp)):
+        at_ends = ("embedding" in held.parts and known.before) or ("head" in held.parts and known.behind)
+        if at_ends or any(layer in chunk for chunk in held.chunks for layer in known.layers):
+            continue
+        shown = targets if isinstance(targets, str) else ", ".join(targets)
+        why = f"pipeline rank {rank}, which holds {held}, has none of them, and so nothing to train"
+        yield _refused("train.lora.target_modules", shown, why, "modules of all layers")
+        return
+
+
 def _refused(key: str, value: str, why: str, instead: str) -> Problem:
     return Problem(
         code="PIPELINE_TOGETHER",
@@ -144,5 +166,6 @@ RULES = (
     split_backward_passes,
     gathered_by_the_engine,
     proven_together,
+    adapters_on_each_stage,
     followed_by_each_stage,
 )
