@@ -287,8 +287,10 @@ def found() -> list[dict[str, Any]]:
 def test_a_sharded_model_trains_as_the_dense_one(found: list[dict[str, Any]]) -> None:
     for result in found:
         for name, (error, wanted, ours) in result["runs"].items():
-            assert ours == pytest.approx(wanted, abs=TOLERANCE), name
-            assert error <= (10 * TOLERANCE if name == "training" else TOLERANCE), name
+            # Of ten optimizer steps the roundings add up, otherwise on each kind of processor.
+            tolerance = 10 * TOLERANCE if name == "training" else TOLERANCE
+            assert ours == pytest.approx(wanted, abs=tolerance), name
+            assert error <= tolerance, name
         losses = result["runs"]["training"][1]
         assert losses[-1] < 0.7 * losses[0]
 
