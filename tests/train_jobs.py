@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -73,8 +74,14 @@ def start_toolkit(root: Path, *arguments: Any, **options: Any) -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hears_interrupts,
         **options,
     )
+
+
+def hears_interrupts() -> None:
+    """Undoes what a shell does to commands in the background, where these tests may run: they ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_toolkit(root: Path, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
