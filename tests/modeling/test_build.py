@@ -142,6 +142,22 @@ def test_a_config_json_that_transformers_refuses_is_named(tmp_path: Path, key: s
         assert len(str(caught.value).splitlines()) == 1
 
 
+def test_a_key_that_a_class_of_transformers_cannot_have_is_named(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+        "vocab_size": 300,
+    }
+    config = {"model_type": "xlnet", "max_position_embeddings": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = Job(model={"name": str(tmp_path), "init": "random"}, cluster={"gpu": "cpu"}, train={"sequence_length": 8})
+    with pytest.raises(SpecError, match="no sequence length limit") as caught:
+        model_config(resolve(job))
+    assert caught.value.codes == ("MODEL_CONFIG_INVALID",)
+
+
 def test_a_missing_attention_package_is_named() -> None:
     pytest.importorskip("transformers")
     if torch.cuda.is_available():

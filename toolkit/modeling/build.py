@@ -176,7 +176,7 @@ def model_config(plan: Plan) -> PreTrainedConfig:
     """
     try:
         config = _read_config(plan)
-    except (StrictDataclassError, AttributeError, TypeError) as error:
+    except (StrictDataclassError, AttributeError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise SpecError.of(
             code="MODEL_CONFIG_INVALID",
