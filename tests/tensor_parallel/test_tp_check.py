@@ -136,6 +136,12 @@ def test_a_style_that_the_module_is_not_made_for(name: str, style: Style) -> Non
     assert ("TP_STYLE_KIND", name) in {(code, key) for code, key, _ in of_table({**SOUND, name: style})}
 
 
+def test_an_empty_table_is_refused() -> None:
+    ((code, key, message),) = of_table({})
+    assert (code, key) == ("TP_STYLE_UNUSED", "table")
+    assert "would lie whole" in message
+
+
 @pytest.mark.parametrize("value", ["colwise", None, 2])
 def test_what_is_no_style_is_refused(value: object) -> None:
     ((code, key, message),) = of_table({**SOUND, "embed": value})

@@ -33,6 +33,13 @@ _KERNEL_BYTES = 16
 
 def problems(model: nn.Module, styles: Styles, *, num_ranks: int) -> Iterator[Problem]:
     """Gives what is wrong with a table for a model, and with the number of ranks; once for all layers alike."""
+    if not styles.table:
+        yield Problem(
+            code="TP_STYLE_UNUSED",
+            key="table",
+            message=f"the table of styles is empty: {type(model).__name__} would lie whole on each rank",
+            fix="Name the modules to shard, or take the table that styles_for(model) gives",
+        )
     strange = {pattern: style for pattern, style in styles.table.items() if not isinstance(style, Style)}
     if strange:
         yield from starmap(_no_style, strange.items())
