@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import run_distributed
 from tiny_plans import ACCUMULATION, RANKS, step_batches, tiny_plan
 from torch.nn import functional
 
@@ -22,7 +23,7 @@ from toolkit.pipeline_parallel.part import stage_info
 from toolkit.plan.plan import Plan
 from toolkit.tensor_parallel.apply import parameter_shards
 
-FEW = 2
+FEW, A_LAUNCH = 2, 7
 # What cases train with, and models that drop nothing or whose experts have a loss of the router.
 SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
 ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
@@ -251,6 +252,24 @@ def assert_follows_plain_torch(case: Case, found: list[Course | str]) -> None:
     assert largest_difference(ours.last, expected.last) < max(case.weight_tolerance, 1e-4)
     assert max(expected.norms) > case.train["max_grad_norm"], "clipping must act"
     assert abs(expected.losses[0] - expected.losses[-1]) > case.tolerance
+
+
+def failures(cases: Mapping[str, Case]) -> list[str]:
+    """Trains cases of one number of ranks; gives a line for each whose course is not that of plain torch.
+
+    A few a launch: a process keeps the groups of all its runs, and each of them its threads.
+    """
+    failed, names = [], list(cases)
+    for start in range(0, len(names), A_LAUNCH):
+        launched = {name: cases[name] for name in names[start : start + A_LAUNCH]}
+        ranks = next(iter(launched.values())).ranks
+        found = run_distributed(train_all, ranks, arguments_of(launched), timeout_seconds=1200)
+        for name, case in launched.items():
+            try:
+                assert_follows_plain_torch(case, [rank[name] for rank in found])
+            except (AssertionError, pytest.fail.Exception) as error:
+                failed.append(f"{name}: {str(error).strip().splitlines()[-1]}")
+    return failed
 
 
 def merged(courses: list[Course]) -> Course:

@@ -18,6 +18,7 @@ from courses import (
     Case,
     arguments_of,
     assert_follows_plain_torch,
+    failures,
     pairs,
     parameters,
     train_all,
@@ -133,7 +134,6 @@ DEFAULT = (
     *("zb-h1 four stages", "zb-h1 beside tensor", "zb-h1 virtual", "zb-h1 fp32 sums"),
     *("four stages zero 3", "gpipe zero 3", "interleaved zero 3", "full-cpu zero 3", "activations-cpu zero 2"),
 )
-A_LAUNCH = 7
 ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")
 
 
@@ -226,14 +226,5 @@ def test_the_default_run_meets_every_pair() -> None:
 def test_every_product_trains_as_plain_torch_does() -> None:
     chosen, failed = product_cases(), []
     for ranks in (2, 4, 8):
-        sized = [(name, case) for name, case in chosen.items() if case.ranks == ranks]
-        # A process keeps the groups of all its runs, and each of them its threads.
-        for start in range(0, len(sized), A_LAUNCH):
-            launched = dict(sized[start : start + A_LAUNCH])
-            found = run_distributed(train_all, ranks, arguments_of(launched), timeout_seconds=1200)
-            for name, case in launched.items():
-                try:
-                    assert_follows_plain_torch(case, [rank[name] for rank in found])
-                except (AssertionError, pytest.fail.Exception) as error:
-                    failed.append(f"{name}: {str(error).strip().splitlines()[-1]}")
+        failed += failures({name: case for name, case in chosen.items() if case.ranks == ranks})
     assert not failed, "\n".join(failed)

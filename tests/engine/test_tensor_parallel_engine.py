@@ -21,6 +21,7 @@ from courses import (
     Case,
     arguments_of,
     assert_follows_plain_torch,
+    failures,
     pairs,
     parameters,
     reference,
@@ -152,14 +153,7 @@ def test_the_default_run_meets_every_pair() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_every_architecture_trains_as_plain_torch_does() -> None:
-    chosen = product_cases()
-    found = run_distributed(train_all, RANKS, arguments_of(chosen), timeout_seconds=3600)
-    failed = []
-    for name, case in chosen.items():
-        try:
-            assert_follows_plain_torch(case, [rank[name] for rank in found])
-        except (AssertionError, pytest.fail.Exception) as error:
-            failed.append(f"{name}: {str(error).strip().splitlines()[-1]}")
+    failed = failures(product_cases())
     assert not failed, "\n".join(failed)
 
 
