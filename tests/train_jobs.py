@@ -74,8 +74,7 @@ def start_toolkit(root: Path, *arguments: Any, **options: Any) -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=hears_interrupts,
-        **options,
+        **{"preexec_fn": hears_interrupts, **options},
     )
 
 
