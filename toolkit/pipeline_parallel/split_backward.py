@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.pipeline_parallel.gradients import Fp32Gradients
 from toolkit.pipeline_parallel.part import inner_model, stage_info
-from toolkit.tensor_parallel.functional import weight_gradient
+from toolkit.tensor_parallel.functional import weight_gradient_in_time
 from toolkit.tensor_parallel.linear import ShardedLinear, is_linear
 from toolkit.tensor_parallel.weight_gradients import Delayed, WeightGradients
 
@@ -100,7 +100,6 @@ class _Linear(Function):
         gradients: WeightGradients,
     ) -> torch.Tensor:
         ctx.save_for_backward(x_TI, weight)
-        # Recomputed layers save copies that do not know whose they are.
         ctx.parameter, ctx.transposed, ctx.gradients = weight, transposed, gradients
         return functional.linear(x_TI, weight.t() if transposed else weight, bias)
 
@@ -110,13 +109,8 @@ class _Linear(Function):
         x_TI, weight = ctx.saved_tensors
         grad_TO = grads[0]
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = grad_weight = None
+        grad_x = None
         if needs_x:
             grad_x = grad_TO @ (weight.t() if ctx.transposed else weight)
-        x_TI = x_TI.detach()  # what waits must not hold the graph behind it
-        product = partial(weight_gradient, x_TI, grad_TO, transposed=ctx.transposed)
-        if ctx.gradients.wait:
-            ctx.gradients.add(Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x_TI))
-        else:
-            grad_weight = product()
+        grad_weight = weight_gradient_in_time(ctx, x_TI, grad_TO)
         return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None

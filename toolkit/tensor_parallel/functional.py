@@ -192,12 +192,7 @@ class _RowLinear(Function):
         if needs_x:
             grad_x = (grad_TO @ (weight.t() if ctx.transposed else weight)).view_as(x)
         if needs_weight:
-            x = x.detach()  # what waits must not hold the graph behind it
-            product = partial(weight_gradient, x.flatten(0, -2), grad_TO, transposed=ctx.transposed)
-            if ctx.gradients is not None and ctx.gradients.wait:
-                ctx.gradients.add(Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x))
-            else:
-                grad_weight = product()
+            grad_weight = weight_gradient_in_time(ctx, x.flatten(0, -2), grad_TO)
         return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None, None, None
 
 
@@ -263,6 +258,23 @@ def _later(
 def weight_gradient(x_TI: torch.Tensor, grad_TO: torch.Tensor, *, transposed: bool) -> torch.Tensor:
     """Gives the gradient of a linear layer's weight: shape (O, I), or (I, O) where transposed."""
     return x_TI.t() @ grad_TO if transposed else grad_TO.t() @ x_TI
+
+
+def weight_gradient_in_time(ctx: Any, x_TI: torch.Tensor, grad_TO: torch.Tensor) -> torch.Tensor | None:
+    """Gives the gradient of the one weight of a function's `ctx`, or leaves it to be computed later and gives None.
+
+    Args:
+        ctx: With `transposed`, `gradients` and, where these are not None, `parameter`: the weight as a parameter, since
+            recomputed layers save copies that do not know whose they are.
+        x_TI: Input of the layer.
+        grad_TO: Gradient of its output.
+    """
+    x_TI = x_TI.detach()  # what waits must not hold the graph behind it
+    product = partial(weight_gradient, x_TI, grad_TO, transposed=ctx.transposed)
+    if ctx.gradients is None or not ctx.gradients.wait:
+        return product()
+    ctx.gradients.add(Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x_TI))
+    return None
 
 
 def _start_replica_sums(grad: torch.Tensor, column: ColumnSpec, *, dim: int) -> list[tuple[torch.Tensor, Pending]]:

@@ -77,12 +77,8 @@ def split_backward_passes(draft: Draft) -> Iterator[Problem]:
 
 
 def _unsplit(key: str, value: str, why: str, instead: str) -> Problem:
-    return Problem(
-        code="SCHEDULE_SPLIT",
-        key=key,
-        message=f"{key.rpartition('.')[2]}={value} with pipeline_schedule=zb-h1: {why}",
-        fix=f"Set {key} to {instead}, or parallel.pipeline_schedule to 1f1b or interleaved",
-    )
+    otherwise = "parallel.pipeline_schedule to 1f1b or interleaved"
+    return _beside("pipeline_schedule=zb-h1", key, value, why, f"{instead}, or {otherwise}", code="SCHEDULE_SPLIT")
 
 
 def gathered_by_the_engine(draft: Draft) -> Iterator[Problem]:
@@ -151,11 +147,15 @@ def adapters_on_each_stage(draft: Draft) -> Iterator[Problem]:
 
 
 def _refused(key: str, value: str, why: str, instead: str) -> Problem:
+    return _beside("pipeline above 1", key, value, why, f"{instead}, or {_OFF}", code="PIPELINE_TOGETHER")
+
+
+def _beside(other: str, key: str, value: str, why: str, instead: str, *, code: str) -> Problem:
     return Problem(
-        code="PIPELINE_TOGETHER",
+        code=code,
         key=key,
-        message=f"{key.rpartition('.')[2]}={value} with pipeline above 1: {why}",
-        fix=f"Set {key} to {instead}, or {_OFF}",
+        message=f"{key.rpartition('.')[2]}={value} with {other}: {why}",
+        fix=f"Set {key} to {instead}",
     )
 
 
