@@ -9,7 +9,15 @@ kernels and the same checkpointing, balanced by parameters as its users do. Prin
         toolkit:pipeline=2,tensor=2 toolkit:pipeline=2 toolkit:tensor=4 \\
         toolkit:zero=3,micro=4,accumulation=1
     python benchmarks/pipeline.py --model llama-3.1-8b --layers 16 --gpus 2 --cases deepspeed:pipeline=2 toolkit:pipeline=2
+    python benchmarks/pipeline.py --model llama-3.1-8b --gpus 4 --alone 0 1 3 --cases toolkit:pipeline=4 \\
+        toolkit:pipeline=4,schedule=zb-h1
+    python benchmarks/pipeline.py --model llama-3.1-8b --layers 8 --gpus 4 --one-card --cases toolkit:pipeline=2,tensor=2
     python benchmarks/pipeline.py --model tiny --backend gloo --precision fp32 --gpus 2 --sequence-length 64
+
+`--alone` runs the ranks that it names one after the other on one card, each as if the others were there: what it is sent is
+random and at hand, and a collective takes no time. That measures a rank's memory, and how long its passes take when it waits
+for nobody: the rate that the slowest stage would give. `--one-card` runs all ranks on one card at once, through NCCL over
+sockets, each as a machine of its own: exact in losses, norms and memory, and no measure of speed.
 
 A row gives tokens per second and card, MFU, and the peak of every rank beside the one foreseen; of the toolkit's pipelines
 also the bubble in theory and as measured in the last step, the seconds in which each rank computed, and which share the passes reached of
@@ -25,6 +33,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,12 +99,17 @@ class Case:
         return case
 
 
-def batches(options: argparse.Namespace, case: Case, *, replica: int, device: Any) -> list[dict[str, Any]]:
+def batches(
+    options: argparse.Namespace, case: Case, *, replica: int, device: Any, shard: int = 0
+) -> list[dict[str, Any]]:
     import torch
 
     generator = torch.Generator().manual_seed(replica)
     vocab_size, shape = model_config(options)["vocab_size"], (case.micro, options.sequence_length)
-    drawn = [torch.randint(0, vocab_size, shape, generator=generator).to(device) for _ in range(case.accumulation)]
+    first, end = 0, vocab_size
+    if options.alone is not None:  # such a rank finds nothing for tokens of another's shard
+        first, end = (place * vocab_size // case.tensor for place in (shard, shard + 1))
+    drawn = [torch.randint(first, end, shape, generator=generator).to(device) for _ in range(case.accumulation)]
     return [{"input_ids": ids, "labels": ids} for ids in drawn]
 
 
@@ -136,8 +151,12 @@ class ToolkitRun:
         }
         self.plan = tk.resolve(tk.Job.model_validate(job))
         self.watch = Stopwatch(cuda=options.cuda) if case.pipeline > 1 else None
+        self.nobody = ExitStack()  # held as long as the run: the world of ranks that do not exist ends with it
+        if options.alone is not None:
+            self.nobody.enter_context(alone(self.plan.grid, rank=int(os.environ["RANK"])))
         self.run = tk.initialize(self.plan)
-        self.batches = batches(options, case, replica=self.run.world.coordinate.dp, device=device)
+        own = self.run.world.coordinate
+        self.batches = batches(options, case, replica=own.dp, shard=own.tp, device=device)
 
     def step(self) -> float:
         if self.watch is not None:
@@ -210,6 +229,28 @@ class Stopwatch:
         return float(start.elapsed_time(end) / 1000 if self._cuda else end - start)
 
 
+@contextmanager
+def alone(grid: Grid, *, rank: int) -> Iterator[None]:
+    """Makes this process a rank whose peers do not exist; what stages before and behind would send is there at once."""
+    import torch
+
+    from toolkit.groups.channels import Arrival, Channels, Message
+    from toolkit.groups.fake import fake_world
+
+    receive = Channels.receive
+
+    def receive_noise(
+        channels: Channels, shape: tuple[int, ...], kind: Message, *, source: int, like: torch.Tensor
+    ) -> Arrival:
+        arrival = receive(channels, shape, kind, source=source, like=like)
+        arrival.tensor.normal_(std=1.0 if kind == "activation" else 1e-6)
+        return arrival
+
+    Channels.receive = receive_noise  # type: ignore[method-assign]
+    with fake_world(grid, rank=rank):
+        yield
+
+
 class DeepSpeedRun:
     """A PipelineModule of the layers that transformers builds."""
 
@@ -224,6 +265,8 @@ class DeepSpeedRun:
 
         from toolkit.groups.world import connect
 
+        if options.alone is not None:
+            raise ValueError("deepspeed: has no ranks that run alone here")
         if case.tensor > 1 or case.schedule != "1f1b" or case.virtual > 1 or case.kernels == "liger":
             raise ValueError("deepspeed: runs 1f1b without tensor ranks here, and without Liger's kernels")
         connect(Grid(dp=options.gpus), backend=options.backend)
@@ -371,10 +414,30 @@ def train(options: argparse.Namespace, case: Case, out: Path) -> None:
     dist.all_gather_object(peaks, run.peak())
     passes: list[Any] = [None] * options.gpus
     dist.all_gather_object(passes, None if run.watch is None else run.watch.passes_and_waits())
-    if rank == 0:
-        out.write_text(json.dumps(row_of(options, case, run, seconds, losses, norms, peaks, passes)), encoding="utf-8")
+    if options.alone is not None:
+        row = row_alone(options, run, rank, seconds)
+    else:
+        row = row_of(options, case, run, seconds, losses, norms, peaks, passes)
+    if rank == 0 or options.alone is not None:
+        out.write_text(json.dumps(row), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
+    if options.alone is None:
+        dist.destroy_process_group()
+
+
+def row_alone(options: argparse.Namespace, run: Any, rank: int, seconds: list[float]) -> dict[str, Any]:
+    """Gives what one rank shows that waits for nobody."""
+    import torch
+
+    foreseen = run.foreseen()
+    return {
+        "rank": rank,
+        "step_seconds": round(statistics.median(seconds[WARM_UP:] or seconds), 4),
+        "pass_seconds": None if run.watch is None else round(run.watch.passes_and_waits()[0], 4),
+        "peak_gib": round(run.peak() / 2**30, 2),
+        "predicted_gib": None if foreseen is None else round(foreseen[rank] / 2**30, 2),
+        "device": torch.cuda.get_device_name() if options.cuda else "cpu",
+    }
 
 
 def row_of(
@@ -429,19 +492,26 @@ def measured_bubble(passes: list[tuple[float, float]], bubble: float) -> dict[st
 # What starts the workers.
 
 
-def run_case(options: argparse.Namespace, text: str) -> dict[str, Any]:
-    port = free_port()
+# NCCL takes ranks of one card for an error, unless they say that they are of different machines (init.cc initTransportsRank).
+ONE_CARD = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+
+
+def run_case(options: argparse.Namespace, text: str, ranks: Sequence[int]) -> dict[str, Any]:
+    """Runs the ranks of a case together."""
+    port, shared = free_port(), options.one_card or options.alone is not None
     with tempfile.TemporaryDirectory() as folder:
         out, logs = Path(folder) / "row.json", Path(folder) / LOGS
         argv = [sys.executable, __file__, *sys.argv[1:], "--worker", text, str(out)]
 
         def environment(rank: int) -> dict[str, str]:
-            return worker_environment(
-                base=os.environ, rank=rank, local_rank=rank, world_size=options.gpus, local_world_size=options.gpus,
-                master_addr="127.0.0.1", master_port=port, backend=options.backend, cpu_threads=None,
+            apart = {**ONE_CARD, "NCCL_HOSTID": f"rank-{rank}"} if options.one_card else {}
+            return apart | worker_environment(
+                base=os.environ, rank=rank, local_rank=0 if shared else rank, world_size=options.gpus,
+                local_world_size=1 if shared else options.gpus, master_addr="127.0.0.1", master_port=port,
+                backend=options.backend, cpu_threads=None,
             )  # fmt: skip
 
-        outcome = supervise(argv, ranks=range(options.gpus), env_for_rank=environment, log_dir=logs)
+        outcome = supervise(argv, ranks=ranks, env_for_rank=environment, log_dir=logs)
         if out.exists():
             return json.loads(out.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
         if outcome.failure is None:
@@ -503,6 +573,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="cuts the depth, so that fewer cards hold it")
     parser.add_argument("--gpus", type=int, default=2, help="processes")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument(
+        "--alone", type=int, nargs="+", metavar="RANK", help="these ranks, one after the other, on one card"
+    )
+    one.add_argument("--one-card", action="store_true", help="all ranks at once on one card")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5, help=f"of which {WARM_UP} warm up")
@@ -522,13 +597,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = [json.loads(line) for line in previous]
     for text in options.cases:
         settings = {key: getattr(options, key) for key in ("model", "layers", "gpus", "sequence_length", "precision")}
-        row = {"case": text, **settings, **run_case(options, text)}
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        if options.rows:
-            with options.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-    print(table(rows), flush=True)
+        for ranks in [range(options.gpus)] if options.alone is None else [[rank] for rank in options.alone]:
+            row = {"case": text, **settings, **run_case(options, text, ranks)}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if options.rows:
+                with options.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    if options.alone is None:
+        print(table(rows), flush=True)
 
 
 if __name__ == "__main__":

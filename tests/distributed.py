@@ -1,4 +1,4 @@
-"""Runs a function in several real processes on the CPU, over gloo."""
+"""Runs a function in several real processes: on the CPU over gloo, or on cards over NCCL."""
 
 from __future__ import annotations
 
@@ -46,6 +46,9 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore::FutureWarning",  # torch renames collectives that DeepSpeed still calls by their old names
 }
+# Ranks of one card are an error to NCCL (init.cc initTransportsRank), unless they say that they are of different machines,
+# which talk over sockets.
+ONE_CARD = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 class RankError(AssertionError):
@@ -82,6 +85,46 @@ def run_distributed(
     return _launch(function, world_size, args, timeout_seconds=timeout_seconds)
 
 
+def run_on_cards(
+    function: Callable[..., Any], world_size: int, *args: Any, num_cards: int, timeout_seconds: float = 300.0
+) -> list[Any]:
+    """Calls `function(rank, *args)` in `world_size` new processes that see CUDA devices; the function joins the group itself.
+
+    Args:
+        function: As `run_distributed` takes it.
+        world_size: Number of processes. Where that is more than there are cards, all of them share the first: as exact as on
+            cards of their own, and slow.
+        args: What `function` takes after the rank; must pickle.
+        num_cards: CUDA devices of the machine.
+        timeout_seconds: After so long every process is killed and the call fails.
+    Returns:
+        What each rank returned, in rank order; must pickle.
+    Raises:
+        RankError: As `run_distributed` raises it.
+    """
+    context = multiprocessing.get_context("spawn")  # a process that is forked cannot use CUDA
+    results: Queue[tuple[int, str, Any]] = context.Queue()
+    shared = num_cards < world_size
+    environment = {
+        **os.environ,
+        **QUICK,
+        **(ONE_CARD if shared else {}),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(1 if shared else world_size),
+    }
+    ranks = [
+        {"RANK": str(rank), "LOCAL_RANK": str(0 if shared else rank)} | ({"NCCL_HOSTID": f"{rank}"} if shared else {})
+        for rank in range(world_size)
+    ]
+    processes: list[BaseProcess] = [
+        context.Process(target=_run_on_card, args=(function, rank, environment | own, args, results), daemon=True)
+        for rank, own in enumerate(ranks)
+    ]
+    return _wait_for(processes, results, timeout_seconds=timeout_seconds)
+
+
 def _launch(
     function: Callable[..., Any], world_size: int, args: tuple[Any, ...], *, timeout_seconds: float
 ) -> list[Any]:
@@ -99,10 +142,16 @@ def _launch(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
-    processes = [
+    processes: list[BaseProcess] = [
         context.Process(target=_run_rank, args=(function, rank, environment, store.port, args, results), daemon=True)
         for rank in range(world_size)
     ]
+    return _wait_for(processes, results, timeout_seconds=timeout_seconds)
+
+
+def _wait_for(
+    processes: list[BaseProcess], results: Queue[tuple[int, str, Any]], *, timeout_seconds: float
+) -> list[Any]:
     try:
         for process in processes:
             process.start()
@@ -177,6 +226,26 @@ def _run_rank(
         results.put((rank, ended, traceback.format_exc()))
     finally:
         # Flushed before the exit; the group is left to it, since a peer that failed would block the destruction.
+        results.close()
+        results.join_thread()
+        os._exit(0)
+
+
+def _run_on_card(
+    function: Callable[..., Any],
+    rank: int,
+    environment: Mapping[str, str],
+    args: tuple[Any, ...],
+    results: Queue[tuple[int, str, Any]],
+) -> None:
+    """Body of a process that sees cards."""
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        results.put((rank, "returned", function(rank, *args)))
+    except BaseException:
+        results.put((rank, "raised", traceback.format_exc()))
+    finally:
         results.close()
         results.join_thread()
         os._exit(0)

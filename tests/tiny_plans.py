@@ -27,6 +27,7 @@ def tiny_plan(
     parallel: dict[str, Any] | None = None,
     deepspeed: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
+    gpu: str = "cpu",
 ) -> Plan:
     """Resolves a job on a tiny model with random weights: two layers, fp32, ten steps at a constant rate."""
     values: dict[str, Any] = {
@@ -44,7 +45,7 @@ def tiny_plan(
         path.write_text(json.dumps(made.to_dict()), encoding="utf-8")
         job = {
             "model": {"name": str(path), "init": "random"},
-            "cluster": {"gpu": "cpu", "gpus_per_node": ranks},
+            "cluster": {"gpu": gpu, "gpus_per_node": ranks},
             "train": {name: value for name, value in values.items() if value is not None},
             "parallel": {"zero_stage": 2, **(parallel or {})},
             "deepspeed": deepspeed or {},

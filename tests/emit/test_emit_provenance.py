@@ -51,6 +51,8 @@ def sound_plans():
             yield resolve_with(job, model=model, gpu=gpus[cluster["gpu"]])
         except ToolkitError:
             continue
+    staged = make_job(cluster=H100 | {"gpus_per_node": 4}, parallel={"pipeline": 2})
+    yield resolve_with(staged, model=model, gpu=gpus[H100["gpu"]])
 
 
 def parsed(texts):

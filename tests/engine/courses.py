@@ -61,10 +61,11 @@ class Case:
     def ranks(self) -> int:
         return self.data * self.tensor * self.pipeline
 
-    def plan(self, **parallel: Any) -> Plan:
+    def plan(self, *, gpu: str = "cpu", **parallel: Any) -> Plan:
         return tiny_plan(
             self.architecture,
             ranks=self.ranks,
+            gpu=gpu,
             train={"gradient_accumulation_steps": self.micro_batches, **self.train},
             parallel={
                 "zero_stage": self.stage,
@@ -164,7 +165,7 @@ def full_weights(model: torch.nn.Module, world: World) -> dict[str, Any]:
             value = (weight if full is None else full).detach().float()
             if name in shards:
                 value = shards[name].gather(value, tp_group=world.tp_group)
-            found[name if cut is None else cut.tied_copy.get(name, name)] = value.numpy().copy()
+            found[name if cut is None else cut.tied_copy.get(name, name)] = value.cpu().numpy().copy()
     return found
 
 
@@ -224,9 +225,9 @@ def parameters(cases: Iterable[str], *, default: Collection[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in default else pytest.mark.full) for name in cases]
 
 
-def arguments_of(cases: Mapping[str, Case]) -> dict[str, tuple[Plan, str, int]]:
+def arguments_of(cases: Mapping[str, Case], *, gpu: str = "cpu") -> dict[str, tuple[Plan, str, int]]:
     """What `train_all` takes."""
-    return {name: (case.plan(), case.packing, case.steps) for name, case in cases.items()}
+    return {name: (case.plan(gpu=gpu), case.packing, case.steps) for name, case in cases.items()}
 
 
 def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:

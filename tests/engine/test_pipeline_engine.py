@@ -55,6 +55,8 @@ def cases() -> dict[str, Case]:
     for stage in (1, 2, 3):
         made[f"interleaved zero {stage}"] = Case(train=SGD, stage=stage, **interleaved, **PAIR)
     made["interleaved tied"] = Case(train=SGD, stage=2, architecture="llama-tied", **interleaved, **PAIR)
+    for stage, offload in ((2, "optimizer-cpu"), (3, "full-cpu")):
+        made[f"interleaved {offload}"] = Case(train=ADAM, stage=stage, offload=offload, **interleaved, **PAIR, **CLOSE)
     made["adamw zero 2"] = Case(train=ADAM, stage=2, **PAIR, **CLOSE)
     made["adamw zero 3"] = Case(train=ADAM, stage=3, architecture="llama-tied", **PAIR, **CLOSE)
     made["optimizer-cpu zero 2"] = Case(train=ADAM, stage=2, offload="optimizer-cpu", **PAIR, **CLOSE)
@@ -80,10 +82,10 @@ def cases() -> dict[str, Case]:
         train=SGD | {"gradient_checkpointing": True}, stage=1, architecture="llama-tied", **split, **DEEP
     )
     made["zb-h1 beside tensor"] = Case(
-        train=SGD, stage=2, architecture="qwen2", sequence_parallel=True, **split, **CUBE
+        train=SGD, stage=1, architecture="qwen2", sequence_parallel=True, **split, **CUBE
     )
     made["zb-h1 virtual"] = Case(train=SGD, stage=1, architecture="gpt2", virtual_stages=2, **split, **gpt2)
-    made["zb-h1 fp32 sums"] = Case(train=SGD | SUMS, stage=2, **split, **PAIR, **NEAR)
+    made["zb-h1 fp32 sums"] = Case(train=SGD | SUMS, stage=1, **split, **PAIR, **NEAR)
     made["gpt_neox zero 1"] = Case(train=SGD, stage=1, architecture="gpt_neox", **PAIR)
     made["gemma2 zero 2"] = Case(train=SGD | {"attention": "eager"}, stage=2, architecture="gemma2", **PAIR)
     made["qwen3 zero 3"] = Case(train=SGD, stage=3, architecture="qwen3", **PAIR)
@@ -132,6 +134,7 @@ DEFAULT = (
     *("adamw zero 3", "tied beside tensor zero 1", "bf16 zero 1", "lora zero 1", "bf16 fp32 sums zero 3"),
     *("interleaved zero 1", "checkpointing zero 1", "bf16 fp32 sums zero 1", "four stages zero 2", "lora zero 2"),
     *("zb-h1 four stages", "zb-h1 beside tensor", "zb-h1 virtual", "zb-h1 fp32 sums"),
+    *("interleaved optimizer-cpu", "interleaved full-cpu"),
     *("four stages zero 3", "gpipe zero 3", "interleaved zero 3", "full-cpu zero 3", "activations-cpu zero 2"),
 )
 ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")

@@ -40,25 +40,32 @@ def plan_of(*, stages: int = 2, **changes: Any) -> Plan:
 PLANS = {
     "evaluation": plan_of(),
     "evaluation interleaved": plan_of(parallel={"pipeline_schedule": "interleaved", "virtual_stages": 2}),
-    "evaluation split": plan_of(parallel={"pipeline_schedule": "zb-h1"}),
+    "evaluation split": plan_of(parallel={"pipeline_schedule": "zb-h1", "zero_stage": 1}),
     "evaluation zero 3": plan_of(parallel={"zero_stage": 3}),
 }
 SUMMED = {
-    dtype: plan_of(
-        train={"precision": "bf16", "gradient_accumulation_dtype": dtype, "gradient_accumulation_steps": MANY}
+    (dtype, stage): plan_of(
+        train={"precision": "bf16", "gradient_accumulation_dtype": dtype, "gradient_accumulation_steps": MANY},
+        parallel={"zero_stage": stage},
     )
     for dtype in ("bf16", "fp32")
+    for stage in (1, 2, 3)
 }
 # What lies on the two ranks: two stages, or two shards of one.
 DRAWING = {"stages": plan_of(), "shards": plan_of(stages=1, parallel={"tensor": 2}, architecture="llama")}
-# Under ZeRO-3 the ranks of a stage wait for each other in every pass.
-FAILING = tiny_plan(
-    "llama",
-    ranks=4,
-    train=SGD | {"gradient_accumulation_steps": 4},
-    parallel={"pipeline": 2, "zero_stage": 3},
-    config=FOUR,
-)
+# Under ZeRO-3 the ranks of a stage wait for each other in every pass, under ZeRO-1 at the end of a step.
+FAILING = {
+    stage: tiny_plan(
+        "llama",
+        ranks=4,
+        train=SGD | {"gradient_accumulation_steps": 4},
+        parallel={"pipeline": 2, "zero_stage": stage},
+        config=FOUR,
+    )
+    for stage in (1, 3)
+}
+# DeepSpeed's clock begins with the third step.
+TIMED = 4
 LIMIT_SECONDS = 30.0
 # Runs of the same process after one whose stages have created different numbers of parameters.
 FOLLOWING = {
@@ -90,7 +97,7 @@ def in_half_everything() -> dict[str, Any]:
 
 
 def everything(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = in_half_everything()
+    found: dict[Any, Any] = in_half_everything()
     for name, plan in PLANS.items():
         with tk.initialize(plan) as run:
             found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=EVALUATED)[0])
@@ -99,12 +106,16 @@ def everything(rank: int) -> dict[str, Any]:
     for name, plan in DRAWING.items():
         with tk.initialize(plan):
             found[name] = functional.dropout(torch.ones(64)).tolist()
-    for dtype, plan in SUMMED.items():
+    for summed, plan in SUMMED.items():
         with tk.initialize(plan) as run:
             before = full_weights(run.model, run.world)
             run.step(step_batches(0, ranks=1, accumulation=MANY)[0])
             after = full_weights(run.model, run.world)
-            found[dtype] = {name: before[name] - after[name] for name in before}
+            found[summed] = {name: before[name] - after[name] for name in before}
+    found["halts"] = {
+        stage: halts_of_steps(plan_of(parallel={"zero_stage": stage}, train={"gradient_accumulation_steps": 2}))
+        for stage in (1, 2, 3)
+    }
     for name, plan in FOLLOWING.items():
         with tk.initialize(plan) as run:
             found[name] = float(run.step(step_batches(0)[run.world.coordinate.dp]))
@@ -118,13 +129,39 @@ def everything(rank: int) -> dict[str, Any]:
     return found
 
 
-def failing_step(rank: int) -> dict[str, Any]:
+def halts_of_steps(plan: Plan) -> int:
+    """How often the host waits for all that the device has been given, in the passes of some steps."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    halts = 0
+    with pytest.MonkeyPatch.context() as patch, tk.initialize(plan) as run:
+        in_passes = True
+        step = run.engine.step
+
+        def synchronize(*_: Any) -> None:
+            nonlocal halts
+            halts += in_passes
+
+        def step_engine() -> None:
+            nonlocal in_passes
+            in_passes = False
+            step()
+            in_passes = True
+
+        patch.setattr(CPU_Accelerator, "synchronize", synchronize)
+        patch.setattr(run.engine, "step", step_engine)
+        for number in range(TIMED):
+            run.step(step_batches(number, ranks=1)[0])
+        return halts
+
+
+def failing_step(rank: int, stage: int) -> dict[str, Any]:
     """The last rank fails in its second forward pass, when others wait for it in a collective or a message.
 
     A step runs in a thread of its own: those of the other ranks never end.
     """
     store = dist.distributed_c10d._get_default_store()
-    run = tk.initialize(FAILING)
+    run = tk.initialize(FAILING[stage])
     events: list[str] = []
     if rank == run.world.size - 1:
 
@@ -136,7 +173,7 @@ def failing_step(rank: int) -> dict[str, Any]:
         head = run.model.get_output_embeddings()
         head.register_forward_pre_hook(before)
         head.register_full_backward_hook(lambda *_: events.append("backward"))
-    batches = step_batches(0, accumulation=FAILING.settings.batch.accumulation)[run.world.coordinate.dp]
+    batches = step_batches(0, accumulation=FAILING[stage].settings.batch.accumulation)[run.world.coordinate.dp]
 
     def step() -> None:
         try:
@@ -189,8 +226,9 @@ def test_evaluation_is_that_of_the_whole_model(ranks: list[dict[str, Any]], name
 
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
-def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks: list[dict[str, Any]]) -> None:
-    model = whole(SUMMED["fp32"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks: list[dict[str, Any]], stage: int) -> None:
+    model = whole(SUMMED["fp32", stage])
     batches = step_batches(0, ranks=1, accumulation=MANY)[0]
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     exact = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in model.named_parameters()}
@@ -204,11 +242,11 @@ def test_sums_in_fp32_are_closer_than_those_in_bf16(ranks: list[dict[str, Any]])
                 exact[name] += weight.grad.double()
     errors = {
         dtype: max(
-            float((torch.from_numpy(found[dtype][name]) - exact[name]).norm() / exact[name].norm())
+            float((torch.from_numpy(found[dtype, stage][name]) - exact[name]).norm() / exact[name].norm())
             for found in ranks
-            for name in found[dtype]
+            for name in found[dtype, stage]
         )
-        for dtype in SUMMED
+        for dtype in ("bf16", "fp32")
     }
     assert errors["fp32"] < 0.5 * errors["bf16"], errors
     assert errors["fp32"] < 0.02, errors
@@ -225,6 +263,14 @@ def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any
         losses, norms = zip(*found[f"fp16 zero {stage}"], strict=True)
         assert losses == pytest.approx(wanted.losses, abs=1e-3)
         assert norms == pytest.approx(wanted.norms, abs=1e-3)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_pass_halts_the_host(ranks: list[dict[str, Any]], stage: int) -> None:
+    """On cards that is a deadlock: what has been asked for comes once the other stages go on, and they may halt as well."""
+    assert [found["halts"][stage] for found in ranks] == [0, 0]
 
 
 @pytest.mark.gloo
@@ -250,16 +296,18 @@ def test_stages_that_are_given_different_batches_are_told(ranks: list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    return run_distributed(failing_step, 4, timeout_seconds=240)
+def four() -> dict[int, list[dict[str, Any]]]:
+    return {stage: run_distributed(failing_step, 4, stage, timeout_seconds=240) for stage in FAILING}
 
 
 @pytest.mark.gloo
-def test_a_failed_pass_ends_without_waiting_for_the_others(four: list[dict[str, Any]]) -> None:
-    assert four[-1]["events"] == ["forward", "backward", "forward", "out of memory, say"]
+@pytest.mark.parametrize("stage", FAILING)
+def test_a_failed_pass_ends_without_waiting_for_the_others(four: dict[int, list[dict[str, Any]]], stage: int) -> None:
+    assert four[stage][-1]["events"] == ["forward", "backward", "forward", "out of memory, say"]
 
 
 @pytest.mark.gloo
-def test_nothing_runs_after_a_failed_pass(four: list[dict[str, Any]]) -> None:
-    assert four[-1]["later"] == [("STEP_AFTER_FAILURE",)] * 2
-    assert four[-1]["methods"] == []
+@pytest.mark.parametrize("stage", FAILING)
+def test_nothing_runs_after_a_failed_pass(four: dict[int, list[dict[str, Any]]], stage: int) -> None:
+    assert four[stage][-1]["later"] == [("STEP_AFTER_FAILURE",)] * 2
+    assert four[stage][-1]["methods"] == []

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from schedule_cases import schedules
 
 from toolkit.errors import PlanError
+from toolkit.groups.channels import UNDER_WAY
 from toolkit.schedule import (
     Backward,
     BackwardInput,
@@ -159,3 +163,19 @@ def test_a_wrong_message_is_found(rank: int, change: Callable[[Stream], Stream],
     with pytest.raises(PlanError) as error:
         simulate(schedule, streams=streams)
     assert message in str(error.value)
+
+
+@settings(deadline=None, max_examples=60)
+@given(schedules(), st.sampled_from([0.0, 0.1]))
+def test_ranks_that_wait_for_what_they_have_sent_end_as_soon(schedule: Schedule, transfer: float) -> None:
+    assume(schedule.virtual_stages == 1)
+    durations = Durations(transfer=transfer)
+    waiting = simulate(schedule, durations, under_way=UNDER_WAY)
+    assert waiting.makespan == pytest.approx(simulate(schedule, durations).makespan)
+
+
+def test_beside_virtual_stages_they_may_wait_for_ever() -> None:
+    schedule = build_schedule("interleaved", pp=4, micro_batches=11, virtual_stages=2)
+    simulate(schedule)
+    with pytest.raises(PlanError, match="never ends"):
+        simulate(schedule, under_way=UNDER_WAY)

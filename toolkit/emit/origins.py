@@ -32,6 +32,10 @@ DEEPSPEED: dict[str, Origin] = {
     "bf16.enabled": Origin(("train.precision",)),
     "fp16.enabled": Origin(("train.precision",)),
     "data_types.grad_accum_dtype": Origin(("train.gradient_accumulation_dtype",)),
+    "timers.throughput.enabled": Origin(
+        ("parallel.pipeline",),
+        "DeepSpeed's clock waits for the card at each pass, and so for messages that wait for this rank",
+    ),
     "zero_optimization.stage": Origin(("parallel.zero_stage",)),
     "zero_optimization.overlap_comm": Origin(
         ("parallel.zero_stage",), "on under stage 3, as in DeepSpeed; below it would take a second bucket"

@@ -1,7 +1,7 @@
 """The passes of a pipeline: a rank runs its part of a schedule on the plain DeepSpeed engine.
 
-The engine reduces gradients once, after the last backward pass of a step, so the order of the passes is ours: any schedule
-runs, beside ZeRO-1, 2 and 3, and one engine, one loop and one kind of checkpoint serve every strategy.
+The order of the passes is ours, and the engine is told what it need know of it (reduction.py): any schedule runs, beside ZeRO-1,
+2 and 3, and one engine, one loop and one kind of checkpoint serve every strategy.
 
 B: sequences of a micro batch, S: tokens of a sequence, D: width.
 """
@@ -9,21 +9,18 @@ B: sequences of a micro batch, S: tokens of a sequence, D: width.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import singledispatchmethod
 from typing import Any
 
 import torch
-from torch import nn
 
 from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.passes import Losses, MicroBatch
+from toolkit.engine.reduction import reduction
 from toolkit.groups.channels import UNDER_WAY, Arrival, Channels
 from toolkit.groups.world import World
 from toolkit.pipeline_parallel import hidden_dtype, hidden_shape, run_stage
-from toolkit.pipeline_parallel.gradients import Fp32Gradients, sum_tied
-from toolkit.pipeline_parallel.part import inner_model, stage_info
 from toolkit.pipeline_parallel.split_backward import accumulate, split_backward
 from toolkit.plan.plan import Plan
 from toolkit.schedule import (
@@ -73,10 +70,8 @@ class PipelinePasses:
         self._schedule = schedule
         self._actions = actions(schedule, world.coordinate.pp)
         self._channels = Channels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
-        in_fp32 = settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32"
-        self._sums = Fp32Gradients(engine.module.parameters()) if in_fp32 else None
+        self._reduction = reduction(plan, world, engine, self._channels)
         self._weight_gradients = split_backward(engine.module) if settings.splits_backward else None
-        self._tied = _tied_weight(engine.module) if plan.job.train.method == "full" else None
         # An empty tensor of what stages pass to each other.
         self._like = torch.empty(0, dtype=hidden_dtype(engine.module), device=world.device)
         self._step = _Step()
@@ -85,14 +80,10 @@ class PipelinePasses:
         self.failed = True
         self._step = _Step(micro_batches=micro_batches, num_targets=num_targets)
         total = torch.zeros((), device=self._world.device)
-        with _reduced_at_the_end(self._engine):
+        with self._reduction.step():
             for action in self._actions:
                 self._do(action)
             self._channels.finish()
-            if self._tied is not None and self._channels.ends is not None:
-                sum_tied(self._tied, group=self._channels.ends, dp_size=self._world.grid.dp, sums=self._sums)
-            if self._sums is not None:
-                self._sums.settle()
         self._memory.end("backward")
         self._engine.step()
         self._memory.end("step")
@@ -173,7 +164,7 @@ class PipelinePasses:
 
     @_do.register
     def _backward_weight(self, action: BackwardWeight) -> None:
-        accumulate(self._step.waiting.pop(_place(action)), self._sums)
+        accumulate(self._step.waiting.pop(_place(action)), self._reduction.sums)
         self._memory.end("backward")
 
     @_do.register
@@ -183,6 +174,7 @@ class PipelinePasses:
     def _backward(self, action: Backward | BackwardInput) -> None:
         hidden_BSD, outputs = self._step.held.pop(_place(action))
         arrival = self._step.gradients.pop(_place(action), None)
+        self._reduction.before_backward(action.chunk)
         if arrival is None:
             self._engine.backward(outputs, scale_wrt_gas=False)
         elif outputs.requires_grad:  # not of a first stage that is frozen
@@ -225,36 +217,6 @@ class _Step:
         self.to_send: dict[_Place, torch.Tensor] = {}
         self.waiting: dict[_Place, deque[Delayed]] = {}
         self.losses: list[torch.Tensor] = []
-
-
-@contextmanager
-def _reduced_at_the_end(engine: Any) -> Iterator[None]:
-    """Has the engine reduce gradients once, at the end, and not at all where a pass has failed.
-
-    DeepSpeed reduces whatever ends the block: a rank that has run out of memory would wait for others that wait for it.
-    """
-    skipped = dict.fromkeys(
-        ("_flush_coalesced_reduction_zero12", "_flush_coalesced_reduction_zero3"), lambda optimizer: None
-    )
-    try:
-        with engine.coalesce_grad_reduction():
-            try:
-                yield
-            except BaseException:
-                vars(engine).update(skipped)
-                raise
-    finally:
-        for name in skipped:
-            vars(engine).pop(name, None)
-
-
-def _tied_weight(model: Any) -> nn.Parameter | None:
-    """Gives this rank's copy of a weight that the first and the last stage hold."""
-    info = stage_info(model)
-    if info is None or info.tied_key is None:
-        return None
-    weight: nn.Parameter = inner_model(model).get_parameter(info.tied_key)
-    return weight
 
 
 def _place(action: Instruction) -> _Place:

@@ -18,8 +18,9 @@ from toolkit.topology.grid import Grid
 
 Message = Literal["activation", "gradient"]
 
-# Messages that are still under way when the next one is sent. An evaluation waits for those before; in training the host
-# gives out work faster than cards do it, and looks after what has been sent only when it sends again.
+# Messages that may still be under way when a rank goes on. The host gives out work faster than cards do it: what is sent
+# would pile up, did the stream that computes not wait. No schedule of whole ranks ever waits for that in vain, as
+# `simulate` shows; with virtual stages some do, so they wait only at the end of a step.
 UNDER_WAY = 2
 
 
@@ -56,6 +57,7 @@ class Channels:
     def __init__(self, grid: Grid, rank: int, *, device: torch.device, wraps: bool) -> None:
         self._stages = grid.group_of(rank, "pp")
         self._own = self._stages.index(rank)
+        self._bounded = not wraps
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         routes = _routes(len(self._stages), wraps=wraps)
         pairs = [(self._stages[source], self._stages[target]) for source, target, _ in routes]
@@ -65,13 +67,18 @@ class Channels:
             self._try(route, torch.zeros(1, device=device))
 
     def send(self, tensor: torch.Tensor, kind: Message, *, to: int) -> None:
-        """Starts to send to stage rank `to`; the tensor must not be written to before `finish`."""
+        """Starts to send to stage rank `to`, and waits for what was sent before, but for what may be under way.
+
+        The tensor must not be written to before `finish`.
+        """
         group = self._groups[self._own, to, kind]
         laid_out = tensor.contiguous()
         work = dist.isend(laid_out, self._stages[to], group=group)
         self._sent.append((work, laid_out))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
+        if self._bounded:
+            self.finish(but=UNDER_WAY)
 
     def receive(self, shape: tuple[int, ...], kind: Message, *, source: int, like: torch.Tensor) -> Arrival:
         """Starts to receive from stage rank `source` a tensor of this shape and of the dtype and device of `like`."""

@@ -120,6 +120,10 @@ def connect(
             "cluster.gpus_per_node and cluster.nodes",
         )
     check_build_locks(environment)
+    if grid.pp > 1:
+        # CUDA puts its streams into so many queues, by default 8. A message that waits in the queue of a kernel holds that up,
+        # and with it what its sender waits for.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     _prepare_process(backend, identity)
     device = rank_device(backend, local_rank)
     owns_groups = not dist.is_initialized()
@@ -169,6 +173,8 @@ def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             # Read when CUDA starts: the same 8 B run reserves 56 GiB instead of 68.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
+        # Each channel of a pipeline is a group of its own, which is what the warning advises (ProcessGroupNCCL.cpp).
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.accelerator import get_accelerator, set_accelerator

@@ -27,6 +27,7 @@ def course_of(plan: Plan, pp_rank: int) -> Course:
     return Course(
         actions=actions(schedule, pp_rank),
         num_micro_batches=settings.batch.accumulation,
+        reduces_once=settings.reduces_once,
         sums_in_fp32=settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32",
     )
 

@@ -155,10 +155,12 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
     if plan.settings.kernels == "liger":
         yield "fused kernels are priced as eager ones, which hold no less"
     if plan.grid.pp > 1 and not plan.on_cpu:
-        yield (
-            f"of a pipeline's messages the last {UNDER_WAY} that a rank has sent are taken to be under way, and each of its "
-            "communicators to hold as much as one of many ranks does"
-        )
+        yield "each communicator of a pipeline is taken to hold as much as one of many ranks does"
+        if plan.settings.virtual_stages > 1:
+            yield (
+                f"the last {UNDER_WAY} messages that a rank has sent are taken to be under way: beside virtual stages it "
+                "cannot wait for those before"
+            )
     if settings.quantized_weights:
         yield "zero_quantized_weights is priced as if gathers were not quantized"
     if allocator == "expandable":

@@ -162,6 +162,7 @@ class Trace:
         num_replicas: Tensor ranks that hold the same key heads.
         chunks: Passes of each chunk of a pipeline's rank, in place of `forward`, `backward` and `after`.
         copies: Parameters that another stage holds too, and that are exported with that one.
+        shared: The parameter that the other end of the pipeline holds too.
     """
 
     parameters: tuple[Parameter, ...]
@@ -180,6 +181,7 @@ class Trace:
     num_replicas: int = 1
     chunks: tuple[ChunkPasses, ...] = ()
     copies: tuple[str, ...] = ()
+    shared: str | None = None
 
 
 @dataclass(slots=True)

@@ -163,6 +163,7 @@ class Request:
                     depends_on_routing=asked,
                     num_replicas=num_replicas,
                     copies=() if info is None else tuple(info.tied_copy),
+                    shared=None if info is None else info.tied_key,
                 )
         except ToolkitError:
             raise
@@ -278,11 +279,12 @@ class Ran:
         depends_on_routing: bool,
         num_replicas: int,
         copies: tuple[str, ...],
+        shared: str | None,
     ) -> None:
         self.stacks = stacks
         self._model, self._runs, self._assumed = model, runs, assumed
         self._has_experts, self._depends_on_routing = has_experts, depends_on_routing
-        self._num_replicas, self._copies = num_replicas, copies
+        self._num_replicas, self._copies, self._shared = num_replicas, copies, shared
 
     def expanded(self, stacks: Sequence[Stack]) -> Trace | None:
         """Repeats the traced layers for those that they stand for; None if they did not run in order or it does not add up.
@@ -328,6 +330,7 @@ class Ran:
             num_replicas=self._num_replicas,
             chunks=chunks,
             copies=self._copies,
+            shared=self._shared,
         )
 
 

@@ -88,6 +88,8 @@ def engine_settings(
         return replace(settings, optimizer="adamw_8bit")
     if plan.job.parallel.strategy != "zero" and settings.optimizer == "fused_adam":
         return replace(settings, optimizer="torch_adamw")  # DeepSpeed's kernel comes with DeepSpeed alone
+    if plan.grid.pp > 1 and not plan.settings.reduces_once:
+        return replace(settings, accumulation_steps=plan.settings.batch.accumulation)  # its configuration tells of one
     return settings
 
 

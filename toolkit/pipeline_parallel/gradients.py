@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,7 @@ from torch import nn
 class Fp32Gradients:
     """Adds the gradients of all micro-batches of a step in fp32, whatever the dtype of the parameters.
 
-    DeepSpeed's own accumulation in another dtype refuses to wait for the end of a step under ZeRO-1, and does nothing under
-    ZeRO-2 and 3. Memory: 4 bytes a trainable parameter beside its gradient, from the first backward pass of a step to `settle`.
+    DeepSpeed's own accumulation in another dtype refuses to wait for the end of a step under ZeRO-1. Memory: 4 bytes a trainable parameter beside its gradient, from the first backward pass of a step to `settle`.
 
     Args:
         parameters: Whose gradients are added up; those in fp32 are left as they are.
@@ -57,25 +57,74 @@ class Fp32Gradients:
             parameter.grad.copy_(total)
 
 
+class HeldBack:
+    """Keeps the gradient of one parameter whole, where those of others are reduced after each backward pass.
+
+    Args:
+        parameter: Which.
+        in_fp32: Whether its gradients are added up in fp32.
+        partitioned: Whether ranks hold parts of it between passes: it has no shape then by which a gradient could be set, so
+            that one stays in its place.
+    """
+
+    def __init__(self, parameter: nn.Parameter, *, in_fp32: bool, partitioned: bool) -> None:
+        self._parameter, self._in_fp32, self._partitioned = parameter, in_fp32, partitioned
+        self._sum: torch.Tensor | None = None
+        self._released = False
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum of this step's gradients."""
+        assert self._sum is not None, "an embedding and a head have a gradient after each step"
+        return self._sum
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter) -> bool:
+        """Adds a gradient that has just been computed to the sum, if it is that of the parameter; says whether it is."""
+        if parameter is not self._parameter or self._released:
+            return False
+        gradient = parameter.grad
+        if gradient is None:
+            return True
+        if self._sum is None:
+            self._sum = gradient.float() if self._in_fp32 else gradient
+        elif self._sum is not gradient:
+            self._sum.add_(gradient)
+        if not self._partitioned:
+            parameter.grad = None
+        elif self._sum is not gradient:
+            gradient.zero_()
+        return True
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Gives the sum back as the gradient of the parameter, to be reduced inside; the next step begins anew."""
+        parameter, total = self._parameter, self.total
+        if parameter.grad is None:
+            parameter.grad = total.to(parameter.dtype)
+        elif parameter.grad is not total:
+            parameter.grad.copy_(total)
+        self._sum, self._released = None, True
+        try:
+            yield
+        finally:
+            self._released = False
+
+
 @torch.no_grad()
-def sum_tied(weight: nn.Parameter, *, group: dist.ProcessGroup, dp_size: int, sums: Fp32Gradients | None) -> None:
+def sum_tied(total: torch.Tensor, *, group: dist.ProcessGroup, dp_size: int) -> None:
     """Adds up the gradients of a weight that the first and the last stage both hold, before data-parallel ranks reduce them.
 
     Over all replicas at once, so that every copy of the weight has one gradient: were they added pair by pair, each stage
     would then average over its replicas in an order of its own, and the two copies drift apart by roundings.
 
     Args:
-        weight: This rank's copy.
+        total: The gradient of this rank's copy.
         group: The two stages of all replicas.
         dp_size: Replicas, over which the gradient is the mean.
-        sums: Where gradients are added up in fp32, if they are.
 
     Collectives:
         One all-reduce.
     """
-    total = None if sums is None else sums.of(weight)
-    if total is None:
-        assert weight.grad is not None, "an embedding and a head have a gradient after each step"
-        total = weight.grad
     dist.all_reduce(total, group=group)
     total.div_(dp_size)

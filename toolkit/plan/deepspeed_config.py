@@ -40,12 +40,15 @@ def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
         "zero_optimization": _zero_section(draft, consumer),
     }
     if draft.job.parallel.pipeline > 1:
-        # Our loop runs all micro-batches of a step and accumulates their gradients; the engine sees one backward pass.
+        # Our loop runs all micro-batches of a step; the engine sees one. DeepSpeed's own clock would halt the host at each
+        # forward pass until all that the card has been given is done: messages, too, which come once this rank goes on.
         config |= {
             "train_batch_size": settings.batch.micro * settings.batch.dp_size,
             "gradient_accumulation_steps": 1,
-            "data_types": {"grad_accum_dtype": dtype},
+            "timers": {"throughput": {"enabled": False}},
         }
+        if settings.reduces_once:  # the loop adds up in another dtype by itself (pipeline_parallel/gradients.py)
+            config["data_types"] = {"grad_accum_dtype": dtype}
     if consumer != "toolkit" and draft.on_cpu and settings.zero_stage == 3:
         # On CPU both join gloo without DeepSpeed, whose zero.Init then counts one rank and finds the product wrong
         # (runtime/config.py _batch_assertion); the engine, which counts all, multiplies it out itself.

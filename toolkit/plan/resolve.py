@@ -252,6 +252,8 @@ def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -
     needed = PROFILES[job.parallel.offload].min_zero_stage
     if needed == 3:
         return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
+    if job.parallel.pipeline > 1:
+        return _default_stage_of_pipeline(job, model, gpu, precision)
     alone = _dp_size(job) == 1
     if alone and job.train.method != "full":
         return 2, "a single rank has nobody to share frozen weights with: stage 3 would gather them and save nothing"
@@ -259,10 +261,8 @@ def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -
         return 2, "on CPU memory is shared; stage 2 shards optimizer and gradients"
     if model.num_parameters is None:
         return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
-    state = _state_bytes(job, model, precision)
-    limit = STATE_SHARE * gpu.memory_bytes
-    compared = f"{format_bytes(state)} of state a rank under stage 2 against {STATE_SHARE:.0%} of {format_bytes(gpu.memory_bytes)}"
-    if state <= limit:
+    state, compared = _state_bytes(job, model, precision), _compared(2, job, model, gpu, precision)
+    if state <= STATE_SHARE * gpu.memory_bytes:
         return 2, f"parameters stay whole, which is fastest, since they fit: {compared}"
     if alone and model.num_parameters <= SUB_GROUP_SIZE:
         return 2, "a single rank has nobody to share parameters with, and one optimizer sub-group holds them all"
@@ -275,11 +275,42 @@ def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -
     return 3, f"parameters must be sharded too: {compared}"
 
 
-def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
-    """Bytes a rank of parameters, gradients and optimizer state under ZeRO-2 (deepspeed zero/stage_1_and_2.py).
+def _default_stage_of_pipeline(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
+    if job.parallel.pipeline_schedule == "zb-h1":
+        return 1, "zb-h1 computes the gradients of weights apart, and reduces them once a step"
+    if gpu.memory_bytes is None:
+        return 1, "a pipeline reduces gradients once a step, which is fastest, and on CPU memory is shared"
+    alone = _dp_size(job) == 1
+    if alone and job.train.method != "full":
+        return 1, "a single replica has nobody to share frozen weights with"
+    if model.num_parameters is None:
+        return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
+    limit = STATE_SHARE * gpu.memory_bytes
+    whole = _compared(1, job, model, gpu, precision)
+    if _state_bytes(job, model, precision, stage=1) <= limit:
+        return 1, f"a pipeline reduces gradients once a step, which is fastest, since they fit whole: {whole}"
+    sharded = _compared(2, job, model, gpu, precision)
+    if not alone and _state_bytes(job, model, precision) <= limit:
+        return 2, f"gradients are reduced after each micro-batch, since they do not fit whole: {sharded}"
+    if alone and model.num_parameters <= job.parallel.pipeline * SUB_GROUP_SIZE:
+        return (
+            1,
+            "a single replica has nobody to share parameters with, and one optimizer sub-group holds those of a stage",
+        )
+    return 3, f"parameters must be sharded too, or stepped by sub-groups: {sharded}"
 
-    A pipeline reduces gradients once a step (engine.py coalesce_grad_reduction): until then a rank keeps those of its stages
-    whole, and their sums in fp32 beside them where these are wanted.
+
+def _compared(stage: int, job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> str:
+    assert gpu.memory_bytes is not None
+    state = format_bytes(_state_bytes(job, model, precision, stage=stage))
+    return f"{state} of state a rank under stage {stage} against {STATE_SHARE:.0%} of {format_bytes(gpu.memory_bytes)}"
+
+
+def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int = 2) -> float:
+    """Bytes a rank of parameters, gradients and optimizer state (deepspeed zero/stage_1_and_2.py).
+
+    Under ZeRO-1 a pipeline keeps the gradients of a rank's stages whole until it reduces them once a step, and their sums in
+    fp32 beside them where these are wanted.
     """
     assert model.num_parameters is not None
     width = 4 if precision == "fp32" else 2
@@ -287,7 +318,7 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision) -> float:
     optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
     share = job.parallel.tensor * job.parallel.pipeline
     in_fp32 = job.train.gradient_accumulation_dtype == "fp32" and precision != "fp32"
-    gradients = width / job.cluster.num_ranks if job.parallel.pipeline == 1 else (width + (4 if in_fp32 else 0)) / share
+    gradients = width / job.cluster.num_ranks if stage == 2 else (width + (4 if in_fp32 else 0)) / share
     return width * model.num_parameters / share + trainable * (gradients + optimizer / job.cluster.num_ranks)
 
 

@@ -98,6 +98,11 @@ class Settings:
         """Whether stages compute the gradients of weights apart from those of their inputs."""
         return self.pipeline_schedule == "zb-h1"
 
+    @property
+    def reduces_once(self) -> bool:
+        """Whether a pipeline reduces gradients at the end of a step: beyond ZeRO-1, which keeps them whole, after each pass."""
+        return self.zero_stage < 2
+
     def to_dict(self) -> dict[str, Any]:
         """Gives a JSON object; `from_dict` reads it back."""
         return asdict(self)

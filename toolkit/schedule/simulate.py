@@ -102,6 +102,7 @@ def simulate(
     durations: Durations | Sequence[Durations] | None = None,
     *,
     streams: Sequence[Sequence[Instruction]] | None = None,
+    under_way: int | None = None,
 ) -> Timeline:
     """Runs a step on paper, with the rules of the real one.
 
@@ -112,6 +113,8 @@ def simulate(
         schedule: What to run.
         durations: Of every stage, or one for each stage; 1 for each third of a forward and backward pass if None.
         streams: What each rank executes; `actions` of the schedule if None.
+        under_way: Messages of a rank that may be under way when it goes on after a send, as `Channels.send` has it; any number
+            if None.
 
     Raises:
         PlanError: SCHEDULE_INVALID, if an instruction is missing, done twice or done too early, or a message lacks its
@@ -127,7 +130,7 @@ def simulate(
         raise ValueError(f"{len(streams)} streams are given for {schedule.pp} ranks")
     channels: dict[_Channel, _Traffic] = {}
     ranks = [
-        _Rank(schedule=schedule, rank=rank, stream=stream, durations=each, channels=channels)
+        _Rank(schedule=schedule, rank=rank, stream=stream, durations=each, channels=channels, under_way=under_way)
         for rank, stream in enumerate(streams)
     ]
     # One after the other suffices: nothing that a rank does can depend on how far another one has run ahead.
@@ -159,11 +162,12 @@ class _Rank:
     stream: Sequence[Instruction]
     durations: Sequence[Durations]
     channels: dict[_Channel, _Traffic]
+    under_way: int | None = None
     position: int = 0
     clock: float = 0.0
     spans: list[Span] = field(default_factory=list)
     done: dict[Compute, float] = field(default_factory=dict)
-    sent: set[Message] = field(default_factory=set)
+    sent: dict[Message, tuple[_Traffic, int]] = field(default_factory=dict)
     received: dict[Message, int] = field(default_factory=dict)
 
     @property
@@ -177,7 +181,7 @@ class _Rank:
     def advance(self) -> bool:
         """Executes until the rank waits or ends; says whether it got anywhere."""
         before = self.position
-        while not self.is_done and self._execute(self.current):
+        while not self.is_done and self._have_arrived() and self._execute(self.current):
             self.position += 1
         return self.position > before
 
@@ -212,9 +216,10 @@ class _Rank:
             raise _invalid(self.rank, send, "what it sends has not been computed, or is not for that rank")
         if send in self.sent:
             raise _invalid(self.rank, send, "it is sent twice")
-        self.sent.add(send)
         receive = counterpart(self.schedule, self.rank, send)
-        self._traffic(self.rank, send.peer, type(receive)).sent.append((send, self.clock))
+        traffic = self._traffic(self.rank, send.peer, type(receive))
+        self.sent[send] = traffic, len(traffic.sent)
+        traffic.sent.append((send, self.clock))
 
     def _makers(self, send: Message) -> list[Compute]:
         place: dict[str, Any] = {"chunk": send.chunk, "micro_batch": send.micro_batch}
@@ -281,18 +286,30 @@ class _Rank:
     def _arrival(self, receive: Message) -> float | None:
         """When a posted message is here, or None while that is not known."""
         traffic = self._traffic(receive.peer, self.rank, type(receive))
-        number = self.received[receive]
+        return self._arrival_of(traffic, self.received[receive], source=receive.peer)
+
+    def _have_arrived(self) -> bool:
+        """Whether all that the rank has sent is known to arrive, but for what may be under way; it waits until that is there."""
+        if self.under_way is None or len(self.sent) <= self.under_way:
+            return True
+        arrival = self._arrival_of(*list(self.sent.values())[-self.under_way - 1], source=self.rank)
+        if arrival is None:
+            return False
+        self.clock = max(self.clock, arrival)
+        return True
+
+    def _arrival_of(self, traffic: _Traffic, number: int, *, source: int) -> float | None:
         while len(traffic.arrivals) <= number:
             next_one = len(traffic.arrivals)
-            if next_one >= len(traffic.sent):
+            if next_one >= min(len(traffic.sent), len(traffic.posted)):
                 return None
             (send, sent), (posted, since) = traffic.sent[next_one], traffic.posted[next_one]
-            if counterpart(self.schedule, receive.peer, send) != posted:
+            if counterpart(self.schedule, source, send) != posted:
                 raise _invalid(
-                    self.rank, posted, f"rank {receive.peer} sends {send} at its place: the orders of a channel differ"
+                    send.peer, posted, f"rank {source} sends {send} at its place: the orders of a channel differ"
                 )
             free = traffic.arrivals[-1] if traffic.arrivals else 0.0
-            transfer = self.durations[self.schedule.stage(receive.peer, send.chunk)].transfer
+            transfer = self.durations[self.schedule.stage(source, send.chunk)].transfer
             traffic.arrivals.append(max(sent, since, free) + transfer)
         return traffic.arrivals[number]
 

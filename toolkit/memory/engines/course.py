@@ -15,11 +15,13 @@ class Course:
     Args:
         actions: Of the rank, in order; of fewer micro-batches than the step has where more repeat the same.
         num_micro_batches: Of the step, all of which are on the device from its start to its end.
-        sums_in_fp32: Whether gradients of 16 bit are added up in fp32 beside them (pipeline_parallel/gradients.py).
+        reduces_once: Whether gradients stay whole to the end of the step; else they are reduced after each backward pass.
+        sums_in_fp32: Whether whole gradients of 16 bit are added up in fp32 (pipeline_parallel/gradients.py).
     """
 
     actions: tuple[Instruction, ...]
     num_micro_batches: int
+    reduces_once: bool = True
     sums_in_fp32: bool = False
 
     def following_phases(self) -> list[str]:

@@ -76,6 +76,7 @@ class Replay(ABC):
         self.by_name = {parameter.name: parameter for parameter in trace.parameters}
         self._workspace_bytes = workspace_bytes
         self._accumulated: set[str] = set()
+        self._reduced = False  # whether a backward pass of this step has left its gradients in partitions
         self._sent: deque[_Sent] = deque()
 
     def run(self) -> Account:
@@ -123,15 +124,15 @@ class Replay(ABC):
                 apply(event)
             elif event.kind == "gradient":
                 account.allocate("gradients", event.size)
-                if self.course is None:
-                    self.gradient(self.by_name[placed.name], event.size)
-                else:
+                if self.course is not None and (self.course.reduces_once or placed.name == self.trace.shared):
                     self._accumulate(self.by_name[placed.name], event.size, self.course)
+                else:
+                    self.gradient(self.by_name[placed.name], event.size)
             else:
                 self.module(placed.name, fetch=event.kind == "fetch", backward=event.backward)
 
     def _follow(self, course: Course, *, cold: bool) -> None:
-        """Runs the passes of a pipeline's step, then the one reduction of their gradients (engine/pipeline.py run)."""
+        """Runs the passes of a pipeline's step, and what they leave to its end (engine/reduction.py)."""
         account, threads = self.account, {"forward", "backward"} if cold else set()
         account.enter("forward")
         account.allocate(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
@@ -148,10 +149,16 @@ class Replay(ABC):
             ):
                 self._let_go(action)
         self._sent_until(0)
-        account.free_all("gradient sums in fp32")
-        if self._accumulated:
-            self.reduce()
+        if course.reduces_once:
+            account.free_all("gradient sums in fp32")
+            if self._accumulated:
+                self.reduce()
+        else:
+            self._reduce_shared(course)
+            if self._reduced:
+                self.finish_reduction()
         self._accumulated.clear()
+        self._reduced = False
 
     @singledispatchmethod
     def _act(self, action: Instruction) -> None:
@@ -191,9 +198,16 @@ class Replay(ABC):
 
     def _do_backward_input(self, action: Backward | BackwardInput) -> None:
         chunk = self.trace.chunks[action.chunk]
-        self.begin_backward(first=True, last=True)
-        self._replay(chunk.backward)
-        self.end_pass()
+        assert self.course is not None, "there are chunks"
+        if self.course.reduces_once:
+            self.begin_backward(first=True, last=True)
+            self._replay(chunk.backward)
+            self.end_pass()
+        else:
+            self.begin_backward(first=not self._reduced, last=False)
+            self._replay(chunk.backward)
+            self.end_backward(first=not self._reduced, last=False)
+            self._reduced = True
         self.account.allocate(SENT, chunk.sent_bytes)
 
     def _let_go(self, action: Forward | Backward | BackwardInput) -> None:
@@ -234,6 +248,20 @@ class Replay(ABC):
         self._accumulated.add(parameter.name)
         if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE:
             self.account.allocate("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
+            if not course.reduces_once and self.settings.zero_stage < 3:
+                self.account.free("gradients", size)
+
+    def _reduce_shared(self, course: Course) -> None:
+        """The gradient that both ends of the pipeline have added up is reduced as those of a backward pass are."""
+        if self.trace.shared not in self._accumulated:
+            return
+        parameter = self.by_name[self.trace.shared]
+        if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE and self.settings.zero_stage < 3:
+            self.account.allocate("gradients", parameter.size)
+        self.account.free_all("gradient sums in fp32")
+        self.begin_backward(first=False, last=False)
+        self.gradient(parameter, in_blocks(parameter.size))
+        self.end_backward(first=False, last=False)
 
     def _unseen_losses(self, course: Course) -> int:
         """Gives the losses of the micro-batches that need not be followed."""
@@ -280,6 +308,10 @@ class Replay(ABC):
 
     def reduce(self) -> None:
         """Reduces the gradients that all passes of a pipeline's step have left."""
+        raise TypeError(f"pipelines do not run under {type(self).__name__}")
+
+    def finish_reduction(self) -> None:
+        """What is left to do once all passes of a pipeline's step have been reduced."""
         raise TypeError(f"pipelines do not run under {type(self).__name__}")
 
     def module(self, name: str, *, fetch: bool, backward: bool) -> None:  # noqa: B027 - most engines do nothing here

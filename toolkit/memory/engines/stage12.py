@@ -198,6 +198,15 @@ class Stage12(Replay):
         self.account.free_all("reduction buckets")
         self._ready = False
 
+    def finish_reduction(self) -> None:
+        """finalize_gradient_accumulation_boundary: gradients that have been added up on the host come back once more."""
+        if not self.settings.offload_optimizer:
+            return
+        for parameter in self._mine:
+            with self.account.temporary("gradient partition on its way to the host", parameter.size):
+                self.account.spike("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
+                self.account.spike("gradients in fp32 at the step", parameter.numel * 4)
+
     def step(self) -> None:
         """Flatten, cast, step: 2 + 4 bytes beside the 2 of the gradients, then Adam's states."""
         account, settings = self.account, self.settings

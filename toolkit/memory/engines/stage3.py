@@ -237,6 +237,12 @@ class Stage3(Replay):
                 self._into_bucket(parameter, in_blocks(parameter.size))
         self._flush()
 
+    def finish_reduction(self) -> None:
+        """finalize_gradient_accumulation_boundary: partitions that have been added up on the host come back once more."""
+        self._last = True
+        if self._offloaded:
+            self._offload(self.trainable)
+
     def step(self) -> None:
         """One sub-group at a time: 2 + 4 bytes a parameter of it, beside the gradient partition."""
         account, settings = self.account, self.settings

@@ -67,7 +67,10 @@ def split_backward_passes(draft: Draft) -> Iterator[Problem]:
         return
     if settings.zero_stage == 3:
         why = "ZeRO-3 lets a weight go with the pass through its layer, before its gradient is computed"
-        yield _unsplit("parallel.zero_stage", "3", why, "1 or 2")
+        yield _unsplit("parallel.zero_stage", "3", why, "1")
+    if settings.zero_stage == 2:
+        why = "ZeRO-2 reduces gradients as a backward pass gives them, and those of weights come after it"
+        yield _unsplit("parallel.zero_stage", "2", why, "1")
     if train.method == "lora":
         why = "adapters have next to no weights, so that nothing is left to compute while a rank waits"
         yield _unsplit("train.method", "lora", why, "full")
@@ -79,6 +82,32 @@ def split_backward_passes(draft: Draft) -> Iterator[Problem]:
 def _unsplit(key: str, value: str, why: str, instead: str) -> Problem:
     otherwise = "parallel.pipeline_schedule to 1f1b or interleaved"
     return _beside("pipeline_schedule=zb-h1", key, value, why, f"{instead}, or {otherwise}", code="SCHEDULE_SPLIT")
+
+
+def passes_without_a_halt(draft: Draft) -> Iterator[Problem]:
+    """No part of DeepSpeed waits on the host for all that a card has been given, messages among it, between passes."""
+    section, settings = draft.job.deepspeed, draft.settings
+    if draft.job.parallel.pipeline == 1:
+        return
+    switches = {("comms_logger", "enabled"): True, ("flops_profiler", "enabled"): True}
+    if settings.zero_stage == 2:
+        switches["zero_optimization", "overlap_comm"] = True
+    for (part, name), halts in switches.items():
+        values = section.get(part)
+        if not isinstance(values, dict) or values.get(name) is not halts:
+            continue
+        key = f"deepspeed.{part}.{name}"
+        otherwise = ", or set parallel.zero_stage to 1" if name == "overlap_comm" else ""
+        beside = f"pipeline={draft.job.parallel.pipeline}" + (" and zero_stage=2" if name == "overlap_comm" else "")
+        yield Problem(
+            code="PIPELINE_HALT",
+            key=key,
+            message=f"{part}.{name}=true with {beside}: DeepSpeed would wait between passes for messages that another stage "
+            "sends only after it has waited too",
+            fix=f"Remove {key}{otherwise}",
+            source="deepspeed runtime/zero/stage_1_and_2.py independent_gradient_partition_epilogue, comm/comm.py timed_op, "
+            "profiling/flops_profiler/profiler.py start_time_hook",
+        )
 
 
 def gathered_by_the_engine(draft: Draft) -> Iterator[Problem]:
@@ -164,6 +193,7 @@ RULES = (
     layers_of_stages,
     schedule_runs,
     split_backward_passes,
+    passes_without_a_halt,
     gathered_by_the_engine,
     proven_together,
     adapters_on_each_stage,
