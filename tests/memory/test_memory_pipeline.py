@@ -278,3 +278,31 @@ def test_only_another_cut_fits(tmp_path):
         assert stages.required_bytes(pp_rank, start, stop) == rank.required_bytes, "the search knows what a report says"
     uniform = estimator.estimate(case.changed({"parallel.partition": "uniform"}))
     assert not uniform.fits
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_share_of_the_gradients_takes_the_place_of_all(tmp_path, stage):
+    """Sums in fp32 beside whole gradients take 6 bytes a parameter, partitions of the sums 4 over the replicas."""
+    train = {"gradient_accumulation_dtype": "fp32"}
+    kept = {
+        zero_stage: held_between_passes(
+            staged_plan(tmp_path, gpus=4, pipeline=2, zero_stage=zero_stage, train=train, config={"vocab_size": 4096})
+        )
+        for zero_stage in (1, stage)
+    }
+    plan = staged_plan(tmp_path, gpus=4, pipeline=2, train=train, config={"vocab_size": 4096})
+    for pp_rank, trace in enumerate(trace_ranks(plan, marks_modules=False)):
+        numel = sum(parameter.numel for parameter in trace.parameters)
+        assert kept[1][pp_rank] == pytest.approx(6 * numel, rel=0.02)
+        assert kept[stage][pp_rank] == pytest.approx(4 * numel / 2, rel=0.02)
+
+
+def held_between_passes(plan):
+    """Bytes of gradients and their sums that each pipeline rank holds when the forward passes of a step are at their peak."""
+    causes = ("gradients", "gradient sums in fp32", "accumulated gradients", "gradient partition")
+    found = []
+    for pp_rank in range(plan.grid.pp):
+        rank = plan.grid.rank(type(plan.grid.coordinate(0))(pp=pp_rank, dp=0, tp=0))
+        causes_held = estimate(plan).ranks[rank].phases["forward"].causes
+        found.append(sum(causes_held.get(cause, 0) for cause in causes))
+    return found

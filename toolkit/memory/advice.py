@@ -263,7 +263,9 @@ def _higher_stages(plan: Plan) -> Iterator[Change]:
         values: dict[str, Any] = {"parallel.zero_stage": stage}
         if strategy != "zero":
             values = {"parallel.strategy": "zero", **values}
-        yield Change(kind="zero", values=values, shown=tuple(values))
+        # In a pipeline weights would be gathered for each pass of each micro-batch: no replacement for a milder stage.
+        kind = "zero 3" if stage == 3 and plan.grid.pp > 1 else "zero"
+        yield Change(kind=kind, values=values, shown=tuple(values))
 
 
 def _micro_batch(plan: Plan, size: int) -> Change:
