@@ -57,6 +57,14 @@ def cases() -> dict[str, Case]:
     made["interleaved tied"] = Case(train=SGD, stage=2, architecture="llama-tied", **interleaved, **PAIR)
     for stage, offload in ((2, "optimizer-cpu"), (3, "full-cpu")):
         made[f"interleaved {offload}"] = Case(train=ADAM, stage=stage, offload=offload, **interleaved, **PAIR, **CLOSE)
+    few = LORA | {
+        "max_grad_norm": 1e-4,
+        "lora": {"r": 4, "lora_alpha": 16, "target_modules": r"model\.layers\.[01]\..*q_proj"},
+    }
+    made["few adapters zero 2"] = Case(train=few, stage=2, **interleaved, **PAIR)
+    tied: dict[str, Any] = {"architecture": "llama-tied", **PAIR}
+    made["tied optimizer-cpu"] = Case(train=ADAM, stage=2, offload="optimizer-cpu", **tied, **CLOSE)
+    made["tied full-cpu"] = Case(train=ADAM, stage=3, offload="full-cpu", **tied, **CLOSE)
     made["adamw zero 2"] = Case(train=ADAM, stage=2, **PAIR, **CLOSE)
     made["adamw zero 3"] = Case(train=ADAM, stage=3, architecture="llama-tied", **PAIR, **CLOSE)
     made["optimizer-cpu zero 2"] = Case(train=ADAM, stage=2, offload="optimizer-cpu", **PAIR, **CLOSE)
@@ -134,6 +142,7 @@ DEFAULT = (
     *("adamw zero 3", "tied beside tensor zero 1", "bf16 zero 1", "lora zero 1", "bf16 fp32 sums zero 3"),
     *("interleaved zero 1", "checkpointing zero 1", "bf16 fp32 sums zero 1", "four stages zero 2", "lora zero 2"),
     *("zb-h1 four stages", "zb-h1 beside tensor", "zb-h1 virtual", "zb-h1 fp32 sums"),
+    *("few adapters zero 2", "tied optimizer-cpu", "tied full-cpu"),
     *("interleaved optimizer-cpu", "interleaved full-cpu"),
     *("four stages zero 3", "gpipe zero 3", "interleaved zero 3", "full-cpu zero 3", "activations-cpu zero 2"),
 )

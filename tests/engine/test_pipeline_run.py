@@ -66,6 +66,19 @@ FAILING = {
     )
     for stage in (1, 3)
 }
+# Sums in fp32 of a rank's partition, which stay on the device.
+OFFLOADING = {
+    offload: plan_of(
+        train={
+            "optimizer": "adamw_torch",
+            "learning_rate": 1e-2,
+            "precision": "bf16",
+            "gradient_accumulation_dtype": "fp32",
+        },
+        parallel={"offload": offload},
+    )
+    for offload in ("none", "optimizer-cpu")
+}
 KEEPING = {
     stage: plan_of(
         parallel={"zero_stage": stage},
@@ -122,6 +135,10 @@ def everything(rank: int) -> dict[str, Any]:
             run.step(step_batches(0, ranks=1, accumulation=MANY)[0])
             after = full_weights(run.model, run.world)
             found[summed] = {name: before[name] - after[name] for name in before}
+    for offload, plan in OFFLOADING.items():
+        with tk.initialize(plan) as run:
+            batches = [step_batches(step, ranks=1)[0] for step in range(2)]
+            found[offload] = [(float(run.step(batch)), run.gradient_norm) for batch in batches]
     found["kept"] = {stage: gradients_kept(plan) for stage, plan in KEEPING.items()}
     found["halts"] = {
         stage: halts_of_steps(plan_of(parallel={"zero_stage": stage}, train={"gradient_accumulation_steps": 2}))
@@ -289,6 +306,13 @@ def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any
         losses, norms = zip(*found[f"fp16 zero {stage}"], strict=True)
         assert losses == pytest.approx(wanted.losses, abs=1e-3)
         assert norms == pytest.approx(wanted.norms, abs=1e-3)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_offload_changes_no_sum_in_fp32(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["optimizer-cpu"] == [pytest.approx(step, rel=1e-5) for step in found["none"]]
 
 
 @pytest.mark.gloo

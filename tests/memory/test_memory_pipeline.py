@@ -94,7 +94,9 @@ def test_the_first_rank_of_four_holds_four_micro_batches_under_1f1b_and_all_unde
     def forward_passes(count: int) -> int:
         order = tuple(Forward(chunk=0, micro_batch=index) for index in range(count))
         back = tuple(Backward(chunk=0, micro_batch=index) for index in range(count))
-        return peaks_of(trace, engine_settings(plan), Course(actions=(*order, *back), num_micro_batches=8))["forward"]
+        return peaks_of(
+            trace, engine_settings(plan), Course(actions=(*order, *back), num_micro_batches=8, reduces_once=True)
+        )["forward"]
 
     # Besides it has the gradient that it awaits, and its weights' gradients of the micro-batches before.
     awaited = trace.chunks[0].gradient_bytes
@@ -118,7 +120,7 @@ def test_few_micro_batches_show_what_all_need(tmp_path, name, micro_batches):
     traces = trace_ranks(plan, marks_modules=False)
     schedule = build_schedule(name, pp=4, micro_batches=micro_batches, virtual_stages=virtual)
     for pp_rank in range(4):
-        every = Course(actions=actions(schedule, pp_rank), num_micro_batches=micro_batches)
+        every = Course(actions=actions(schedule, pp_rank), num_micro_batches=micro_batches, reduces_once=True)
         settings = engine_settings(plan)
         assert peaks_of(traces[pp_rank], settings, course_of(plan, pp_rank)) == peaks_of(
             traces[pp_rank], settings, every

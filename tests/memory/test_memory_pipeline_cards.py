@@ -47,13 +47,14 @@ def report_of(case: str, layers: int, gpus: int, folder: Path) -> Any:
 def test_each_rank_has_the_peak_of_the_card(measured: tuple[str, int, int], tmp_path: Path) -> None:
     report = report_of(*measured, tmp_path)
     for rank, gib in MEASURED[measured].items():
-        # Half of the last digit, and what a card's messages that have arrived early spare.
-        assert report.ranks[rank].peak_allocated_bytes / GIB == pytest.approx(gib, abs=0.035), rank
+        # Half of the last digit; under zb-h1 a message had arrived, so that its tensor was gone.
+        tolerance = 0.032 if "zb-h1" in measured[0] else 0.006
+        assert report.ranks[rank].peak_allocated_bytes / GIB == pytest.approx(gib, abs=tolerance), rank
 
 
 def test_schedules_stages_and_axes_are_among_them() -> None:
     cases = {case for case, *_ in MEASURED}
-    assert len(MEASURED) >= 10
+    assert len(MEASURED) > 8
     assert all(
         any(part in case for case in cases) for part in ("zb-h1", "interleaved", "tensor=2", "zero=2", "pipeline=4")
     )

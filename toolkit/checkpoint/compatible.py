@@ -115,7 +115,7 @@ def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, 
     if settled.zero_stage != before.zero_stage:
         return
     if settled.zero_stage in (1, 2):  # which optimizer holds the master weights, and in which order
-        # It follows the dtype: one cause, one problem. Over stages our own sums do it, under one optimizer.
+        # It follows the dtype: one cause, one problem. Over stages one optimizer does for all.
         if settled.dtype == before.dtype and plan.grid.pp == 1:
             name = "train.gradient_accumulation_dtype"
             yield name, settled.gradient_accumulation_dtype, before.gradient_accumulation_dtype

@@ -100,15 +100,15 @@ DEEPSPEED: dict[str, Origin] = {
 PIPELINE: dict[str, Origin] = {
     "train_batch_size": Origin(
         ("train.per_device_train_batch_size", "train.train_batch_size"),
-        "one micro-batch of each data-parallel rank: our loop runs all micro-batches of a step, and the engine sees one pass",
+        "one micro-batch of each data-parallel rank: our loop runs all micro-batches of a step, and tells the engine of one",
     ),
     "gradient_accumulation_steps": Origin(
         ("parallel.pipeline", "train.gradient_accumulation_steps"),
-        "our loop runs all micro-batches of a step, and the engine sees one pass",
+        "our loop runs all micro-batches of a step, and tells the engine of one",
     ),
     "data_types.grad_accum_dtype": Origin(
         ("train.precision", "train.gradient_accumulation_dtype"),
-        "that of the gradients: a step accumulates them before the engine reduces them, in the format that the plan names",
+        "under ZeRO-1 that of the gradients, since our loop adds them up before the engine reduces them",
     ),
 }
 

@@ -37,10 +37,9 @@ class Reduction(Protocol):
 def reduction(plan: Plan, world: World, engine: Any, channels: Channels) -> Reduction:
     """Gives the one of a plan's ZeRO stage."""
     settings = plan.settings
-    in_fp32 = settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32"
     tied = _tied_weight(engine.module) if plan.job.train.method == "full" and channels.ends is not None else None
     kind = OncePerStep if settings.reduces_once else AfterEachPass
-    return kind(engine, tied, ends=channels.ends, dp_size=world.grid.dp, in_fp32=in_fp32)
+    return kind(engine, tied, ends=channels.ends, dp_size=world.grid.dp, in_fp32=settings.sums_in_fp32)
 
 
 class OncePerStep:
@@ -52,6 +51,9 @@ class OncePerStep:
         ends: The two stages of all replicas.
         dp_size: Replicas.
         in_fp32: Whether gradients of 16 bit are added up in fp32.
+
+    Collectives:
+        A step ends with the reduction over its replicas, before which `ends` add up the gradient of `tied`.
     """
 
     def __init__(self, engine: Any, tied: nn.Parameter | None, *, ends: Any, dp_size: int, in_fp32: bool) -> None:
@@ -61,20 +63,17 @@ class OncePerStep:
     @contextmanager
     def step(self) -> Iterator[None]:
         # DeepSpeed reduces whatever ends its block: a rank that has run out of memory would wait for others that wait for it.
-        skipped = dict.fromkeys(
-            ("_flush_coalesced_reduction_zero12", "_flush_coalesced_reduction_zero3"), lambda optimizer: None
-        )
+        flush = "_flush_coalesced_reduction_zero12"
         try:
             with self._engine.coalesce_grad_reduction():
                 try:
                     yield
                     self._finish()
                 except BaseException:
-                    vars(self._engine).update(skipped)
+                    vars(self._engine)[flush] = lambda optimizer: None
                     raise
         finally:
-            for name in skipped:
-                vars(self._engine).pop(name, None)
+            vars(self._engine).pop(flush, None)
 
     def before_backward(self, chunk: int) -> None: ...
 
@@ -92,8 +91,18 @@ class OncePerStep:
 class AfterEachPass:
     """Each backward pass ends with the reduction of its gradients, of which a rank keeps its partition; so do sums in fp32.
 
-    A weight that two stages hold is the exception: its gradient stays whole until both know it all. Arguments are those of
-    `OncePerStep`.
+    A weight that two stages hold is the exception: its gradient stays whole until both know it all.
+
+    Args:
+        engine: As `OncePerStep` takes it; so are the others.
+        tied: See there.
+        ends: See there.
+        dp_size: See there.
+        in_fp32: See there.
+
+    Collectives:
+        Each backward pass ends with the reduction over its replicas. At the end of a step `ends` add up the gradient of `tied`,
+        which is then reduced as well.
 
     Source:
         deepspeed runtime/engine.py step (managed_gradient_accumulation=False), which leaves to finalize_gradient_accumulation_boundary
@@ -110,15 +119,20 @@ class AfterEachPass:
         self._held = None if tied is None else HeldBack(tied, in_fp32=in_fp32, partitioned=self._partitions_weights)
         if self._held is not None:
             self._hold_back(self._held)
+        if not self._partitions_weights:
+            self._end_without_gradients()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         self._passes.clear()
         self._engine.set_gradient_accumulation_boundary(False)
+        if not self._partitions_weights:
+            # After an overflow DeepSpeed leaves them under offload, and would add to what is infinite.
+            self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
         yield
         if self._held is not None:
             sum_tied(self._held.total, group=self._ends, dp_size=self._dp_size)
-            self._count_pass(0)
+            self._count_pass(0)  # nothing of it has been reduced in this step
             with self._held.released():
                 if self._partitions_weights:
                     self._engine._flush_coalesced_reduction_zero3(self._optimizer)
@@ -134,8 +148,18 @@ class AfterEachPass:
     def _count_pass(self, number: int) -> None:
         """Tells the engine how many passes the parameters at hand have had in this step: the first begins their sum."""
         self._optimizer.clear_backward_seen_flag()  # what DeepSpeed does at a forward pass, which need not come between
-        # Stages 1 and 2 count up when the first gradient comes.
+        # Stages 1 and 2 count up when they make their buckets.
         self._optimizer.micro_step_id = number if self._partitions_weights else number - 1
+
+    def _end_without_gradients(self) -> None:
+        """Has a pass through layers that are not trained end with empty buckets: DeepSpeed expects it to have made some."""
+        end = self._optimizer.overlapping_partition_gradients_reduce_epilogue
+
+        def make_and_end() -> None:
+            self._optimizer.setup_buckets()
+            end()
+
+        self._optimizer.overlapping_partition_gradients_reduce_epilogue = make_and_end
 
     def _hold_back(self, held: HeldBack) -> None:
         reduce = self._optimizer.reduce_ready_partitions_and_remove_grads

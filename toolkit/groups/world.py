@@ -120,11 +120,9 @@ def connect(
             "cluster.gpus_per_node and cluster.nodes",
         )
     check_build_locks(environment)
-    if grid.pp > 1:
-        # CUDA puts its streams into so many queues, by default 8. A message that waits in the queue of a kernel holds that up,
-        # and with it what its sender waits for.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     _prepare_process(backend, identity)
+    if grid.pp > 1 and backend == "nccl":
+        _prepare_messages()
     device = rank_device(backend, local_rank)
     owns_groups = not dist.is_initialized()
     if owns_groups:
@@ -173,8 +171,6 @@ def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             # Read when CUDA starts: the same 8 B run reserves 56 GiB instead of 68.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
-        # Each channel of a pipeline is a group of its own, which is what the warning advises (ProcessGroupNCCL.cpp).
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -182,6 +178,14 @@ def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
 
     if get_accelerator().device_name() != "cpu":
         set_accelerator(CPU_Accelerator())
+
+
+def _prepare_messages() -> None:
+    # CUDA puts its streams into so many queues, of 8 by default, and some frameworks ask for 1. A message that waits in the
+    # queue of a kernel would hold that up, and with it what its sender waits for.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    # Each channel is a group of its own, which is what this warning advises (ProcessGroupNCCL.cpp).
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
 def _initialize(

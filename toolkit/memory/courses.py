@@ -28,7 +28,7 @@ def course_of(plan: Plan, pp_rank: int) -> Course:
         actions=actions(schedule, pp_rank),
         num_micro_batches=settings.batch.accumulation,
         reduces_once=settings.reduces_once,
-        sums_in_fp32=settings.gradient_accumulation_dtype == "fp32" and settings.dtype != "fp32",
+        sums_in_fp32=settings.sums_in_fp32,
     )
 
 
@@ -63,4 +63,4 @@ def course_of_evaluation(plan: Plan, pp_rank: int) -> Course:
             if stage < schedule.num_stages - 1:
                 target, _ = schedule.place(stage + 1)
                 found.append(SendActivation(chunk=chunk, micro_batch=batch, peer=target))
-    return Course(actions=tuple(found), num_micro_batches=1)
+    return Course(actions=tuple(found), num_micro_batches=1, reduces_once=True)

@@ -89,7 +89,8 @@ def host_bytes(
         found["parameter staging"] = held(itemsize * partition_numel)
         found["gradient staging"] = held(itemsize * largest_numel)
         found["optimizer state"] = int(settings.state_bytes * partition_numel)
-        if settings.accumulation_steps > 1:
+        compact = settings.accumulation_itemsize > itemsize  # one buffer on the card, instead
+        if settings.adds_up_on_host and not compact:
             mine = partition_numel + (largest_numel if settings.dp_size > 1 else 0)
             # One pinned buffer a parameter; rounded up each, half as much again on average.
             found["accumulated gradients"] = int(itemsize * mine * (1.5 if settings.pin_memory else 1.0))

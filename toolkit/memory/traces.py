@@ -84,12 +84,12 @@ def engine_settings(
     if deepspeed_config is not None:
         return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, built_partitioned=built_partitioned)
     settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, built_partitioned=built_partitioned)
+    if plan.grid.pp > 1 and not plan.settings.reduces_once:
+        settings = replace(settings, adds_up_on_host=True)
     if plan.job.train.optimizer == "adamw_8bit":
         return replace(settings, optimizer="adamw_8bit")
     if plan.job.parallel.strategy != "zero" and settings.optimizer == "fused_adam":
         return replace(settings, optimizer="torch_adamw")  # DeepSpeed's kernel comes with DeepSpeed alone
-    if plan.grid.pp > 1 and not plan.settings.reduces_once:
-        return replace(settings, accumulation_steps=plan.settings.batch.accumulation)  # its configuration tells of one
     return settings
 
 

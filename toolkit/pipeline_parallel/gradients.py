@@ -11,9 +11,10 @@ from torch import nn
 
 
 class Fp32Gradients:
-    """Adds the gradients of all micro-batches of a step in fp32, whatever the dtype of the parameters.
+    """Adds the gradients of all micro-batches of a step in fp32, whatever the dtype of the parameters, which stay whole.
 
-    DeepSpeed's own accumulation in another dtype refuses to wait for the end of a step under ZeRO-1. Memory: 4 bytes a trainable parameter beside its gradient, from the first backward pass of a step to `settle`.
+    DeepSpeed's own accumulation in another dtype refuses to wait for the end of a step under ZeRO-1. Memory: 4 bytes a
+    trainable parameter in place of its gradient, from the first backward pass of a step to `settle`.
 
     Args:
         parameters: Whose gradients are added up; those in fp32 are left as they are.
@@ -41,8 +42,7 @@ class Fp32Gradients:
             self._sums[parameter] = gradient.float()
         else:
             known.add_(gradient)
-        # Kept, not dropped: a partitioned parameter has no shape at the end of the step that a new one could be set by.
-        gradient.zero_()
+        parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Gives a parameter's sum of this step; None where it has none."""
@@ -53,8 +53,7 @@ class Fp32Gradients:
         """Rounds the sums to the gradients of the parameters, and frees them."""
         while self._sums:
             parameter, total = self._sums.popitem()
-            assert parameter.grad is not None, "`add` has left it"
-            parameter.grad.copy_(total)
+            parameter.grad = total.to(parameter.dtype)
 
 
 class HeldBack:

@@ -40,7 +40,7 @@ def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
         "zero_optimization": _zero_section(draft, consumer),
     }
     if draft.job.parallel.pipeline > 1:
-        # Our loop runs all micro-batches of a step; the engine sees one. DeepSpeed's own clock would halt the host at each
+        # Our loop runs all micro-batches of a step; the engine is told of one. DeepSpeed's own clock would halt the host at each
         # forward pass until all that the card has been given is done: messages, too, which come once this rank goes on.
         config |= {
             "train_batch_size": settings.batch.micro * settings.batch.dp_size,

@@ -309,8 +309,8 @@ def _compared(stage: int, job: Job, model: ModelSpec, gpu: Gpu, precision: Preci
 def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int = 2) -> float:
     """Bytes a rank of parameters, gradients and optimizer state (deepspeed zero/stage_1_and_2.py).
 
-    Under ZeRO-1 a pipeline keeps the gradients of a rank's stages whole until it reduces them once a step, and their sums in
-    fp32 beside them where these are wanted.
+    Under ZeRO-1 a pipeline keeps the gradients of a rank's stages whole until it reduces them once a step, or their sums
+    in fp32 where these are wanted.
     """
     assert model.num_parameters is not None
     width = 4 if precision == "fp32" else 2
@@ -318,7 +318,7 @@ def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int
     optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
     share = job.parallel.tensor * job.parallel.pipeline
     in_fp32 = job.train.gradient_accumulation_dtype == "fp32" and precision != "fp32"
-    gradients = width / job.cluster.num_ranks if stage == 2 else (width + (4 if in_fp32 else 0)) / share
+    gradients = width / job.cluster.num_ranks if stage == 2 else (4 if in_fp32 else width) / share
     return width * model.num_parameters / share + trainable * (gradients + optimizer / job.cluster.num_ranks)
 
 

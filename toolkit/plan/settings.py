@@ -100,8 +100,13 @@ class Settings:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether a pipeline reduces gradients at the end of a step: beyond ZeRO-1, which keeps them whole, after each pass."""
+        """Whether a pipeline keeps gradients whole and reduces them at the end of a step; else it does so after each pass."""
         return self.zero_stage < 2
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether gradients of 16 bit are added up in fp32."""
+        return self.gradient_accumulation_dtype == "fp32" and self.dtype != "fp32"
 
     def to_dict(self) -> dict[str, Any]:
         """Gives a JSON object; `from_dict` reads it back."""

@@ -21,7 +21,7 @@ class Course:
 
     actions: tuple[Instruction, ...]
     num_micro_batches: int
-    reduces_once: bool = True
+    reduces_once: bool
     sums_in_fp32: bool = False
 
     def following_phases(self) -> list[str]:

@@ -150,7 +150,7 @@ class Replay(ABC):
                 self._let_go(action)
         self._sent_until(0)
         if course.reduces_once:
-            account.free_all("gradient sums in fp32")
+            self._settle(course)
             if self._accumulated:
                 self.reduce()
         else:
@@ -202,7 +202,6 @@ class Replay(ABC):
         if self.course.reduces_once:
             self.begin_backward(first=True, last=True)
             self._replay(chunk.backward)
-            self.end_pass()
         else:
             self.begin_backward(first=not self._reduced, last=False)
             self._replay(chunk.backward)
@@ -248,8 +247,15 @@ class Replay(ABC):
         self._accumulated.add(parameter.name)
         if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE:
             self.account.allocate("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
-            if not course.reduces_once and self.settings.zero_stage < 3:
+            if self.settings.zero_stage < 3:
                 self.account.free("gradients", size)
+
+    def _settle(self, course: Course) -> None:
+        """Sums in fp32 are rounded to gradients, one after the other."""
+        for parameter in self.trainable:
+            if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE and parameter.name in self._accumulated:
+                self.account.allocate("gradients", parameter.size)
+                self.account.free("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
 
     def _reduce_shared(self, course: Course) -> None:
         """The gradient that both ends of the pipeline have added up is reduced as those of a backward pass are."""
@@ -302,9 +308,6 @@ class Replay(ABC):
     @abstractmethod
     def gradient(self, parameter: Parameter, size: int) -> None:
         """A whole gradient of `size` bytes has just been allocated under the cause `gradients`."""
-
-    def end_pass(self) -> None:  # noqa: B027 - most engines do nothing here
-        """After a backward pass of a pipeline."""
 
     def reduce(self) -> None:
         """Reduces the gradients that all passes of a pipeline's step have left."""

@@ -40,6 +40,7 @@ class EngineSettings:
         communication_itemsize: Bytes of a reduced gradient element.
         dp_size: Data-parallel ranks.
         accumulation_steps: Micro-batches an optimizer step.
+        adds_up_on_host: Whether gradients whose optimizer state is offloaded add up in host memory.
         optimizer: What steps.
         momentum: Whether SGD keeps a buffer.
         built_partitioned: Whether the model is built under `zero.Init`.
@@ -52,6 +53,7 @@ class EngineSettings:
     communication_itemsize: int
     dp_size: int
     accumulation_steps: int
+    adds_up_on_host: bool
     optimizer: OptimizerKind
     momentum: bool
     contiguous_gradients: bool
@@ -122,6 +124,7 @@ class EngineSettings:
             communication_itemsize=names[communication] if communication else itemsize,
             dp_size=dp_size,
             accumulation_steps=int(config.get("gradient_accumulation_steps", 1)),
+            adds_up_on_host=int(config.get("gradient_accumulation_steps", 1)) > 1,
             optimizer=_optimizer_kind(optimizer),
             momentum=bool(params.get("momentum", 0.0)),
             # stage_1_and_2.py sets it under offload, whatever the file says.

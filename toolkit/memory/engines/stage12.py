@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from toolkit.memory.account import in_blocks
 from toolkit.memory.engines.course import Course
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
@@ -61,6 +62,7 @@ class Stage12(Replay):
         self._compact = settings.accumulation_itemsize > settings.itemsize and settings.zero_stage == 2
         self._filled: list[Parameter] = []
         self._elements = 0
+        self._passed: set[str] = set()  # parameters of the partition that the pass at hand has given a gradient
         self._ready = False
         self._allocated = False
         self._first, self._last = True, True
@@ -152,14 +154,17 @@ class Stage12(Replay):
 
     def _into_partition(self, parameter: Parameter) -> None:
         account, settings = self.account, self.settings
+        self._passed.add(parameter.name)
+        if self._compact:
+            if not account.held("accumulated gradients"):
+                account.allocate("accumulated gradients", self._partition * settings.accumulation_itemsize)
+            if settings.offload_optimizer and self._last:
+                account.spike("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
+            return
         if settings.offload_optimizer:
             if self._last:
                 account.spike("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
                 account.spike("gradients in fp32 at the step", parameter.numel * 4)
-            return
-        if self._compact:
-            if not account.held("accumulated gradients"):
-                account.allocate("accumulated gradients", self._partition * settings.accumulation_itemsize)
             return
         if not self._allocated:
             account.allocate("gradient partition", self._mine_bytes)
@@ -178,12 +183,24 @@ class Stage12(Replay):
                 width = self.settings.accumulation_itemsize if widened else parameter.itemsize
                 self._into_bucket(parameter, cause, parameter.numel * width)
         self._flush()
+        self._fill_up(first=first)
         if self._allocated and not first and account.held("gradient partition") > self._mine_bytes + 512:
             account.free("gradient partition", self._mine_bytes)  # added into the first micro-batch's
         self._allocated = False
         account.free_all("gradients")
         account.free_all("reduction buckets")
         self._ready = False
+
+    def _fill_up(self, *, first: bool) -> None:
+        """get_all_grad_tensors: zeros for parameters without a gradient, as in a pass through a part of the layers."""
+        passed, self._passed = self._passed, set()
+        if self.settings.zero_stage == 1 or self._compact or self.settings.offload_optimizer:
+            return
+        zeros = sum(in_blocks(parameter.size) for parameter in self._mine if parameter.name not in passed)
+        if first:
+            self.account.allocate("gradient partition", zeros)
+        else:
+            self.account.spike("gradient partition", zeros)
 
     def reduce(self) -> None:
         """_flush_coalesced_reduction_zero12: as the reduction of one micro-batch, whose gradients are all there."""
@@ -201,6 +218,10 @@ class Stage12(Replay):
     def finish_reduction(self) -> None:
         """finalize_gradient_accumulation_boundary: gradients that have been added up on the host come back once more."""
         if not self.settings.offload_optimizer:
+            return
+        if self._compact:  # nor do they leave the card before
+            largest = max((parameter.numel for parameter in self._mine), default=0)
+            self.account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
             return
         for parameter in self._mine:
             with self.account.temporary("gradient partition on its way to the host", parameter.size):

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
-from toolkit.memory.account import in_blocks
 from toolkit.memory.engines.course import Course
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
@@ -224,18 +223,6 @@ class Stage3(Replay):
             self._take_waiting(leaf)
         self._flush()
         self._fetcher.end()
-
-    def end_pass(self) -> None:
-        """backward_epilogue."""
-        self._fetcher.end()
-
-    def reduce(self) -> None:
-        """_flush_coalesced_reduction_zero3: whole gradients go through the bucket, one after the other."""
-        self._last = True
-        for parameter in self.trainable:
-            if parameter.name in self._accumulated:
-                self._into_bucket(parameter, in_blocks(parameter.size))
-        self._flush()
 
     def finish_reduction(self) -> None:
         """finalize_gradient_accumulation_boundary: partitions that have been added up on the host come back once more."""

@@ -67,7 +67,12 @@ def split_backward_passes(draft: Draft) -> Iterator[Problem]:
         return
     if settings.zero_stage == 3:
         why = "ZeRO-3 lets a weight go with the pass through its layer, before its gradient is computed"
-        yield _unsplit("parallel.zero_stage", "3", why, "1")
+        if draft.profile.min_zero_stage == 3:
+            yield _unsplit(
+                "parallel.offload", draft.profile.name, f"it needs ZeRO-3, and {why}", "none or optimizer-cpu"
+            )
+        else:
+            yield _unsplit("parallel.zero_stage", "3", why, "1")
     if settings.zero_stage == 2:
         why = "ZeRO-2 reduces gradients as a backward pass gives them, and those of weights come after it"
         yield _unsplit("parallel.zero_stage", "2", why, "1")
@@ -86,27 +91,35 @@ def _unsplit(key: str, value: str, why: str, instead: str) -> Problem:
 
 def passes_without_a_halt(draft: Draft) -> Iterator[Problem]:
     """No part of DeepSpeed waits on the host for all that a card has been given, messages among it, between passes."""
-    section, settings = draft.job.deepspeed, draft.settings
-    if draft.job.parallel.pipeline == 1:
+    pipeline = draft.job.parallel.pipeline
+    if pipeline == 1:
         return
-    switches = {("comms_logger", "enabled"): True, ("flops_profiler", "enabled"): True}
-    if settings.zero_stage == 2:
-        switches["zero_optimization", "overlap_comm"] = True
-    for (part, name), halts in switches.items():
-        values = section.get(part)
-        if not isinstance(values, dict) or values.get(name) is not halts:
-            continue
-        key = f"deepspeed.{part}.{name}"
-        otherwise = ", or set parallel.zero_stage to 1" if name == "overlap_comm" else ""
-        beside = f"pipeline={draft.job.parallel.pipeline}" + (" and zero_stage=2" if name == "overlap_comm" else "")
+    beside = f"pipeline={pipeline}"
+    yield from _halt(draft, "comms_logger", "enabled", beside, source="comm/comm.py timed_op")
+    yield from _halt(
+        draft, "flops_profiler", "enabled", beside, source="profiling/flops_profiler/profiler.py start_time_hook"
+    )
+    if draft.settings.zero_stage == 2:
+        yield from _halt(
+            draft,
+            "zero_optimization",
+            "overlap_comm",
+            f"{beside} and zero_stage=2",
+            instead=", or set parallel.zero_stage to 1",
+            source="runtime/zero/stage_1_and_2.py independent_gradient_partition_epilogue",
+        )
+
+
+def _halt(draft: Draft, part: str, name: str, beside: str, *, source: str, instead: str = "") -> Iterator[Problem]:
+    values = draft.job.deepspeed.get(part)
+    if isinstance(values, dict) and values.get(name) is True:
         yield Problem(
             code="PIPELINE_HALT",
-            key=key,
+            key=f"deepspeed.{part}.{name}",
             message=f"{part}.{name}=true with {beside}: DeepSpeed would wait between passes for messages that another stage "
             "sends only after it has waited too",
-            fix=f"Remove {key}{otherwise}",
-            source="deepspeed runtime/zero/stage_1_and_2.py independent_gradient_partition_epilogue, comm/comm.py timed_op, "
-            "profiling/flops_profiler/profiler.py start_time_hook",
+            fix=f"Remove deepspeed.{part}.{name}{instead}",
+            source=f"deepspeed {source}",
         )
 
 
