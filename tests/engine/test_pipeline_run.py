@@ -79,6 +79,13 @@ OFFLOADING = {
     )
     for offload in ("none", "optimizer-cpu")
 }
+# A pass gives some parameters of a rank's partition no gradient: a weight that waits for the other end, or the other chunk.
+PARTLY = {
+    "tied": plan_of(train={"gradient_accumulation_steps": 4}),
+    "tied interleaved": plan_of(
+        train={"gradient_accumulation_steps": 4}, parallel={"pipeline_schedule": "interleaved", "virtual_stages": 2}
+    ),
+}
 KEEPING = {
     stage: plan_of(
         parallel={"zero_stage": stage},
@@ -139,6 +146,7 @@ def everything(rank: int) -> dict[str, Any]:
         with tk.initialize(plan) as run:
             batches = [step_batches(step, ranks=1)[0] for step in range(2)]
             found[offload] = [(float(run.step(batch)), run.gradient_norm) for batch in batches]
+    found["partitions"] = {name: partition_kept(plan) for name, plan in PARTLY.items()}
     found["kept"] = {stage: gradients_kept(plan) for stage, plan in KEEPING.items()}
     found["halts"] = {
         stage: halts_of_steps(plan_of(parallel={"zero_stage": stage}, train={"gradient_accumulation_steps": 2}))
@@ -194,6 +202,26 @@ def gradients_kept(plan: Plan) -> int:
             kept = sum(weight.grad.numel() for weight in run.model.parameters() if weight.grad is not None)
 
         run.model.register_forward_pre_hook(before)
+        run.step(step_batches(0, ranks=1, accumulation=plan.settings.batch.accumulation)[0])
+    return kept
+
+
+def partition_kept(plan: Plan) -> int:
+    """Bytes of gradients that ZeRO-2 holds between the passes of a step, whole parameters that touch a rank's partition."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    kept = 0
+    end = DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue
+
+    def count(optimizer: Any) -> None:
+        nonlocal kept
+        end(optimizer)
+        held = [grad for grads in optimizer.all_grad_tensors.values() for grad in grads or ()]
+        storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in held}
+        kept = max(kept, sum(storages.values()))
+
+    with pytest.MonkeyPatch.context() as patch, tk.initialize(plan) as run:
+        patch.setattr(DeepSpeedZeroOptimizer, "independent_gradient_partition_epilogue", count)
         run.step(step_batches(0, ranks=1, accumulation=plan.settings.batch.accumulation)[0])
     return kept
 
@@ -313,6 +341,15 @@ def test_gradients_in_fp16_carry_the_scale_of_the_loss(ranks: list[dict[str, Any
 def test_offload_changes_no_sum_in_fp32(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["optimizer-cpu"] == [pytest.approx(step, rel=1e-5) for step in found["none"]]
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PARTLY)
+def test_the_estimate_foresees_what_zero_2_holds_between_passes(ranks: list[dict[str, Any]], name: str) -> None:
+    for found, report in zip(ranks, tk.estimate(PARTLY[name]).ranks, strict=True):
+        foreseen = report.phases["forward"].causes["gradient partition"]
+        assert foreseen == pytest.approx(found["partitions"][name], rel=0.05)
 
 
 @pytest.mark.gloo

@@ -41,7 +41,7 @@ DEFAULTS = [
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 8, "parallel": {"pipeline": 2}}, 2, "they do not fit whole"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 8, "parallel": {"pipeline": 2}}, 1, "since they fit whole"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 4, "parallel": {"pipeline": 2}}, 1, "since they fit whole"),
-    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 4, "train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"pipeline": 2}}, 2, "they do not fit whole"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 16, "train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"pipeline": 4}}, 1, "since they fit whole"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 2, "parallel": {"pipeline": 2}}, 3, "stepped by sub-groups"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 8, "parallel": {"pipeline": 2, "pipeline_schedule": "zb-h1"}}, 1, "weights apart"),
     ("train.attention", {}, "sdpa", "fused"),

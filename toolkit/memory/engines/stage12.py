@@ -62,7 +62,7 @@ class Stage12(Replay):
         self._compact = settings.accumulation_itemsize > settings.itemsize and settings.zero_stage == 2
         self._filled: list[Parameter] = []
         self._elements = 0
-        self._passed: set[str] = set()  # parameters of the partition that the pass at hand has given a gradient
+        self._passed: set[str] = set()  # parameters that the pass at hand has given a gradient
         self._ready = False
         self._allocated = False
         self._first, self._last = True, True
@@ -135,6 +135,7 @@ class Stage12(Replay):
         casts = settings.communication_itemsize != settings.itemsize
         copies = flattens * settings.itemsize + casts * settings.communication_itemsize
         account.spike("reduction buffer", self._elements * copies)
+        self._passed |= {parameter.name for parameter in self._filled}
         for parameter in self._filled:
             if not settings.contiguous_gradients and not settings.offload_optimizer and not self._compact:
                 self._keep_or_clear(parameter)
@@ -154,7 +155,6 @@ class Stage12(Replay):
 
     def _into_partition(self, parameter: Parameter) -> None:
         account, settings = self.account, self.settings
-        self._passed.add(parameter.name)
         if self._compact:
             if not account.held("accumulated gradients"):
                 account.allocate("accumulated gradients", self._partition * settings.accumulation_itemsize)
