@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import card
 from distributed import run_distributed
 from tiny_plans import RANKS, step_batches, tiny_plan
 from torch.nn import functional
@@ -173,13 +174,8 @@ def test_names_are_those_of_bf16(courses: list[dict[str, Any]]) -> None:
 # ---- on a card ---------------------------------------------------------------------------------------------------------
 
 
-def card() -> str | None:
-    """The catalogue's name of the card at hand; None where it has no float8 or is not listed here."""
-    if not torch.cuda.is_available():
-        return None
-    names = {"H200": "h200-sxm-141gb", "H100 80GB HBM3": "h100-sxm-80gb", "L4": "l4-24gb", "L40S": "l40s-48gb"}
-    found = torch.cuda.get_device_name()
-    return next((name for part, name in names.items() if part in found), None)
+def has_float8() -> bool:
+    return card() is not None and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def course_on_the_card(train: dict[str, Any]) -> tuple[list[float], dict[str, int], dict[str, int]]:
@@ -210,7 +206,7 @@ def course_on_the_card(train: dict[str, Any]) -> tuple[list[float], dict[str, in
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(card() is None, reason="needs a card with float8 units")
+@pytest.mark.skipif(not has_float8(), reason="needs a card with float8 units")
 def test_on_a_card_fp8_follows_bf16_in_the_memory_that_was_foreseen() -> None:
     expected, *_ = course_on_the_card({"precision": "bf16"})
     fall = expected[0] - expected[-1]

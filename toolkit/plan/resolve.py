@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
+from toolkit.plan.default_stage import SUB_GROUP_SIZE, default_stage, dp_size_of
 from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.offload import PROFILES
-from toolkit.plan.optimizer_state import STATE_BYTES
 from toolkit.plan.pipeline_layout import layers_of_stages
 from toolkit.plan.plan import Plan
 from toolkit.plan.rules import RULES, RUN_RULES
@@ -18,7 +18,7 @@ from toolkit.spec.catalogue import Gpu, find_gpu
 from toolkit.spec.job import Dtype, Fp8, Job, PartitionWay, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
 from toolkit.spec.values import PipelineSchedule
-from toolkit.units import format_bytes, format_count
+from toolkit.units import format_count
 
 T = TypeVar("T")
 
@@ -34,16 +34,11 @@ _BALANCED_BY: dict[PartitionWay, str] = {
 # Tokens: half of what one micro batch aims at, so that two sequences fill it.
 DEFAULT_SEQUENCE_LENGTH = TARGET_MICRO_BATCH_TOKENS // 2
 
-# Share of a card's memory that model and optimizer state may take before ZeRO-3 becomes the default;
-# the rest is left to activations, buckets and the allocator.
-STATE_SHARE = 0.6
 
 # DeepSpeed's bucket of 5e8 elements costs 1 GB in 16 bit even for small models; 2e8 elements still keep NVLink and
 # PCIe collectives in their bandwidth-bound range (arXiv 2006.15704, section 4: tens of MB suffice).
 MAX_REDUCE_BUCKET = 200_000_000
 
-# DeepSpeed's own default, parameters (runtime/zero/config.py).
-SUB_GROUP_SIZE = 1_000_000_000
 
 # A partial offload moves whole sub-groups (stage3.py: int((1 - ratio) * num_sub_groups)), so the ratio is met within
 # one in this many.
@@ -145,7 +140,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
     accumulation_dtype = chooser.choose(
         "train.gradient_accumulation_dtype", train.gradient_accumulation_dtype, dtype, _accumulation_reason(precision)
     )
-    zero_stage = chooser.choose("parallel.zero_stage", parallel.zero_stage, *_default_stage(job, model, gpu, precision))
+    zero_stage = chooser.choose("parallel.zero_stage", parallel.zero_stage, *default_stage(job, model, gpu, precision))
     attention = chooser.choose("train.attention", train.attention, *_default_attention(model))
     max_steps, epochs = train.max_steps, train.num_train_epochs
     if max_steps is None and epochs is None:
@@ -201,7 +196,7 @@ def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
         micro=train.per_device_train_batch_size,
         accumulation=train.gradient_accumulation_steps,
         train=train.train_batch_size,
-        dp_size=_dp_size(job),
+        dp_size=dp_size_of(job),
         sequence_length=sequence_length,
         wanted_accumulation=1 if job.parallel.pipeline == 1 else MICRO_BATCHES_OF_A_STAGE * job.parallel.pipeline,
     )
@@ -221,10 +216,6 @@ def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
     return batch
 
 
-def _dp_size(job: Job) -> int:
-    return job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline) or 1
-
-
 def _default_precision(gpu: Gpu) -> tuple[Precision, str]:
     if gpu.backend == "gloo":
         return "fp32", "16-bit arithmetic is emulated on most CPUs"
@@ -241,85 +232,6 @@ def _default_attention(model: ModelSpec) -> tuple[Any, str]:
     if model.config.get("attn_logit_softcapping"):
         return "eager", "the model soft-caps its attention scores, which sdpa cannot do"
     return "sdpa", "torch's fused kernels, no extra package"
-
-
-def _default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
-    if job.parallel.strategy != "zero":
-        stages = {"ddp": (0, "DDP replicates everything"), "fsdp2": (3, "FSDP2 shards everything")}
-        return stages[job.parallel.strategy]
-    if job.train.method == "qlora":
-        return 2, "packed 4-bit weights cannot be partitioned"
-    needed = PROFILES[job.parallel.offload].min_zero_stage
-    if needed == 3:
-        return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
-    if job.parallel.pipeline > 1:
-        return _default_stage_of_pipeline(job, model, gpu, precision)
-    alone = _dp_size(job) == 1
-    if alone and job.train.method != "full":
-        return 2, "a single rank has nobody to share frozen weights with: stage 3 would gather them and save nothing"
-    if gpu.memory_bytes is None:
-        return 2, "on CPU memory is shared; stage 2 shards optimizer and gradients"
-    if model.num_parameters is None:
-        return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
-    state, compared = _state_bytes(job, model, precision), _compared(2, job, model, gpu, precision)
-    if state <= STATE_SHARE * gpu.memory_bytes:
-        return 2, f"parameters stay whole, which is fastest, since they fit: {compared}"
-    if alone and model.num_parameters <= SUB_GROUP_SIZE:
-        return 2, "a single rank has nobody to share parameters with, and one optimizer sub-group holds them all"
-    if alone:
-        # Stage 2 makes fp32 gradients of its whole partition for the step (stage_1_and_2.py step), stage 3 of a sub-group.
-        return (
-            3,
-            f"a single rank shares nothing, but stage 3 steps by sub-groups, without fp32 gradients of all: {compared}",
-        )
-    return 3, f"parameters must be sharded too: {compared}"
-
-
-def _default_stage_of_pipeline(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
-    if job.parallel.pipeline_schedule == "zb-h1":
-        return 1, "zb-h1 computes the gradients of weights apart, and reduces them once a step"
-    if gpu.memory_bytes is None:
-        return 1, "a pipeline reduces gradients once a step, which is fastest, and on CPU memory is shared"
-    alone = _dp_size(job) == 1
-    if alone and job.train.method != "full":
-        return 1, "a single replica has nobody to share frozen weights with"
-    if model.num_parameters is None:
-        return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
-    limit = STATE_SHARE * gpu.memory_bytes
-    whole = _compared(1, job, model, gpu, precision)
-    if _state_bytes(job, model, precision, stage=1) <= limit:
-        return 1, f"a pipeline reduces gradients once a step, which is fastest, since they fit whole: {whole}"
-    sharded = _compared(2, job, model, gpu, precision)
-    if not alone and _state_bytes(job, model, precision) <= limit:
-        return 2, f"gradients are reduced after each micro-batch, since they do not fit whole: {sharded}"
-    if alone and model.num_parameters <= job.parallel.pipeline * SUB_GROUP_SIZE:
-        return (
-            1,
-            "a single replica has nobody to share parameters with, and one optimizer sub-group holds those of a stage",
-        )
-    return 3, f"parameters must be sharded too, or stepped by sub-groups: {sharded}"
-
-
-def _compared(stage: int, job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> str:
-    assert gpu.memory_bytes is not None
-    state = format_bytes(_state_bytes(job, model, precision, stage=stage))
-    return f"{state} of state a rank under stage {stage} against {STATE_SHARE:.0%} of {format_bytes(gpu.memory_bytes)}"
-
-
-def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int = 2) -> float:
-    """Bytes a rank of parameters, gradients and optimizer state (deepspeed zero/stage_1_and_2.py).
-
-    Under ZeRO-1 a pipeline keeps the gradients of a rank's stages whole until it reduces them once a step, or their sums
-    in fp32 where these are wanted.
-    """
-    assert model.num_parameters is not None
-    width = 4 if precision == "fp32" else 2
-    trainable = trainable_parameters(job, model) or model.num_parameters
-    optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
-    share = job.parallel.tensor * job.parallel.pipeline
-    in_fp32 = job.train.gradient_accumulation_dtype == "fp32" and precision != "fp32"
-    gradients = width / job.cluster.num_ranks if stage == 2 else (4 if in_fp32 else width) / share
-    return width * model.num_parameters / share + trainable * (gradients + optimizer / job.cluster.num_ranks)
 
 
 def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:
