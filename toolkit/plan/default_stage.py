@@ -42,7 +42,8 @@ def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) ->
         return 2, "on CPU memory is shared; stage 2 shards optimizer and gradients"
     if model.num_parameters is None:
         return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
-    state, compared = _state_bytes(job, model, precision), _compared(2, job, model, gpu, precision)
+    state = _state_bytes(job, model, precision, stage=2)
+    compared = _compared(state, gpu.memory_bytes, stage=2)
     if state <= STATE_SHARE * gpu.memory_bytes:
         return 2, f"parameters stay whole, which is fastest, since they fit: {compared}"
     if alone and model.num_parameters <= SUB_GROUP_SIZE:
@@ -67,27 +68,27 @@ def _default_stage_of_pipeline(job: Job, model: ModelSpec, gpu: Gpu, precision: 
     if model.num_parameters is None:
         return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
     limit = STATE_SHARE * gpu.memory_bytes
-    whole = _compared(1, job, model, gpu, precision)
-    if _state_bytes(job, model, precision, stage=1) <= limit:
-        return 1, f"a pipeline reduces gradients once a step, which is fastest, since they fit whole: {whole}"
-    sharded = _compared(2, job, model, gpu, precision)
-    if not alone and _state_bytes(job, model, precision) <= limit:
-        return 2, f"gradients are reduced after each micro-batch, since they do not fit whole: {sharded}"
+    whole, sharded = (_state_bytes(job, model, precision, stage=stage) for stage in (1, 2))
+    if whole <= limit:
+        compared = _compared(whole, gpu.memory_bytes, stage=1)
+        return 1, f"a pipeline reduces gradients once a step, which is fastest, since they fit whole: {compared}"
+    compared = _compared(sharded, gpu.memory_bytes, stage=2)
+    if not alone and sharded <= limit:
+        return 2, f"gradients are reduced after each micro-batch, since they do not fit whole: {compared}"
     if alone and model.num_parameters <= job.parallel.pipeline * SUB_GROUP_SIZE:
         return (
             1,
             "a single replica has nobody to share parameters with, and one optimizer sub-group holds those of a stage",
         )
-    return 3, f"parameters must be sharded too, or stepped by sub-groups: {sharded}"
+    return 3, f"parameters must be sharded too, or stepped by sub-groups: {compared}"
 
 
-def _compared(stage: int, job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> str:
-    assert gpu.memory_bytes is not None
-    state = format_bytes(_state_bytes(job, model, precision, stage=stage))
-    return f"{state} of state a rank under stage {stage} against {STATE_SHARE:.0%} of {format_bytes(gpu.memory_bytes)}"
+def _compared(state: float, memory_bytes: int, *, stage: int) -> str:
+    against = f"{STATE_SHARE:.0%} of {format_bytes(memory_bytes)}"
+    return f"{format_bytes(state)} of state a rank under stage {stage} against {against}"
 
 
-def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int = 2) -> float:
+def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int) -> float:
     """Bytes a rank of parameters, gradients and optimizer state (deepspeed zero/stage_1_and_2.py).
 
     Under ZeRO-1 a pipeline keeps the gradients of a rank's stages whole until it reduces them once a step, or their sums

@@ -149,12 +149,12 @@ class Replay(ABC):
             ):
                 self._let_go(action)
         self._sent_until(0)
+        self._settle(course)
         if course.reduces_once:
-            self._settle(course)
             if self._accumulated:
                 self.reduce()
         else:
-            self._reduce_shared(course)
+            self._reduce_shared()
             if self._reduced:
                 self.finish_reduction()
         self._accumulated.clear()
@@ -247,24 +247,22 @@ class Replay(ABC):
         self._accumulated.add(parameter.name)
         if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE:
             self.account.allocate("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
-            if self.settings.zero_stage < 3:
+            if self.settings.zero_stage < 3:  # a partitioned parameter keeps it: it could not be given another
                 self.account.free("gradients", size)
 
     def _settle(self, course: Course) -> None:
         """Sums in fp32 are rounded to gradients, one after the other."""
         for parameter in self.trainable:
             if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE and parameter.name in self._accumulated:
-                self.account.allocate("gradients", parameter.size)
+                if self.settings.zero_stage < 3:
+                    self.account.allocate("gradients", parameter.size)
                 self.account.free("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
 
-    def _reduce_shared(self, course: Course) -> None:
+    def _reduce_shared(self) -> None:
         """The gradient that both ends of the pipeline have added up is reduced as those of a backward pass are."""
         if self.trace.shared not in self._accumulated:
             return
         parameter = self.by_name[self.trace.shared]
-        if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE and self.settings.zero_stage < 3:
-            self.account.allocate("gradients", parameter.size)
-        self.account.free_all("gradient sums in fp32")
         self.begin_backward(first=False, last=False)
         self.gradient(parameter, in_blocks(parameter.size))
         self.end_backward(first=False, last=False)
