@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from zero3_file import BOTH_OFFLOADS, ZERO_3
 
+from toolkit.deepspeed_spec import read_user_config
 from toolkit.errors import PlanError, SpecError
 from toolkit.memory.case import Case
 from toolkit.memory.deepspeed_file import DeepSpeedFile
@@ -48,14 +49,14 @@ def job_of(*, model="llama-3.2-1b", ranks=2, deepspeed=None, train=None, paralle
 
 def resolved(config, **job):
     """Gives the plan and the configuration without "auto"."""
-    file = DeepSpeedFile.of(config)
+    file = DeepSpeedFile.of(read_user_config(config))
     plan = Case.of(job_of(**job), file=file).plan()
     return plan, file.resolved(plan)
 
 
 def codes(config):
     with pytest.raises(SpecError) as caught:
-        DeepSpeedFile.of(config, name="ds.json")
+        read_user_config(config)
     return list(caught.value.codes)
 
 
@@ -161,10 +162,10 @@ def test_without_an_optimizer_it_is_that_of_the_job():
 
 
 def test_spellings_that_deepspeed_takes_too():
-    file = DeepSpeedFile.of(
+    user = read_user_config(
         {"zero_optimization": {"stage": 3, "cpu_offload": True, "max_live_parameters": 5e8, "offload_param": None}}
     )
-    assert file.config["zero_optimization"] == {
+    assert user.config["zero_optimization"] == {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},
         "stage3_max_live_parameters": 500_000_000,
@@ -197,14 +198,14 @@ def test_what_is_refused(config, found):
 
 def test_the_nearest_key_is_shown():
     with pytest.raises(SpecError, match=r"Did you mean zero_optimization\.reduce_bucket_size"):
-        DeepSpeedFile.of({"zero_optimization": {"reduce_buket_size": 1}})
+        read_user_config({"zero_optimization": {"reduce_buket_size": 1}})
 
 
 @pytest.mark.parametrize(
     "section", ["scheduler", "tensorboard", "checkpoint", "activation_checkpointing", "data_efficiency"]
 )
 def test_what_memory_does_not_depend_on_may_be_there(section):
-    assert DeepSpeedFile.of({section: {"anything": 1}}).config
+    assert read_user_config({section: {"anything": 1}}).config
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def test_a_deepspeed_section_beside_the_file():
 
 
 def test_changes_go_where_the_file_is_their_home():
-    file = DeepSpeedFile.of({"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}})
+    file = DeepSpeedFile.of(read_user_config({"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}))
     values = {
         "parallel.zero_stage": 3,
         "parallel.offload": "full-cpu",
@@ -291,7 +292,7 @@ def test_changes_go_where_the_file_is_their_home():
 
 
 def test_what_the_file_stands_in_place_of_is_said():
-    file = DeepSpeedFile.of({"zero_optimization": {"stage": 1}}, name="ds.json")
+    file = DeepSpeedFile.of(read_user_config({"zero_optimization": {"stage": 1}}))
     job = job_of(parallel={"zero_stage": 3, "offload": "full-cpu"}, train={"gradient_accumulation_dtype": "fp32"})
     said = " | ".join(file.notes(job))
     for part in ("zero_stage=1", "the job's 3", "the job's full-cpu", "no optimizer", "grad_accum_dtype"):

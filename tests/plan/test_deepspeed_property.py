@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plan_jobs import job_of, jobs, plan_of, resolved, sections
 
+from toolkit.deepspeed_spec.schema import REMOVED, DeepSpeedKeys
 from toolkit.errors import PlanError
 from toolkit.plan.deepspeed_config import merge
-from toolkit.plan.deepspeed_schema import REMOVED, DeepSpeedKeys
 
 # Codes about keys that are ours alone: no library sees them.
 OWN = {

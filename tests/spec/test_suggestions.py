@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.plan.deepspeed_schema import HOMES, DeepSpeedKeys, schema_paths
+from toolkit.deepspeed_spec.schema import HOMES, DeepSpeedKeys, schema_paths
 from toolkit.spec.schema import known_keys
 from toolkit.spec.suggestions import nearest, nearest_key
 

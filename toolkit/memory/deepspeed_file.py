@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import PlanError, Problem, SpecError, raise_all
-from toolkit.memory.deepspeed_file_keys import auto_paths, key_problems, normalized, without
-from toolkit.memory.deepspeed_file_text import read_object
+from toolkit.deepspeed_spec.user_file import UserConfig, read_user_config
+from toolkit.deepspeed_spec.user_keys import auto_paths, without
+from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.deepspeed_config import merge
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.plan import Plan
@@ -37,21 +37,13 @@ class DeepSpeedFile:
 
     @classmethod
     def read(cls, path: Path) -> DeepSpeedFile:
-        """Reads a file strictly: plain JSON, as Trainer and Accelerate take it; DeepSpeed alone takes hjson, too.
-
-        Raises:
-            SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, DS_FILE_SYNTAX, DS_FILE_DUPLICATE; or with every key that
-                DeepSpeed would refuse, ignore or drop: DS_FILE_UNKNOWN, DS_FILE_REMOVED, DS_FILE_VALUE, DS_FILE_AUTO;
-                or that cannot be estimated: DS_FILE_UNPRICED.
-        """
-        return cls.of(read_object(path), name=path.name)
+        """Reads a file; raises as `read_user_config` does."""
+        return cls.of(read_user_config(path))
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, name: str = "deepspeed config") -> DeepSpeedFile:
-        """Checks a configuration that is already read; raises as `read` does."""
-        made = normalized(config)
-        raise_all(SpecError, key_problems(made, name=name))
-        return cls(name=name, config=made)
+    def of(cls, user: UserConfig) -> DeepSpeedFile:
+        """Takes a configuration that is already checked."""
+        return cls(name=user.name, config=user.config)
 
     @property
     def zero_stage(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from toolkit.deepspeed_spec.schema import HOMES, ZeroKeys
 from toolkit.errors import Problem
-from toolkit.plan.deepspeed_schema import HOMES, ZeroKeys
 from toolkit.plan.draft import Draft
 from toolkit.topology.grid import divisors, join
 

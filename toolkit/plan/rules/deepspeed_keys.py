@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolkit.deepspeed_spec.schema import HOMES, REMOVED, DeepSpeedKeys, leaf_values, schema_paths
 from toolkit.errors import Problem
-from toolkit.plan.deepspeed_schema import HOMES, REMOVED, DeepSpeedKeys, leaf_values, schema_paths
 from toolkit.plan.draft import Draft
 from toolkit.spec.suggestions import nearest_key
 

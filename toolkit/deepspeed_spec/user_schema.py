@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
-from toolkit.plan.deepspeed_schema import (
+from toolkit.deepspeed_spec.schema import (
     Bf16Keys,
     DeepSpeedKeys,
     Fp16Keys,

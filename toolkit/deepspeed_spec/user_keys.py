@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.errors import Problem
-from toolkit.memory.deepspeed_file_schema import (
+from toolkit.deepspeed_spec.schema import REMOVED, leaf_values, schema_paths
+from toolkit.deepspeed_spec.user_schema import (
     ALIASED,
     OTHER_AUTO,
     PRICED_OPTIMIZERS,
@@ -20,7 +20,7 @@ from toolkit.memory.deepspeed_file_schema import (
     UNPRICED,
     FileKeys,
 )
-from toolkit.plan.deepspeed_schema import REMOVED, leaf_values, schema_paths
+from toolkit.errors import Problem
 from toolkit.spec.suggestions import nearest_key
 
 
