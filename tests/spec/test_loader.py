@@ -88,6 +88,8 @@ def test_a_deepspeed_size_may_have_an_exponent():
         ("data: {train: ['']}", "data.train"),
         ('data: {train: "a\\nb.jsonl"}', "data.train"),
         (f"data: {{train: {'a' * 300}.jsonl}}", "data.train"),
+        (f"data: {{train: {'a/' * 4000}b.jsonl}}", "data.train"),
+        (f"train: {{output_dir: {'a/' * 4000}}}", "train.output_dir"),
         ("data: {train: a.jsonl, split: ''}", "data.split"),
         ("train: {method: lora, lora: {target_modules: []}}", "train.lora.target_modules"),
     ],
@@ -318,6 +320,9 @@ def test_a_key_that_is_not_a_word(text):
         "a: !!map b",
         "a: !!timestamp b",
         "a: \x00",
+        'a: "\\U99999999"',
+        'a: "\\ud800"',
+        "a: !!int &x",
         "a: 1\n---\nb: 2",
     ],
 )
@@ -470,7 +475,11 @@ def test_any_mapping_is_a_job_or_a_spec_error(document):
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.text(max_size=40) | st.text(alphabet="a: -{}[]&*!\"'\n#<|>%@`1.e", max_size=40))
+@given(
+    text=st.text(max_size=40)
+    | st.text(alphabet="a: -{}[]&*!\"'\n#<|>%@`1.e", max_size=40)
+    | st.text(alphabet="\\UuxN9dF0 ", max_size=12).map('a: "{}"'.format)
+)
 def test_any_text_is_a_mapping_or_a_spec_error(text):
     found = errors_of(lambda value: parse_yaml(value, name="garbage.yaml"), text)
     assert all(problem.code.startswith("YAML_") for problem in found)

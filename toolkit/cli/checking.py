@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.cli.options import collect
 from toolkit.cli.topology import place_job
-from toolkit.errors import Problem
+from toolkit.errors import Problem, SpecError
 from toolkit.plan.plan import Plan
 from toolkit.plan.refusals import refusals
 from toolkit.plan.resolve import resolve_with
@@ -21,6 +21,7 @@ from toolkit.spec.dataset import DatasetFacts, peek
 from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Job
 from toolkit.spec.model import ModelSpec, resolve_model
+from toolkit.spec.paths import expanded, is_folder, path_kind, shown
 from toolkit.spec.tokenizer import TokenizerFacts, read_tokenizer_facts
 
 _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
@@ -65,8 +66,7 @@ def check(job: Job, *, rules: bool = True) -> Verdict:
         data, found = peek(job.data)
         problems += found
     problems += output_problems(job.train.output_dir)
-    problems += _missing_tokenizer(job)
-    tokenizer = _tokenizer_folder(job, model)
+    tokenizer = collect(problems, lambda: _tokenizer_folder(job, model))
     facts, unread = None, len(problems)
     if tokenizer is not None:
         facts = collect(problems, lambda: read_tokenizer_facts(tokenizer))
@@ -84,6 +84,11 @@ def check(job: Job, *, rules: bool = True) -> Verdict:
 
 def output_problems(folder: Path) -> Iterator[Problem]:
     """Says whether a file stands where output_dir, or a folder above it, must be one."""
+    try:
+        path_kind(folder, key="train.output_dir")
+    except SpecError as error:
+        yield from error.problems
+        return
     nearest = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
     if nearest is not None and not nearest.is_dir():
         yield Problem(
@@ -95,26 +100,25 @@ def output_problems(folder: Path) -> Iterator[Problem]:
 
 
 def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
-    """Gives the local folder that the tokenizer will be read from; None for the hub, or where there is none."""
-    if job.model.tokenizer is not None:
-        folder = _expanded(job.model.tokenizer)
-        return folder if folder.is_dir() else None
-    return model.path if model is not None and model.origin == "folder" else None
+    """Gives the local folder that the tokenizer will be read from; None for the hub, or where there is none.
 
-
-def _expanded(name: str) -> Path:
-    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises for an unknown user
-
-
-def _missing_tokenizer(job: Job) -> Iterator[Problem]:
+    Raises:
+        SpecError: PATH_UNREADABLE; TOKENIZER_NOT_FOUND, for what can only be a folder and is none.
+    """
     name = job.model.tokenizer
-    if name is not None and name.startswith((".", "/", "~")) and not _expanded(name).is_dir():
-        yield Problem(
+    if name is None:
+        return model.path if model is not None and model.origin == "folder" else None
+    folder = expanded(name)
+    if is_folder(folder, key="model.tokenizer"):
+        return folder
+    if name.startswith((".", "/", "~")):
+        raise SpecError.of(
             code="TOKENIZER_NOT_FOUND",
             key="model.tokenizer",
-            message=f"tokenizer={name} is no folder on this machine",
+            message=f"tokenizer={shown(name)} is no folder on this machine",
             fix="Name a folder with tokenizer.json, or a hub id",
         )
+    return None
 
 
 def _tokenizer_problems(

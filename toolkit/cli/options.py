@@ -106,7 +106,9 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
 
 def is_plan_file(path: Path) -> bool:
     """Whether a file is a plan.json, whole or damaged, rather than a job: it is called so or has a schema version."""
-    if path.suffix != ".json" or not path.is_file():
+    from toolkit.spec.paths import is_file
+
+    if path.suffix != ".json" or not is_file(path, key=str(path)):
         return False
     return path.name == "plan.json" or b'"schema_version"' in path.read_bytes()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from toolkit.errors import Problem, RunError, raise_all
 from toolkit.plan.optimizer_state import STATE_BYTES
 from toolkit.plan.plan import Plan
+from toolkit.spec.paths import path_kind
 from toolkit.units import format_bytes
 
 # DeepSpeed's name for its folder below nvme_path (runtime/zero/stage3.py _configure_tensor_swapping).
@@ -29,6 +30,7 @@ def check_nvme(plan: Plan) -> None:
 
     Raises:
         RunError: NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
+        SpecError: PATH_UNREADABLE.
     """
     folder = plan.job.cluster.nvme_path
     if not plan.profile.needs_nvme or folder is None:
@@ -107,8 +109,9 @@ def locked_bytes(plan: Plan) -> int:
 
 
 def _folder_problems(folder: Path) -> Iterator[Problem]:
-    if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
+    kind = path_kind(folder, key="cluster.nvme_path")
+    if kind != "folder":
+        what = "does not exist" if kind == "absent" else "is no folder"
         yield _problem(
             code="NVME_FOLDER",
             message=f"nvme_path={folder} {what}",

@@ -7,6 +7,7 @@ from pathlib import Path
 from toolkit.errors import DataError, Problem
 from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Data
+from toolkit.spec.paths import path_kind, shown
 
 CHATML = "chatml"
 
@@ -41,13 +42,14 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
         base: Folder that a relative path starts from; the working directory when None.
     Raises:
         DataError: DATA_CHAT_TEMPLATE_FILE, if it is no readable text, or empty.
+        SpecError: PATH_UNREADABLE.
     """
     if name == CHATML:
         return CHATML_TEMPLATE
     path = (base or Path.cwd()) / name
     try:
-        if not path.is_file():
-            raise ValueError("there is no such file" if not path.exists() else "it is no file")
+        if (kind := path_kind(path, key="data.chat_template")) != "file":
+            raise ValueError("there is no such file" if kind == "absent" else "it is no file")
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)
         if not text.strip():
@@ -56,7 +58,7 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
             raise ValueError(f"it holds more than {_MAX_CHARACTERS:,} characters")
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         reason = getattr(error, "strerror", None) or error
-        raise DataError(chat_template_problem(name, f"{path} cannot be read: {reason}")) from None
+        raise DataError(chat_template_problem(name, f"{shown(path)} cannot be read: {reason}")) from None
     return text
 
 
@@ -99,7 +101,7 @@ def chat_template_problem(name: str, what: str) -> Problem:
     return Problem(
         code="DATA_CHAT_TEMPLATE_FILE",
         key="data.chat_template",
-        message=f"data.chat_template={name}: {what}",
+        message=f"data.chat_template={shown(name)}: {what}",
         fix="Name a UTF-8 file with a Jinja template, or write chatml",
     )
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import DataError, Problem, raise_all
+from toolkit.errors import DataError, Problem, SpecError, ToolkitError, raise_all
 from toolkit.spec.chat_template import CHATML, read_chat_template, template_problems, unused_chat_template
 from toolkit.spec.dataset_columns import resolve_layout
 from toolkit.spec.dataset_files import SUFFIXES, Head, Kind, read_head
 from toolkit.spec.dataset_formats import Format, as_format, loss_on_problem
 from toolkit.spec.dataset_layouts import Layout, unread_columns
 from toolkit.spec.job import Data
+from toolkit.spec.paths import PathKind, expanded, is_file, is_folder, num_bytes, path_kind, shown
 from toolkit.spec.suggestions import nearest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -87,7 +88,7 @@ def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[P
         base: Folder that relative paths start from; the working directory when None.
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
-        DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
+        PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
         DATA_REVISION, DATA_VALIDATION, DATA_CHAT_TEMPLATE_FILE, DATA_CHAT_TEMPLATE_UNUSED.
     """
     problems: list[Problem] = []
@@ -125,30 +126,33 @@ def _entries(key: str, names: str | tuple[str, ...] | None) -> list[tuple[str, s
 
 
 def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problems: list[Problem]) -> SourceFacts | None:
-    # Path.expanduser raises for an unknown user, and Path.resolve for links in a circle before Python 3.13.
-    path = Path(os.path.realpath(root / os.path.expanduser(name)))  # noqa: PTH111
-    wanted = None if data.format == "auto" else as_format(data.format)
-    if not path.exists():
-        if is_hub_id(name):
-            return SourceFacts(name=name, kind="hub", path=None, columns=(), format=wanted, num_bytes=None)
-        near = nearest(path.name, (entry.name for entry in path.parent.glob("*")))
-        fix = (
-            f"Did you mean {path.with_name(near[0])}" if near else "Name an existing file, or a hub id such as org/name"
-        )
-        where = "" if path.parent.is_dir() else f": the folder {path.parent} does not exist either"
-        message = f"{key}={name} is not found at {path}{where}"
-        problems.append(Problem(code="DATA_NOT_FOUND", key=key, message=message, fix=fix))
+    path = root / expanded(name)
+    try:
+        found = path_kind(path, key=key)
+        path = Path(os.path.realpath(path))  # Path.resolve raises for links in a circle before Python 3.13
+        if found == "absent":
+            if is_hub_id(name):
+                format_ = None if data.format == "auto" else as_format(data.format)
+                return SourceFacts(name=name, kind="hub", path=None, columns=(), format=format_, num_bytes=None)
+            problems.append(_not_found(name, path, key=key))
+            return None
+        kind = _local_kind(path, found, key=key)
+        if kind is None:
+            problems.append(_odd_kind(name, path, found, key=key))
+            return None
+        size = num_bytes(path, key=key)
+    except SpecError as error:
+        problems += error.problems
         return None
-    kind = _local_kind(path)
-    if kind is None:
-        what = _odd_kind(path)
-        message = f"{key}={name} is of no kind that is read: {what}"
-        fix = f"Name a file ending in {', '.join(SUFFIXES)}, or a folder written by Dataset.save_to_disk"
-        problems.append(Problem(code="DATA_SUFFIX", key=key, message=message, fix=fix))
-        return None
+    return _read_source(name, path, kind, data, key=key, split=split, size=size, problems=problems)
+
+
+def _read_source(
+    name: str, path: Path, kind: Kind, data: Data, *, key: str, split: str, size: int, problems: list[Problem]
+) -> SourceFacts:
     head = read_head(path, kind, key=key, split=split)
     problems += head.problems
-    format_ = wanted
+    format_ = None if data.format == "auto" else as_format(data.format)
     unread: tuple[str, ...] = ()
     if head.columns:
         resolved = resolve_layout(head.columns, data.format, key=key, name=name)
@@ -160,11 +164,17 @@ def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problem
             problems += _type_problems(head.records, resolved, key=key, name=name)
             problems += _blank_problems(head.records, format_, key=key, name=name)
             unread = _unread(resolved, head)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    num_bytes = sum(file.stat().st_size for file in files)
     return SourceFacts(
-        name=name, kind=kind, path=path, columns=head.columns, format=format_, num_bytes=num_bytes, unread=unread
+        name=name, kind=kind, path=path, columns=head.columns, format=format_, num_bytes=size, unread=unread
     )
+
+
+def _not_found(name: str, path: Path, *, key: str) -> Problem:
+    near = nearest(path.name, (entry.name for entry in path.parent.glob("*")))
+    fix = f"Did you mean {path.with_name(near[0])}" if near else "Name an existing file, or a hub id such as org/name"
+    where = "" if is_folder(path.parent, key=key) else f": the folder {shown(path.parent)} does not exist either"
+    message = f"{key}={shown(name)} is not found at {shown(path)}{where}"
+    return Problem(code="DATA_NOT_FOUND", key=key, message=message, fix=fix)
 
 
 def is_hub_id(name: str) -> bool:
@@ -173,17 +183,23 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and suffix not in SUFFIXES and suffix not in _FILE_SUFFIXES
 
 
-def _local_kind(path: Path) -> Kind | None:
-    if path.is_dir():
-        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+def _local_kind(path: Path, found: PathKind, *, key: str) -> Kind | None:
+    if found == "folder":
+        saved = any(is_file(path / name, key=key) for name in ("state.json", "dataset_dict.json"))
         return "saved" if saved else None
-    return SUFFIXES.get(path.suffix.lower()) if path.is_file() else None  # a pipe would be waited for
+    return SUFFIXES.get(path.suffix.lower()) if found == "file" else None  # a pipe would be waited for
 
 
-def _odd_kind(path: Path) -> str:
-    if path.is_dir():
-        return "a folder without state.json or dataset_dict.json"
-    return f"suffix={path.suffix or 'none'}" if path.is_file() else "a pipe or a device"
+def _odd_kind(name: str, path: Path, found: PathKind, *, key: str) -> Problem:
+    what = "a pipe or a device" if found == "other" else f"suffix={path.suffix or 'none'}"
+    if found == "folder":
+        what = "a folder without state.json or dataset_dict.json"
+    return Problem(
+        code="DATA_SUFFIX",
+        key=key,
+        message=f"{key}={name} is of no kind that is read: {what}",
+        fix=f"Name a file ending in {', '.join(SUFFIXES)}, or a folder written by Dataset.save_to_disk",
+    )
 
 
 def _type_problems(
@@ -270,7 +286,7 @@ def _template_problems(data: Data, root: Path) -> tuple[Problem, ...]:
         return ()
     try:
         return tuple(template_problems(name, read_chat_template(name, base=root)))
-    except DataError as error:
+    except ToolkitError as error:
         return error.problems
 
 

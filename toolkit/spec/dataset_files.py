@@ -308,4 +308,6 @@ def _read_saved(path: Path, key: str, split: str) -> Head:
                 rows += batch.slice(0, PEEK_RECORDS - len(rows)).to_pylist()
                 if len(rows) >= PEEK_RECORDS:
                     break
+    if not isinstance(info["features"], dict):  # by name, as `Features` of `datasets` writes itself
+        raise ValueError(f"features of dataset_info.json is {kind_of(info['features'])}, not an object")
     return Head(columns=tuple(info["features"]), records=tuple(enumerate(rows, 1)))

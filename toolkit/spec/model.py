@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from toolkit.spec.dimensions import read_dimensions
 from toolkit.spec.job import Model
 from toolkit.spec.json_text import read_json_object
 from toolkit.spec.parameters import count_parameters
+from toolkit.spec.paths import expanded, is_file, path_kind, shown
 from toolkit.spec.weights import Weights, count_stored_parameters, find_weights
 
 Origin = Literal["hub", "folder", "file", "catalogue"]
@@ -150,14 +150,15 @@ def resolve_model(model: Model) -> ModelSpec:
     Args:
         model: The job's `model` section.
     Raises:
-        SpecError: MODEL_NOT_FOUND, MODEL_OFFLINE, MODEL_GATED, MODEL_CONFIG_INVALID, MODEL_NOT_DECODER or
+        SpecError: PATH_UNREADABLE, MODEL_NOT_FOUND, MODEL_OFFLINE, MODEL_GATED, MODEL_CONFIG_INVALID, MODEL_NOT_DECODER or
             MODEL_REVISION_UNUSED.
     """
     name = model.name
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises for an unknown user
-    if path.is_file():
+    path = expanded(name)
+    kind = path_kind(path, key=_KEY)
+    if kind == "file":
         return _from_file(model, path)
-    if (path / "config.json").is_file():
+    if kind == "folder" and is_file(path / "config.json", key=_KEY):
         _refuse_revision(model, "a local folder")
         config = _read_json(path / "config.json")
         return _build(
@@ -165,18 +166,18 @@ def resolve_model(model: Model) -> ModelSpec:
         )
     if name in model_names():
         return _from_catalogue(model)
-    if path.is_dir():
-        held = "only a LoRA adapter" if (path / "adapter_config.json").is_file() else "no config.json"
+    if kind == "folder":
+        held = "only a LoRA adapter" if is_file(path / "adapter_config.json", key=_KEY) else "no config.json"
         raise _not_found(name, f"model={name} is a folder that holds {held}")
     if name.startswith((".", "/", "~")) or path.suffix == ".json":
-        raise _not_found(name, f"model={name} does not exist on this machine")
+        raise _not_found(name, f"model={shown(name)} does not exist on this machine")
     return _from_hub(model)
 
 
 def _from_file(model: Model, path: Path) -> ModelSpec:
     _refuse_revision(model, "a file")
     if path.suffix != ".json":
-        raise _not_found(model.name, f"model={model.name} is a file, but not a config.json")
+        raise _not_found(model.name, f"model={shown(model.name)} is a file, but not a config.json")
     return _build(model, _read_json(path), source=path, origin="file")
 
 
@@ -224,25 +225,27 @@ def _download_config(model: Model, *, offline: bool) -> Path:
         raise SpecError.of(
             code="MODEL_GATED",
             key=_KEY,
-            message=f"model={name} is gated: its licence must be accepted by the account of your token",
+            message=f"model={shown(name)} is gated: its licence must be accepted by the account of your token",
             fix=f"Accept it at https://huggingface.co/{name} and run `hf auth login`{_catalogue_hint(name)}",
             source="huggingface_hub, hf_hub_download",
         ) from error
     except (errors.HFValidationError, errors.RepositoryNotFoundError) as error:
         raise _not_found(
-            name, f"model={name} is no local path, no catalogue name and no hub repository you can see"
+            name, f"model={shown(name)} is no local path, no catalogue name and no hub repository you can see"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise _not_found(name, f"model={name} has no revision {model.revision}") from error
+        raise _not_found(name, f"model={shown(name)} has no revision {model.revision}") from error
     except errors.LocalEntryNotFoundError as error:
         raise _offline(
-            name, f"model={name}{at} is not in the hub's cache, and the hub is off or out of reach"
+            name, f"model={shown(name)}{at} is not in the hub's cache, and the hub is off or out of reach"
         ) from error
     except errors.EntryNotFoundError as error:
-        raise _not_found(name, f"model={name}{at} holds no config.json: an adapter or another file format") from error
+        raise _not_found(
+            name, f"model={shown(name)}{at} holds no config.json: an adapter or another file format"
+        ) from error
     except OSError as error:  # HfHubHTTPError and httpx's connection errors are among them
         raise _offline(
-            name, f"model={name} could not be fetched from the hub: {' '.join(str(error).split())}"
+            name, f"model={shown(name)} could not be fetched from the hub: {' '.join(str(error).split())}"
         ) from error
 
 
@@ -260,7 +263,7 @@ def _build(
         raise SpecError.of(
             code="MODEL_NOT_DECODER",
             key=_KEY,
-            message=f"model={model.name} is an encoder-decoder (model_type {config.get('model_type')}): "
+            message=f"model={shown(model.name)} is an encoder-decoder (model_type {config.get('model_type')}): "
             "training and planning here are for causal language models",
             fix="Name a decoder-only model",
         )

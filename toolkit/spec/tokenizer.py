@@ -10,8 +10,10 @@ from typing import Any
 
 from toolkit.errors import Problem, SpecError
 from toolkit.spec.json_text import read_json_object
+from toolkit.spec.paths import is_file
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
+_KEY = "model.tokenizer"
 # Jinja's block marks, with the whitespace control that templates in use carry.
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -44,11 +46,11 @@ def read_tokenizer_facts(folder: Path) -> TokenizerFacts | None:
     Returns:
         The facts, or None if the folder holds no tokenizer.
     Raises:
-        SpecError: TOKENIZER_INVALID, if one of its files cannot be read.
+        SpecError: PATH_UNREADABLE; TOKENIZER_INVALID, if one of its files cannot be read.
     Source:
         transformers 5, tokenization_utils_base.py: from_pretrained, save_chat_templates.
     """
-    if not any((folder / name).is_file() for name in FILES):
+    if not any(is_file(folder / name, key=_KEY) for name in FILES):
         return None
     config = _read_object(folder / "tokenizer_config.json")
     special = {**_read_object(folder / "special_tokens_map.json"), **config}
@@ -63,7 +65,7 @@ def read_tokenizer_facts(folder: Path) -> TokenizerFacts | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_file(path, key=_KEY):
         return {}
     try:
         return read_json_object(path)
@@ -90,10 +92,10 @@ def _token(value: Any) -> str | None:
 def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
     path = folder / "tokenizer.json"
     try:
-        if path.is_file():
+        if is_file(path, key=_KEY):
             return _largest_id(_ids_of_fast(_read_object(path)))
         path = folder / "vocab.json"
-        if path.is_file():
+        if is_file(path, key=_KEY):
             added = _read_object(folder / "added_tokens.json").values()
             decoder = map(int, config.get("added_tokens_decoder", {}))
             return _largest_id([*_read_object(path).values(), *added, *decoder])
@@ -125,7 +127,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, boo
     """Gives the default chat template, and whether there are others by name."""
     others = any((folder / "additional_chat_templates").glob("*.jinja"))
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if is_file(path, key=_KEY):
         try:
             return path.read_text(encoding="utf-8"), others
         except (OSError, ValueError) as error:

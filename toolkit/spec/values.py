@@ -17,8 +17,9 @@ MAX_GPUS_PER_NODE = 1024
 MAX_NODES = 65_536
 # Smallest normal and largest number of IEEE 754 binary32: past them training would compute with 0 or infinity.
 MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-# Bytes of one file or folder name (NAME_MAX of Linux's file systems).
+# Bytes of one file or folder name (NAME_MAX of Linux's file systems), and of a path (PATH_MAX, less its zero byte).
 MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 4095
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -66,10 +67,12 @@ def _printable(value: str) -> str:
 def _nameable(value: Any) -> Any:
     """Refuses what no file system can name, before a call trips over it."""
     try:
-        parts = _printable(str(value)).encode().split(b"/")
+        path = _printable(str(value)).encode()
     except UnicodeEncodeError:
         raise ValueError("write it in UTF-8") from None
-    if (longest := max(map(len, parts))) > MAX_NAME_BYTES:
+    if len(path) > MAX_PATH_BYTES:
+        raise ValueError(f"it has {len(path)} bytes, and a path of at most {MAX_PATH_BYTES} is possible")
+    if (longest := max(map(len, path.split(b"/")))) > MAX_NAME_BYTES:
         raise ValueError(f"a name between slashes has {longest} bytes, and {MAX_NAME_BYTES} at most are possible")
     return value
 

@@ -130,9 +130,10 @@ def parse_value(text: str, *, name: str) -> Any:
             value = None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
-        json.dumps(value, default=str)  # as deep as this is what emit can write
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        # SafeLoader lets the errors of int(), datetime() and its table of booleans through.
+        # As deep as this is what emit can write; an escape can spell half of a surrogate pair, which nothing can.
+        json.dumps(value, default=str, ensure_ascii=False).encode()
+    except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # SafeLoader lets the errors of chr(), int(), datetime() and its table of booleans through.
         raise yaml.YAMLError(f"a value is not what its tag or its form says: {error}") from None
     except RecursionError:
         raise _recursive(name, "sections are nested too deep", "Remove levels: a job has four at most") from None

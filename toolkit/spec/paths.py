@@ -1,0 +1,78 @@
+"""What lies at a path that a job names: one way to ask, and one error where the system will not say."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Literal
+
+from toolkit.errors import SpecError
+
+PathKind = Literal["file", "folder", "other", "absent"]
+
+# Longest excerpt of a path that an error repeats, characters.
+_SHOWN_CHARACTERS = 120
+
+
+def path_kind(path: Path, *, key: str) -> PathKind:
+    """Asks the file system what lies at a path; links are followed.
+
+    Args:
+        path: Where to look.
+        key: Key of the job that named it, for the error.
+    Returns:
+        `other` is a pipe, a socket or a device; `absent` is nothing at all, or something below a file.
+    Raises:
+        SpecError: PATH_UNREADABLE, where the system refuses to look: a path that is too long, a folder that may not be
+            entered, links in a circle, a zero byte. `Path.exists` and its kin raise for some of these and say no to others.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "absent"
+    except (OSError, ValueError) as error:
+        raise _refused(path, key, error) from None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+
+
+def is_file(path: Path, *, key: str) -> bool:
+    """Whether a plain file lies there; raises as `path_kind`."""
+    return path_kind(path, key=key) == "file"
+
+
+def is_folder(path: Path, *, key: str) -> bool:
+    """Whether a folder lies there; raises as `path_kind`."""
+    return path_kind(path, key=key) == "folder"
+
+
+def num_bytes(path: Path, *, key: str) -> int:
+    """Adds up the plain files at or below a path, bytes; raises as `path_kind`."""
+    below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    try:
+        return sum(file.stat().st_size for file in (path, *below) if is_file(file, key=key))
+    except OSError as error:
+        raise _refused(path, key, error) from None
+
+
+def expanded(name: str) -> Path:
+    """Writes out a leading ~; that of an unknown user stays, where `Path.expanduser` raises."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111
+
+
+def shown(path: Path | str) -> str:
+    """Gives a path for an error: the beginning of a long one."""
+    text = str(path)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def _refused(path: Path, key: str, error: OSError | ValueError) -> SpecError:
+    reason = getattr(error, "strerror", None) or str(error)
+    may_not = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM)
+    return SpecError.of(
+        code="PATH_UNREADABLE",
+        key=key,
+        message=f"{key}={shown(path)!r} cannot be looked at: {reason}",
+        fix="Give this user the right to read it, or name another path" if may_not else "Name another path",
+    )
