@@ -27,7 +27,7 @@ from toolkit.pipeline_parallel import StagePart, cut_model
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.gradient_sums import summed_parameters
 from toolkit.tensor_parallel.linear import RowParallelLinear
-from toolkit.tensor_parallel.styles import Replicated, Styles
+from toolkit.tensor_parallel.styles import Attention, Column, Heads, Replicated, Row, Style, Styles, Vocabulary
 from toolkit.tensor_parallel.tables import styles_for
 from toolkit.topology.grid import Grid
 
@@ -44,7 +44,7 @@ def backward(model: PreTrainedModel) -> float:
 
 
 def gather_all(
-    model: PreTrainedModel, group: dist.ProcessGroup, values: dict[str, torch.Tensor]
+    model: nn.Module, group: dist.ProcessGroup, values: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     shards = parameter_shards(model)
     return {
@@ -52,7 +52,7 @@ def gather_all(
     }
 
 
-def grads_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -229,6 +229,51 @@ def copy_inputs(model: PreTrainedModel) -> None:
             column.register_forward_pre_hook(lambda module, args: (args[0] * 1,))
 
 
+class Flat(nn.Module):
+    """One layer whose modules lie directly under the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.embed, self.norm = nn.Embedding(20, 8), nn.LayerNorm(8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        q, k, v = (part.unflatten(-1, (self.num_heads, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+FLAT: dict[str, Style] = {
+    "": Attention(query=("num_heads",)),
+    "embed": Vocabulary(),
+    "norm": Replicated(reads_shards=False),
+    "qkv": Column(parts=("query", "key_value", "key_value")),
+    "out": Row(part="query"),
+    "up": Column(parts=("width",)),
+    "down": Row(part="width"),
+}
+
+
+def flat_scene(group: dist.ProcessGroup) -> tuple[float, float, float]:
+    """Difference of gradients, and the loss of the dense model and of the one sharded directly under its root."""
+    torch.manual_seed(0)
+    dense = Flat()
+    ours = apply_tensor_parallel(
+        copy.deepcopy(dense), Styles(heads=Heads(query=4, key_value=4), table=FLAT), tp_group=group
+    )
+    ids = torch.randint(20, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    results = []
+    for model in (dense, ours):
+        loss = model(ids).pow(2).mean()
+        loss.backward()
+        results.append(float(loss.detach()))
+    assert len(parameter_shards(ours)) == 7
+    return difference(gather_all(ours, group, grads_of(ours)), grads_of(dense)), *results
+
+
 def scenes(rank: int) -> dict[str, Any]:
     group = dist.group.WORLD
     alone = split_group(group, RANKS)
@@ -257,6 +302,7 @@ def scenes(rank: int) -> dict[str, Any]:
         )
     }
     runs["whole attention, in pieces"] = both("llama", group, backward, sequence_parallel=True, table=whole_attention)
+    runs["directly under the root"] = flat_scene(group)
     model = dense_model("qwen3", 1, tied=True)
     dense, ours = copy.deepcopy(model), shard(model, group)
     losses = [trained(part) for part in (dense, ours)]

@@ -98,6 +98,20 @@ def test_a_name_that_matches_nothing_is_named_with_what_is_near() -> None:
     assert "blocks.*.up" in text
 
 
+def test_layers_directly_under_the_model_are_sharded_and_named_as_they_are() -> None:
+    inside = {"up": COLUMN, "down": ROW}
+    assert of_table(inside, model=Inner()) == []
+    [(code, key, text)] = of_table({"up": COLUMN, "down": ROW, "inner": Replicated(reads_shards=False)}, model=Block())
+    assert (code, key) == ("TP_STYLE_NEIGHBOUR", "norm")
+    assert "norm is left whole beside up" in text
+    [(code, key, text), _] = of_table({"up": COLUMN}, model=Inner())
+    assert (code, key) == ("TP_STYLE_NEIGHBOUR", "")
+    assert "the table gives the model itself up and no Row" in text
+    [(code, key, text), *_] = of_table({"": COLUMN}, model=nn.Linear(4, 8))
+    assert (code, key) == ("TP_STYLE_KIND", "")
+    assert "the model itself is a Linear, which Column cannot shard" in text
+
+
 @pytest.mark.parametrize("left_out", ["blocks.*.norm", "blocks.*.inner"])
 def test_what_is_left_whole_beside_shards_is_named_once_for_all_layers(left_out: str) -> None:
     [(code, key, text)] = of_table({name: style for name, style in SOUND.items() if name != left_out})
@@ -267,7 +281,7 @@ def test_a_table_of_one_s_own_may_lie_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"embed": Vocabulary()}, "its sharded modules lie in 0 lists of decoder layers instead of one"),
+        ({"embed": Vocabulary()}, "its sharded modules lie in 0 lists of decoder layers instead of all in one"),
         (
             {"blocks.*.inner.up": COLUMN, "blocks.*.inner.down": ROW},
             "blocks.0.up may mix tokens and has no style, blocks.0.down may mix tokens and has no style",

@@ -16,6 +16,7 @@ from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.modeling.sharded_adapters import ADAPTED_BY, draw_adapters, shard_adapters
 from toolkit.pipeline_parallel.part import stage_info
 from toolkit.spec.job import Lora
+from toolkit.tensor_parallel.guard import PartOfModel, guard_part
 from toolkit.tensor_parallel.linear import ShardedLinear
 
 
@@ -63,6 +64,8 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 adapted.active_peft_config.exclude_modules = None
                 adapted.active_peft_config.target_modules = targets if isinstance(targets, str) else set(targets)
             shard_adapters(adapted)
+            if isinstance(model, PartOfModel):
+                guard_part(adapted, tp_group=model.tensor_group)
             draw_adapters(adapted, seed=seed)
             return adapted
         except (ValueError, re.error) as error:

@@ -16,6 +16,7 @@ from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss
 from toolkit.tensor_parallel.decoder import Decoder, find_decoder
 from toolkit.tensor_parallel.experts import expert_shards, shard_experts
 from toolkit.tensor_parallel.gradient_sums import sum_gradients
+from toolkit.tensor_parallel.guard import guard_part
 from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -40,6 +41,7 @@ from toolkit.tensor_parallel.styles import (
     Style,
     Styles,
     Vocabulary,
+    inside,
     matching,
     regions,
 )
@@ -56,7 +58,9 @@ def apply_tensor_parallel(
     """Turns a dense model, the same on all ranks of a group, into this rank's part of it, in place.
 
     It is called as before, on the same batch on all ranks. Its loss, given `labels`, is the dense model's; its logits
-    are those of this rank's part of the vocabulary (`gather_scores` joins them). Parameters keep their names.
+    are those of this rank's part of the vocabulary (`gather_scores` joins them). Parameters keep their names. What would
+    take its part for the whole model is refused with a PlanError: DistributedDataParallel and `fully_shard` over ranks of
+    `tp_group` (TP_REPLICATED), `save_pretrained` (TP_SAVE), `generate` (TP_GENERATE).
 
     Args:
         model: On any device, meta included.
@@ -96,6 +100,7 @@ def apply_tensor_parallel(
         shard_sequence(model, decoder, found, tp_group=tp_group)
     if isinstance(_head(model), ColumnParallelLinear):
         model.loss_function = VocabParallelCausalLoss(tp_group=tp_group)  # type: ignore[assignment]
+    guard_part(model, tp_group=tp_group)
     return model
 
 
@@ -112,7 +117,7 @@ def _join_regions(model: nn.Module, found: dict[str, Style], tp_group: dist.Proc
 def parameter_shards(model: nn.Module) -> dict[str, Shard]:
     """Gives how each sharded parameter of a model is cut, by name; those that are whole are left out."""
     return {
-        f"{name}.{own}" if name else own: shard
+        inside(name, own): shard
         for name, module in model.named_modules()
         for own, shard in getattr(module, "shards", {}).items()
         if module._parameters.get(own) is not None
@@ -135,7 +140,7 @@ def dense_shards(model: nn.Module, styles: Styles, *, num_ranks: int) -> dict[st
     for name, style in _found(model, styles).items():
         module = model.get_submodule(name)
         own = _shards_of(module, style, styles.heads, num_ranks)
-        shards |= {f"{name}.{key}": shard for key, shard in own.items() if module._parameters.get(key) is not None}
+        shards |= {inside(name, key): shard for key, shard in own.items() if module._parameters.get(key) is not None}
     return shards
 
 

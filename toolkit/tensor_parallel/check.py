@@ -20,6 +20,7 @@ from toolkit.tensor_parallel.styles import (
     Style,
     Styles,
     Vocabulary,
+    inside,
     matching,
     pattern_of,
     regions,
@@ -104,11 +105,13 @@ def _head_problems(heads: Heads, found: Mapping[str, Style], num_ranks: int) -> 
 
 
 def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads, num_ranks: int) -> Iterator[Problem]:
-    if not _fits(module, style):
+    replaced = isinstance(style, Column | Row | Vocabulary | FeatureNorm)
+    if not _fits(module, style) or (replaced and not pattern):
+        place = pattern or "the model itself"
         yield Problem(
             code="TP_STYLE_KIND",
             key=pattern,
-            message=f"{pattern} is a {type(module).__name__}, which {type(style).__name__} cannot shard",
+            message=f"{place} is a {type(module).__name__}, which {type(style).__name__} cannot shard",
             fix="Name a module with a floating-point weight of its own: a linear layer for Column and Row, an embedding "
             "or a linear layer for Vocabulary, stacked experts for Experts, an RMS norm for FeatureNorm",
         )
@@ -179,12 +182,14 @@ def _neighbour_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterato
         if not region.columns or len(region.rows) != 1:
             rows = join(pattern_of(name) for name in region.rows) or "no Row"
             columns = join(pattern_of(name) for name in region.columns) or "no Column"
+            place = parent or "the model itself"
             yield _neighbour(
-                parent, f"the table gives {parent} {columns} and {rows}: one Row must take what Columns give"
+                parent, f"the table gives {place} {columns} and {rows}: one Row must take what Columns give"
             )
         for child in _whole_beside(model, region.parent, found):
             sharded = names[0].rpartition(".")[2]
-            yield _neighbour(f"{parent}.{child}", f"{parent}.{child} is left whole beside {sharded}, which is sharded")
+            key = inside(parent, child)
+            yield _neighbour(key, f"{key} is left whole beside {sharded}, which is sharded")
 
 
 def _whole_beside(model: nn.Module, parent: str, found: Mapping[str, Style]) -> Iterator[str]:
@@ -192,7 +197,7 @@ def _whole_beside(model: nn.Module, parent: str, found: Mapping[str, Style]) -> 
     module = model.get_submodule(parent)
     yield from module._parameters
     for child, inner in module.named_children():
-        name = f"{parent}.{child}"
+        name = inside(parent, child)
         known = any(styled == name or styled.startswith(f"{name}.") for styled in found)
         if not known and any(True for _ in inner.parameters()):
             yield child

@@ -70,9 +70,8 @@ def find_decoder(model: nn.Module, found: Mapping[str, Style]) -> Decoder:
     inside = [name for name, style in found.items() if isinstance(style, Column | Row | Experts)]
     stacks = {_stack_of(name) for name in inside}
     if len(stacks) != 1 or "" in stacks:
-        raise _refused(
-            model, [("", f"its sharded modules lie in {len(stacks)} lists of decoder layers instead of one")]
-        )
+        where = "outside a list" if "" in stacks else f"in {len(stacks)} lists"
+        raise _refused(model, [("", f"its sharded modules lie {where} of decoder layers instead of all in one")])
     decoder = _decoder(model, found, stacks.pop())
     reasons = [*_model_reasons(model), *_layer_reasons(model, decoder, found), *_random_reasons(model, decoder)]
     if reasons:

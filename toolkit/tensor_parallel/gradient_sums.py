@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.groups.collectives import all_reduce
+from toolkit.tensor_parallel.styles import inside
 
 # Set on a parameter whose gradient is summed already, and on a module: group by name of its own parameter.
 _HOOKED, _GROUPS = "gradient_is_summed", "gradient_sums"
@@ -58,7 +59,7 @@ def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
 def summed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Gives the whole parameters of a sharded model whose gradients are summed over ranks, by name."""
     return {
-        f"{name}.{own}" if name else own: module.get_parameter(own)
+        inside(name, own): module.get_parameter(own)
         for name, module in model.named_modules()
         for own in getattr(module, _GROUPS, {})
     }

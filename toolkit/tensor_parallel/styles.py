@@ -153,7 +153,7 @@ class Region:
     """What is computed on shards inside one module: columns that read one input, and the row that takes what they give.
 
     Args:
-        parent: Name of the module that holds them.
+        parent: Name of the module that holds them; "" for the model itself.
         columns: Their names.
         rows: Name of the row; a sound table has one.
     """
@@ -165,16 +165,16 @@ class Region:
 
 def regions(found: Mapping[str, Style]) -> list[Region]:
     """Gives the regions of modules with styles: those of heads apart from those of other features, for each parent."""
-    inside: dict[tuple[str, bool], tuple[list[str], list[str]]] = {}
+    found_in: dict[tuple[str, bool], tuple[list[str], list[str]]] = {}
     for name, style in found.items():
         parent = name.rpartition(".")[0]
         if isinstance(style, Column):
-            inside.setdefault((parent, "width" in style.parts), ([], []))[0].append(name)
+            found_in.setdefault((parent, "width" in style.parts), ([], []))[0].append(name)
         elif isinstance(style, Row):
-            inside.setdefault((parent, style.part == "width"), ([], []))[1].append(name)
+            found_in.setdefault((parent, style.part == "width"), ([], []))[1].append(name)
     return [
         Region(parent=parent, columns=tuple(columns), rows=tuple(rows))
-        for (parent, _), (columns, rows) in inside.items()
+        for (parent, _), (columns, rows) in found_in.items()
     ]
 
 
@@ -182,6 +182,11 @@ def matching(model: nn.Module, pattern: str) -> list[str]:
     """Gives the names of a model's modules that a pattern of a table stands for."""
     wanted = pattern.split(".")
     return [name for name, _ in model.named_modules() if _matches(name.split("."), wanted)]
+
+
+def inside(parent: str, child: str) -> str:
+    """Gives the name of what a module holds: `parent.child`, and of what the model itself holds: `child`."""
+    return f"{parent}.{child}" if parent else child
 
 
 def pattern_of(name: str) -> str:

@@ -1,0 +1,157 @@
+"""Keeps a rank's part of a model from being taken for the whole model: by DDP and FSDP, `save_pretrained` and `generate`.
+
+Only the instance that was sharded changes its class. Nothing in torch is patched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.errors import PlanError
+from toolkit.topology.grid import join
+
+_BY_ENGINE = "Train it with `tk.initialize`, whose engine knows the tensor group"
+
+
+class PartOfModel(nn.Module):
+    """Mixin of a sharded model: what walks its parameters to copy or cut them must leave its tensor group alone."""
+
+    tensor_group: Any = None
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yields what `nn.Module.named_modules` does, on which `parameters` and the like build.
+
+        Raises:
+            PlanError: TP_REPLICATED where a wrapper that asks would give this rank's shards to another rank of its tensor group.
+        """
+        checks = self.tensor_group is not None and not torch.compiler.is_compiling()
+        if checks:
+            _check_callers(sys._getframe(), self.tensor_group)
+        for name, module in super().named_modules(*args, **kwargs):
+            if checks and "shards" in module.__dict__:
+                _check_placement(module, self.tensor_group)
+            yield name, module
+
+
+def guard_part(model: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
+    """Makes a sharded model refuse what would take its shards for the whole model.
+
+    Refused before a number is sent: DistributedDataParallel, `fully_shard` and DeepSpeed over ranks that hold other shards,
+    and FullyShardedDataParallel. DDP and `fully_shard` over data-parallel ranks, which hold the same shards, are right.
+
+    Args:
+        model: Sharded, or around a sharded model, as peft's are; its class becomes a subclass that has the same name.
+        tp_group: Ranks that hold the other shards.
+    """
+    if tp_group.size() == 1 or isinstance(model, PartOfModel):
+        return
+    model.__class__ = _guarded(type(model))
+    model.tensor_group = tp_group  # type: ignore[assignment]
+
+
+@cache
+def _guarded(kind: type[nn.Module]) -> type[nn.Module]:
+    own: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own |= {name: refusal(name) for name, refusal in _REFUSALS.items() if callable(getattr(kind, name, None))}
+    return type(kind.__name__, (PartOfModel, kind), own)
+
+
+def _refused_save(name: str) -> Callable[..., None]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise PlanError.of(
+            code="TP_SAVE",
+            key=name,
+            message=f"{name} of {type(self).__name__}, which {self.tensor_group.size()} tensor-parallel ranks share: this rank "
+            "holds its shards alone, and no `from_pretrained` could join them",
+            fix="Save the run with `tk.save` and write the whole model with `tk.export`",
+        )
+
+    return refuse
+
+
+def _refused_generate(name: str) -> Callable[..., None]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise PlanError.of(
+            code="TP_GENERATE",
+            key=name,
+            message=f"{name} of {type(self).__name__}, which {self.tensor_group.size()} tensor-parallel ranks share: its scores "
+            "are those of this rank's part of the vocabulary, and the ranks would choose different tokens",
+            fix="Write the whole model with `tk.export` and generate with that, or choose tokens from "
+            "`gather_scores` of the model's logits",
+        )
+
+    return refuse
+
+
+_REFUSALS = {"save_pretrained": _refused_save, "push_to_hub": _refused_save, "generate": _refused_generate}
+
+
+def _check_callers(frame: FrameType | None, tp_group: dist.ProcessGroup) -> None:
+    """Looks for a wrapper that is being made around the model: torch tells a module nothing of it."""
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            _check_wrapper(frame.f_locals.get("self"), tp_group)
+        frame = frame.f_back
+
+
+def _check_wrapper(wrapper: object, tp_group: dist.ProcessGroup) -> None:
+    if isinstance(wrapper, DistributedDataParallel):
+        # It sets the group before it asks for parameters (torch nn/parallel/distributed.py).
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
+        if shared := _shared(ranks, tp_group):
+            raise _replicated("DistributedDataParallel", shared, "process_group=")
+    elif isinstance(wrapper, FullyShardedDataParallel):
+        raise PlanError.of(
+            code="TP_REPLICATED",
+            key="FullyShardedDataParallel",
+            message="FullyShardedDataParallel flattens the parameters of a model that tensor-parallel ranks share, and what "
+            "sums their gradients over those ranks is lost",
+            fix=f"Take DistributedDataParallel or `fully_shard` over the data-parallel ranks. {_BY_ENGINE}",
+        )
+    elif _is_engine(wrapper) and getattr(wrapper, "mpu", None) is None:
+        raise _replicated("deepspeed.initialize without mpu=", dist.get_process_group_ranks(tp_group), "mpu=")
+
+
+def _check_placement(module: nn.Module, tp_group: dist.ProcessGroup) -> None:
+    """Refuses shards that `fully_shard` has cut again, over ranks that hold other shards."""
+    for parameter in module._parameters.values():
+        if isinstance(parameter, DTensor) and (shared := _shared(_ranks_of(parameter.device_mesh), tp_group)):
+            raise _replicated("fully_shard", shared, "mesh=")
+
+
+def _is_engine(wrapper: object) -> bool:
+    engine = sys.modules.get("deepspeed.runtime.engine")  # whoever makes one has imported it
+    return engine is not None and isinstance(wrapper, engine.DeepSpeedEngine)
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
+def _shared(ranks: list[int], tp_group: dist.ProcessGroup) -> list[int]:
+    """Gives the ranks of a wrapper that hold different shards of one model; none where it is only this one."""
+    shared = sorted(set(ranks) & set(dist.get_process_group_ranks(tp_group)))
+    return shared if len(shared) > 1 else []
+
+
+def _replicated(wrapper: str, ranks: list[int], argument: str) -> PlanError:
+    return PlanError.of(
+        code="TP_REPLICATED",
+        key=wrapper,
+        message=f"{wrapper} takes ranks {join(ranks)} for copies of one model, but each holds other shards of it: those of rank "
+        f"{ranks[0]} would replace the others'",
+        fix=f"Name the data-parallel ranks alone ({argument}), which hold the same shards; where `accelerator.prepare` wraps "
+        f"models, keep this one out of it. {_BY_ENGINE}",
+    )
