@@ -43,9 +43,7 @@ def backward(model: PreTrainedModel) -> float:
     return float(loss.detach())
 
 
-def gather_all(
-    model: nn.Module, group: dist.ProcessGroup, values: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def gather_all(model: nn.Module, group: dist.ProcessGroup, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     shards = parameter_shards(model)
     return {
         name: shards[name].gather(value, tp_group=group) if name in shards else value for name, value in values.items()

@@ -70,7 +70,9 @@ TAKES_THE_WHOLE: dict[str, Callable[[Any], Any]] = {
     "push_to_hub": lambda model: model.push_to_hub("nobody/nothing"),
     "generate": lambda model: model.generate(torch.ones(1, 2, dtype=torch.long)),
     "save_pretrained of adapters": lambda model: apply_lora(model, Lora(), seed=0).save_pretrained("nowhere"),
-    "generate of adapters": lambda model: apply_lora(model, Lora(), seed=0).generate(torch.ones(1, 2, dtype=torch.long)),
+    "generate of adapters": lambda model: apply_lora(model, Lora(), seed=0).generate(
+        torch.ones(1, 2, dtype=torch.long)
+    ),
 }
 
 
@@ -126,7 +128,10 @@ def scenes(rank: int) -> dict[str, Any]:
         for name, use in (TAKES_ALL_RANKS | TAKES_THE_WHOLE).items()
     }
     alone = shard(copy.deepcopy(dense), split_group(tp_group, 2))
-    found["alone"] = float(DistributedDataParallel(alone)(**batch()).loss.detach()), float(dense(**batch()).loss.detach())
+    found["alone"] = (
+        float(DistributedDataParallel(alone)(**batch()).loss.detach()),
+        float(dense(**batch()).loss.detach()),
+    )
     return found | {"over data-parallel ranks": over_data_parallel_ranks(rank)}
 
 

@@ -57,12 +57,13 @@ def guard_part(model: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
     """
     if tp_group.size() == 1 or isinstance(model, PartOfModel):
         return
-    model.__class__ = _guarded(type(model))
+    kind: Any = type(model)
+    model.__class__ = _guarded(kind)
     model.tensor_group = tp_group  # type: ignore[assignment]
 
 
 @cache
-def _guarded(kind: type[nn.Module]) -> type[nn.Module]:
+def _guarded(kind: Any) -> Any:
     own: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     own |= {name: refusal(name) for name, refusal in _REFUSALS.items() if callable(getattr(kind, name, None))}
     return type(kind.__name__, (PartOfModel, kind), own)
@@ -126,7 +127,8 @@ def _check_wrapper(wrapper: object, tp_group: dist.ProcessGroup) -> None:
 
 def _check_placement(module: nn.Module, tp_group: dist.ProcessGroup) -> None:
     """Refuses shards that `fully_shard` has cut again, over ranks that hold other shards."""
-    for parameter in module._parameters.values():
+    parameters: dict[str, Any] = module._parameters
+    for parameter in parameters.values():
         if isinstance(parameter, DTensor) and (shared := _shared(_ranks_of(parameter.device_mesh), tp_group)):
             raise _replicated("fully_shard", shared, "mesh=")
 
