@@ -10,27 +10,13 @@ import pytest
 from tiny_plans import tiny_plan
 
 from toolkit.checkpoint.compatible import layout_problems
-from toolkit.checkpoint.layout import State
 from toolkit.checkpoint.sources import source_problems
 from toolkit.plan.plan import Plan
 from toolkit.spec.job import Data
 
 
-def _state(plan: Plan) -> State:
-    return State(
-        step=4,
-        num_steps=10,
-        zero_stage=plan.settings.zero_stage,
-        world_size=plan.grid.world_size,
-        train_batch_size=plan.settings.batch.train,
-        saved_at=0.0,
-        versions={},
-    )
-
-
 def _changes(tmp_path: Path, *, now: Plan, then: Plan) -> list[tuple[str, str]]:
-    then.save(tmp_path / "plan.json")
-    problems = [*layout_problems(now, tmp_path, _state(then)), *source_problems(now.job, then.job, {}, tmp_path)]
+    problems = [*layout_problems(now, then, tmp_path), *source_problems(now.job, then.job, {}, tmp_path)]
     return [(problem.code, problem.key or "") for problem in problems]
 
 
@@ -106,8 +92,7 @@ def test_a_list_of_one_file_is_that_file(tmp_path: Path) -> None:
 
 
 def _messages(tmp_path: Path, *, now: Plan, then: Plan) -> list[str]:
-    then.save(tmp_path / "plan.json")
-    return [str(problem) for problem in layout_problems(now, tmp_path, _state(then))]
+    return [str(problem) for problem in layout_problems(now, then, tmp_path)]
 
 
 def test_another_tensor_size_is_one_problem(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from distributed import run_distributed
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
-from toolkit.checkpoint.compatible import check_resumable, layout_problems
+from toolkit.checkpoint.compatible import check_resumable, describe_changes, layout_problems
 from toolkit.checkpoint.layout import State
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
 from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.plan.plan import Plan
 
 pytestmark = pytest.mark.gloo
 CASES: dict[str, dict[str, Any]] = {
@@ -27,6 +29,34 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"parallel": {"zero_stage": 3, "offload": "full-cpu"}, "train": {"optimizer": "adamw_torch"}},
     "lora": {"train": {"method": "lora", "lora": {"r": 4}}},
 }
+# What a resume sets anew, in the job; by hand it is put into the engine of a run that is resumed as it was.
+CHANGED = {"learning_rate": 5e-3, "adam_beta1": 0.7, "adam_beta2": 0.9, "adam_epsilon": 1e-3, "max_grad_norm": 0.05}
+SCHEDULE = {"lr_scheduler_type": "linear", "warmup_steps": 0, "max_steps": 20}
+RATES = [5e-3 * (20 - step) / 20 for step in (2, 3)]  # of the third step and the fourth
+_TOLD = (
+    "train.learning_rate → 0.005, train.lr_scheduler_type → linear, train.warmup_steps → 0, "
+    "train.max_steps → 20, train.adam_beta1 → 0.7, train.adam_beta2 → 0.9, train.adam_epsilon → 0.001, "
+    "train.max_grad_norm → 0.05"
+)
+TOLD = [f"resume changes {first}{_TOLD}" for first in ("", "train.weight_decay → 0.3, ")]
+
+
+def _changed(options: dict[str, Any]) -> dict[str, Any]:
+    decay = {"weight_decay": 0.3} if options.get("train", {}).get("weight_decay") else {}
+    return {**options, "train": {**options.get("train", {}), **CHANGED, **SCHEDULE, **decay}}
+
+
+def _by_hand(run: Any, rank: int, step: int, *, decay: float | None) -> tuple[float, float | None]:
+    engine = run.engine
+    for group in engine.basic_optimizer.param_groups:
+        group.update(lr=RATES[step - 3], betas=(0.7, 0.9), eps=1e-3)
+        if group["weight_decay"] and decay is not None:
+            group["weight_decay"] = decay
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = 0.05
+    else:  # stage 0 in fp32: no wrapper, the engine clips
+        engine._config.gradient_clipping = 0.05
+    return _step(run, rank, step)
 
 
 def _step(run: Any, rank: int, step: int) -> tuple[float, float | None]:
@@ -64,6 +94,15 @@ def _all(rank: int, root_name: str) -> dict[str, Any]:
             state = tk.load(run, root / name)
             found = [_step(run, rank, step) for step in (3, 4)]
             results[name] = (state.step, run.step_count, expected, found, rate == run.last_learning_rate)
+        with tk.initialize(plan) as run:
+            tk.load(run, root / name)
+            decay = 0.3 if options.get("train", {}).get("weight_decay") else None
+            by_hand = [_by_hand(run, rank, step, decay=decay) for step in (3, 4)]
+        told: list[str] = []
+        with tk.initialize(tiny_plan("gpt2", **_changed(options))) as run:
+            tk.load(run, root / name, say=told.append)
+            changed = [(*_step(run, rank, step), run.last_learning_rate) for step in (3, 4)]
+            results["changed", name] = (by_hand, changed, told, run.num_steps)
             if name == "zero-2":
                 tk.save(run, root / name)  # in place of what is there
                 results["replaced"] = State.load(root / name).step
@@ -109,6 +148,18 @@ def test_the_next_steps_are_equal(results: list[dict[str, Any]], root: Path, nam
         assert same_rate
         assert expected[0] != expected[1]
     verify(root / name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resume_takes_the_new_hyperparameters(results: list[dict[str, Any]], name: str) -> None:
+    for rank, result in enumerate(results):
+        by_hand, changed, told, num_steps = result["changed", name]
+        assert [step[:2] for step in changed] == by_hand
+        assert [step[2] for step in changed] == pytest.approx(RATES, rel=1e-12)
+        assert by_hand[1] != result[name][2][1], "the change shows"
+        assert num_steps == 20
+        assert len(told) == (rank == 0)
+        assert [re.sub(r" \S+ → ", " → ", line) for line in told] == [TOLD[name == "zero-2"]] * (rank == 0)
 
 
 def test_a_checkpoint_may_be_replaced(results: list[dict[str, Any]], root: Path) -> None:
@@ -172,7 +223,7 @@ def test_what_a_plan_must_share(results: list[dict[str, Any]], root: Path, name:
     options, codes = LAYOUTS[name]
     train = {"weight_decay": 0.1, **options.get("train", {})}
     plan = tiny_plan("gpt2", **{**options, "train": train})
-    problems = layout_problems(plan, root / "zero-2", State.load(root / "zero-2"))
+    problems = layout_problems(plan, Plan.load(root / "zero-2" / "plan.json"), root / "zero-2")
     assert tuple(problem.code for problem in problems) == codes
     if codes != ("CHECKPOINT_MODEL",):
         assert "warm-start from the export" in problems[0].fix
@@ -186,12 +237,17 @@ def test_what_may_change(results: list[dict[str, Any]], root: Path) -> None:
         train={**train, "output_dir": "elsewhere", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     )
     assert check_resumable(plan, root / "zero-2").step == 4
+    told = describe_changes(plan, Plan.load(root / "zero-2" / "plan.json"))
+    assert told is not None
+    for change in ("per_device_train_batch_size 2 → 4", "gradient_accumulation_steps 2 → 1", "save_steps 500 → 3"):
+        assert f"train.{change}" in told
+    assert "output_dir" not in told
 
 
 def test_lora_settings_must_agree(results: list[dict[str, Any]], root: Path) -> None:
     plan = tiny_plan("gpt2", train={"method": "lora", "lora": {"r": 8}})
-    (problem,) = layout_problems(plan, root / "lora", State.load(root / "lora"))
-    assert (problem.code, problem.key) == ("CHECKPOINT_LAYOUT", "train.lora")
+    (problem,) = layout_problems(plan, Plan.load(root / "lora" / "plan.json"), root / "lora")
+    assert (problem.code, problem.key) == ("CHECKPOINT_LAYOUT", "train.lora.r")
 
 
 def test_a_state_that_cannot_be_read(tmp_path: Path) -> None:

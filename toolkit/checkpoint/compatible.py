@@ -1,16 +1,39 @@
-"""Whether a plan can go on from a checkpoint; decided without torch, so before any process starts."""
+"""Whether a plan can go on from a checkpoint, and what that changes; decided without torch, so before any process starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.layout import PLAN, State
 from toolkit.checkpoint.manifest import read_manifest, size_problems
+from toolkit.checkpoint.resume_rules import RULES, Rule
 from toolkit.checkpoint.sources import source_problems
 from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.plan.deepspeed_schema import leaf_values
 from toolkit.plan.plan import Plan
+
+_DEEPSPEED = "deepspeed."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A key with another value than the checkpoint's run had, and the row of its rule."""
+
+    key: str
+    now: Any
+    then: Any
+    rule: Rule
+
+    @property
+    def name(self) -> str:
+        """How a message calls the key."""
+        return self.rule.name or self.key
+
+    def __str__(self) -> str:
+        return f"{self.name} {_shown(self.then)} → {_shown(self.now)}"
 
 
 def check_resumable(plan: Plan, folder: Path) -> State:
@@ -26,7 +49,7 @@ def check_resumable(plan: Plan, folder: Path) -> State:
     state = State.load(folder)
     saved = Plan.load(folder / PLAN)
     moved = source_problems(plan.job, saved.job, state.sources, folder)
-    raise_all(CheckpointError, [*layout_problems(plan, folder, state), *moved])
+    raise_all(CheckpointError, [*layout_problems(plan, saved, folder), *moved])
     return state
 
 
@@ -39,27 +62,13 @@ def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
     return state.num_steps if is_same else None
 
 
-def layout_problems(plan: Plan, folder: Path, state: State) -> list[Problem]:
-    """Gives what differs between a plan and a checkpoint that this version cannot convert."""
-    saved = Plan.load(folder / PLAN)
-    problems: list[Problem] = []
-    warm_start = f"or export it (`toolkit export {folder}`) and warm-start from the export"
-    # Ranks and how they share the model change together: one cause, one problem.
-    causes = [list(_grid_values(plan, saved, state)), *([value] for value in _shard_values(plan, saved, state))]
-    for values in causes:
-        differing = [(name, now, then) for name, now, then in values if now != then]
-        if differing:
-            problems.append(_other_layout(differing, folder, warm_start))
-    for name, now, then in _order_values(plan, saved):
-        if now != then:
-            problems.append(
-                Problem(
-                    code="CHECKPOINT_DATA",
-                    key=name,
-                    message=f"{name}={now}, but {folder} was saved with {then}: its position would mean other documents",
-                    fix=f"Set {name} to {then} to resume, {warm_start}",
-                )
-            )
+def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
+    """Gives what differs between a plan and that of a checkpoint, and cannot change on a resume."""
+    refused = [change for change in changes(plan, saved) if change.rule.on_change == "refused"]
+    causes: dict[str, list[Change]] = {}
+    for change in refused:
+        causes.setdefault(change.rule.cause or change.key, []).append(change)
+    problems = [_refused(together, folder) for together in causes.values()]
     if plan.model.config != saved.model.config:
         changed = sorted(
             key
@@ -77,74 +86,72 @@ def layout_problems(plan: Plan, folder: Path, state: State) -> list[Problem]:
     return problems
 
 
-def _other_layout(changed: list[tuple[str, Any, Any]], folder: Path, warm_start: str) -> Problem:
+def describe_changes(plan: Plan, saved: Plan) -> str | None:
+    """Says in one line what takes effect that the checkpoint's run had otherwise; None where nothing has changed."""
+    told = [str(change) for change in changes(plan, saved) if change.rule.on_change == "told"]
+    return f"resume changes {', '.join(told)}" if told else None
+
+
+def _refused(changed: Sequence[Change], folder: Path) -> Problem:
+    rule = changed[-1].rule
+    now = " and ".join(f"{change.name}={_shown(change.now)}" for change in changed)
+    then = " and ".join(_shown(change.then) for change in changed)
+    back = " and ".join(f"{change.name} to {_shown(change.then)}" for change in changed)
     return Problem(
-        code="CHECKPOINT_LAYOUT",
-        key=changed[-1][0],
-        message=f"{' and '.join(f'{name}={now}' for name, now, _ in changed)}, but {folder} was saved with "
-        f"{' and '.join(str(then) for _, _, then in changed)}: its shards fit that layout only",
-        fix=f"Set {' and '.join(f'{name} to {then}' for name, _, then in changed)} to resume, {warm_start}",
-        source="deepspeed runtime/engine.py load_checkpoint",
+        code=rule.code,
+        key=changed[-1].name,
+        message=f"{now}, but {folder} was saved with {then}: {rule.why}",
+        fix=f"Set {back} to resume, or export it (`toolkit export {folder}`) and warm-start from the export",
+        source="deepspeed runtime/engine.py load_checkpoint" if rule.code == "CHECKPOINT_LAYOUT" else "",
     )
 
 
-def _grid_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, Any, Any]]:
-    """How many ranks wrote the files, and how they shared the model: name, value of the plan, value of the checkpoint."""
-    yield "cluster.gpus_per_node × cluster.nodes", plan.grid.world_size, state.world_size
-    yield "parallel.tensor", plan.grid.tp, saved.grid.tp
-    yield "parallel.pipeline", plan.grid.pp, saved.grid.pp
-    yield "parallel.virtual_stages", plan.settings.virtual_stages, saved.settings.virtual_stages
+def changes(now: Plan, then: Plan) -> Iterator[Change]:
+    """Gives each key that is told or refused and has changed, with its settled values.
+
+    Args:
+        now: What is to go on.
+        then: The checkpoint's plan.
+    """
+    for key, rule in _rows(now, then):
+        if rule.on_change in ("free", "content") or not rule.counts(now, then):
+            continue
+        values = [_value(plan, key, rule) for plan in (now, then)]
+        if values[0] == values[1]:
+            continue
+        if rule.on_change == "refused" and rule.fits(now, then):
+            rule = replace(rule, on_change="told")
+        yield Change(key=key, now=values[0], then=values[1], rule=rule)
 
 
-def _shard_values(plan: Plan, saved: Plan, state: State) -> Iterator[tuple[str, Any, Any]]:
-    """What else the engine's files depend on: name, value of the plan, value of the checkpoint."""
-    now, then = plan.job.train, saved.job.train
-    yield "parallel.zero_stage", plan.settings.zero_stage, state.zero_stage
-    if plan.settings.dtype != saved.settings.dtype:  # fp8 is in the products alone, not in what is saved
-        yield "train.precision", plan.settings.precision, saved.settings.precision
-    yield "train.method", now.method, then.method
-    if now.method == then.method == "lora":
-        yield "train.lora", _shown(now.lora), _shown(then.lora)
-    yield "train.optimizer", now.optimizer, then.optimizer
-    if bool(now.weight_decay) != bool(then.weight_decay):  # it divides the parameters into two groups
-        yield "train.weight_decay", now.weight_decay, then.weight_decay
-    yield "parallel.offload", plan.profile.name, saved.profile.name
-    settled, before = plan.settings, saved.settings
-    if (plan.grid.pp, settled.virtual_stages) == (saved.grid.pp, before.virtual_stages):  # else they are the cause
-        yield "parallel.partition", list(settled.partition), list(before.partition)
-    if settled.zero_stage != before.zero_stage:
-        return
-    if settled.zero_stage in (1, 2):  # which optimizer holds the master weights, and in which order
-        # It follows the dtype: one cause, one problem. Over stages one optimizer does for all.
-        if settled.dtype == before.dtype and plan.grid.pp == 1:
-            name = "train.gradient_accumulation_dtype"
-            yield name, settled.gradient_accumulation_dtype, before.gradient_accumulation_dtype
-        yield "deepspeed.zero_optimization.round_robin_gradients", _round_robin(plan), _round_robin(saved)
-    if settled.zero_stage == 3:  # the length of each flat group of master weights
-        yield "deepspeed.zero_optimization.sub_group_size", settled.sub_group_size, before.sub_group_size
+def rule_of(key: str) -> Rule:
+    """Gives the row of a key of the job, such as `train.learning_rate`, or of the section that it lies in."""
+    while key not in RULES:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            raise KeyError(key)
+    return RULES[key]
 
 
-def _round_robin(plan: Plan) -> bool:
-    """Gives the value that the engine uses (deepspeed runtime/zero/config.py: False when left out)."""
-    return bool(plan.deepspeed_config()["zero_optimization"].get("round_robin_gradients", False))
+def _rows(now: Plan, then: Plan) -> Iterator[tuple[str, Rule]]:
+    """Gives the rows that can differ: of DeepSpeed's keys those that a job writes."""
+    yield from ((key, rule) for key, rule in RULES.items() if rule.value or not key.startswith(_DEEPSPEED))
+    sections = [plan.job.deepspeed for plan in (now, then)]
+    written = sorted({f"{_DEEPSPEED}{path}" for section in sections for path, _ in leaf_values(section)})
+    yield from ((key, rule) for key in written if not (rule := rule_of(key)).value)
 
 
-def _order_values(plan: Plan, saved: Plan) -> Iterator[tuple[str, Any, Any]]:
-    """What the order of the rows depends on: a step then is a position in the data."""
-    batch, before = plan.settings.batch, saved.settings.batch
-    if (batch.micro, batch.accumulation) != (
-        before.micro,
-        before.accumulation,
-    ):  # else the number of ranks is the cause
-        yield "train.train_batch_size", batch.train, before.train
-    yield "train.sequence_length", plan.settings.sequence_length, saved.settings.sequence_length
-    yield "train.seed", plan.job.train.seed, saved.job.train.seed
-    now, then = plan.job.data, saved.job.data
-    if now is None or then is None:
-        return
-    for name in ("name", "revision", "split", "validation_fraction", "format", "packing", "loss_on", "max_samples"):
-        yield f"data.{name}", getattr(now, name), getattr(then, name)
+def _value(plan: Plan, key: str, rule: Rule) -> Any:
+    """Gives the value that a plan settles on; None where there is no such thing."""
+    if rule.value is not None:
+        return rule.value(plan)
+    if key.startswith(_DEEPSPEED):
+        return dict(leaf_values(plan.deepspeed_config())).get(key.removeprefix(_DEEPSPEED), rule.default)
+    section, _, name = key.partition(".")
+    if hasattr(plan.settings, name):
+        return getattr(plan.settings, name)
+    return getattr(getattr(plan.job, section), name, None)
 
 
-def _shown(section: Any) -> Any:
-    return None if section is None else section.model_dump(mode="json")
+def _shown(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)

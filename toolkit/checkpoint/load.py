@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.checkpoint.compatible import layout_problems
+from toolkit.checkpoint.compatible import describe_changes, known_num_steps, layout_problems
 from toolkit.checkpoint.layout import PLAN, State, tag_of
 from toolkit.checkpoint.manifest import checksum_problems, read_manifest, share, size_problems
 from toolkit.checkpoint.random_state import load_random_state
@@ -19,13 +21,19 @@ from toolkit.groups.patience import patiently
 from toolkit.plan.checkpoint_size import leaves_frozen_out
 from toolkit.plan.plan import Plan
 
+_log = logging.getLogger(__name__)
 
-def load(run: Run, path: str | Path) -> State:
+
+def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warning) -> State:
     """Restores model, optimizer, schedule, random states and position in the data.
+
+    What the run's plan sets of the optimizer, the schedule and the clipping holds from the next step on, whatever the saved
+    run had.
 
     Args:
         run: A fresh run; all ranks call this together, once, before the first step.
         path: Folder that `save` wrote.
+        say: Takes, on rank 0, the line that names what the plan changes.
 
     Returns:
         Where the saved run stood.
@@ -39,13 +47,15 @@ def load(run: Run, path: str | Path) -> State:
     folder = Path(path)
     _verify_together(run, folder)
     state = State.load(folder)
-    raise_all(CheckpointError, layout_problems(run.plan, folder, state))
+    saved = Plan.load(folder / PLAN)
+    raise_all(CheckpointError, layout_problems(run.plan, saved, folder))
     if run.plan.profile.optimizer == "nvme":
         restore_unswapped(run.engine, folder, tag_of(state.step))
     sort_by_rank(run.engine)
-    loaded, _ = run.engine.load_checkpoint(
-        str(folder), tag=tag_of(state.step), load_module_strict=not leaves_frozen_out(run.plan)
-    )
+    with run.keeping_hyperparameters():
+        loaded, _ = run.engine.load_checkpoint(
+            str(folder), tag=tag_of(state.step), load_module_strict=not leaves_frozen_out(run.plan)
+        )
     if loaded is None:
         raise CheckpointError.of(
             code="CHECKPOINT_DAMAGED",
@@ -56,8 +66,12 @@ def load(run: Run, path: str | Path) -> State:
         )
     load_random_state(folder, rank=run.world.rank)
     run.step_count = state.step
-    if state.num_steps is not None:
-        run.set_num_steps(state.num_steps)
+    num_steps = known_num_steps(run.plan, folder, state)
+    if num_steps is not None:
+        run.set_num_steps(num_steps)
+    told = describe_changes(run.plan, saved)
+    if told is not None and run.world.is_main:
+        say(told)
     return state
 
 

@@ -193,6 +193,6 @@ def _show(plan: Plan, call: Call, point: ResumePoint | None, *, overwrite: bool,
         return
     print(f"would start {describe_devices(plan)} and write to {plan.output_dir}")
     if point is not None:
-        print(f"would resume from {point.folder}")
+        print("\n".join([f"would resume from {point.folder}", *([point.changes] if point.changes else [])]))
     print(f"start with:  {command}")
     warn(warnings)

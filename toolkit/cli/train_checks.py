@@ -23,12 +23,14 @@ class ResumePoint:
         step: Optimizer steps done in it.
         num_steps: Optimizer steps of the run; None where only reading the data tells.
         saved_at: Seconds since the epoch.
+        changes: What the job changes, in one line, if anything.
     """
 
     folder: Path
     step: int
     num_steps: int | None
     saved_at: float
+    changes: str | None
 
     @property
     def is_complete(self) -> bool:
@@ -78,13 +80,20 @@ def resume_point(plan: Plan, resume: str | None) -> ResumePoint | None:
     """
     if resume is None:
         return None
-    from toolkit.checkpoint.compatible import check_resumable, known_num_steps
+    from toolkit.checkpoint.compatible import check_resumable, describe_changes, known_num_steps
+    from toolkit.checkpoint.layout import PLAN
     from toolkit.checkpoint.locate import latest_checkpoint
+    from toolkit.plan.plan import Plan
 
     folder = latest_checkpoint(plan.output_dir) if resume == LATEST else Path(resume)
     state = check_resumable(plan, folder)
-    num_steps = known_num_steps(plan, folder, state)
-    return ResumePoint(folder=folder, step=state.step, num_steps=num_steps, saved_at=state.saved_at)
+    return ResumePoint(
+        folder=folder,
+        step=state.step,
+        num_steps=known_num_steps(plan, folder, state),
+        saved_at=state.saved_at,
+        changes=describe_changes(plan, Plan.load(folder / PLAN)),
+    )
 
 
 def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
+from toolkit.engine.hyperparameters import Hyperparameters
 from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.passes import AccumulatedPasses, MicroBatch, Passes
 from toolkit.engine.pipeline import PipelinePasses
@@ -104,6 +106,14 @@ class Run:
         """Fixes the length of the run, on which the learning-rate schedule depends."""
         self.num_steps = count
         self._schedule.set_num_steps(count)
+
+    @contextmanager
+    def keeping_hyperparameters(self) -> Iterator[None]:
+        """Has the engine load a checkpoint within, and keep the rates, betas, weight decay and clipping of this run's plan."""
+        own = Hyperparameters(self.engine)
+        yield
+        own.put_back()
+        self._schedule.set_rates()
 
     def loader(self, dataset: PackedDataset) -> StepLoader:
         """Gives this rank's batches from the current step to the end of the run.

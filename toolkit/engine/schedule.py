@@ -47,8 +47,7 @@ class LearningRate:
             scheduler_specific_kwargs=arguments,
         )
         self._multiplier = scheduler.lr_lambdas[0]
-        if self._scheduler is not None:
-            self._apply(self._scheduler)
+        self.set_rates()
 
     def multiplier(self, step: int) -> float:
         """Gives the share of the peak rate at an optimizer step; the peak until the length is known."""
@@ -65,8 +64,11 @@ class LearningRate:
         self._scheduler = LambdaLR(optimizer, lambda step: self.multiplier(step))
         return self._scheduler
 
-    def _apply(self, scheduler: LambdaLR) -> None:
-        """Sets the rate of the next step anew: the scheduler computed it when the length was another or unknown."""
+    def set_rates(self) -> None:
+        """Sets the rate of the next step again: the scheduler computed it for another length, or for another peak."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
         rates = [rate * self.multiplier(scheduler.last_epoch) for rate in scheduler.base_lrs]
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -81,7 +81,7 @@ def _train(plan: Plan, world: World, reporter: Reporter, *, resume: Path | None,
         reporter.say(describe_model(run, seconds=time.perf_counter() - began))
         if resume is not None:
             reporter.stage(f"loading {resume}")
-            load(run, resume)
+            load(run, resume, say=reporter.say)
             reporter.say(f"resumed from {resume} at step {run.step_count}")
         session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
         if resume is not None and run.step_count >= session.num_steps:

@@ -1,0 +1,276 @@
+"""What a resume makes of each key of the job that has another value than the checkpoint's run: one row a key.
+
+A key that takes effect in the engine is changed and told, a key that the checkpoint is bound to is refused, and one that no
+number of the run depends on is passed over. Needs no torch: all of it is said before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from toolkit.plan.plan import Plan
+from toolkit.spec.job import Fp8, Lora
+
+_SHARDS = "its shards fit that layout only"
+_POSITION = "its position would mean other documents"
+
+Both = Callable[[Plan, Plan], bool]
+
+
+def _always(now: Plan, then: Plan) -> bool:
+    return True
+
+
+def _never(now: Plan, then: Plan) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What becomes of a key that has changed.
+
+    Args:
+        on_change: `told`: it takes effect and is named; `refused`; `free`: nothing depends on it; `content`: compared by what
+            is read (`toolkit.checkpoint.sources`, the model's configuration), whatever its name.
+        code: Error code of a refusal.
+        why: What stands against the change, for its message.
+        counts: Whether the key counts in plan and checkpoint at all: where it does not, nothing is said.
+        fits: Of a refused key: whether this change can be made all the same, and is told.
+        value: The settled value, where it is not the one of the same name in the settings or in the job.
+        default: What DeepSpeed takes where the `deepspeed` section leaves the key out.
+        name: How a message calls it; its path when left out.
+        cause: Refused keys of one cause change together, and are one problem.
+    """
+
+    on_change: Literal["told", "refused", "free", "content"]
+    code: str = "CHECKPOINT_LAYOUT"
+    why: str = _SHARDS
+    counts: Both = _always
+    fits: Both = _never
+    value: Callable[[Plan], Any] | None = None
+    default: Any = None
+    name: str | None = None
+    cause: str | None = None
+
+
+def _lora(name: str) -> Callable[[Plan], Any]:
+    return lambda plan: getattr(plan.job.train.lora or Lora(), name)
+
+
+def _optimizer_is(*names: str) -> Both:
+    return lambda now, then: now.job.train.optimizer == then.job.train.optimizer and now.job.train.optimizer in names
+
+
+def _with_adapters(now: Plan, then: Plan) -> bool:
+    return now.job.train.method == then.job.train.method == "lora"
+
+
+def _beside_read_weights(now: Plan, then: Plan) -> bool:
+    return _with_adapters(now, then) and now.settings.init == then.settings.init == "pretrained"
+
+
+def _same_stage(*stages: int) -> Both:
+    return lambda now, then: now.settings.zero_stage == then.settings.zero_stage and now.settings.zero_stage in stages
+
+
+def _sums_matter(now: Plan, then: Plan) -> bool:
+    """Whether the dtype of the sums says which optimizer holds the master weights; over stages one does for all."""
+    same_dtype = now.settings.dtype == then.settings.dtype  # else that is the cause: the default follows it
+    return same_dtype and now.grid.pp == 1 and _same_stage(1, 2)(now, then)
+
+
+def _batches_differ(now: Plan, then: Plan) -> bool:
+    """Whether a step has other sequences for another reason than the number of ranks."""
+    batch, before = now.settings.batch, then.settings.batch
+    return (batch.micro, batch.accumulation) != (before.micro, before.accumulation)
+
+
+def _evaluates(now: Plan, then: Plan) -> bool:
+    return now.settings.eval_steps is not None
+
+
+def _same_batch(now: Plan, then: Plan) -> bool:
+    return now.settings.batch.train == then.settings.batch.train
+
+
+def _same_stages(now: Plan, then: Plan) -> bool:
+    stages = [(plan.grid.pp, plan.settings.virtual_stages) for plan in (now, then)]
+    return stages[0] == stages[1]
+
+
+def _same_devices(now: Plan, then: Plan) -> bool:
+    places = [(plan.profile.optimizer, plan.profile.parameters, plan.profile.partial) for plan in (now, then)]
+    return places[0] == places[1]
+
+
+_FREE, _TOLD = Rule(on_change="free"), Rule(on_change="told")
+_CONTENT, _REFUSED = Rule(on_change="content"), Rule(on_change="refused")
+_GRID = replace(_REFUSED, cause="grid")
+_ADAPTERS = replace(_REFUSED, counts=_with_adapters)
+_SCALER = replace(
+    _REFUSED,
+    why="it holds the loss scaler, which goes on as it was made",
+    counts=lambda now, then: now.settings.dtype == then.settings.dtype == "fp16",
+)
+_DATA = replace(
+    _REFUSED,
+    code="CHECKPOINT_DATA",
+    why=_POSITION,
+    counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: a script of one's own
+)
+_ADAM = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch"))
+_BETA = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "lion"))
+_BATCH = replace(_TOLD, counts=_same_batch)
+
+# The keys in the order in which a message names them.
+RULES: dict[str, Rule] = {
+    # Ranks and how they share the model: refused together.
+    "cluster.gpus_per_node": replace(
+        _GRID, name="cluster.gpus_per_node × cluster.nodes", value=lambda plan: plan.grid.world_size
+    ),
+    "cluster.nodes": _FREE,  # counted in the row before: the same ranks may stand on other nodes
+    "parallel.tensor": _GRID,
+    "parallel.pipeline": _GRID,
+    "parallel.virtual_stages": _GRID,
+    "parallel.strategy": _FREE,  # one alone is trained
+    "parallel.zero_stage": _REFUSED,
+    "train.precision": replace(
+        _REFUSED,  # fp8 is in the products alone, not in what is saved
+        fits=lambda now, then: now.settings.dtype == then.settings.dtype,
+    ),
+    "train.method": _REFUSED,
+    "train.lora.r": replace(_ADAPTERS, value=_lora("r")),
+    "train.lora.lora_alpha": replace(
+        _ADAPTERS, why="its adapters were trained for that scale", value=_lora("lora_alpha")
+    ),
+    "train.lora.lora_dropout": replace(_TOLD, counts=_with_adapters, value=_lora("lora_dropout")),
+    "train.lora.target_modules": replace(_ADAPTERS, value=_lora("target_modules")),
+    "train.lora.modules_to_save": replace(_ADAPTERS, value=_lora("modules_to_save")),
+    "train.lora.use_rslora": replace(
+        _ADAPTERS, why="its adapters were trained for that scale", value=_lora("use_rslora")
+    ),
+    "train.optimizer": _REFUSED,
+    "train.weight_decay": replace(
+        _REFUSED,  # it divides the parameters into two groups
+        fits=lambda now, then: bool(now.job.train.weight_decay) == bool(then.job.train.weight_decay),
+    ),
+    "train.momentum": replace(
+        _REFUSED,
+        why="its optimizer's state fits that only",
+        counts=_optimizer_is("sgd"),
+        fits=lambda now, then: bool(now.job.train.momentum) == bool(then.job.train.momentum),
+    ),
+    "parallel.offload": replace(_REFUSED, fits=_same_devices),
+    "parallel.offload_ratio": replace(_REFUSED, counts=lambda now, then: now.profile.partial and then.profile.partial),
+    "parallel.partition": replace(_REFUSED, counts=_same_stages),  # else they are the cause
+    "train.gradient_accumulation_dtype": replace(_REFUSED, fits=lambda now, then: not _sums_matter(now, then)),
+    "deepspeed.zero_optimization.round_robin_gradients": replace(_REFUSED, counts=_same_stage(1, 2), default=False),
+    "deepspeed.zero_optimization.sub_group_size": replace(  # the length of each flat group of master weights
+        _REFUSED, counts=_same_stage(3), value=lambda plan: plan.settings.sub_group_size
+    ),
+    # The scaler that the engine loads goes on as it was made (deepspeed runtime/zero/stage_1_and_2.py _load_global_state).
+    "deepspeed.fp16.loss_scale": replace(_SCALER, default=0),
+    "deepspeed.fp16.initial_scale_power": replace(_SCALER, default=16),
+    "deepspeed.fp16.loss_scale_window": replace(_SCALER, default=1000),
+    "deepspeed.fp16.hysteresis": replace(_SCALER, default=2),
+    "deepspeed.fp16.consecutive_hysteresis": replace(_SCALER, default=False),
+    "deepspeed.fp16.min_loss_scale": replace(_SCALER, default=1),
+    # What the order of the rows depends on: a step is a position in the data.
+    "train.train_batch_size": replace(
+        _REFUSED,
+        code="CHECKPOINT_DATA",
+        why=_POSITION,
+        counts=_batches_differ,
+        value=lambda plan: plan.settings.batch.train,
+    ),
+    "train.sequence_length": replace(_REFUSED, code="CHECKPOINT_DATA", why=_POSITION),
+    "train.seed": replace(_REFUSED, code="CHECKPOINT_DATA", why=_POSITION),
+    "data.name": _DATA,
+    "data.revision": _DATA,
+    "data.split": _DATA,
+    "data.validation_fraction": _DATA,
+    "data.format": _DATA,
+    "data.packing": _DATA,
+    "data.loss_on": _DATA,
+    "data.max_samples": _DATA,
+    "data.train": _CONTENT,
+    "data.eval": _CONTENT,
+    "data.chat_template": _CONTENT,
+    "data.eval_split": _TOLD,
+    # The model that is trained; with adapters its own weights come from where the job says, not from the checkpoint.
+    "model.name": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.name),
+    "model.revision": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.revision),
+    "model.init": replace(_REFUSED, counts=_with_adapters, why="its adapters were trained on those weights"),
+    "model.tokenizer": _CONTENT,
+    "model.trust_remote_code": _FREE,
+    # How the steps are made from here on.
+    "train.learning_rate": _TOLD,
+    "train.learning_rate_scaling": _FREE,  # in the row before
+    "train.learning_rate_reference_batch_size": _FREE,
+    "train.lr_scheduler_type": _TOLD,
+    "train.min_learning_rate_ratio": _TOLD,
+    "train.warmup_steps": _TOLD,
+    "train.warmup_ratio": _TOLD,
+    "train.max_steps": _TOLD,
+    "train.num_train_epochs": _TOLD,
+    "train.adam_beta1": _BETA,
+    "train.adam_beta2": _BETA,
+    "train.adam_epsilon": _ADAM,
+    "train.max_grad_norm": _TOLD,
+    "train.per_device_train_batch_size": replace(_BATCH, value=lambda plan: plan.settings.batch.micro),
+    "train.gradient_accumulation_steps": replace(_BATCH, value=lambda plan: plan.settings.batch.accumulation),
+    "train.per_device_eval_batch_size": replace(_TOLD, counts=_evaluates),
+    "train.fp8.recipe": replace(
+        _TOLD,
+        counts=lambda now, then: now.settings.precision == then.settings.precision == "fp8",
+        value=lambda plan: (plan.job.train.fp8 or Fp8()).recipe,
+    ),
+    "train.gradient_checkpointing": _TOLD,
+    "train.attention": _TOLD,
+    "train.loss": _TOLD,
+    "train.kernels": _TOLD,
+    "train.torch_compile": _TOLD,
+    "parallel.sequence_parallel": _TOLD,
+    "parallel.pipeline_schedule": _TOLD,
+    "train.save_steps": _TOLD,
+    "train.save_total_limit": _TOLD,
+    "train.eval_steps": _TOLD,
+    "train.logging_steps": _TOLD,
+    "train.report_to": _TOLD,
+    # Where the run stands.
+    "train.output_dir": _FREE,
+    "cluster.gpu": _FREE,
+    "cluster.host_memory_gib": _FREE,
+    "cluster.nvme_path": _FREE,
+    "cluster.master_port": _FREE,
+    # How DeepSpeed moves data and what it prints; its shards are the same.
+    **{
+        f"deepspeed.zero_optimization.{name}": _TOLD
+        for name in (
+            *("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm"),
+            *(
+                "offload_optimizer",
+                "offload_param",
+                "stage3_prefetch_bucket_size",
+                "stage3_param_persistence_threshold",
+            ),
+            *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
+            *("stage3_allgather_sequential", "zero_hpz_partition_size", "zero_quantized_weights"),
+            *(
+                "zero_quantized_gradients",
+                "memory_efficient_linear",
+                "log_trace_cache_warnings",
+                "enable_sanity_checks",
+            ),
+        )
+    },
+    **{
+        f"deepspeed.{name}": _TOLD
+        for name in (
+            *("bf16", "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "steps_per_print"),
+            *("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "aio"),
+        )
+    },
+}
