@@ -13,7 +13,7 @@ from tiny_plans import tiny_plan
 from toolkit.checkpoint.compatible import changes, describe_changes, layout_problems, rule_of
 from toolkit.checkpoint.resume_rules import RULES
 from toolkit.cli.keys import describe_keys
-from toolkit.plan.deepspeed_schema import DeepSpeedKeys, schema_paths
+from toolkit.deepspeed_spec.schema import DeepSpeedKeys, schema_paths
 from toolkit.plan.plan import Plan
 
 DEEPSPEED = [f"deepspeed.{path}" for path in schema_paths(DeepSpeedKeys)]

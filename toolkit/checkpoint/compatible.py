@@ -11,8 +11,8 @@ from toolkit.checkpoint.layout import PLAN, State
 from toolkit.checkpoint.manifest import read_manifest, size_problems
 from toolkit.checkpoint.resume_rules import RULES, Rule
 from toolkit.checkpoint.sources import source_problems
+from toolkit.deepspeed_spec.schema import leaf_values
 from toolkit.errors import CheckpointError, Problem, raise_all
-from toolkit.plan.deepspeed_schema import leaf_values
 from toolkit.plan.plan import Plan
 
 _DEEPSPEED = "deepspeed."
