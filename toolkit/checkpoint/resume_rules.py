@@ -45,8 +45,8 @@ class Rule:
     """
 
     on_change: Literal["told", "refused", "free", "content"]
-    code: str = "CHECKPOINT_LAYOUT"
-    why: str = _SHARDS
+    code: str = ""
+    why: str = ""
     counts: Both = _always
     fits: Both = _never
     value: Callable[[Plan], Any] | None = None
@@ -106,7 +106,8 @@ def _same_devices(now: Plan, then: Plan) -> bool:
 
 
 _FREE, _TOLD = Rule(on_change="free"), Rule(on_change="told")
-_CONTENT, _REFUSED = Rule(on_change="content"), Rule(on_change="refused")
+_CONTENT = Rule(on_change="content")
+_REFUSED = Rule(on_change="refused", code="CHECKPOINT_LAYOUT", why=_SHARDS)
 _GRID = replace(_REFUSED, cause="grid")
 _ADAPTERS = replace(_REFUSED, counts=_with_adapters)
 _SCALER = replace(
