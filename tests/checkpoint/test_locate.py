@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoint.layout import State
 from toolkit.checkpoint.locate import latest_checkpoint, list_checkpoints, recover, remove_leftovers, rotate
 from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
+from toolkit.checkpoint.state import State
 from toolkit.errors import CheckpointError
 
 STATE = State(step=0, num_steps=9, zero_stage=2, world_size=1, train_batch_size=4, saved_at=0.0, versions={})
@@ -20,7 +19,7 @@ STATE = State(step=0, num_steps=9, zero_stage=2, world_size=1, train_batch_size=
 def _make(run: Path, step: int, *, saved_at: float | None = None, name: str | None = None) -> Path:
     folder = run / (name or f"checkpoint-{step}")
     folder.mkdir(parents=True)
-    replace(STATE, step=step, saved_at=float(step) if saved_at is None else saved_at).save(folder)
+    STATE.model_copy(update={"step": step, "saved_at": float(step) if saved_at is None else saved_at}).save(folder)
     (folder / "shard.pt").write_bytes(b"x" * 1000)
     write_manifest(folder, hash_files(folder, list_files(folder)))
     return folder
@@ -64,13 +63,23 @@ def test_newest_is_saved_last(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["checkpoint-60", "checkpoint-30"]
 
 
-def test_a_damaged_state_is_neither_resumed_nor_in_the_way(tmp_path: Path) -> None:
+def test_a_damaged_state_is_neither_resumed_nor_passed_over(tmp_path: Path) -> None:
+    """One bit of the last checkpoint's step: what it says is not believed, and to go back further is the user's choice."""
     for step in (1, 2, 3):
         _make(tmp_path, step)
-    (tmp_path / "checkpoint-3" / "state.json").write_text("{")
-    assert latest_checkpoint(tmp_path).name == "checkpoint-2"
+    state = tmp_path / "checkpoint-3" / "state.json"
+    state.write_text(state.read_text().replace('"step": 3', '"step": 7'))
+    with pytest.raises(CheckpointError, match="has another SHA-256") as caught:
+        latest_checkpoint(tmp_path)
+    assert caught.value.codes == ("CHECKPOINT_DAMAGED",)
+    assert f"Name {tmp_path / 'checkpoint-2'} to go on from there" in str(caught.value)
     rotate(tmp_path, keep=2)
     assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    (tmp_path / "checkpoint-1" / "state.json").write_text("{")
+    assert latest_checkpoint(tmp_path).name == "checkpoint-2", "an earlier one is in nobody's way"
+    (tmp_path / "checkpoint-2" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        latest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 9])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import threading
 from pathlib import Path
 
@@ -67,10 +69,76 @@ def test_every_damage_is_named(folder: Path) -> None:
     assert _codes(folder)[0] == ("CHECKPOINT_DAMAGED",) * 2
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"files": {"a": 3}}', '{"files": {"a": {"bytes": "many", "sha256": ""}}}'])
-def test_a_manifest_that_is_none(folder: Path, text: str) -> None:
-    (folder / "manifest.json").write_text(text)
-    assert _codes(folder)[0] == ("CHECKPOINT_DAMAGED",)
+def _naming(name: str, num_bytes: object = 0) -> str:
+    return json.dumps({"format": 1, "files": {name: {"bytes": num_bytes, "sha256": hashlib.sha256(b"").hexdigest()}}})
+
+
+NO_MANIFEST: dict[str, str | bytes] = {
+    "empty": "",
+    "list": "[]",
+    "number": '{"format": 1, "files": {"a": 3}}',
+    "text for bytes": _naming("a", "0"),
+    "negative": _naming("a", -1),
+    "infinity": _naming("a", float("inf")),
+    "1e300": _naming("a", 1e300),
+    "digest": _naming("a").replace("e3b0", "E3B0"),
+    "later format": _naming("a").replace("1,", "2,"),
+    "not UTF-8": b'{"format": 1, "files": {"\xff": {}}}',
+    "UTF-16": _naming("a").encode("utf-16"),
+    "nested": "[" * 10_000,
+    "nested in files": '{"format": 1, "files": ' + '{"a":' * 10_000,
+    "NUL": _naming("a\0b"),
+    "lone surrogate": _naming("\ud800"),
+    "device": _naming("/dev/zero"),
+    "absolute": _naming("/etc/hostname"),
+    "above": _naming("random/../../checkpoint-4/state.json"),
+    "here": _naming("./state.json"),
+    "nothing": _naming(""),
+}
+
+
+@pytest.mark.parametrize("name", NO_MANIFEST)
+def test_a_manifest_that_is_none(folder: Path, name: str) -> None:
+    text = NO_MANIFEST[name]
+    (folder / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    codes, message = _codes(folder)
+    assert codes == ("CHECKPOINT_DAMAGED",)
+    assert message.startswith(f"{folder / 'manifest.json'} cannot be read: ")
+
+
+def test_only_plain_files_inside_the_folder_are_read(folder: Path) -> None:
+    """A pipe would be waited on and a device read without end; a link leads to what is not of the checkpoint."""
+    outside = folder.parent / "outside"
+    outside.write_bytes(b"")
+    inside = folder / "random" / "rank-00000.pt"
+    for make, what in (
+        (lambda: os.mkfifo(inside), "is a pipe, not a plain file"),
+        (lambda: inside.symlink_to("/dev/zero"), "leads out of the folder"),
+        (lambda: inside.symlink_to(outside), "leads out of the folder"),
+        (inside.mkdir, "is a folder, not a plain file"),
+    ):
+        inside.rmdir() if inside.is_dir() else inside.unlink()
+        make()
+        codes, message = _codes(folder)
+        assert (codes, f"{inside} {what}" in message) == (("CHECKPOINT_DAMAGED",), True), message
+    inside.rmdir()
+    inside.write_bytes(b"")
+    verify(folder)
+    (folder / "manifest.json").rename(folder / "kept")
+    os.mkfifo(folder / "manifest.json")
+    assert "manifest.json cannot be read: is a pipe" in _codes(folder)[1]
+
+
+def test_a_file_that_the_manifest_does_not_name(folder: Path) -> None:
+    """DeepSpeed takes the model's files by their place among those it finds, and transformers looks through `model`."""
+    for name in ("global_step4/mp_rank_00_model_states.pt", "model/config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"")
+        assert f"{folder / name} is not in manifest.json" in _codes(folder)[1]
+        (folder / name).unlink()
+    (folder / "notes.txt").write_text("mine")
+    (folder / "model" / ".DS_Store").write_bytes(b"")
+    verify(folder)
 
 
 def test_ranks_share_all_files() -> None:
@@ -84,9 +152,9 @@ def test_files_are_hashed_side_by_side(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
     barrier, read = threading.Barrier(2, timeout=20), module._entry
 
-    def meet(path: Path, *, sync: bool = False) -> module.Entry:
+    def meet(folder: Path, name: str, *, sync: bool = False) -> module.Entry:
         barrier.wait()
-        return read(path, sync=sync)
+        return read(folder, name, sync=sync)
 
     monkeypatch.setattr(module, "_entry", meet)
     hashed = hash_files(folder, (SHARD, "state.json"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
 from toolkit.checkpoint.compatible import check_resumable, describe_changes, layout_problems
-from toolkit.checkpoint.layout import State
-from toolkit.checkpoint.manifest import verify
+from toolkit.checkpoint.load import load_as_data
+from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
 from toolkit.checkpoint.save import foreseen_bytes
-from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.checkpoint.state import State
+from toolkit.errors import ToolkitError
 from toolkit.plan.plan import Plan
 
 pytestmark = pytest.mark.gloo
@@ -65,17 +68,56 @@ def _step(run: Any, rank: int, step: int) -> tuple[float, float | None]:
 
 def _codes(rank: int, plan: Any, folder: Path) -> tuple[tuple[str, ...], str]:
     with tk.initialize(plan) as run:
-        try:
-            tk.load(run, folder)
-        except ToolkitError as error:
-            return error.codes, str(error)
-    return (), ""
+        return _refusal(lambda: tk.load(run, folder))
 
 
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
+
+
+class Calls:
+    """Pickled, it is a call of `os.mkdir` that whoever unpickles it makes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+HOSTILE = {
+    "hostile-model": "global_step4/mp_rank_00_model_states.pt",
+    "hostile-optimizer": "global_step4/*pp_rank_1_mp_rank_00_optim_states.pt",
+    "hostile-random": "random/rank-00001.pt",
+}
+
+
+def _hostile(rank: int, plan: Any, root: Path) -> Iterator[tuple[str, Any]]:
+    """What one engine says to checkpoints that whoever made them has filled with calls."""
+    if rank == 0:
+        for name, pattern in HOSTILE.items():
+            folder = root / name
+            shutil.copytree(root / "zero-2", folder)
+            path = next(folder.glob(pattern))
+            torch.save(torch.load(path, weights_only=False) | {"more": Calls(root / "called")}, path)
+            (folder / "manifest.json").unlink()
+            write_manifest(folder, hash_files(folder, list_files(folder)))
+    torch.distributed.barrier()
+    with tk.initialize(plan) as run:
+        for name in HOSTILE:
+            yield name, _refusal(lambda name=name: tk.load(run, root / name))
+        load_as_data(run.engine, root / "hostile-model")
+        yield "engine", _refusal(lambda: run.engine.load_checkpoint(str(root / "hostile-model"), tag="global_step4"))[0]
+
+
+def _refusal(call: Callable[[], Any]) -> tuple[tuple[str, ...], str]:
+    try:
+        call()
+    except ToolkitError as error:
+        return error.codes, str(error)
+    return (), ""
 
 
 def _all(rank: int, root_name: str) -> dict[str, Any]:
@@ -117,16 +159,13 @@ def _all(rank: int, root_name: str) -> dict[str, Any]:
         results[name] = _codes(rank, plan, root / name)
     results["other-stage"] = _codes(rank, tiny_plan("gpt2", parallel={"zero_stage": 3}), root / "zero-2")
     results["unwritable"] = _unwritable(rank, plan, root)
+    results |= {("hostile", name): found for name, found in _hostile(rank, plan, root)}
     return results
 
 
 def _unwritable(rank: int, plan: Any, root: Path) -> tuple[str, ...]:
     with tk.initialize(plan) as run:
-        try:
-            tk.save(run, root / "zero-2" / "plan.json" / "inside-a-file")
-        except ToolkitError as error:
-            return error.codes
-    return ()
+        return _refusal(lambda: tk.save(run, root / "zero-2" / "plan.json" / "inside-a-file"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +289,13 @@ def test_lora_settings_must_agree(results: list[dict[str, Any]], root: Path) -> 
     assert (problem.code, problem.key) == ("CHECKPOINT_LAYOUT", "train.lora.r")
 
 
-def test_a_state_that_cannot_be_read(tmp_path: Path) -> None:
-    for text in ("", "{}", '{"step": 3}'):
-        (tmp_path / "state.json").write_text(text)
-        with pytest.raises(CheckpointError) as caught:
-            State.load(tmp_path)
-        assert caught.value.codes == ("CHECKPOINT_DAMAGED",)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_of_a_checkpoint_runs(results: list[dict[str, Any]], root: Path, name: str) -> None:
+    """A pickle that calls a function, in each kind of file that a resume reads, with checksums that agree."""
+    for result in results:
+        codes, text = result["hostile", name]
+        assert codes == ("CHECKPOINT_UNSAFE",)
+        assert f"{next((root / name).glob(HOSTILE[name]))} is more than data" in text
+        assert "would call posix.mkdir" in text
+        assert result["hostile", "engine"] == ("CHECKPOINT_UNSAFE",)
+    assert not (root / "called").exists()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from toolkit.checkpoint.sources import identify, source_problems
+from toolkit.checkpoint.sources import Source, identify, source_notes, source_problems
 from toolkit.spec.job import Job
+
+_STORED = TypeAdapter(dict[str, tuple[Source, ...]])
 
 
 def _job(*, tokenizer: str | None = None, **data: Any) -> Job:
@@ -28,7 +31,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def _problems(now: Job, then: Job, recorded: Any) -> list[tuple[str, str]]:
-    stored = json.loads(json.dumps(recorded))
+    stored = _STORED.validate_json(_STORED.dump_json(recorded), strict=True)
     return [(problem.code, problem.key) for problem in source_problems(now, then, stored, Path("checkpoint-4"))]
 
 
@@ -88,8 +91,71 @@ def test_a_file_is_read_again_only_when_it_may_have_changed(files: Path) -> None
 def test_the_hub_goes_by_name() -> None:
     then = _job(train="org/absent-set")
     recorded = identify(then)
-    assert recorded["data.train"] == [
-        {"name": "org/absent-set", "num_bytes": None, "modified_ns": None, "sha256": None}
-    ]
+    assert recorded["data.train"] == (Source(name="org/absent-set"),)
     assert _problems(then, then, recorded) == []
     assert _problems(_job(train="org/other-set"), then, recorded) == [("CHECKPOINT_DATA", "data.train")]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_tokenizer_that_changed_is_another(files: Path, named: bool) -> None:
+    """Whether the job names it, or it lies in the model's folder."""
+    folder = files / "tokenizer"
+    job = _job(tokenizer=str(folder), train="org/set") if named else _in_folder(folder)
+    recorded = identify(job)
+    (folder / "model.safetensors").write_bytes(b"no part of a tokenizer")
+    assert _problems(job, job, recorded) == []
+    for name in ("tokenizer.json", "chat_template.jinja", "tiktoken.model", "additional_chat_templates/tool.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        before = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).write_text("changed")
+        (problem,) = source_problems(job, job, recorded, Path("checkpoint-4"))
+        assert (problem.code, problem.key) == ("CHECKPOINT_DATA", "model.tokenizer")
+        assert f"the tokenizer of {folder} has changed since checkpoint-4 was saved: {name}" in problem.message
+        (folder / name).unlink() if before is None else (folder / name).write_bytes(before)
+    assert _problems(job, job, recorded) == []
+    moved = folder.rename(files / "moved")
+    assert _problems(_in_folder(moved), job, recorded) == [], "wherever it lies, and whoever names it"
+
+
+def _in_folder(folder: Path) -> Job:
+    return Job.model_validate({"model": str(folder), "cluster": {"gpu": "cpu"}, "data": {"train": "org/set"}})
+
+
+def test_a_tokenizer_of_the_hub_is_known_by_what_its_cache_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    job = Job.model_validate({"model": "org/model", "cluster": {"gpu": "cpu"}, "data": {"train": "org/set"}})
+    nothing = identify(job)
+    repository = tmp_path / "models--org--model"
+    for commit, text in (("a" * 40, "{}"), ("b" * 40, '{"other": 1}')):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "tokenizer.json").write_text(text)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    recorded = identify(job)
+    assert [source.name for source in recorded["tokenizer"]] == ["tokenizer.json"]
+    assert _problems(job, job, nothing) == _problems(job, job, recorded) == []
+    (repository / "snapshots" / ("a" * 40) / "vocab.json").write_text("{}")
+    assert _problems(job, job, recorded) == [], "the cache holds what was asked for so far"
+    (repository / "refs" / "main").write_text("b" * 40)
+    assert _problems(job, job, recorded) == [("CHECKPOINT_DATA", "model.tokenizer")]
+
+
+def test_what_version_0_1_0_recorded(files: Path) -> None:
+    """One digest of the files of a tokenizer that the job names; nothing of one in the model's folder."""
+    job = _job(tokenizer=str(files / "tokenizer"), train="org/set")
+    digest = hashlib.sha256(hashlib.sha256(b"{}").digest()).hexdigest()
+    recorded = {
+        "data.train": (Source(name="org/set"),),
+        "model.tokenizer": (Source(name="t", num_bytes=2, modified_ns=1, sha256=digest),),
+    }
+    assert _problems(job, job, recorded) == []
+    assert source_notes(recorded) == ()
+    (files / "tokenizer" / "tokenizer.json").write_text("{} ")
+    assert _problems(job, job, recorded) == [("CHECKPOINT_DATA", "model.tokenizer")]
+    beside = _in_folder(files / "tokenizer")
+    del recorded["model.tokenizer"]
+    assert _problems(beside, beside, recorded) == []
+    (note,) = source_notes(recorded)
+    assert "does not record its tokenizer" in note

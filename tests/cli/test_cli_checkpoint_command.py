@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from toolkit.checkpoint.layout import State
 from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
+from toolkit.checkpoint.state import State
 from toolkit.cli.app import main
 
 
@@ -62,11 +62,36 @@ def test_a_damaged_checkpoint_hides_no_other(run, capsys):
     assert lines[-1].split()[:3] == ["10", "3", "4"]
 
 
-def test_a_plan_that_cannot_be_read_hides_no_checkpoint(run, capsys):
-    (run / "checkpoint-9" / "plan.json").write_text("{")
+BROKEN = {
+    "one bit": ("state.json", lambda text: text.replace(b'"step": 9', b'"step": 8'), False),
+    "plan": ("plan.json", lambda text: b"{", False),
+    "not UTF-8": ("state.json", lambda text: b'{"step": "\xff"}', True),
+    "UTF-16": ("state.json", lambda text: text.decode().encode("utf-16"), True),
+    "nested": ("state.json", lambda text: b"[" * 10_000, True),
+    "text for a time": ("state.json", lambda text: text.replace(b"1000000009.0", b'"yesterday"'), True),
+    "1e300": ("state.json", lambda text: text.replace(b"1000000009.0", b"1e300"), True),
+    "sources a list": ("state.json", lambda text: text.replace(b'"sources": {}', b'"sources": []'), True),
+    "plan nested": ("plan.json", lambda text: b'{"job":' * 10_000, True),
+    "manifest": ("manifest.json", lambda text: text.replace(b'"bytes": ', b'"bytes": Infinity'), False),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_whatever_is_broken_is_one_damaged_row(run, capsys, name):
+    file, change, agrees = BROKEN[name]
+    folder = run / "checkpoint-9"
+    changed = change((folder / file).read_bytes())
+    assert changed != (folder / file).read_bytes()
+    (folder / file).write_bytes(changed)
+    if agrees:  # made so, not damaged since
+        write_manifest(folder, hash_files(folder, list_files(folder)))
     assert main(["checkpoint", "list", str(run), "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)["checkpoints"][0]
-    assert (row["damaged"], row["pipeline"], row["tensor"], row["world_size"]) == (False, None, None, 4)
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["step"], row["damaged"], row["world_size"]) for row in rows] == [(9, True, None), (10, False, 4)]
+    if not agrees:
+        assert main(["checkpoint", "verify", str(folder), "--json"]) == 1
+        (problem,) = json.loads(capsys.readouterr().out)["problems"]
+        assert (problem["code"], str(folder / file) in problem["message"]) == ("CHECKPOINT_DAMAGED", True)
 
 
 def test_list_of_nothing(tmp_path, capsys):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,10 +158,134 @@ def test_verification_may_be_left_out_where_it_has_just_been_done(root, tmp_path
     from toolkit.errors import CheckpointError
     from toolkit.export.checkpoint import export as export_checkpoint
 
-    folder = damaged(root, tmp_path / "checkpoint-1", "state.json")  # which the export does not need
+    folder = damaged(root, tmp_path / "checkpoint-1", "rank-00000.pt")  # which the export does not need
     assert export_checkpoint(folder, tmp_path / "out", verify_first=False, check_logits=False).report.verified
     with pytest.raises(CheckpointError):
         export_checkpoint(folder, tmp_path / "again")
+
+
+class Calls:
+    """Pickled, it is a call of `os.mkdir` that whoever unpickles it makes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def remade(root: Path, name: str, folder: Path, change: Callable[[Path], object]) -> Path:
+    """A copy of a checkpoint that whoever made it has changed, with checksums that agree."""
+    shutil.copytree(root / name / "checkpoint-4", folder)
+    change(folder)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, hash_files(folder, list_files(folder)))
+    return folder
+
+
+def hostile(pattern: str, called: Path) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = next(folder.glob(pattern))
+        torch.save(torch.load(path, weights_only=False) | {"more": Calls(called)}, path)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "options"),
+    [
+        ("tied-bf16", "global_step4/*model_states.pt", ()),
+        ("tied-bf16", "global_step4/*optim_states.pt", ("--dtype", "fp32")),
+        ("lora-bf16", "global_step4/*model_states.pt", ()),
+        ("lora-bf16", "global_step4/*optim_states.pt", ()),
+    ],
+)
+def test_nothing_of_a_checkpoint_runs(root, capsys, tmp_path, name, pattern, options):
+    folder = remade(root, name, tmp_path / "checkpoint-4", hostile(pattern, tmp_path / "called"))
+    (problem,) = export(root, capsys, folder, "--out", tmp_path / "out", *options, code=2)["problems"]
+    assert problem["code"] == "CHECKPOINT_UNSAFE"
+    assert f"{next(folder.glob(pattern))} is more than data: reading it would call posix.mkdir" in problem["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4"}
+
+
+def test_what_lies_beside_the_weights_does_not_run_either(root, capsys, tmp_path):
+    """Pickles that transformers or peft would look for, and one that an export in the training dtype has no need of."""
+
+    def change(folder: Path) -> None:
+        for name in ("adapter_model.bin", "pytorch_model.bin", "training_args.bin"):
+            torch.save({"lm_head.weight": Calls(tmp_path / "called")}, folder / "model" / name)
+        hostile("global_step4/*optim_states.pt", tmp_path / "called")(folder)
+        (folder / "latest").write_bytes(b"../elsewhere\xff")
+
+    folder = remade(root, "tied-bf16", tmp_path / "checkpoint-4", change)
+    export(root, capsys, folder, "--out", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "out"}
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "content", "codes"),
+    [
+        ("tied-bf16", "generation_config.json", b"[]", ["CHECKPOINT_DAMAGED"]),
+        ("tied-bf16", "config.json", b'{"a":' * 10_000, ["CHECKPOINT_DAMAGED"]),
+        ("tied-bf16", "tokenizer_config.json", b'{"a": "\xff"}', ["CHECKPOINT_DAMAGED"]),
+        ("lora", "adapter_config.json", '{"r": 4}'.encode("utf-16"), ["CHECKPOINT_DAMAGED"]),
+        ("lora", "adapter_config.json", b'{"r": [], "target_modules": 3}', ["EXPORT_ADAPTER_CONFIG"]),
+        (
+            "lora",
+            "adapter_config.json",
+            b'{"megatron_config": {"a": 1}, "megatron_core": "x"}',
+            ["EXPORT_ADAPTER_KIND"],
+        ),
+        ("tied-bf16", "config.json", b'{"model_type": "llama", "hidden_size": "wide"}', ["EXPORT_CONFIG"]),
+    ],
+)
+def test_a_file_of_another_form_is_one_error(root, capsys, tmp_path, name, file, content, codes):
+    folder = remade(
+        root, name, tmp_path / "checkpoint-4", lambda folder: (folder / "model" / file).write_bytes(content)
+    )
+    problems = export(root, capsys, folder, "--out", tmp_path / "out", code=2)["problems"]
+    assert [problem["code"] for problem in problems] == codes
+    if codes == ["CHECKPOINT_DAMAGED"]:
+        assert str(folder / "model" / file) in problems[0]["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4"}
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({mark!r}).mkdir(exist_ok=True)
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("plan_trusts", [True, False])
+def test_code_that_a_checkpoint_brings_runs_for_whoever_trusts_it(root, capsys, tmp_path, monkeypatch, plan_trusts):
+    """What the checkpoint's plan says of trust was written by whoever made the checkpoint."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def change(folder: Path) -> None:
+        plan = json.loads((folder / "plan.json").read_text())
+        plan["job"]["model"]["trust_remote_code"] = plan_trusts
+        (folder / "plan.json").write_text(json.dumps(plan))
+        config = json.loads((folder / "model" / "config.json").read_text())
+        own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+        # With a type that transformers knows, nothing but the plan says that the model was built by code of its own.
+        changed = {"auto_map": own} | ({} if plan_trusts else {"model_type": "own-llama"})
+        (folder / "model" / "config.json").write_text(json.dumps(config | changed))
+        (folder / "model" / "own.py").write_text(CODE.format(mark=str(tmp_path / "called")))
+
+    folder = remade(root, "tied-bf16", tmp_path / "checkpoint-4", change)
+    (problem,) = export(root, capsys, folder, "--out", tmp_path / "out", code=2)["problems"]
+    assert problem["code"] == "EXPORT_REMOTE_CODE"
+    assert "--trust-remote-code" in problem["fix"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4"}
+    export(root, capsys, folder, "--out", tmp_path / "out", "--trust-remote-code")
+    assert (tmp_path / "called").exists()
 
 
 def test_scores_that_differ_are_an_error(root, capsys, tmp_path):

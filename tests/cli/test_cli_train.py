@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,7 +21,7 @@ import pytest
 from train_jobs import curve, files, records, run_toolkit, start_toolkit, write_inputs, write_job
 
 from toolkit.checkpoint.locate import list_checkpoints
-from toolkit.checkpoint.manifest import verify
+from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
 from toolkit.cli.app import main
 from toolkit.errors import RunError
 
@@ -409,7 +411,7 @@ def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
 
 
 def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
-    from toolkit.checkpoint.layout import State
+    from toolkit.checkpoint.state import State
     from toolkit.cli.train_checks import checked_plan
     from toolkit.cli.train_end import is_finished, last_checkpoint
 
@@ -419,7 +421,7 @@ def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         State(step=step, saved_at=float(step), **values).save(folder)
-        (folder / "manifest.json").write_text("{}")
+        write_manifest(folder, hash_files(folder, list_files(folder)))
     assert is_finished(plan)
     assert last_checkpoint(plan, but={str(folder)}) == tmp_path / "checkpoint-4"
     (folder / "state.json").write_text("{")
@@ -431,7 +433,7 @@ def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
 
 
 def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
-    from toolkit.checkpoint.layout import State
+    from toolkit.checkpoint.state import State
     from toolkit.cli.train_checks import checked_plan
     from toolkit.cli.train_end import Call, report
     from toolkit.errors import Problem
@@ -444,7 +446,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
     for folder in folders:
         folder.mkdir()
         State(step=int(folder.name[-1]), saved_at=1.0, **values).save(folder)
-        (folder / "manifest.json").write_text("{}")
+        write_manifest(folder, hash_files(folder, list_files(folder)))
 
     def said(*damaged: Path) -> str:
         problems = tuple(
@@ -519,6 +521,15 @@ def test_without_a_data_section(root, tmp_path, capsys):
     assert (code, codes(lines)) == (2, ["TRAIN_NO_DATA"])
 
 
+@contextmanager
+def changed(path: Path, change: Callable[[bytes], bytes]) -> Iterator[None]:
+    before = path.read_bytes()
+    assert change(before) != before
+    path.write_bytes(change(before))
+    yield
+    path.write_bytes(before)
+
+
 def test_resumes_that_cannot_be(root, whole, capsys, tmp_path):
     """Before a process starts: what is there, and that it is of this job."""
     job, last = root / "whole.yaml", root / "whole" / f"checkpoint-{STEPS}"
@@ -541,6 +552,21 @@ def test_resumes_that_cannot_be(root, whole, capsys, tmp_path):
     assert "warm-start" in text
     assert f"toolkit export {last}" in text
     assert resume(last, "train.seed=1")[0] == ["CHECKPOINT_DATA"]
+    tokenizer = root / "model" / "tokenizer.json"
+    with changed(tokenizer, lambda text: text.replace(b'"id": 1', b'"id": 1 ')):
+        found, text = resume(last)
+        assert found == ["CHECKPOINT_DATA"]
+        assert f"the tokenizer of {root / 'model'} has changed since {last} was saved: tokenizer.json" in text
+    earlier = root / "whole" / "checkpoint-60"
+    for folder, name in ((last, "latest"), (earlier, earlier)):
+        # One bit, after which a run of 80 steps would have come to its end.
+        with changed(
+            folder / "state.json",
+            lambda text: text.replace(b'"step": 60', b'"step": 80').replace(b'"num_steps": 80', b'"num_steps": 60'),
+        ):
+            found, text = resume(name)
+            assert found == ["CHECKPOINT_DAMAGED"]
+            assert f"{folder / 'state.json'} has another SHA-256" in text
     code, lines = refused(
         root, capsys, job, "--resume_from_checkpoint", root / "whole" / "checkpoint-60", "--stop-after", 60
     )

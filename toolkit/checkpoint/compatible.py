@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.layout import PLAN, State
-from toolkit.checkpoint.manifest import read_manifest, size_problems
+from toolkit.checkpoint.manifest import is_shard, verify
 from toolkit.checkpoint.resume_rules import RULES, Rule
 from toolkit.checkpoint.sources import source_problems
+from toolkit.checkpoint.state import State, saved_plan
 from toolkit.deepspeed_spec.schema import leaf_values
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.plan.plan import Plan
@@ -37,17 +37,17 @@ class Change:
 
 
 def check_resumable(plan: Plan, folder: Path) -> State:
-    """Checks all of a checkpoint but its checksums, which the ranks compare while they load.
+    """Checks all of a checkpoint but the contents of DeepSpeed's files, which the ranks compare before they load them.
 
     Returns:
         Where the saved run stood.
 
     Raises:
-        CheckpointError: The checkpoint is absent, incomplete, cut short, or not of this plan.
+        CheckpointError: The checkpoint is absent, incomplete, damaged, or not of this plan.
     """
-    raise_all(CheckpointError, size_problems(folder, read_manifest(folder)))
+    verify(folder, unread=is_shard)
     state = State.load(folder)
-    saved = Plan.load(folder / PLAN)
+    saved = saved_plan(folder)
     moved = source_problems(plan.job, saved.job, state.sources, folder)
     raise_all(CheckpointError, [*layout_problems(plan, saved, folder), *moved])
     return state
@@ -57,7 +57,7 @@ def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
     """Gives the length of the run that a plan would make of a checkpoint; None where only reading the data tells."""
     if plan.settings.max_steps is not None:
         return plan.settings.max_steps
-    saved = Plan.load(folder / PLAN).settings
+    saved = saved_plan(folder).settings
     is_same = saved.max_steps is None and saved.num_train_epochs == plan.settings.num_train_epochs
     return state.num_steps if is_same else None
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from toolkit.checkpoint.compatible import describe_changes, known_num_steps, layout_problems
-from toolkit.checkpoint.layout import PLAN, State, tag_of
-from toolkit.checkpoint.manifest import checksum_problems, read_manifest, share, size_problems
+from toolkit.checkpoint.layout import tag_of
+from toolkit.checkpoint.manifest import checksum_problems, damaged, read_manifest, share, size_problems
+from toolkit.checkpoint.pickles import read_pickle
 from toolkit.checkpoint.random_state import load_random_state
-from toolkit.checkpoint.sources import source_problems
+from toolkit.checkpoint.sources import source_notes, source_problems
+from toolkit.checkpoint.state import State, saved_plan
 from toolkit.checkpoint.swapped import restore_unswapped
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
 from toolkit.groups.patience import patiently
 from toolkit.plan.checkpoint_size import leaves_frozen_out
-from toolkit.plan.plan import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warnin
     Args:
         run: A fresh run; all ranks call this together, once, before the first step.
         path: Folder that `save` wrote.
-        say: Takes, on rank 0, the line that names what the plan changes.
+        say: Takes, on rank 0, the line that names what the plan changes, and one for what cannot be compared.
 
     Returns:
         Where the saved run stood.
@@ -42,16 +43,17 @@ def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warnin
         One gather of what each rank found; the engine's own.
 
     Raises:
-        CheckpointError: The checkpoint is absent, incomplete, damaged, or not of this plan.
+        CheckpointError: The checkpoint is absent, incomplete, damaged, not of this plan, or more than data.
     """
     folder = Path(path)
     _verify_together(run, folder)
     state = State.load(folder)
-    saved = Plan.load(folder / PLAN)
+    saved = saved_plan(folder)
     raise_all(CheckpointError, layout_problems(run.plan, saved, folder))
     if run.plan.profile.optimizer == "nvme":
         restore_unswapped(run.engine, folder, tag_of(state.step))
     sort_by_rank(run.engine)
+    load_as_data(run.engine, folder)
     with run.keeping_hyperparameters():
         loaded, _ = run.engine.load_checkpoint(
             str(folder), tag=tag_of(state.step), load_module_strict=not leaves_frozen_out(run.plan)
@@ -69,9 +71,10 @@ def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warnin
     num_steps = known_num_steps(run.plan, folder, state)
     if num_steps is not None:
         run.set_num_steps(num_steps)
-    told = describe_changes(run.plan, saved)
-    if told is not None and run.world.is_main:
-        say(told)
+    if run.world.is_main:
+        for told in (describe_changes(run.plan, saved), *source_notes(state.sources)):
+            if told is not None:
+                say(told)
     return state
 
 
@@ -88,8 +91,26 @@ def sort_by_rank(engine: Any) -> None:
     engine._get_all_ckpt_names = lambda *place: sorted(found(*place), key=lambda name: (len(name), name))
 
 
+def load_as_data(engine: Any, folder: Path) -> None:
+    """Has an engine read a checkpoint's files by `read_pickle`, in place of a `torch.load` that runs what they name.
+
+    Source:
+        deepspeed runtime/checkpoint_engine/torch_checkpoint_engine.py load, through which runtime/engine.py and
+        runtime/state_dict_factory.py read every file.
+    """
+
+    def read(path: str, map_location: Any = None) -> dict[str, Any]:
+        name = Path(path).relative_to(folder).as_posix()
+        try:
+            return read_pickle(folder, name, map_location=map_location)
+        except ValueError as error:
+            raise CheckpointError(damaged(folder, name, str(error))) from None
+
+    engine.checkpoint_engine.load = read
+
+
 def _verify_together(run: Run, folder: Path) -> None:
-    """Checks sizes and checksums, a share of the files a rank, and raises the same on all ranks."""
+    """Checks sizes, checksums and pickles, a share of the files a rank, and raises the same on all ranks."""
     # Files of the checkpoint, and on one rank all of the data, may have to be read.
     problems = patiently(run.world, lambda: _problems_seen(run, folder))
     found: list[list[Problem] | None] = [None] * run.world.size
@@ -104,9 +125,24 @@ def _problems_seen(run: Run, folder: Path) -> list[Problem]:
         manifest = read_manifest(folder)
         mine = share(manifest, rank=run.world.rank, world_size=run.world.size)
         problems = size_problems(folder, manifest) or checksum_problems(folder, manifest, mine)
+        problems = problems or _pickle_problems(folder, mine)
         if problems or not run.world.is_main:
-            return list(problems)
-        saved, state = Plan.load(folder / PLAN), State.load(folder)
-        return list(source_problems(run.plan.job, saved.job, state.sources, folder))
+            return problems
+        return list(source_problems(run.plan.job, saved_plan(folder).job, State.load(folder).sources, folder))
     except ToolkitError as error:
         return list(error.problems)
+
+
+def _pickle_problems(folder: Path, names: Iterable[str]) -> list[Problem]:
+    """Reads what these files hold beside their tensors, which are mapped: here one rank's refusal is told to all."""
+    problems: list[Problem] = []
+    for name in names:
+        if not name.endswith(".pt"):
+            continue
+        try:
+            read_pickle(folder, name, mmap=True)
+        except ValueError as error:
+            problems.append(damaged(folder, name, str(error)))
+        except CheckpointError as error:
+            problems += error.problems
+    return problems

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
-from toolkit.checkpoint.layout import MANIFEST, State, step_of
+from toolkit.checkpoint.layout import MANIFEST, step_of
 from toolkit.checkpoint.manifest import read_manifest, size_problems
+from toolkit.checkpoint.state import State
 from toolkit.errors import CheckpointError
 
 
 def list_checkpoints(output_dir: Path) -> tuple[Path, ...]:
-    """Gives the complete checkpoints of a run, in the order in which they were saved.
+    """The complete checkpoints of a run, in the order in which they were saved; damaged ones, which cannot say when, first.
 
     That is the order of their steps, unless a run went back to an earlier checkpoint and took another way from there:
     what it saves since is what it wants kept and resumed.
@@ -21,10 +23,11 @@ def list_checkpoints(output_dir: Path) -> tuple[Path, ...]:
 
 
 def latest_checkpoint(output_dir: Path) -> Path:
-    """Gives the last complete checkpoint of a run.
+    """The last complete checkpoint of a run.
 
     Raises:
-        CheckpointError: CHECKPOINT_NONE when there is none.
+        CheckpointError: CHECKPOINT_NONE when there is none; CHECKPOINT_DAMAGED when one of a later step is damaged: to go
+            back to the one before is for whoever runs to say.
     """
     found = list_checkpoints(output_dir)
     if not found:
@@ -34,7 +37,11 @@ def latest_checkpoint(output_dir: Path) -> Path:
             message=f"{output_dir} holds no complete checkpoint",
             fix="Train without --resume_from_checkpoint, or name the folder of a checkpoint",
         )
-    return found[-1]
+    latest = found[-1]
+    for path in found:
+        if _step(path) >= _step(latest):
+            _check_state(path, instead=latest)
+    return latest
 
 
 def rotate(output_dir: Path, *, keep: int) -> tuple[Path, ...]:
@@ -55,12 +62,26 @@ def rotate(output_dir: Path, *, keep: int) -> tuple[Path, ...]:
     return tuple(removed)
 
 
+def _check_state(folder: Path, *, instead: Path) -> None:
+    try:
+        State.load(folder)
+    except CheckpointError as error:
+        if folder == instead:
+            raise
+        fix = f"Name {instead} to go on from there, or copy {folder.name} again from where it was made"
+        raise CheckpointError(*(replace(problem, fix=fix) for problem in error.problems)) from None
+
+
+def _step(folder: Path) -> int:
+    return step_of(folder) or 0
+
+
 def _saved(folder: Path) -> tuple[float, int]:
     try:
         saved_at = State.load(folder).saved_at
     except CheckpointError:
         saved_at = 0.0  # damaged: the first to go, the last to be resumed
-    return saved_at, step_of(folder) or 0
+    return saved_at, _step(folder)
 
 
 def recover(output_dir: Path) -> None:

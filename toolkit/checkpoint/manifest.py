@@ -1,21 +1,23 @@
-"""The manifest of a checkpoint: what must be there, byte for byte."""
+"""The manifest of a checkpoint: what must be there, byte for byte. Nothing else of it is believed before it agrees."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from toolkit.checkpoint.layout import LATEST, MANIFEST, write_json
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, is_tag
 from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.io import MAX_TEXT_BYTES, open_plain, plain_file, read_plain, write_json
 from toolkit.units import format_bytes
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 _CHUNK_BYTES = 8 * 2**20
 
@@ -24,35 +26,52 @@ _CHUNK_BYTES = 8 * 2**20
 _MAX_THREADS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(BaseModel):
     """A file's size in bytes and its SHA-256, in hexadecimal."""
 
-    num_bytes: int
-    sha256: str
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", populate_by_name=True)
+
+    num_bytes: Annotated[int, Field(ge=0, lt=2**63)] = Field(validation_alias="bytes", serialization_alias="bytes")
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+def _relative(name: str) -> str:
+    parts = name.split("/")
+    if not all(parts) or {".", ".."} & set(parts) or not name.isprintable():
+        raise ValueError("it names no file inside the checkpoint")
+    return name
+
+
+class Manifest(BaseModel):
+    """Every file of a checkpoint but the manifest, by its path below the folder."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    format: Literal[1]
+    files: dict[Annotated[str, Field(max_length=4096), AfterValidator(_relative)], Entry]
 
 
 def list_files(folder: Path) -> tuple[str, ...]:
-    """Gives every file of a checkpoint but the manifest, relative, sorted."""
+    """Every file of a checkpoint but the manifest, relative, sorted."""
     found = (path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     return tuple(sorted(path.relative_to(folder).as_posix() for path in found))
 
 
 def hash_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dict[str, Entry]:
-    """Gives the entries of some files, read by a few threads; `sync` also forces each to disk."""
+    """The entries of some files, read by a few threads; `sync` also forces each to disk."""
     listed = tuple(names)
-    return dict(zip(listed, _in_threads(lambda name: _entry(folder / name, sync=sync), listed), strict=True))
+    return dict(zip(listed, _in_threads(lambda name: _entry(folder, name, sync=sync), listed), strict=True))
 
 
 def share(names: Iterable[str], *, rank: int, world_size: int) -> tuple[str, ...]:
-    """Gives a rank's part of the files, so that all ranks hash at once."""
+    """A rank's part of the files, so that all ranks hash at once."""
     return tuple(name for index, name in enumerate(names) if index % world_size == rank)
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
     """Writes the manifest, last of all files."""
-    files = {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in sorted(entries.items())}
-    write_json(folder / MANIFEST, {"format": 1, "files": files})
+    made = Manifest(format=1, files=dict(sorted(entries.items())))
+    write_json(folder / MANIFEST, made.model_dump(mode="json", by_alias=True), sync=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
@@ -63,33 +82,62 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
             CHECKPOINT_INCOMPLETE or CHECKPOINT_DAMAGED, each with what can be done.
     """
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
-    except OSError:
+        content = read_plain(folder, MANIFEST, max_bytes=MAX_TEXT_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(_without_manifest(folder)) from None
+    except OSError as error:
+        raise CheckpointError(damaged(folder, MANIFEST, f"cannot be read: {error}")) from None
+    return parse_typed(Manifest, content, folder, MANIFEST).files
+
+
+def read_small(folder: Path, name: str) -> bytes:
+    """Reads a file of a complete checkpoint that fits in memory, and compares its checksum.
+
+    Raises:
+        CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED.
+    """
+    entry = read_manifest(folder).get(name)
+    if entry is None:
+        raise CheckpointError(damaged(folder, name, f"is not in {MANIFEST}"))
     try:
-        files = json.loads(text)["files"]
-        return {name: Entry(num_bytes=int(item["bytes"]), sha256=item["sha256"]) for name, item in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError.of(
-            code="CHECKPOINT_DAMAGED",
-            key=str(folder),
-            message=f"{folder / MANIFEST} is not a manifest: {error}",
-            fix="Resume from another checkpoint",
-        ) from None
+        content = read_plain(folder, name, max_bytes=MAX_TEXT_BYTES)
+    except OSError as error:
+        raise CheckpointError(damaged(folder, name, _reason(error))) from None
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise CheckpointError(damaged(folder, name, _OTHER_CHECKSUM))
+    return content
+
+
+def parse_typed(model: type[M], content: bytes, folder: Path, name: str) -> M:
+    """Reads the JSON of a checkpoint's file as a model.
+
+    Raises:
+        CheckpointError: CHECKPOINT_DAMAGED, whatever is wrong: the encoding, the JSON, a type, a value.
+    """
+    try:
+        return model.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        what = f"cannot be read: {f'{place:.200}: ' if place else ''}{first['msg']}"
+        raise CheckpointError(damaged(folder, name, what)) from None
 
 
 def size_problems(folder: Path, manifest: Mapping[str, Entry]) -> list[Problem]:
-    """Compares presence and sizes, without reading contents."""
+    """Compares presence, kind and size of the files, without reading contents.
+
+    Where a folder is read as a whole, what the manifest does not name is a problem too: its contents were never hashed.
+    """
     problems = []
     for name, entry in manifest.items():
         try:
-            found = (folder / name).stat().st_size
-        except OSError:
-            problems.append(_damaged(folder, name, "is missing"))
+            found = plain_file(folder, name).stat().st_size
+        except (OSError, ValueError) as error:
+            problems.append(damaged(folder, name, _reason(error)))
             continue
         if found != entry.num_bytes:
-            problems.append(_damaged(folder, name, f"has {found} bytes, the manifest says {entry.num_bytes}"))
-    return problems
+            problems.append(damaged(folder, name, f"has {found} bytes, the manifest says {entry.num_bytes}"))
+    return problems + [damaged(folder, name, f"is not in {MANIFEST}") for name in _unnamed(folder, manifest)]
 
 
 def checksum_problems(folder: Path, manifest: Mapping[str, Entry], names: Iterable[str]) -> list[Problem]:
@@ -97,12 +145,10 @@ def checksum_problems(folder: Path, manifest: Mapping[str, Entry], names: Iterab
 
     def check(name: str) -> Problem | None:
         try:
-            entry = _entry(folder / name)
-        except OSError as error:
-            return _damaged(folder, name, f"cannot be read: {error}")
-        if entry.sha256 != manifest[name].sha256:
-            return _damaged(folder, name, "has another SHA-256 than when it was written")
-        return None
+            entry = _entry(folder, name)
+        except (OSError, ValueError) as error:
+            return damaged(folder, name, _reason(error))
+        return damaged(folder, name, _OTHER_CHECKSUM) if entry.sha256 != manifest[name].sha256 else None
 
     return [problem for problem in _in_threads(check, tuple(names)) if problem is not None]
 
@@ -112,18 +158,58 @@ def verify(folder: Path, *, unread: Callable[[str], bool] | None = None) -> dict
 
     Args:
         folder: The checkpoint.
-        unread: Says of a file's name that its contents will not be used: presence and size are all that is checked.
+        unread: Says of a file's name that its contents will not be used: presence, kind and size are all that is checked.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: With every file that is missing, cut short or changed.
+        CheckpointError: With every file that is missing, cut short, changed, or no file of the checkpoint.
     """
     manifest = read_manifest(folder)
     read = [name for name in manifest if unread is None or not unread(name)]
     raise_all(CheckpointError, size_problems(folder, manifest) or checksum_problems(folder, manifest, read))
     return manifest
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file is the engine's: all but a few MB of a checkpoint."""
+    return is_tag(name.split("/")[0])
+
+
+def damaged(folder: Path, name: str, what: str) -> Problem:
+    """The problem of a file that is not what was saved.
+
+    Args:
+        folder: The checkpoint.
+        name: The file, relative to it.
+        what: Goes on after its path.
+    """
+    return Problem(
+        code="CHECKPOINT_DAMAGED",
+        key=str(folder),
+        message=f"{folder / name} {what}",
+        fix="Resume from another checkpoint, or copy this one again from where it was made",
+    )
+
+
+_OTHER_CHECKSUM = "has another SHA-256 than when it was written"
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return "is missing"
+    return f"cannot be read: {error}" if isinstance(error, ValueError) or error.errno else str(error)
+
+
+def _unnamed(folder: Path, manifest: Mapping[str, Entry]) -> list[str]:
+    """Files in the folders that DeepSpeed and transformers look through, but for hidden ones, which they pass over."""
+    seen = set()
+    for parent, _, names in os.walk(folder):  # what another rank renames meanwhile is no error
+        parts = Path(parent).relative_to(folder).parts
+        if parts and (parts[0] == MODEL or is_tag(parts[0])):
+            seen |= {"/".join((*parts, name)) for name in names if not any(part[0] == "." for part in (*parts, name))}
+    return sorted(seen - manifest.keys())
 
 
 def _in_threads(work: Callable[[str], T], names: tuple[str, ...]) -> list[T]:
@@ -135,25 +221,16 @@ def _in_threads(work: Callable[[str], T], names: tuple[str, ...]) -> list[T]:
         return list(pool.map(work, names))
 
 
-def _entry(path: Path, *, sync: bool = False) -> Entry:
+def _entry(folder: Path, name: str, *, sync: bool = False) -> Entry:
     digest = hashlib.sha256()
     size = 0
-    with path.open("rb") as file:
+    with open_plain(folder, name) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
         if sync:
             os.fsync(file.fileno())
     return Entry(num_bytes=size, sha256=digest.hexdigest())
-
-
-def _damaged(folder: Path, name: str, what: str) -> Problem:
-    return Problem(
-        code="CHECKPOINT_DAMAGED",
-        key=str(folder),
-        message=f"{folder / name} {what}",
-        fix="Resume from another checkpoint, or copy this one anew from where it was made",
-    )
 
 
 def _without_manifest(folder: Path) -> Problem:

@@ -10,6 +10,9 @@ import numpy as np
 import torch
 
 from toolkit.checkpoint.layout import RANDOM
+from toolkit.checkpoint.manifest import damaged
+from toolkit.checkpoint.pickles import read_pickle
+from toolkit.errors import CheckpointError
 
 
 def save_random_state(folder: Path, *, rank: int) -> None:
@@ -20,19 +23,28 @@ def save_random_state(folder: Path, *, rank: int) -> None:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
-    torch.save(state, _path(folder, rank))
+    torch.save(state, folder / _name(rank))
 
 
 def load_random_state(folder: Path, *, rank: int) -> None:
-    """Restores what `save_random_state` wrote."""
-    # The file is the manifest's own, so its pickled tuples are ours.
-    state = torch.load(_path(folder, rank), weights_only=False)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    """Restores what `save_random_state` wrote.
+
+    Raises:
+        CheckpointError: CHECKPOINT_UNSAFE, CHECKPOINT_DAMAGED.
+    """
+    name = _name(rank)
+    try:
+        state = read_pickle(folder, name)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except ValueError as error:
+        raise CheckpointError(damaged(folder, name, str(error))) from None
+    except (KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(damaged(folder, name, f"holds no random states: {error}")) from None
 
 
-def _path(folder: Path, rank: int) -> Path:
-    return folder / RANDOM / f"rank-{rank:05d}.pt"
+def _name(rank: int) -> str:
+    return f"{RANDOM}/rank-{rank:05d}.pt"

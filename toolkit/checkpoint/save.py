@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.disk import disk_errors, disk_full
-from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, State, sync_folder, tag_of
+from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, tag_of
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.checkpoint.probe import record_probe
 from toolkit.checkpoint.random_state import save_random_state
-from toolkit.checkpoint.sources import Sources, identify
+from toolkit.checkpoint.sources import Source, Sources, identify
+from toolkit.checkpoint.state import State
 from toolkit.checkpoint.swapped import finish_swapped
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
+from toolkit.io import sync_folder
 from toolkit.plan.checkpoint_size import leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
 from toolkit.version import installed_version
@@ -60,7 +62,11 @@ def save(
             finish_swapped(run.engine, partial / tag_of(run.step_count), rank=run.world.rank)
         save_random_state(partial, rank=run.world.rank)
         if run.world.is_main:
-            _write_plan(run, partial, identify(run.plan.job) if sources is None else dict(sources))
+            _write_plan(
+                run,
+                partial,
+                identify(run.plan.job) if sources is None else {key: tuple(value) for key, value in sources.items()},
+            )
             _write_model_files(run, partial / MODEL, tokenizer)
         if probe:
             record_probe(run, partial)
@@ -110,7 +116,7 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
         raise verdict[0]
 
 
-def _write_plan(run: Run, partial: Path, sources: dict[str, list[dict[str, Any]]]) -> None:
+def _write_plan(run: Run, partial: Path, sources: dict[str, tuple[Source, ...]]) -> None:
     settings = run.plan.settings
     run.plan.save(partial / PLAN)
     State(

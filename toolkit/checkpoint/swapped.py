@@ -8,23 +8,24 @@ below DeepSpeed's smallest transfer (1 MiB) stay in memory and so in `*_optim_st
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from json import loads
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from toolkit.checkpoint.layout import write_json
+from toolkit.checkpoint.manifest import damaged
+from toolkit.checkpoint.pickles import read_pickle
+from toolkit.errors import CheckpointError
+from toolkit.io import MAX_TEXT_BYTES, plain_file, read_plain, write_json
 
 SWAPPED = "offloaded_tensors"
 INDEX = "sub_groups.json"
 _SUFFIX = ".tensor.swp"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubGroup:
+class SubGroup(BaseModel):
     """Master weights that one rank steps at a time.
 
     Args:
@@ -32,8 +33,13 @@ class SubGroup:
         numel: Elements of a rank's share, the same on every rank; the file is longer, up to a whole disk block.
     """
 
-    file: str | None
-    numel: int
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    file: Annotated[str, Field(pattern=r"^\w+\.tensor\.swp$")] | None
+    numel: Annotated[int, Field(ge=0, le=2**48)]
+
+
+_INDEX = TypeAdapter(list[SubGroup])
 
 
 def finish_swapped(engine: Any, tag_folder: Path, *, rank: int) -> None:
@@ -57,22 +63,22 @@ def finish_swapped(engine: Any, tag_folder: Path, *, rank: int) -> None:
         if path.name.rpartition("-")[2] not in ours:
             path.unlink()
     if rank == 0:
-        write_json(tag_folder / SWAPPED / INDEX, groups)
+        write_json(tag_folder / SWAPPED / INDEX, groups, sync=True)
 
 
 def read_sub_groups(tag_folder: Path) -> list[SubGroup] | None:
-    """Reads what `write_sub_groups` wrote; None where it wrote nothing.
+    """Reads what `finish_swapped` wrote; None where it wrote nothing.
 
     Raises:
-        ValueError: It was changed.
+        OSError, ValueError: It cannot be read, or was changed.
     """
-    path = tag_folder / SWAPPED / INDEX
-    if not path.exists():
+    if not (tag_folder / SWAPPED / INDEX).exists():
         return None
+    content = read_plain(tag_folder, f"{SWAPPED}/{INDEX}", max_bytes=MAX_TEXT_BYTES)
     try:
-        return [SubGroup(**group) for group in loads(path.read_text(encoding="utf-8"))]
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+        return _INDEX.validate_json(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{INDEX}: {error.errors(include_url=False)[0]['msg']}") from None
 
 
 def master_weights(tag_folder: Path, rank: int, flats: list[Tensor], groups: list[SubGroup]) -> Iterator[Tensor]:
@@ -89,7 +95,7 @@ def master_weights(tag_folder: Path, rank: int, flats: list[Tensor], groups: lis
         if group.file is None:
             yield flat
         else:
-            path = tag_folder / SWAPPED / f"rank{rank:02d}" / group.file
+            path = plain_file(tag_folder, f"{SWAPPED}/rank{rank:02d}/{group.file}")
             if path.stat().st_size < 4 * group.numel:
                 raise OSError(f"{path} is cut short")
             yield torch.from_file(str(path), shared=False, size=group.numel, dtype=torch.float32)
@@ -107,10 +113,12 @@ def restore_unswapped(engine: Any, folder: Path, tag: str) -> None:
         runtime/swap_tensor/optimizer_utils.py OptimizerSwapper._update_param_state_info.
     """
     optimizer = engine.optimizer
-    _adopt_files(optimizer, read_sub_groups(folder / tag) or [])
-    path = engine._get_zero_ckpt_name(str(folder), tag)
-    # DeepSpeed pickles its loss scaler, so weights_only would refuse.
-    saved = torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+    name = Path(engine._get_zero_ckpt_name(str(folder), tag)).relative_to(folder).as_posix()
+    try:
+        _adopt_files(optimizer, read_sub_groups(folder / tag) or [])
+        saved = read_pickle(folder, name)["optimizer_state_dict"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(damaged(folder, name, f"cannot be restored: {error}")) from None
     optimizer.loss_scaler = saved["loss_scaler"]
     optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
     optimizer.overflow = saved["overflow"]
@@ -123,10 +131,10 @@ def restore_unswapped(engine: Any, folder: Path, tag: str) -> None:
             continue
         numel = int(optimizer.fp16_partitioned_groups_flat_numel[index])
         state = optimizer.optimizer.state.get(master, {})
-        for name, value in state.items():
+        for moment, value in state.items():
             if isinstance(value, Tensor) and value.numel() == 0:
                 # Its size alone makes DeepSpeed read the file; no memory stands behind it.
-                state[name] = torch.zeros(1, dtype=master.dtype).expand(numel)
+                state[moment] = torch.zeros(1, dtype=master.dtype).expand(numel)
 
 
 def _adopt_files(optimizer: Any, groups: list[SubGroup]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,11 +62,12 @@ def list_command(
 
 def _describe(folder: Path) -> dict[str, Any]:
     """Gives a row of the list; one damaged checkpoint must not hide the others."""
-    from toolkit.checkpoint.layout import State, step_of
+    from toolkit.checkpoint.layout import step_of
     from toolkit.checkpoint.manifest import read_manifest
+    from toolkit.checkpoint.state import SavedAxes, State
 
     try:
-        state, manifest = State.load(folder), read_manifest(folder)
+        state, manifest, axes = State.load(folder), read_manifest(folder), SavedAxes.load(folder)
     except CheckpointError:
         unknown = dict.fromkeys(("zero_stage", "world_size", "pipeline", "tensor", "bytes", "saved"))
         return {"path": str(folder), "step": step_of(folder), **unknown, "damaged": True}
@@ -76,25 +76,12 @@ def _describe(folder: Path) -> dict[str, Any]:
         "step": state.step,
         "zero_stage": state.zero_stage,
         "world_size": state.world_size,
-        **_axes(folder),
+        "pipeline": axes.pipeline,
+        "tensor": axes.tensor,
         "bytes": sum(entry.num_bytes for entry in manifest.values()),
         "saved": datetime.fromtimestamp(state.saved_at).isoformat(timespec="seconds"),
         "damaged": False,
     }
-
-
-def _axes(folder: Path) -> dict[str, int | None]:
-    """Gives the sizes of pipeline and tensor groups that wrote a checkpoint; None where its plan cannot be read.
-
-    From the bare JSON, since a plan of another version is not read as one.
-    """
-    from toolkit.checkpoint.layout import PLAN
-
-    try:
-        parallel = json.loads((folder / PLAN).read_text(encoding="utf-8"))["job"].get("parallel", {})
-        return {axis: int(parallel.get(axis, 1)) for axis in ("pipeline", "tensor")}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {"pipeline": None, "tensor": None}
 
 
 @_GROUP.command("verify")

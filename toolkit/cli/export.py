@@ -51,11 +51,15 @@ def export(
         bool | None,
         typer.Option(help="Reload the export and compare its scores with the live model's. Default: for small models."),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code that the checkpoint's model brings.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write safetensors, config and tokenizer that `from_pretrained` loads, from a checkpoint of any ZeRO stage.
 
-    What it reads of the checkpoint is verified first; names, shapes and a sample of the values are read back after.
+    What it reads of the checkpoint is verified first, and nothing of it runs unless --trust-remote-code says so; names,
+    shapes and a sample of the values are read back after.
 
     Example: `toolkit export runs/my-job/checkpoint-500 --out my-model`
 
@@ -84,6 +88,7 @@ def export(
             merge_adapter=merge_adapter,
             overwrite=overwrite,
             check_logits=check_logits,
+            trust_remote_code=trust_remote_code,
             progress=lambda count, total: bar.update(task, completed=count, total=total),
         )
     if as_json:

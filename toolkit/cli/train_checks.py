@@ -81,9 +81,8 @@ def resume_point(plan: Plan, resume: str | None) -> ResumePoint | None:
     if resume is None:
         return None
     from toolkit.checkpoint.compatible import check_resumable, describe_changes, known_num_steps
-    from toolkit.checkpoint.layout import PLAN
     from toolkit.checkpoint.locate import latest_checkpoint
-    from toolkit.plan.plan import Plan
+    from toolkit.checkpoint.state import saved_plan
 
     folder = latest_checkpoint(plan.output_dir) if resume == LATEST else Path(resume)
     state = check_resumable(plan, folder)
@@ -92,7 +91,7 @@ def resume_point(plan: Plan, resume: str | None) -> ResumePoint | None:
         step=state.step,
         num_steps=known_num_steps(plan, folder, state),
         saved_at=state.saved_at,
-        changes=describe_changes(plan, Plan.load(folder / PLAN)),
+        changes=describe_changes(plan, saved_plan(folder)),
     )
 
 

@@ -63,7 +63,7 @@ class Exported:
 
 def is_finished(plan: Plan) -> bool:
     """Whether the last checkpoint of output_dir is that of the run's last step."""
-    from toolkit.checkpoint.layout import State
+    from toolkit.checkpoint.state import State
 
     last = last_checkpoint(plan)
     if last is None:
@@ -86,12 +86,19 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
     source = checkpoint or latest_checkpoint(plan.output_dir)
     try:
         say(f"exporting {source} ...")
-        done = load_exporter()(source, plan.output_dir / "export", overwrite=True, verify_first=verify_first)
+        done = load_exporter()(
+            source,
+            plan.output_dir / "export",
+            overwrite=True,
+            trust_remote_code=plan.job.model.trust_remote_code,  # what the job says that runs, not the checkpoint
+            verify_first=verify_first,
+        )
     except ToolkitError as error:
         print_problems(error.problems, as_json=False)
         return None
     except KeyboardInterrupt:
-        command = shlex.join(["toolkit", "export", str(source), "--overwrite"])
+        trusted = ["--trust-remote-code"] if plan.job.model.trust_remote_code else []
+        command = shlex.join(["toolkit", "export", str(source), "--overwrite", *trusted])
         say(f"the export was stopped, but the run is whole in {source}. Export it with:\n  {command}")
         raise
     return Exported(folder=done.folder, checked=describe_checks(done))
@@ -181,8 +188,8 @@ def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | N
         but: Folders whose contents were found to be others than those that were written.
     """
     damaged = {Path(folder).resolve() for folder in but if folder is not None}
-    from toolkit.checkpoint.layout import State
     from toolkit.checkpoint.locate import list_checkpoints
+    from toolkit.checkpoint.state import State
 
     for folder in reversed(list_checkpoints(plan.output_dir)):
         if folder.resolve() in damaged:
@@ -196,7 +203,7 @@ def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | N
 
 
 def _next_command(plan: Plan, call: Call, last: Path | None) -> str:
-    from toolkit.checkpoint.layout import State
+    from toolkit.checkpoint.state import State
     from toolkit.train.checks import held_output
 
     if last is None:

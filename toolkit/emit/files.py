@@ -12,8 +12,8 @@ from typing import Literal
 
 from toolkit.emit.contents import EXECUTABLE, FILES, PROVENANCE, WRITTEN_BY, contents, digest
 from toolkit.errors import PlanError, Problem, RunError, raise_all
+from toolkit.io import parse_json
 from toolkit.plan.plan import Plan
-from toolkit.spec.json_text import parse_json
 
 State = Literal["new", "unchanged", "rewritten", "edited", "removed"]
 

@@ -7,7 +7,6 @@ beside the untouched `X.original_module`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from toolkit.checkpoint.manifest import damaged
 from toolkit.errors import CheckpointError, Problem
 from toolkit.export.zero_reader import StoredTensor
+from toolkit.io import read_plain_object
 from toolkit.modeling.safetensors_folder import some
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -48,27 +49,32 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The LoRA configuration that `PeftModel.save_pretrained` or `LoraConfig.save_pretrained` wrote.
 
     Raises:
-        CheckpointError: EXPORT_ADAPTER_CONFIG, EXPORT_ADAPTER_KIND.
+        CheckpointError: EXPORT_ADAPTER_CONFIG, CHECKPOINT_DAMAGED, EXPORT_ADAPTER_KIND.
     """
     path = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    if not path.exists():
         raise CheckpointError.of(
             code="EXPORT_ADAPTER_CONFIG",
             key=str(path),
-            message=f"{path} cannot be read, but the checkpoint holds LoRA weights: {error}",
+            message=f"{path} is missing, but the checkpoint holds LoRA weights",
             fix=f"Put the adapter_config.json of this job into {folder}, or export another checkpoint",
-        ) from error
+        )
+    try:
+        config = read_plain_object(folder, ADAPTER_CONFIG)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            damaged(folder.parent, f"{folder.name}/{ADAPTER_CONFIG}", f"cannot be read: {error}")
+        ) from None
     variants = {
         "peft_type": config.get("peft_type", "LORA") != "LORA",
         "use_dora": bool(config.get("use_dora")),
         "bias": config.get("bias", "none") != "none",
+        "megatron_config": bool(config.get("megatron_config")),  # peft imports the module that it names
     }
     for key, unknown in variants.items():
         if unknown:
             raise CheckpointError(_unknown_kind(f"{key}={config[key]}"))
-    return dict(config)
+    return config
 
 
 def adapter_names(weights: Weights) -> dict[str, str]:

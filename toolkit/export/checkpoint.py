@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from toolkit.checkpoint.layout import PLAN
-from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.layout import MODEL, tag_of
+from toolkit.checkpoint.manifest import damaged, is_shard
 from toolkit.checkpoint.manifest import verify as verify_checkpoint
 from toolkit.checkpoint.probe import PROBE
+from toolkit.checkpoint.state import State, saved_plan
 from toolkit.engine.initialize import locate_weights
-from toolkit.errors import CheckError, CheckpointError, ToolkitError
-from toolkit.export.export import ExportReport, export_checkpoint
+from toolkit.errors import CheckError, CheckpointError
+from toolkit.export.export import ExportReport, brings_code, export_checkpoint, read_model_object
 from toolkit.modeling.build import DTYPES
 from toolkit.plan.checkpoint_size import leaves_frozen_out
 from toolkit.plan.plan import Plan
@@ -57,6 +59,7 @@ def export(
     merge_adapter: bool = False,
     overwrite: bool = False,
     check_logits: bool | None = None,
+    trust_remote_code: bool = False,
     verify_first: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
@@ -72,19 +75,25 @@ def export(
         check_logits: Reload the export and compare its scores with those that the live model left in the checkpoint.
             By default where the checkpoint has them, the dtype is the training precision, and the model has at most
             two billion parameters. After fp8 training both are computed in bf16, in which the weights lie.
+        trust_remote_code: Run the Python code that the checkpoint's model brings, and that of the base of an adapter. What
+            the checkpoint's own plan says of it counts for nothing: whoever made the checkpoint wrote that too.
         verify_first: Compare the checksums of the files that the export reads, and the sizes of all, before. `toolkit
             train` does without for the checkpoint that its own processes have hashed a moment ago: that would read
             every byte once more to learn what is known. The export itself is read back and compared either way.
         progress: Called with tensors written and tensors in all.
 
     Raises:
-        CheckpointError: The checkpoint is damaged.
+        CheckpointError: The checkpoint is damaged, or more than data; EXPORT_REMOTE_CODE.
         CheckError: EXPORT_VERIFY, EXPORT_LOGITS: the export is not equal to it.
     """
     source = Path(checkpoint)
     if verify_first:
-        _verify(source, dtype=dtype, merge_adapter=merge_adapter)
-    plan = Plan.load(source / PLAN)
+        verify_checkpoint(source, unread=is_shard)  # before its plan says which shards are read
+    state, plan = State.load(source), saved_plan(source)
+    if verify_first:
+        _verify_shards(source, plan, dtype=dtype, merge_adapter=merge_adapter)
+    if plan.job.model.trust_remote_code and not trust_remote_code and _has_code(source / MODEL):
+        raise CheckpointError(brings_code(source / MODEL))
     probe = source / PROBE
     if check_logits and not probe.exists():
         raise CheckpointError.of(
@@ -98,17 +107,19 @@ def export(
     differences: list[float] = []
 
     def compare(folder: Path, report: ExportReport) -> None:
-        differences.append(_compare(plan, folder, report, probe))
+        model = _reload(plan, folder, report, trust_remote_code=trust_remote_code)
+        differences.append(_compare(plan, model, report, probe))
 
     report = export_checkpoint(
         source,
         output_dir,
+        tag_dir=source / tag_of(state.step),
         base_dir=_base_weights(plan, merge_adapter=merge_adapter),
         dtype=None if dtype is None else DTYPES[dtype],
         max_shard_size_bytes=max_shard_size_bytes,
         merge_adapter=merge_adapter,
         overwrite=overwrite,
-        trust_remote_code=plan.job.model.trust_remote_code,
+        trust_remote_code=trust_remote_code,
         grid=plan.grid,
         progress=progress,
         inspect=compare if reason is None else None,
@@ -138,17 +149,19 @@ def _why_not_compared(
     return None
 
 
-def _verify(source: Path, *, dtype: str | None, merge_adapter: bool) -> None:
-    read_manifest(source)  # says what the folder is, if it is no checkpoint
-    try:
-        settings = Plan.load(source / PLAN).settings
-    except ToolkitError:
-        verify_checkpoint(source)  # names the damage better
-        raise
-    # Below stage 3 the module's own copy has every weight in the training dtype; the optimizer's files, six times as
-    # large in bf16, hold the rest: fp32 masters, from which adapters are merged, and moments.
+def _verify_shards(source: Path, plan: Plan, *, dtype: str | None, merge_adapter: bool) -> None:
+    """Compares the checksums of those of DeepSpeed's files that the export reads.
+
+    Below stage 3 the module's own copy has every weight in the training dtype; the optimizer's files, six times as large
+    in bf16, hold the rest: fp32 masters, from which adapters are merged, and moments.
+    """
+    settings = plan.settings
     module_will_do = settings.zero_stage < 3 and dtype in (None, settings.dtype) and not merge_adapter
-    verify_checkpoint(source, unread=_is_optimizer_file if module_will_do else None)
+    verify_checkpoint(source, unread=lambda name: not is_shard(name) or (module_will_do and _is_optimizer_file(name)))
+
+
+def _has_code(model_dir: Path) -> bool:
+    return (model_dir / "config.json").exists() and "auto_map" in read_model_object(model_dir, "config.json")
 
 
 def _is_optimizer_file(name: str) -> bool:
@@ -156,15 +169,24 @@ def _is_optimizer_file(name: str) -> bool:
 
 
 def logits_difference(model: Any, probe: Path) -> float:
-    """Gives the largest difference of a model's scores from a probe's, as a share of the largest score."""
-    held = load_file(probe)
-    with torch.no_grad():
-        logits_BSV = model(input_ids=held["input_ids"]).logits.float()
-    return float((logits_BSV - held["logits"]).abs().max() / held["logits"].abs().max())
+    """The largest difference of a model's scores from a probe's, as a share of the largest score.
+
+    Raises:
+        CheckpointError: CHECKPOINT_DAMAGED.
+    """
+    try:
+        held = load_file(probe)
+        ids_BS, wanted_BSV = held["input_ids"], held["logits"]
+        with torch.no_grad():
+            logits_BSV = model(input_ids=ids_BS).logits.float()
+        return float((logits_BSV - wanted_BSV).abs().max() / wanted_BSV.abs().max())
+    except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
+        what = f"holds no scores of this model: {error!r:.200}"
+        raise CheckpointError(damaged(probe.parent, probe.name, what)) from None
 
 
-def _compare(plan: Plan, folder: Path, report: ExportReport, probe: Path) -> float:
-    difference = logits_difference(_reload(plan, folder, report), probe)
+def _compare(plan: Plan, model: Any, report: ExportReport, probe: Path) -> float:
+    difference = logits_difference(model, probe)
     # Not "difference > limit", which a difference that is not a number would pass.
     if not difference <= TOLERANCE[plan.settings.dtype]:
         raise CheckError.of(
@@ -176,20 +198,32 @@ def _compare(plan: Plan, folder: Path, report: ExportReport, probe: Path) -> flo
     return difference
 
 
-def _reload(plan: Plan, folder: Path, report: ExportReport) -> Any:
+def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    code = plan.job.model.trust_remote_code
     attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
-    arguments = {"dtype": DTYPES[plan.settings.dtype], "attn_implementation": attention, "trust_remote_code": code}
-    if report.kind != "adapter":
-        return AutoModelForCausalLM.from_pretrained(folder, **arguments).eval()
-    from peft import PeftModel
+    arguments = {
+        "dtype": DTYPES[plan.settings.dtype],
+        "attn_implementation": attention,
+        "trust_remote_code": trust_remote_code,
+    }
+    base = folder if report.kind != "adapter" else locate_weights(plan)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, **arguments)
+        if report.kind == "adapter":
+            from peft import PeftModel
 
-    base = AutoModelForCausalLM.from_pretrained(locate_weights(plan), **arguments)
-    return PeftModel.from_pretrained(base, str(folder)).eval()
+            model = PeftModel.from_pretrained(model, str(folder))
+        return model.eval()
+    except Exception as error:  # of whatever kind: a configuration that the library cannot use
+        raise CheckpointError.of(
+            code="EXPORT_CONFIG",
+            key=str(report.output_dir),
+            message=f"the export cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)}",
+            fix="Nothing was put in place; export another checkpoint, or pass --no-check-logits to export without loading",
+        ) from error
 
 
 def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from toolkit.checkpoint.manifest import damaged
 from toolkit.errors import CheckpointError, Problem
 from toolkit.export.adapter import (
     ADAPTER_CONFIG,
@@ -31,6 +31,7 @@ from toolkit.export.readback import verify_written
 from toolkit.export.united import UnitedCheckpoint
 from toolkit.export.writer import Entry, ShardWriter, staged_folder
 from toolkit.export.zero_reader import ZeroCheckpoint
+from toolkit.io import open_plain, read_plain, read_plain_object, write_json
 from toolkit.modeling.conversion import revert
 from toolkit.modeling.initialization import tie_weights, tied_keys
 from toolkit.tensor_parallel.apply import dense_shards
@@ -40,6 +41,14 @@ from toolkit.topology.grid import Grid
 Progress = Callable[[int, int], None]
 _ONE_RANK = Grid()
 _SAMPLES = 16  # tensors whose bytes are read back
+_MAX_TAG_BYTES = 1000
+_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 _GENERATION = frozenset({"config.json", "generation_config.json"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 
@@ -109,7 +118,7 @@ def export_checkpoint(
         progress: Called with tensors written and tensors in all.
         inspect: Called with the finished folder before it takes its place; what it raises leaves nothing behind.
     Raises:
-        CheckpointError: EXPORT_LATEST, EXPORT_CONFIG, EXPORT_KEYS, EXPORT_SHAPE, EXPORT_NOT_ADAPTED, EXPORT_EXISTS,
+        CheckpointError: EXPORT_LATEST, EXPORT_CONFIG, EXPORT_REMOTE_CODE, EXPORT_KEYS, EXPORT_SHAPE, EXPORT_NOT_ADAPTED, EXPORT_EXISTS,
             EXPORT_VERIFY, and those of `ZeroCheckpoint`, `JoinedCheckpoint`, `UnitedCheckpoint` and `toolkit.export.adapter`.
         RunError: EXPORT_WRITE.
     """
@@ -208,52 +217,95 @@ def _copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architect
     for path in sorted(model_dir.iterdir()):
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and path.name not in skipped and not is_weights:
-            shutil.copyfile(path, folder / path.name)
+            with open_plain(model_dir, path.name) as content, (folder / path.name).open("wb") as copy:
+                shutil.copyfileobj(content, copy)
     if plan.adapter_config is not None:
-        _write_json(folder / ADAPTER_CONFIG, plan.adapter_config)
+        write_json(folder / ADAPTER_CONFIG, plan.adapter_config, sort_keys=True)
         return
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config = read_plain_object(model_dir, "config.json")
     config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
     config |= {"dtype": plan.dtype_name, "architectures": [architecture]}
     if plan.untied:
         config["tie_word_embeddings"] = False
-    _write_json(folder / "config.json", config)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config, sort_keys=True)
 
 
 def _peft_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
-    with torch.device("meta"):
-        return get_peft_model(model, LoraConfig.from_peft_type(**lora))  # type: ignore[no-any-return]
+    try:
+        with torch.device("meta"):
+            return get_peft_model(model, LoraConfig.from_peft_type(**lora))  # type: ignore[no-any-return]
+    except Exception as error:  # peft fails in its own way on each value that it does not expect
+        raise CheckpointError.of(
+            code="EXPORT_ADAPTER_CONFIG",
+            key=ADAPTER_CONFIG,
+            message=f"{ADAPTER_CONFIG} makes no adapter of this model: {_first_line(error)}",
+            fix="Put the adapter_config.json of this job into the checkpoint's folder model",
+        ) from error
 
 
 def _meta_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    for name in _OBJECTS:
+        if (model_dir / name).exists():
+            read_model_object(model_dir, name)
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # a configuration class fails in its own way on each value that it does not expect
+        # transformers dynamic_module_utils.py resolve_trust_remote_code
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise CheckpointError(brings_code(model_dir)) from None
         raise CheckpointError.of(
             code="EXPORT_CONFIG",
             key=str(model_dir),
-            message=f"{model_dir} holds no configuration of a causal language model: {str(error).splitlines()[0]}",
+            message=f"{model_dir} holds no configuration of a causal language model: {_first_line(error)}",
             fix=f"Put this model's config.json and tokenizer into {model_dir}, or export another checkpoint",
         ) from error
     tie_weights(model)
     return model
 
 
+def read_model_object(model_dir: Path, name: str) -> dict[str, Any]:
+    """Reads a file of a checkpoint's folder `model` that holds a JSON object.
+
+    Raises:
+        CheckpointError: CHECKPOINT_DAMAGED.
+    """
+    try:
+        return read_plain_object(model_dir, name)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            damaged(model_dir.parent, f"{model_dir.name}/{name}", f"cannot be read: {error}")
+        ) from None
+
+
+def brings_code(model_dir: Path) -> Problem:
+    """The problem of a model that only code of its own can build, which nobody has allowed to run."""
+    return Problem(
+        code="EXPORT_REMOTE_CODE",
+        key="trust_remote_code",
+        message=f"{model_dir} brings Python code that builds the model, and an export would run it",
+        fix="Read that code; if you trust it, pass --trust-remote-code (trust_remote_code=True)",
+        source="transformers dynamic_module_utils.py resolve_trust_remote_code",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _latest(checkpoint_dir: Path) -> Path:
     latest = checkpoint_dir / "latest"
     try:
-        return checkpoint_dir / latest.read_text(encoding="utf-8").strip()
-    except OSError as error:
+        tag = read_plain(checkpoint_dir, "latest", max_bytes=_MAX_TAG_BYTES).decode("utf-8").strip()
+        if not tag.isprintable() or Path(tag).name != tag:
+            raise ValueError(f"{tag!r:.80} is no tag")
+        return checkpoint_dir / tag
+    except (OSError, ValueError) as error:
         raise CheckpointError.of(
             code="EXPORT_LATEST",
             key=str(latest),
-            message=f"{latest} cannot be read: saving this checkpoint never came to its end, or this is not a checkpoint",
+            message=f"{latest} cannot be read ({error}): saving this checkpoint never came to its end, or this is none",
             fix="Name a checkpoint-STEP folder of output_dir that holds a file named latest",
             source="deepspeed, runtime/engine.py, DeepSpeedEngine.save_checkpoint",
         ) from error

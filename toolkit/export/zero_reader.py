@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.checkpoint.pickles import read_pickle
 from toolkit.checkpoint.swapped import SWAPPED, master_weights, read_sub_groups
 from toolkit.errors import CheckpointError, Problem
 from toolkit.export.engine_files import check_model_ranks, model_files, optimizer_files
@@ -54,7 +56,8 @@ class ZeroCheckpoint:
         mp_rank: Whose tensors: its model-parallel rank.
         grid: Of the run that wrote the tag: stages and tensor ranks. How many replicas wrote, the files say.
     Raises:
-        CheckpointError: EXPORT_NO_CHECKPOINT, EXPORT_INCOMPLETE, EXPORT_DAMAGED, EXPORT_MODEL_PARALLEL, EXPORT_NVME.
+        CheckpointError: EXPORT_NO_CHECKPOINT, EXPORT_INCOMPLETE, EXPORT_DAMAGED, EXPORT_MODEL_PARALLEL, EXPORT_NVME,
+            CHECKPOINT_UNSAFE.
     Source:
         deepspeed, runtime/engine.py, DeepSpeedEngine._save_checkpoint; utils/zero_to_fp32.py.
     """
@@ -62,25 +65,25 @@ class ZeroCheckpoint:
     folder: Path
     mp_rank: int = 0
     grid: Grid = _ONE_RANK
-    stage: int = field(init=False)
     tensors: dict[str, StoredTensor] = field(init=False)
     _module: dict[str, Tensor] = field(init=False)
     _states: list[dict[str, Any]] = field(init=False)
-    _optimizers: list[dict[str, Any]] = field(init=False)
+    _optimizer_names: list[str] = field(init=False)
+    _optimizers: list[dict[str, Any]] = field(init=False, default_factory=list)
+    _is_partitioned: bool = field(init=False)
     _fragments: dict[str, list[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
         check_model_ranks(self.folder, self.grid)
-        models = model_files(self.folder, mp_rank=self.mp_rank)
-        optimizers = optimizer_files(self.folder, mp_rank=self.mp_rank)
-        partitioned = models[0].name.startswith("zero_pp_rank_")
-        self._states = [_load(path) for path in (models if partitioned else models[:1])]
-        self._module = {key: value for key, value in self._states[0]["module"].items() if isinstance(value, Tensor)}
-        self._optimizers = [_load(path)["optimizer_state_dict"] for path in optimizers]
-        self.stage = 3 if partitioned else int(self._optimizers[0].get("zero_stage", 1)) if self._optimizers else 0
-        self._check_complete()
-        self._fragments = dict(self._partitions()) if partitioned else {}
-        self.tensors = dict(self._describe())
+        models = [path.name for path in model_files(self.folder, mp_rank=self.mp_rank)]
+        self._optimizer_names = [path.name for path in optimizer_files(self.folder, mp_rank=self.mp_rank)]
+        self._is_partitioned = models[0].startswith("zero_pp_rank_")
+        self._states = [_load(self.folder, name) for name in (models if self._is_partitioned else models[:1])]
+        with _as_damage(self.folder):
+            self._module = {key: value for key, value in self._states[0]["module"].items() if isinstance(value, Tensor)}
+            self._check_complete()
+            self._fragments = dict(self._partitions()) if self._is_partitioned else {}
+            self.tensors = dict(self._describe())
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One whole tensor, in `dtype` if it is a floating-point one.
@@ -98,8 +101,15 @@ class ZeroCheckpoint:
             raise CheckpointError(_damaged(self.folder, f"holds no values of {name}"))
         if not whole.is_floating_point() or whole.dtype == dtype:
             return whole.contiguous()
-        masters = list(self._master_fragments(stored.owner))
+        with _as_damage(self.folder):
+            masters = list(self._master_fragments(stored.owner))
         return self._join(name, masters, dtype) if masters else whole.to(dtype)
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        """What each data-parallel rank's optimizer saved: read where it is needed, since below stage 3 it mostly is not."""
+        if not self._optimizers:
+            self._optimizers = [_load(self.folder, name)["optimizer_state_dict"] for name in self._optimizer_names]
+        return self._optimizers
 
     def _join(self, name: str, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         stored = self.tensors[name]
@@ -117,7 +127,7 @@ class ZeroCheckpoint:
 
     def _master_fragments(self, name: str) -> Iterator[Tensor]:
         """Slices of the fp32 master weight, in rank order (stages 1 and 2, and bf16 at stage 0)."""
-        for state in self._optimizers:
+        for state in self._optimizer_states():
             for addresses, flat in zip(
                 state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True
             ):
@@ -145,7 +155,7 @@ class ZeroCheckpoint:
 
     def _master_weights(self) -> Iterator[list[Tensor]]:
         """Stage 3: each rank's flat master weights, in memory or in swap files of an NVMe offload."""
-        in_memory = [list(optimizer["fp32_flat_groups"]) for optimizer in self._optimizers]
+        in_memory = [list(optimizer["fp32_flat_groups"]) for optimizer in self._optimizer_states()]
         if not (self.folder / SWAPPED).exists():
             yield from in_memory
             return
@@ -161,7 +171,7 @@ class ZeroCheckpoint:
     def _global_rank(self, dp_rank: int) -> int:
         """Gives the rank by which swap files lie."""
         stage, tp_rank = divmod(self.mp_rank, self.grid.tp)
-        grid = Grid(pp=self.grid.pp, dp=len(self._optimizers), tp=self.grid.tp)
+        grid = Grid(pp=self.grid.pp, dp=len(self._optimizer_names), tp=self.grid.tp)
         return grid.rank(Coordinate(pp=stage, dp=dp_rank, tp=tp_rank))
 
     def _describe(self) -> Iterator[tuple[str, StoredTensor]]:
@@ -171,24 +181,23 @@ class ZeroCheckpoint:
         places: dict[tuple[int, int, tuple[int, ...]], str] = {}
         for name, value in self._module.items():
             owner = shared.get(name, name)
-            if self.stage == 3 and owner not in self._fragments and name not in buffers:
+            if self._is_partitioned and owner not in self._fragments and name not in buffers:
                 continue  # the placeholder of a frozen weight that was left out
-            shape = tuple(shapes.get(owner, value.shape)) if self.stage == 3 else tuple(value.shape)
-            if self.stage != 3 and value.numel():
+            shape = tuple(shapes.get(owner, value.shape)) if self._is_partitioned else tuple(value.shape)
+            if not self._is_partitioned and value.numel():
                 place = (value.untyped_storage().data_ptr(), int(value.storage_offset()), shape)
                 owner = places.setdefault(place, name)
             yield name, StoredTensor(shape=shape, dtype=value.dtype, owner=owner)
 
     def _check_complete(self) -> None:
-        if not self._optimizers:
+        if not self._optimizer_names:
             if self._states[0].get("param_shapes") is not None:
                 raise CheckpointError(_incomplete(self.folder, "its *_optim_states.pt files", 0))
             return
-        count = self._optimizers[0].get("partition_count", len(self._optimizers))
-        expected = max(count) if isinstance(count, list | tuple) else int(count)
-        if len(self._optimizers) != expected:
-            raise CheckpointError(_incomplete(self.folder, f"{expected} *_optim_states.pt", len(self._optimizers)))
-        if self.stage == 3 and len(self._states) != expected:
+        expected = int(self._states[0]["dp_world_size"])
+        if len(self._optimizer_names) != expected:
+            raise CheckpointError(_incomplete(self.folder, f"{expected} *_optim_states.pt", len(self._optimizer_names)))
+        if self._is_partitioned and len(self._states) != expected:
             raise CheckpointError(_incomplete(self.folder, f"{expected} *_model_states.pt", len(self._states)))
 
 
@@ -214,15 +223,20 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | {name: tuple(shape) for name, shape in (state.get("frozen_param_shapes") or {}).items()}
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(folder: Path, name: str) -> dict[str, Any]:
     try:
-        # DeepSpeed pickles objects of its own (loss scaler, fragment addresses), so weights_only would refuse.
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    except Exception as error:  # a truncated archive raises anything from RuntimeError to UnpicklingError
-        raise CheckpointError(_damaged(path, f"cannot be read: {error}")) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(_damaged(path, "is not a state of the DeepSpeed engine"))
-    return state
+        return read_pickle(folder, name, mmap=True)
+    except ValueError as error:
+        raise CheckpointError(_damaged(folder / name, str(error))) from error
+
+
+@contextmanager
+def _as_damage(folder: Path) -> Iterator[None]:
+    """Turns what comes of a state that lacks something, or holds it in another form, into an error of the folder."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(_damaged(folder, f"holds no state of the engine: {error!r:.200}")) from error
 
 
 def _incomplete(folder: Path, wanted: str, found: int) -> Problem:

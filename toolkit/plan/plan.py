@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from toolkit.errors import PlanError, ToolkitError
+from toolkit.io import parse_json
 from toolkit.plan.accelerate_config import accelerate_config
 from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
 from toolkit.plan.draft import Draft
@@ -19,7 +20,6 @@ from toolkit.plan.stage_parts import describe_pipeline, describe_tensor
 from toolkit.plan.trainer_config import training_arguments
 from toolkit.spec.catalogue import Gpu
 from toolkit.spec.job import Job
-from toolkit.spec.json_text import parse_json
 from toolkit.spec.model import ModelSpec
 from toolkit.topology.grid import Grid
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.errors import Problem
+from toolkit.io import parse_json, parse_json_at, read_json_object
 from toolkit.spec.dataset_formats import kind_of
-from toolkit.spec.json_text import parse_json, parse_json_at, read_json_object
 
 Kind = Literal["jsonl", "json", "txt", "csv", "parquet", "saved", "hub"]
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".json": "json", ".txt": "txt", ".csv": "csv", ".parquet": "parquet"}

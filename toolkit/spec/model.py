@@ -13,10 +13,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from toolkit.errors import Problem, SpecError
+from toolkit.io import read_json_object
 from toolkit.spec.configs import configs_root, read_config
 from toolkit.spec.dimensions import read_dimensions
 from toolkit.spec.job import Model
-from toolkit.spec.json_text import read_json_object
 from toolkit.spec.parameters import count_parameters
 from toolkit.spec.paths import expanded, is_file, path_kind, shown
 from toolkit.spec.weights import Weights, count_stored_parameters, find_weights

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import Problem, SpecError
-from toolkit.spec.json_text import read_json_object
+from toolkit.io import read_json_object
 from toolkit.spec.paths import is_file
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.spec.json_text import parse_json, read_json_object
+from toolkit.io import parse_json, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

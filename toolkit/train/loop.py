@@ -6,9 +6,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from toolkit.checkpoint.layout import State
 from toolkit.checkpoint.load import load
 from toolkit.checkpoint.sources import Sources, identify
+from toolkit.checkpoint.state import State
 from toolkit.engine.initialize import initialize, locate_weights
 from toolkit.engine.run import Run
 from toolkit.errors import PlanError, raise_all

@@ -1,0 +1,63 @@
+"""Files that are whole or absent, and plain files inside one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from toolkit.io import open_plain, plain_file, read_plain, read_plain_object, write_json
+
+
+def test_a_file_is_replaced_whole_or_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"é": 1}, sync=True)
+    with pytest.raises(TypeError):
+        write_json(path, {"b": [2, object()]})
+    with pytest.raises(UnicodeEncodeError):
+        write_json(path, {"b": "\ud800"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"é": 1}
+    assert list(tmp_path.iterdir()) == [path], "nothing is left aside"
+
+
+def test_only_plain_files_inside_the_folder_are_opened(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "file").write_text("12345")
+    (tmp_path / "outside").write_text("{}")
+    (folder / "inside").symlink_to(folder / "sub" / "file")
+    (folder / "out").symlink_to(tmp_path / "outside")
+    (folder / "zero").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe")
+    (tmp_path / "link").symlink_to(folder)
+    for root in (folder, tmp_path / "link"):
+        for name in ("sub/file", "inside"):
+            with open_plain(root, name) as file:
+                assert file.read() == b"12345"
+    refused = {
+        "out": "leads out",
+        "zero": "leads out",
+        "../outside": "leads out",
+        str(tmp_path / "outside"): "leads out",
+        "pipe": "is a pipe",
+        "sub": "is a folder",
+    }
+    for name, what in refused.items():
+        with pytest.raises(OSError, match=what):
+            plain_file(folder, name)
+    with pytest.raises(FileNotFoundError):
+        plain_file(folder, "absent")
+    with pytest.raises(OSError, match="is a device"):
+        plain_file(Path("/dev"), "zero")
+    assert read_plain(folder, "sub/file", max_bytes=5) == b"12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_plain(folder, "sub/file", max_bytes=4)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"\xff", '{"a": 1}'.encode("utf-16"), b'{"a":' * 10_000, b"1" * 5000])
+def test_what_is_no_object_is_a_value_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError):
+        read_plain_object(tmp_path, "a.json")

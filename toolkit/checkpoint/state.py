@@ -1,0 +1,114 @@
+"""Where a saved run stood, and its plan: read from a checkpoint once their checksums are right, and typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from toolkit.checkpoint.layout import PLAN, STATE
+from toolkit.checkpoint.manifest import damaged, parse_typed, read_small
+from toolkit.checkpoint.sources import Source
+from toolkit.errors import CheckpointError, PlanError
+from toolkit.io import parse_json, write_json
+from toolkit.plan.plan import Plan
+from toolkit.version import installed_version
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Rank = Annotated[int, Field(ge=1, le=2**31)]
+Version = Annotated[str, Field(max_length=200)]
+_YEAR_9999 = 253402300799.0  # seconds since the epoch; no date follows it
+
+
+class State(BaseModel):
+    """Where a run stood.
+
+    Args:
+        step: Optimizer steps done, which is also the position in the data.
+        num_steps: Optimizer steps of the whole run; None where only reading the data tells.
+        zero_stage: Stage that wrote the shards.
+        world_size: Ranks that wrote them.
+        train_batch_size: Sequences an optimizer step.
+        saved_at: Seconds since the epoch.
+        versions: Library versions that wrote the checkpoint.
+        sources: What the run reads, as `toolkit.checkpoint.sources.identify` tells it; the earliest versions recorded none.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    step: Count
+    num_steps: Count | None
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    world_size: Rank
+    train_batch_size: Annotated[int, Field(ge=1, le=2**53)]
+    saved_at: Annotated[float, Field(ge=0, le=_YEAR_9999, allow_inf_nan=False)]
+    versions: Annotated[dict[str, Version], Field(max_length=100)]
+    sources: dict[str, tuple[Source, ...]] = {}
+
+    def save(self, folder: Path) -> None:
+        """Writes `state.json`."""
+        write_json(folder / STATE, self.model_dump(mode="json"), sync=True)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Reads `state.json` of a complete checkpoint, after its checksum.
+
+        Raises:
+            CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED.
+        """
+        return parse_typed(cls, read_small(folder, STATE), folder, STATE)
+
+
+class SavedAxes(BaseModel):
+    """Sizes of the groups of ranks that wrote a checkpoint, which its plan says under the same names in every version."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    pipeline: Rank = 1
+    tensor: Rank = 1
+
+    @classmethod
+    def load(cls, folder: Path) -> SavedAxes:
+        """Reads them from `plan.json` of a complete checkpoint, after its checksum.
+
+        Raises:
+            CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED.
+        """
+        return parse_typed(_PlanOfAnyVersion, read_small(folder, PLAN), folder, PLAN).job.parallel
+
+
+class _JobOfAnyVersion(BaseModel):
+    parallel: SavedAxes = SavedAxes()
+
+
+class _PlanOfAnyVersion(BaseModel):
+    job: _JobOfAnyVersion
+
+
+def saved_plan(folder: Path) -> Plan:
+    """Reads `plan.json` of a complete checkpoint, after its checksum.
+
+    Raises:
+        CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED; CHECKPOINT_VERSION when another version of the toolkit wrote
+            a plan that this one cannot read.
+    """
+    content = read_small(folder, PLAN)
+    try:
+        value = parse_json(content.decode("utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}, not an object")
+        return Plan.from_dict(value)
+    except ValueError as error:
+        raise CheckpointError(damaged(folder, PLAN, f"cannot be read: {error}")) from None
+    except PlanError as error:
+        what = error.problems[0].message
+    writer, own = State.load(folder).versions.get("toolkit"), installed_version()
+    if writer in (None, own):
+        raise CheckpointError(damaged(folder, PLAN, f"cannot be read: {what}"))
+    raise CheckpointError.of(
+        code="CHECKPOINT_VERSION",
+        key=str(folder),
+        message=f"{folder} was saved by version {writer} of the toolkit, and {own} cannot read its plan: {what}",
+        fix=f"Resume or export it with version {writer}",
+    )

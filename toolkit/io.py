@@ -1,0 +1,142 @@
+"""Files on disk: JSON that is whole or absent, JSON that others wrote, and plain files that lie inside one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# Above every manifest and configuration: that of a checkpoint of 10,000 ranks has some 30,000 files, 130 bytes each.
+MAX_TEXT_BYTES = 64 * 2**20
+
+_TOO_DEEP = "lists or objects are nested too deep"
+# Kinds of entries that a read would wait on, or never come to the end of.
+_KINDS = ((stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"))
+
+
+def write_text(path: Path, text: str, *, sync: bool = False) -> None:
+    """Writes a file whole or not at all.
+
+    Args:
+        path: Replaced if it exists.
+        text: Written as UTF-8.
+        sync: Forces it to disk.
+    """
+    # Ranks of several machines may write one file at once, where neither process id nor host name is unique.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, *, sync: bool = False, sort_keys: bool = False) -> None:
+    """Writes a value as indented JSON, whole or not at all; `sync` forces it to disk."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, sort_keys=sort_keys) + "\n", sync=sync)
+
+
+def sync_folder(path: Path) -> None:
+    """Forces a folder's entries to disk, so that a rename survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses one JSON value.
+
+    Raises:
+        ValueError: JSONDecodeError, UnicodeDecodeError, a number of thousands of digits, or nesting that Python's
+            parser cannot follow, which it reports as RecursionError.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def parse_json_at(text: str, at: int) -> tuple[Any, int]:
+    """Parses the value that begins at an offset, and gives the offset past it; raises as `parse_json` does."""
+    try:
+        return json.JSONDecoder().raw_decode(text, at)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Raises:
+        OSError, ValueError: It cannot be read, is not JSON, or holds another value.
+    """
+    return _object(parse_json(path.read_text(encoding="utf-8")))
+
+
+def read_plain_object(folder: Path, name: str) -> dict[str, Any]:
+    """Reads a plain file inside a folder that holds one JSON object.
+
+    Raises:
+        OSError, ValueError: It cannot be read, is not JSON in UTF-8, or holds another value.
+    """
+    return _object(parse_json(read_plain(folder, name, max_bytes=MAX_TEXT_BYTES).decode("utf-8")))
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """The path of a plain file inside a folder, whatever links lead to it.
+
+    Args:
+        folder: What the file must lie in.
+        name: Relative to it.
+
+    Raises:
+        OSError: It is missing, lies outside, or is no plain file: a pipe or a device would be read without end.
+        ValueError: The name can be no file's.
+    """
+    path = folder / name
+    mode = path.stat().st_mode
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise OSError("leads out of the folder")
+    if not stat.S_ISREG(mode):
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "device")
+        raise OSError(f"is a {kind}, not a plain file")
+    return path
+
+
+def open_plain(folder: Path, name: str) -> BinaryIO:
+    """Opens a plain file inside a folder for reading; raises as `plain_file` does."""
+    # Without waiting for a writer, should a pipe have taken the file's place meanwhile.
+    handle = os.open(plain_file(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("is no plain file")
+    return os.fdopen(handle, "rb")
+
+
+def read_plain(folder: Path, name: str, *, max_bytes: int) -> bytes:
+    """Reads a plain file inside a folder.
+
+    Raises:
+        OSError: As `plain_file`, or it is larger than `max_bytes`.
+    """
+    with open_plain(folder, name) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"has more than {max_bytes} bytes")
+    return content
