@@ -45,7 +45,7 @@ DEFAULTS = [
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 2, "parallel": {"pipeline": 2}}, 3, "stepped by sub-groups"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 8, "parallel": {"pipeline": 2, "pipeline_schedule": "zb-h1"}}, 1, "weights apart"),
     ("train.attention", {}, "sdpa", "fused"),
-    ("train.attention", {"model": "gemma-2-2b"}, "eager", "soft-caps"),
+    ("train.attention", {"model": "gemma-2-2b"}, "eager", "would be refused: attention=sdpa with"),
     ("train.num_train_epochs", {}, 1.0, "one pass"),
     ("train.save_steps", {}, 500, "500"),
     ("train.save_total_limit", {}, 2, "last two"),

@@ -26,6 +26,8 @@ TINY = {
     "num_attention_heads": 4,
 }
 UNKNOWN = {**TINY, "model_type": "somebody_new", "num_key_value_heads": 2, "max_position_embeddings": 64}
+# Of a type that transformers has and `dimensions` does not declare.
+UNDECLARED = {**UNKNOWN, "model_type": "stablelm"}
 ROOT = Path(__file__).resolve().parents[2]
 # Prints, for each model, the spec or the codes; then the heavy libraries that were imported on the way.
 ASK = """
@@ -124,7 +126,7 @@ def test_local_paths_that_hold_no_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["model_type", "vocab_size", "num_hidden_layers", "hidden_size"])
 def test_a_config_without_a_size_names_file_and_key(tmp_path: Path, missing: str) -> None:
-    write(tmp_path, {key: value for key, value in UNKNOWN.items() if key != missing})
+    write(tmp_path, {key: value for key, value in UNDECLARED.items() if key != missing})
     message = refused(str(tmp_path), "MODEL_CONFIG_INVALID")
     assert message.startswith(f"{missing} is missing in {tmp_path / 'config.json'}")
 
@@ -248,7 +250,7 @@ def test_a_name_that_no_hub_can_have() -> None:
     ],
 )
 def test_sizes_that_no_model_has(tmp_path: Path, key: str, value: int, says: str) -> None:
-    write(tmp_path, {**UNKNOWN, "num_attention_heads": 4, key: value})
+    write(tmp_path, {**UNDECLARED, "num_attention_heads": 4, key: value})
     message = refused(str(tmp_path), "MODEL_CONFIG_INVALID")
     assert message.startswith(f"{key}={value} is not usable in {tmp_path / 'config.json'}")
     assert says in message

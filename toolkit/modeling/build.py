@@ -39,6 +39,7 @@ from toolkit.pipeline_parallel.marks import mark_stage
 from toolkit.pipeline_parallel.part import StagePart, inner_model, stage_info
 from toolkit.plan.plan import Plan
 from toolkit.plan.stage_parts import layers_of_ranks
+from toolkit.spec.architectures import no_class
 from toolkit.spec.job import Fp8, Lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.gradient_sums import register_gradient_sums
@@ -202,7 +203,7 @@ def _read_config(plan: Plan) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **raw)
     except ValueError as error:
-        raise _no_class(model_type) from error
+        raise SpecError(no_class(model_type)) from error
 
 
 def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
@@ -222,7 +223,7 @@ def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = F
     if reference is not None and trust_remote_code:
         get_class_from_dynamic_module(reference, config.name_or_path)
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _no_class(config.model_type)
+        raise SpecError(no_class(config.model_type))
     else:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # looked up is imported
 
@@ -300,13 +301,3 @@ def _partitioned(plan: Plan, dp_group: Any) -> Iterator[None]:
     # No dtype= here: _set_dtype then turns fp32 into bf16 where fp16 is not supported; the configuration says it.
     with deepspeed.zero.Init(data_parallel_group=dp_group, config_dict_or_path=plan.deepspeed_config()):
         yield
-
-
-def _no_class(model_type: str) -> SpecError:
-    return SpecError.of(
-        code="MODEL_CLASS",
-        key="model",
-        message=f"model_type={model_type} has no causal language model in the installed transformers",
-        fix="Choose a decoder model, or update transformers",
-        source="transformers models/auto/modeling_auto.py",
-    )

@@ -11,16 +11,17 @@ from toolkit.spec.model import ModelSpec
 from toolkit.spec.parameters import count_parameters
 
 
-def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int) -> tuple[int, ...]:
+def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int, virtual_stages: int) -> tuple[int, ...]:
     """Gives the decoder layers of each stage, first to last; empty without a pipeline, or where stages outnumber layers.
 
     Args:
         job: Names the stages and the way to balance them.
         model: Its layers.
         sequence_length: Tokens of a sequence, with which the share of attention grows.
+        virtual_stages: Stages of each rank.
     """
     parallel = job.parallel
-    stages = parallel.pipeline * (parallel.virtual_stages or 1)
+    stages = parallel.pipeline * virtual_stages
     if parallel.pipeline == 1 or stages > model.num_hidden_layers:
         return ()
     if isinstance(parallel.partition, tuple):

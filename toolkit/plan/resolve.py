@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
+from toolkit.plan.chooser import Chooser, Instead, other_defaults
 from toolkit.plan.default_stage import SUB_GROUP_SIZE, default_stage, dp_size_of
 from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.pipeline_layout import layers_of_stages
 from toolkit.plan.plan import Plan
 from toolkit.plan.rules import RULES, RUN_RULES
-from toolkit.plan.rules.training import unread
-from toolkit.plan.settings import Choice, Settings, Source
+from toolkit.plan.settings import Settings
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Dtype, Fp8, Job, PartitionWay, Precision
+from toolkit.spec.job import Attention, Dtype, Fp8, Job, PartitionWay, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
 from toolkit.spec.values import PipelineSchedule
 from toolkit.units import format_count
-
-T = TypeVar("T")
 
 # The stages of a pipeline wait for (p - 1) / (m + p - 1) of a step of m micro-batches: less than a fifth of it here.
 MICRO_BATCHES_OF_A_STAGE = 4
@@ -69,7 +68,55 @@ def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -
         gpu: Its card.
         to_run: Whether the plan is to run; one that is only estimated may hold what training does not offer.
     """
-    chooser = _Chooser(job)
+    found = _close(job, model, gpu)
+    problems = found.problems
+    if to_run:
+        problems = [*problems, *(problem for rule in RUN_RULES for problem in rule(found.draft))]
+    raise_all(PlanError, problems)
+    return Plan(job=job, model=model, gpu=gpu, settings=found.draft.settings, choices=tuple(found.chooser.choices))
+
+
+class _Closed(NamedTuple):
+    """A job with every open value closed, how, and what the rules say of it."""
+
+    draft: Draft
+    chooser: Chooser
+    problems: list[Problem]
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """How many problems there are, and how many of them name a key that the job leaves open."""
+        return len(self.problems), sum(problem.key in self.chooser.others for problem in self.problems)
+
+
+def _close(job: Job, model: ModelSpec, gpu: Gpu) -> _Closed:
+    """Closes open values by their defaults, and by others where a default is refused and another leaves fewer problems."""
+    instead: dict[str, Instead] = {}
+    best = _close_with(job, model, gpu, instead)
+    while (better := _better(job, model, gpu, best, instead)) is not None:
+        changed, tried = better
+        because = "; ".join(problem.message for problem in best.problems if problem not in tried.problems)
+        instead |= {key: Instead(value, because) for key, value in changed.items()}
+        best = _close_with(job, model, gpu, instead)
+    return best
+
+
+def _better(
+    job: Job, model: ModelSpec, gpu: Gpu, best: _Closed, instead: Mapping[str, Instead]
+) -> tuple[dict[str, Any], _Closed] | None:
+    """Gives the change of defaults that leaves the fewest problems; None where none leaves fewer."""
+    found = None
+    for changed in other_defaults(best.chooser.others, best.problems):
+        tried = _close_with(job, model, gpu, {**instead, **{key: Instead(changed[key], "") for key in changed}})
+        if tried.cost < best.cost and (found is None or tried.cost < found[1].cost):
+            found = changed, tried
+        if found is not None and not found[1].problems:
+            break
+    return found
+
+
+def _close_with(job: Job, model: ModelSpec, gpu: Gpu, instead: Mapping[str, Instead]) -> _Closed:
+    chooser = Chooser(job, instead=instead)
     problems: list[Problem] = []
     try:
         settings = _decide(job, model, gpu, chooser)
@@ -79,69 +126,47 @@ def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -
         train = job.train.model_copy(
             update={"train_batch_size": None, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
         )
-        chooser = _Chooser(job)
         settings = _decide(job.model_copy(update={"train": train}), model, gpu, chooser)
     draft = Draft(job=job, model=model, gpu=gpu, settings=settings)
-    for rule in (*RULES, *RUN_RULES) if to_run else RULES:
-        problems.extend(rule(draft))
-    raise_all(PlanError, problems)
-    return Plan(job=job, model=model, gpu=gpu, settings=settings, choices=tuple(chooser.choices))
+    problems.extend(problem for rule in RULES for problem in rule(draft))
+    return _Closed(draft, chooser, problems)
 
 
-class _Chooser:
-    """Collects choices with their reasons."""
-
-    def __init__(self, job: Job) -> None:
-        self.choices: list[Choice] = []
-        for section in ("model", "cluster", "train", "parallel", "data"):
-            part = getattr(job, section)
-            if part is None:
-                continue
-            written = part.model_dump(mode="json")
-            for name in written:
-                if name in part.model_fields_set and written[name] is not None:
-                    self._add(f"{section}.{name}", written[name], "job", "written in the job")
-                elif written[name] not in (None, [], {}) and not unread(job, f"{section}.{name}"):
-                    self._add(f"{section}.{name}", written[name], "default", "the fixed default")
-        for key, value in job.deepspeed.items():
-            self._add(f"deepspeed.{key}", value, "deepspeed", "written in the job's deepspeed section; wins")
-
-    def _add(self, key: str, value: Any, source: Source, reason: str) -> None:
-        self.choices.append(Choice(key=key, value=value, source=source, reason=reason))
-
-    def choose(self, key: str, given: T | None, default: T, reason: str, *, source: Source = "default") -> T:
-        """Gives what the job says, or the default, and notes the reason."""
-        if given is not None:
-            return given
-        self._add(key, default, source, reason)
-        return default
-
-    def derive(self, key: str, value: T, reason: str) -> T:
-        """Notes a value that follows from others, in place of what it was made from."""
-        self.choices = [choice for choice in self.choices if choice.key != key]
-        self._add(key, value, "derived", reason)
-        return value
-
-
-def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings:
+def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
     train, parallel = job.train, job.parallel
     on_cpu = gpu.backend == "gloo"
-    precision = chooser.choose("train.precision", train.precision, *_default_precision(gpu))
+    precision = chooser.choose(
+        "train.precision", train.precision, *_default_precision(job, gpu), others=_plain_precisions(job, gpu)
+    )
     dtype: Dtype = "bf16" if precision == "fp8" else precision
     if precision == "fp8" and train.fp8 is None:
         chooser.choose("train.fp8.recipe", None, Fp8().recipe, "one scale a matrix, the fastest of torchao's recipes")
+    longest = min(DEFAULT_SEQUENCE_LENGTH, model.max_position_embeddings or DEFAULT_SEQUENCE_LENGTH)
     sequence_length = chooser.choose(
         "train.sequence_length",
         train.sequence_length,
-        min(DEFAULT_SEQUENCE_LENGTH, model.max_position_embeddings or DEFAULT_SEQUENCE_LENGTH),
+        longest,
         f"{DEFAULT_SEQUENCE_LENGTH}, or what the model's positions allow",
+        others=(longest // job.parallel.tensor * job.parallel.tensor or 1,),
     )
     batch = _decide_batch(job, sequence_length, chooser)
     accumulation_dtype = chooser.choose(
-        "train.gradient_accumulation_dtype", train.gradient_accumulation_dtype, dtype, _accumulation_reason(precision)
+        "train.gradient_accumulation_dtype",
+        train.gradient_accumulation_dtype,
+        dtype,
+        "fp8 leaves parameters and gradients in bf16" if precision == "fp8" else "the training precision",
+        others=("fp32",),
     )
-    zero_stage = chooser.choose("parallel.zero_stage", parallel.zero_stage, *default_stage(job, model, gpu, precision))
-    attention = chooser.choose("train.attention", train.attention, *_default_attention(model))
+    # Not 0: it holds all state on each card, for the sake of one key.
+    zero_stage = chooser.choose(
+        "parallel.zero_stage",
+        parallel.zero_stage,
+        *default_stage(job, model, gpu, precision),
+        others=(2, 3, 1) if parallel.strategy == "zero" else (),
+    )
+    attention: Attention = chooser.choose(
+        "train.attention", train.attention, "sdpa", "torch's fused kernels, no extra package", others=("eager",)
+    )
     max_steps, epochs = train.max_steps, train.num_train_epochs
     if max_steps is None and epochs is None:
         epochs = chooser.choose("train.num_train_epochs", None, 1.0, "one pass over the data")
@@ -167,6 +192,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
                 "recomputes activations: far less memory for about a quarter of the speed"
                 if not on_cpu
                 else "host memory is ample for what trains on CPU",
+                others=(on_cpu,),
             )
         ),
         attention=attention,
@@ -190,7 +216,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: _Chooser) -> Settings
     )
 
 
-def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
+def _decide_batch(job: Job, sequence_length: int, chooser: Chooser) -> Batch:
     train = job.train
     batch = solve_batch(
         micro=train.per_device_train_batch_size,
@@ -216,7 +242,9 @@ def _decide_batch(job: Job, sequence_length: int, chooser: _Chooser) -> Batch:
     return batch
 
 
-def _default_precision(gpu: Gpu) -> tuple[Precision, str]:
+def _default_precision(job: Job, gpu: Gpu) -> tuple[Precision, str]:
+    if (spoken_of := _spoken_of(job)) is not None and (gpu.supports(spoken_of[0]) or gpu.backend == "gloo"):
+        return spoken_of
     if gpu.backend == "gloo":
         return "fp32", "16-bit arithmetic is emulated on most CPUs"
     if gpu.supports("bf16"):
@@ -224,17 +252,26 @@ def _default_precision(gpu: Gpu) -> tuple[Precision, str]:
     return "fp16", f"{gpu.name} has no bf16"
 
 
-def _accumulation_reason(precision: Precision) -> str:
-    return "fp8 leaves parameters and gradients in bf16" if precision == "fp8" else "the training precision"
+def _plain_precisions(job: Job, gpu: Gpu) -> tuple[Precision, ...]:
+    """Gives what may stand in for fp8, of which a section speaks. No other precision changes unasked: 16 bit and 32 differ."""
+    plain: tuple[Precision, ...] = ("bf16", "fp16")
+    return () if job.train.fp8 is None else tuple(precision for precision in plain if gpu.supports(precision))
 
 
-def _default_attention(model: ModelSpec) -> tuple[Any, str]:
-    if model.config.get("attn_logit_softcapping"):
-        return "eager", "the model soft-caps its attention scores, which sdpa cannot do"
-    return "sdpa", "torch's fused kernels, no extra package"
+def _spoken_of(job: Job) -> tuple[Precision, str] | None:
+    """Gives the precision that another key of the job is about; None where no key is, or keys are of two."""
+    if job.train.fp8 is not None:
+        return "fp8", "train.fp8 says how it rounds"
+    summed = job.train.gradient_accumulation_dtype
+    found: dict[Precision, str] = {}
+    if summed in ("bf16", "fp16"):
+        found[summed] = f"gradient_accumulation_dtype={summed} adds up gradients of it"
+    written: tuple[Precision, ...] = ("bf16", "fp16")
+    found |= {dtype: f"the deepspeed section has keys of {dtype}" for dtype in written if dtype in job.deepspeed}
+    return next(iter(found.items())) if len(found) == 1 else None
 
 
-def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:
+def _decide_learning_rate(job: Job, batch: Batch, chooser: Chooser) -> float:
     train = job.train
     default, reason = (
         (1e-5, "customary for full fine-tuning") if train.method == "full" else (1e-4, "customary for LoRA")
@@ -252,27 +289,33 @@ def _decide_learning_rate(job: Job, batch: Batch, chooser: _Chooser) -> float:
     )
 
 
-def _decide_warmup(job: Job, chooser: _Chooser) -> float | None:
+def _decide_warmup(job: Job, chooser: Chooser) -> float | None:
     train = job.train
     if train.warmup_steps is not None or train.warmup_ratio is not None or train.lr_scheduler_type == "constant":
         return train.warmup_ratio
     return chooser.choose("train.warmup_ratio", None, 0.03, "3 % of all steps steady Adam's first moments")
 
 
-def _decide_eval_steps(job: Job, save_steps: int, chooser: _Chooser) -> int | None:
+def _decide_eval_steps(job: Job, save_steps: int, chooser: Chooser) -> int | None:
     data = job.data
     if data is None or (data.eval is None and data.validation_fraction is None):
         return None
     return chooser.choose("train.eval_steps", job.train.eval_steps, save_steps, "as often as checkpoints")
 
 
-def _decide_offload_ratio(job: Job, chooser: _Chooser) -> float:
+def _decide_offload_ratio(job: Job, chooser: Chooser) -> float:
     if not PROFILES[job.parallel.offload].partial:
         return 1.0
-    return chooser.choose("parallel.offload_ratio", job.parallel.offload_ratio, 0.5, "half of the optimizer state")
+    return chooser.choose(
+        "parallel.offload_ratio",
+        job.parallel.offload_ratio,
+        0.5,
+        "half of the optimizer state",
+        others=(0.4, 0.3, 0.2, 0.1),
+    )
 
 
-def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: _Chooser) -> int:
+def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: Chooser) -> int:
     written = _written(job, "sub_group_size")
     if written is not None:
         return written
@@ -294,7 +337,7 @@ def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: _Choose
     )
 
 
-def _decide_bucket(job: Job, model: ModelSpec, zero_stage: int, chooser: _Chooser) -> int:
+def _decide_bucket(job: Job, model: ModelSpec, zero_stage: int, chooser: Chooser) -> int:
     written = _written(job, "reduce_bucket_size")
     if written is not None:
         return written
@@ -312,31 +355,43 @@ def _decide_bucket(job: Job, model: ModelSpec, zero_stage: int, chooser: _Choose
     return chooser.derive("deepspeed.zero_optimization.reduce_bucket_size", size, reason)
 
 
-def _decide_sequence_parallel(job: Job, chooser: _Chooser) -> bool:
+def _decide_sequence_parallel(job: Job, chooser: Chooser) -> bool:
     if job.parallel.tensor == 1:
         return bool(job.parallel.sequence_parallel)
     reason = "each rank keeps what lies between sharded layers, as any model and any length of sequence allow"
     return chooser.choose("parallel.sequence_parallel", job.parallel.sequence_parallel, False, reason)
 
 
-def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: _Chooser) -> dict[str, Any]:
+def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: Chooser) -> dict[str, Any]:
     parallel = job.parallel
     if parallel.pipeline == 1:
         return {}
-    virtual = chooser.choose("parallel.virtual_stages", parallel.virtual_stages, 1, "each rank holds one run of layers")
+    most = model.num_hidden_layers // parallel.pipeline
+    if isinstance(parallel.partition, tuple):
+        most = len(parallel.partition) // parallel.pipeline
+    virtual = chooser.choose(
+        "parallel.virtual_stages",
+        parallel.virtual_stages,
+        1,
+        "each rank holds one run of layers",
+        others=range(2, most + 1),
+    )
     schedule: PipelineSchedule = "interleaved" if virtual > 1 else "1f1b"
     reason = (
         "the order that virtual stages need" if virtual > 1 else "as short as gpipe, with fewer activations at once"
     )
-    layers = layers_of_stages(job, model, sequence_length=sequence_length)
+    schedule = chooser.choose(
+        "parallel.pipeline_schedule",
+        parallel.pipeline_schedule,
+        schedule,
+        reason,
+        others=("1f1b", "interleaved", "zb-h1"),
+    )
+    layers = layers_of_stages(job, model, sequence_length=sequence_length, virtual_stages=virtual)
     if not isinstance(parallel.partition, tuple):
         way = parallel.partition or "auto"
         chooser.derive("parallel.partition", list(layers), f"decoder layers of each stage: {_BALANCED_BY[way]}")
-    return {
-        "pipeline_schedule": chooser.choose("parallel.pipeline_schedule", parallel.pipeline_schedule, schedule, reason),
-        "virtual_stages": virtual,
-        "partition": layers,
-    }
+    return {"pipeline_schedule": schedule, "virtual_stages": virtual, "partition": layers}
 
 
 def _written(job: Job, key: str) -> int | None:

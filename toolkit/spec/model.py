@@ -12,8 +12,9 @@ from typing import Any, Literal, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from toolkit.errors import Problem, SpecError
+from toolkit.errors import Problem, SpecError, raise_all
 from toolkit.io import read_json_object
+from toolkit.spec.architectures import class_problems
 from toolkit.spec.configs import configs_root, read_config
 from toolkit.spec.dimensions import read_dimensions
 from toolkit.spec.job import Model
@@ -267,7 +268,12 @@ def _build(
             "training and planning here are for causal language models",
             fix="Name a decoder-only model",
         )
-    sizes = read_dimensions(config, source=str(source))
+    try:
+        sizes = read_dimensions(config, source=str(source))
+    except SpecError:
+        # What lacks the sizes of a decoder may be no decoder, which no download mends.
+        raise_all(SpecError, class_problems(config, name=shown(model.name), trust_remote_code=model.trust_remote_code))
+        raise
     counted = count_parameters(config)
     stored = None
     if counted is None and weights is not None and weights.files:

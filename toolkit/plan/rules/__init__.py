@@ -15,6 +15,7 @@ from toolkit.plan.rules import (
     grid,
     hardware,
     kernels,
+    model,
     pipeline,
     tensor,
     training,
@@ -24,6 +25,7 @@ from toolkit.plan.rules import (
 Rule = Callable[[Draft], Iterable[Problem]]
 
 RULES: tuple[Rule, ...] = (
+    *model.RULES,
     *hardware.RULES,
     *grid.RULES,
     *tensor.RULES,

@@ -32,7 +32,7 @@ def precision_of_card(draft: Draft) -> Iterator[Problem]:
 
 
 def attention_kernel(draft: Draft) -> Iterator[Problem]:
-    """FlashAttention needs a card and a precision; soft-capped scores need a kernel that caps."""
+    """FlashAttention needs a card and a precision."""
     attention = draft.settings.attention
     if attention == "flash_attention_2":
         capability = draft.gpu.compute_capability
@@ -54,17 +54,6 @@ def attention_kernel(draft: Draft) -> Iterator[Problem]:
                 fix="Set train.precision to bf16, or train.attention to sdpa",
                 source="transformers modeling_flash_attention_utils.py",
             )
-    if attention == "sdpa" and draft.model.config.get("attn_logit_softcapping"):
-        yield Problem(
-            code="ATTENTION_SOFTCAP",
-            key="train.attention",
-            message=(
-                f"attention=sdpa with attn_logit_softcapping={draft.model.config['attn_logit_softcapping']}: torch's "
-                "kernel cannot cap the scores, so the model would not be the one that was pretrained"
-            ),
-            fix="Set train.attention to eager, or to flash_attention_2 on a card that has it",
-            source="transformers integrations/sdpa_attention.py",
-        )
 
 
 def sequence_within_positions(draft: Draft) -> Iterator[Problem]:
