@@ -6,11 +6,23 @@ A check never stops at the first fault: it collects `Problem`s and raises them t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+
+# What would break a line in two, or have a terminal obey: control characters, separators, halves of surrogate pairs and
+# the marks that turn the direction of what follows.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
+
+
+def one_line(text: str) -> str:
+    """Puts text that others wrote on one line: line breaks become spaces, what a terminal would obey is spelled out."""
+    joined = _LINE_BREAK.sub(" ", text.strip())
+    return _UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), joined)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +32,7 @@ class Problem:
     Args:
         code: Stable upper-case name, a row of docs/errors.md.
         key: Path of the offending key (`train.sequence_length`), a file, or "" when neither applies.
-        message: `<name>=<got> <breaks which rule>: <why>`, without a full stop.
+        message: `<name>=<got> <breaks which rule>: <why>`, without a full stop; made one line, as `fix` is.
         fix: What to do, with the exact valid values, without a full stop.
         source: Library file and function that would reject or ignore it, or "".
     """
@@ -30,6 +42,10 @@ class Problem:
     message: str
     fix: str
     source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("message", "fix"):
+            object.__setattr__(self, name, one_line(getattr(self, name)))
 
     def __str__(self) -> str:
         origin = f" ({self.source})" if self.source else ""

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.errors import Problem, one_line
+
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from toolkit.errors import Problem
 
 
 def prepare_streams() -> None:
@@ -49,7 +49,8 @@ def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:
         print_json({"problems": [problem.as_dict() for problem in found]})
         return
     for problem in found:
-        key = "" if not problem.key or problem.key in problem.message else f"{problem.key}: "
+        name = one_line(problem.key)
+        key = "" if not name or name in problem.message else f"{name}: "
         _print_marked("error", f"{key}{problem}", style="bold red")
     if len(found) > 1:
         print(f"{len(found)} problems", file=sys.stderr)

@@ -1,0 +1,227 @@
+"""Runs many drawn cases of one kind, each by its number, and tells the failures by kind with a number that repeats each.
+
+FUZZ_CASE=17 repeats one case, FUZZ_START and FUZZ_COUNT choose others than the default run:
+
+    FUZZ_CASE=17 pytest -n 0 tests/fuzz/test_fuzz_jobs.py
+    FUZZ_START=100000 FUZZ_COUNT=5000 pytest -n 0 tests/fuzz/test_fuzz_jobs.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from toolkit.errors import Problem, ToolkitError
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTED = frozenset(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "errors.md").read_text("utf-8"), re.MULTILINE))
+
+# Of a case, seconds: a hundred times what the slowest takes on an idle machine.
+CASE_SECONDS = 20.0
+FULL_COUNT = 20_000
+# Different failures that are shown.
+MAX_SHOWN = 12
+SHOWN_CHARACTERS = 3000
+
+
+class Hang(BaseException):
+    """A case took longer than any may."""
+
+
+@dataclass(slots=True)
+class Case:
+    """One drawn case.
+
+    Args:
+        number: What repeats it.
+        rng: Where all of it is drawn from.
+        notes: What a person must see to understand its failure.
+    """
+
+    number: int
+    rng: random.Random
+    notes: list[str] = field(default_factory=list)
+    outcome: str = ""
+
+    def note(self, text: Any) -> None:
+        """Keeps a line for the report."""
+        self.notes.append(text if isinstance(text, str) else repr(text))
+
+
+def run_cases(kind: str, count: int, test: Callable[[Case], None]) -> dict[str, int]:
+    """Runs `test` on `count` cases, or on those that the environment names; fails with every kind of failure.
+
+    Args:
+        kind: Of the cases; the draws of one kind are not those of another.
+        count: How many there are by default.
+        test: Raises where a case shows a fault; sets `case.outcome`.
+    Returns:
+        How often each outcome came.
+    """
+    failures: dict[str, list[tuple[int, str]]] = {}
+    outcomes: dict[str, int] = {}
+    begun = time.process_time()
+    for number in _numbers(count):
+        case = Case(number, random.Random(f"{kind} {number}"))
+        try:
+            with time_limit(CASE_SECONDS):
+                test(case)
+        except (KeyboardInterrupt, pytest.fail.Exception):
+            raise
+        except BaseException as error:
+            notes = "\n".join(case.notes)[:SHOWN_CHARACTERS]
+            trace = "".join(traceback.format_exception(error, limit=-6))[-SHOWN_CHARACTERS:]
+            failures.setdefault(_signature(error), []).append((number, f"{notes}\n{trace}"))
+        outcomes[case.outcome] = outcomes.get(case.outcome, 0) + 1
+    if failures:
+        pytest.fail(_report(kind, failures), pytrace=False)
+    print(f"{kind}: {outcomes} in {time.process_time() - begun:.1f} CPU-seconds")  # `-s` shows it
+    return outcomes
+
+
+def _numbers(count: int) -> range:
+    only = os.environ.get("FUZZ_CASE")
+    if only is not None:
+        return range(int(only), int(only) + 1)
+    start = int(os.environ.get("FUZZ_START", 0))
+    return range(start, start + int(os.environ.get("FUZZ_COUNT", count)))
+
+
+def is_chosen() -> bool:
+    """Whether the environment chooses the cases, so that nothing can be said of how many do what."""
+    return any(name in os.environ for name in ("FUZZ_CASE", "FUZZ_START", "FUZZ_COUNT"))
+
+
+def _signature(error: BaseException) -> str:
+    """Tells failures of one cause from those of another: by the kind of error and the last line of ours that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{ROOT}/toolkit/" in frame.filename] or frames[-1:]
+    place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+    return f"{type(error).__name__} at {place}"
+
+
+def _report(kind: str, failures: dict[str, list[tuple[int, str]]]) -> str:
+    lines = [f"{sum(map(len, failures.values()))} of the cases of {kind} failed, in {len(failures)} ways"]
+    for signature, found in list(failures.items())[:MAX_SHOWN]:
+        numbers = ", ".join(str(number) for number, _ in found[:8])
+        lines += ["", f"=== {signature}: {len(found)} cases: {numbers}", f"repeat: FUZZ_CASE={found[0][0]}", found[0][1]]
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises `Hang` in a block that takes longer; the alarm that pytest-timeout has set goes on after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise Hang(f"longer than {seconds:g} s")
+
+    begun = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - begun)), interval)
+
+
+def attempt(call: Callable[[], T]) -> tuple[T | None, ToolkitError | None]:
+    """Gives what a call returns, or its ToolkitError, which must be in order."""
+    try:
+        return call(), None
+    except ToolkitError as error:
+        check_problems(error.problems)
+        return None, error
+
+
+def check_problems(problems: tuple[Problem, ...]) -> None:
+    """An error names a documented code, is one line of text each, and says something."""
+    for problem in problems:
+        assert problem.code in DOCUMENTED, problem
+        for text in (problem.message, problem.fix):
+            assert text.strip(), problem
+            assert not re.search(r"[\x00-\x08\x0a-\x1f\x7f]", text), f"control characters in {problem!r}"
+        assert "Traceback" not in str(problem)
+        json.dumps(problem.as_dict(), allow_nan=False)
+
+
+def command(case: Case, *arguments: Any) -> tuple[int, str, str]:
+    """Runs a command in this process and checks what every command keeps: exit code, one error a line, JSON as asked.
+
+    Returns:
+        Exit code, stdout, stderr.
+    """
+    from toolkit.cli.app import main
+
+    words = [str(argument) for argument in arguments]
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        code = main(words)
+    texts = []
+    for stream in streams:
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode("utf-8"))  # type: ignore[attr-defined]
+    out, err = texts
+    case.note(f"toolkit {' '.join(words)} → {code}\n{out[-600:]}{err[-600:]}")
+    assert code in (0, 1, 2, 3), code
+    assert "Traceback" not in err
+    assert code != 3 or "[SYSTEM]" not in err, "the operating system's refusal came through"
+    if "--json" in words:
+        value = json.loads(out, parse_constant=_no_constant)
+        if code >= 2:
+            assert value["problems"], out
+            check_problems(tuple(Problem(**problem) for problem in value["problems"]))
+    elif code == 2:
+        assert re.search(r"\[[A-Z0-9_]+\]$", err.replace("\nhint", ""), re.MULTILINE), err
+        assert set(re.findall(r"\[([A-Z][A-Z0-9_]+)\]$", err, re.MULTILINE)) <= DOCUMENTED
+    return code, out, err
+
+
+def _no_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """What lies below a folder: path to size and time of change, so that two moments can be compared."""
+    found = {}
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(root, name)
+            stat = os.lstat(path)
+            found[os.path.relpath(path, folder)] = (0, 0) if name in folders else (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def assert_finite(value: Any, path: str = "") -> None:
+    """Every number below a value is finite and at least 0."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            assert_finite(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            assert_finite(item, f"{path}[{index}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        assert math.isfinite(value), f"{path}={value}"
+        assert value >= 0, f"{path}={value}"

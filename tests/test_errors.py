@@ -1,0 +1,26 @@
+"""What an error looks like, whatever the value holds that it repeats."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.cli.output import print_problems
+from toolkit.errors import Problem
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("a\x00b", r"a\x00b"),
+        ("\x1b[2J", r"\x1b[2J"),
+        ("one\n  two\r\nthree", "one two three"),
+        ("\u202eevil", r"\u202eevil"),
+        ("a\u2028b\ud800", r"a\u2028b\ud800"),
+        ("Größe 名 😀", "Größe 名 😀"),
+    ],
+)
+def test_a_problem_is_one_line_that_no_terminal_obeys(value: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = Problem(code="KEY_UNKNOWN", key=value, message=f"key={value} is unknown", fix=f"Remove {value}")
+    assert str(problem) == f"key={shown} is unknown. Remove {shown}. [KEY_UNKNOWN]"
+    print_problems([problem], as_json=False)
+    assert capsys.readouterr().err == f"error: {problem}\n"
