@@ -19,7 +19,9 @@ from toolkit.errors import Problem
         ("Größe 名 😀", "Größe 名 😀"),
     ],
 )
-def test_a_problem_is_one_line_that_no_terminal_obeys(value: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_is_one_line_that_no_terminal_obeys(
+    value: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     problem = Problem(code="KEY_UNKNOWN", key=value, message=f"key={value} is unknown", fix=f"Remove {value}")
     assert str(problem) == f"key={shown} is unknown. Remove {shown}. [KEY_UNKNOWN]"
     print_problems([problem], as_json=False)

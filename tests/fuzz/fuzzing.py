@@ -38,7 +38,7 @@ CASE_SECONDS = 20.0
 FULL_COUNT = 20_000
 # Different failures that are shown.
 MAX_SHOWN = 12
-SHOWN_CHARACTERS = 3000
+SHOWN_CHARACTERS = 2000
 
 
 class Hang(BaseException):
@@ -86,13 +86,14 @@ def run_cases(kind: str, count: int, test: Callable[[Case], None]) -> dict[str, 
         except (KeyboardInterrupt, pytest.fail.Exception):
             raise
         except BaseException as error:
-            notes = "\n".join(case.notes)[:SHOWN_CHARACTERS]
-            trace = "".join(traceback.format_exception(error, limit=-6))[-SHOWN_CHARACTERS:]
+            notes = "\n".join(case.notes)[-SHOWN_CHARACTERS:]
+            trace = "".join(traceback.format_exception(error, limit=-4))[-SHOWN_CHARACTERS:]
             failures.setdefault(_signature(error), []).append((number, f"{notes}\n{trace}"))
         outcomes[case.outcome] = outcomes.get(case.outcome, 0) + 1
+    ranked = dict(sorted(outcomes.items(), key=lambda item: -item[1]))
+    print(f"{kind}: {ranked} in {time.process_time() - begun:.1f} CPU-seconds")  # `-s` shows it
     if failures:
         pytest.fail(_report(kind, failures), pytrace=False)
-    print(f"{kind}: {outcomes} in {time.process_time() - begun:.1f} CPU-seconds")  # `-s` shows it
     return outcomes
 
 
@@ -121,7 +122,12 @@ def _report(kind: str, failures: dict[str, list[tuple[int, str]]]) -> str:
     lines = [f"{sum(map(len, failures.values()))} of the cases of {kind} failed, in {len(failures)} ways"]
     for signature, found in list(failures.items())[:MAX_SHOWN]:
         numbers = ", ".join(str(number) for number, _ in found[:8])
-        lines += ["", f"=== {signature}: {len(found)} cases: {numbers}", f"repeat: FUZZ_CASE={found[0][0]}", found[0][1]]
+        lines += [
+            "",
+            f"=== {signature}: {len(found)} cases: {numbers}",
+            f"repeat: FUZZ_CASE={found[0][0]}",
+            found[0][1],
+        ]
     return "\n".join(lines)
 
 
@@ -184,7 +190,7 @@ def command(case: Case, *arguments: Any) -> tuple[int, str, str]:
         stream.flush()
         texts.append(stream.buffer.getvalue().decode("utf-8"))  # type: ignore[attr-defined]
     out, err = texts
-    case.note(f"toolkit {' '.join(words)} → {code}\n{out[-600:]}{err[-600:]}")
+    case.note(f"toolkit {' '.join(words)} → {code}\n{out[-300:]}{err[-300:]}")
     assert code in (0, 1, 2, 3), code
     assert "Traceback" not in err
     assert code != 3 or "[SYSTEM]" not in err, "the operating system's refusal came through"

@@ -13,7 +13,7 @@ from fuzzing import ROOT
 from mutations import Tree, change_value, encoded, mutate, mutate_text, odd_value
 from pydantic import BaseModel
 
-from toolkit.plan.deepspeed_schema import DeepSpeedKeys
+from toolkit.deepspeed_spec.schema import DeepSpeedKeys
 from toolkit.spec.catalogue import load_catalogue
 from toolkit.spec.job import Job
 from toolkit.spec.job_problems import FOREIGN_KEYS
@@ -22,7 +22,16 @@ from toolkit.spec.schema import known_keys
 KEYS = known_keys()
 LEAVES = tuple(sorted({key.rpartition(".")[2] for key in KEYS} | set(FOREIGN_KEYS)))
 GPUS = tuple(load_catalogue())
-MODELS = ("quickstart-llama", "gpt2", "llama-3.2-1b", "mixtral-8x7b", "gemma-2-2b", "qwen2.5-0.5b", "falcon-7b", "opt-1.3b")
+MODELS = (
+    "quickstart-llama",
+    "gpt2",
+    "llama-3.2-1b",
+    "mixtral-8x7b",
+    "gemma-2-2b",
+    "qwen2.5-0.5b",
+    "falcon-7b",
+    "opt-1.3b",
+)
 COUNTS = (1, 1, 2, 2, 3, 4, 6, 8, 16, 32, 512, 2048, 4096)
 FRACTIONS = (0.0, 1e-5, 0.03, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0)
 YAML_PIECES = (
@@ -89,7 +98,9 @@ def _annotation(path: str) -> Any:
     *parents, leaf = path.split(".")
     for parent in parents:
         found = section.model_fields[parent].annotation
-        section = next(member for member in _members(found) if isinstance(member, type) and issubclass(member, BaseModel))
+        section = next(
+            member for member in _members(found) if isinstance(member, type) and issubclass(member, BaseModel)
+        )
     return section.model_fields[leaf].annotation
 
 
@@ -136,7 +147,9 @@ def draw_file(rng: random.Random, sound: list[Tree]) -> bytes:
     """A job file: YAML of a drawn document, at times with a slip in its text or another encoding."""
     document = draw_document(rng, sound)
     try:
-        text = yaml.safe_dump(document, allow_unicode=rng.random() < 0.5, default_flow_style=rng.choice((None, True, False)))
+        text = yaml.safe_dump(
+            document, allow_unicode=rng.random() < 0.5, default_flow_style=rng.choice((None, True, False))
+        )
     except (yaml.YAMLError, RecursionError, ValueError):
         text = repr(document)
     while rng.random() < 0.2:

@@ -47,7 +47,9 @@ def odd_value(rng: random.Random) -> Tree:
             lambda: rng.choice(NUMBERS),
             lambda: rng.choice(NUMBERS),
             lambda: rng.choice((None, True, False)),
-            lambda: rng.choice(([], {}, [[]], [None], {"a": {}}, {"": ""}, [1, "a"], ["a"], [{}], {"type": "x"}, ["a", "a"])),
+            lambda: rng.choice(
+                ([], {}, [[]], [None], {"a": {}}, {"": ""}, [1, "a"], ["a"], [{}], {"type": "x"}, ["a", "a"])
+            ),
             lambda: [rng.choice(WORDS) for _ in range(rng.randrange(3))],
             lambda: [rng.choice(NUMBERS) for _ in range(rng.randrange(3))],
             lambda: {rng.choice(WORDS): rng.choice(NUMBERS)},
@@ -222,7 +224,25 @@ def mutate_text(rng: random.Random, text: str, *, snippets: Sequence[str] = ()) 
         lambda: "",
     ]
     position = rng.randrange(len(text) + 1)
-    pieces = (*snippets, "\x00", "\t", '"', "'", ":", ",", "{", "}", "[", "]", "#", "\\", "\\u0000", "\\ud800", "\ufffd", "\u2028")
+    pieces = (
+        *snippets,
+        "\x00",
+        "\t",
+        '"',
+        "'",
+        ":",
+        ",",
+        "{",
+        "}",
+        "[",
+        "]",
+        "#",
+        "\\",
+        "\\u0000",
+        "\\ud800",
+        "\ufffd",
+        "\u2028",
+    )
     ways += [lambda: text[:position] + rng.choice(pieces) + text[position:]] * 5
     ways += [lambda: text[:position] + text[position + rng.choice((1, 1, 1, 2, 10)) :]] * 3
     return rng.choice(ways)()
@@ -243,7 +263,9 @@ def mutate_bytes(rng: random.Random, raw: bytes) -> bytes:
         lambda: rng.randbytes(rng.choice((0, 1, 100, 5000))),
         lambda: bytes(len(raw)),
     ]
-    ways += [lambda: raw[:at] + bytes([raw[at] ^ (1 << rng.randrange(8))]) + raw[at + 1 :] if at < len(raw) else raw] * 6
+    ways += [
+        lambda: raw[:at] + bytes([raw[at] ^ (1 << rng.randrange(8))]) + raw[at + 1 :] if at < len(raw) else raw
+    ] * 6
     return rng.choice(ways)()
 
 

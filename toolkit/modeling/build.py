@@ -20,7 +20,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 
-from toolkit.errors import PlanError, SpecError
+from toolkit.errors import PlanError, SpecError, ToolkitError
 from toolkit.groups.mpu import ModelParallelUnit
 from toolkit.groups.world import World
 from toolkit.launch.packages import LIGER_KERNELS
@@ -177,8 +177,12 @@ def model_config(plan: Plan) -> PreTrainedConfig:
     """
     try:
         config = _read_config(plan)
-    except (StrictDataclassError, AttributeError, TypeError, NotImplementedError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
+    except ToolkitError:
+        raise
+    except Exception as error:  # a class that reads what others wrote raises anything
+        if isinstance(error, ValueError) and not isinstance(error, StrictDataclassError):
+            raise  # of an unknown type of model
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
         raise SpecError.of(
             code="MODEL_CONFIG_INVALID",
             key="model",
