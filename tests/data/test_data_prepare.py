@@ -54,7 +54,7 @@ def test_every_kind_of_source_gives_the_same_sequences(
     records = datasets.Dataset.from_dict({"text": flat})
     write([{"text": text} for text in flat])
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in flat]))
-    (tmp_path / "a.txt").write_text("\n\n".join(flat) + "\n")
+    (tmp_path / "a.txt").write_text("\ufeff" + "\n\n".join(flat) + "\n")  # with the mark that Windows writes
     records.to_csv(tmp_path / "a.csv", index=False)
     records.to_parquet(tmp_path / "a.parquet")
     records.save_to_disk(tmp_path / "saved")
@@ -70,6 +70,13 @@ def test_csv_numbers_and_na_stay_text(build: Any, tmp_path: Path, tokenizer: Any
     (tmp_path / "a.csv").write_text("prompt,completion,n\n1.50,NA,1\n2,null,2\n")
     prepared = build(Data(train="a.csv", packing="none"))
     assert [tokenizer.decode(row) for row in rows(prepared.train)] == ["1.50NA<eos>", "2null<eos>"]
+
+
+def test_cells_of_a_csv_file_stay_in_their_columns(build: Any, tmp_path: Path, tokenizer: Any) -> None:
+    long = "x" * 200_000  # more than the csv module takes by itself
+    (tmp_path / "a.csv").write_bytes(f"prompt,completion\none,two\n\r,three\n{long},four\n".encode())
+    prepared = build(Data(train="a.csv", packing="none"), sequence_length=250_000)
+    assert [tokenizer.decode(row) for row in rows(prepared.train)] == ["onetwo<eos>", "three<eos>", f"{long}four<eos>"]
 
 
 def test_messages_with_different_keys_load(write: Writer, build: Any, tokenizer: Any) -> None:

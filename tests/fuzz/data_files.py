@@ -71,7 +71,7 @@ LAYOUTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def draw_records(rng: random.Random) -> tuple[str, Tree]:
+def draw_records(rng: random.Random) -> Tree:
     """Records of one layout; those of a share of the cases with a few changes."""
     name = rng.choice(tuple(LAYOUTS))
     records: Tree = [LAYOUTS[name](rng) for _ in range(rng.choice((1, 2, 3, 5, 8, 20)))]
@@ -93,12 +93,12 @@ def draw_records(rng: random.Random) -> tuple[str, Tree]:
             else record
             for record in records
         ]
-    return name, records
+    return records
 
 
 def write_file(rng: random.Random, folder: Path, number: int) -> Path | None:
     """Writes a file of drawn records; None where the kind cannot hold them."""
-    layout, records = draw_records(rng)
+    records = draw_records(rng)
     kind = rng.choice(("jsonl", "jsonl", "jsonl", "json", "csv", "txt", "parquet"))
     path = folder / f"data-{number}.{kind}"
     if kind == "parquet":

@@ -212,11 +212,9 @@ def _no_constant(name: str) -> Any:
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
     """What lies below a folder: path to size and time of change, so that two moments can be compared."""
     found = {}
-    for root, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = os.path.join(root, name)
-            stat = os.lstat(path)
-            found[os.path.relpath(path, folder)] = (0, 0) if name in folders else (stat.st_size, stat.st_mtime_ns)
+    for path in folder.rglob("*"):
+        stat = path.lstat()
+        found[str(path.relative_to(folder))] = (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
     return found
 
 

@@ -138,7 +138,7 @@ def change_value(rng: random.Random, value: Tree) -> Tree:
     if isinstance(value, list):
         return rng.choice(
             (
-                lambda: [],
+                list,
                 lambda: value + value[:1],
                 lambda: value[::-1],
                 lambda: [value],
@@ -152,7 +152,7 @@ def change_value(rng: random.Random, value: Tree) -> Tree:
     if isinstance(value, dict):
         return rng.choice(
             (
-                lambda: {},
+                dict,
                 lambda: [value],
                 lambda: list(value.items()),
                 lambda: list(value),

@@ -11,8 +11,8 @@ import datasets
 import pytest
 from data_files import document_of, records_in, write_file
 from fuzzing import FULL_COUNT, Case, attempt, is_chosen, run_cases
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from train_jobs import write_inputs
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from toolkit.data.formats import Tokeniser
 from toolkit.data.prepare import prepare

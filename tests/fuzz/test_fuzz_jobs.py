@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from deepspeed.runtime.config import DeepSpeedConfig
 from fuzzing import FULL_COUNT, Case, assert_finite, attempt, command, is_chosen, run_cases, tree
 from job_grammar import KEYS, bases, draw_file
-from mutations import WORDS, Tree, encoded, mutate, mutate_text, odd_value
+from mutations import WORDS, Tree, odd_value
 from train_jobs import write_inputs
 
 from toolkit.cli.options import read_plan
@@ -50,7 +49,8 @@ def _assert_sound(case: Case, job: Path, overrides: list[str]) -> None:
     for consumer in ("toolkit", "trainer", "accelerate"):
         config, refused = attempt(lambda consumer=consumer: plan.deepspeed_config(consumer))
         if config is None:
-            assert refused is not None and consumer != "toolkit"
+            assert refused is not None
+            assert consumer != "toolkit"
             assert all(code.startswith("CONSUMER_") for code in refused.codes), refused.codes
             continue
         assert_finite({key: value for key, value in config.items() if key != "zero_optimization"})
@@ -59,7 +59,7 @@ def _assert_sound(case: Case, job: Path, overrides: list[str]) -> None:
             mapping = plan.accelerate_config(main_process_ip="node0" if plan.job.cluster.nodes > 1 else None)
             Path("accelerate.yaml").write_text(yaml.safe_dump(mapping), encoding="utf-8")
             assert ClusterConfig.from_yaml_file("accelerate.yaml").num_processes == plan.job.cluster.num_ranks
-            os.unlink("accelerate.yaml")
+            Path("accelerate.yaml").unlink()
 
 
 def _parsed_by_deepspeed(config: dict[str, Any], ranks: int) -> None:

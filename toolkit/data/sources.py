@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 from toolkit.errors import DataError, Problem
 from toolkit.spec.dataset import DatasetFacts, SourceFacts, unread_warning
 from toolkit.spec.dataset_columns import resolve_layout
-from toolkit.spec.dataset_files import PEEK_RECORDS, first_bad_json_line
+from toolkit.spec.dataset_files import PEEK_RECORDS, first_bad_json_line, wide_cells
 from toolkit.spec.dataset_formats import FORMAT_COLUMNS, Format
 from toolkit.spec.dataset_layouts import Layout, unread_columns
 from toolkit.spec.job import Data
@@ -172,16 +172,36 @@ def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache
             saved = datasets.load_from_disk(str(source.path))
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         options: dict[str, Any] = {}
-        if source.kind == "csv":  # pandas would turn the text "12" into a number and "NA" into nothing
-            strings = {column: datasets.Value("string") for column in source.columns}
-            options = {"features": datasets.Features(strings), "keep_default_na": False}
+        if source.kind == "csv":
+            options = _csv_options(source.columns)
+        if source.kind == "txt":
+            options = {"encoding": "utf-8-sig"}  # the mark that may begin a file is no part of its first document
         files = [str(source.path)]
         builder = _BUILDERS[source.kind]
-        return datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(cache_dir), **options)
+        with wide_cells():
+            return datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(cache_dir), **options)
     except DataError:
         raise
     except Exception as error:  # libraries below raise dozens of types here, and each means: it cannot be read
         raise DataError(_load_problem(source, error, key=key)) from error
+
+
+def _csv_options(columns: Sequence[str]) -> dict[str, Any]:
+    """Has pandas take every cell as it stands: by itself it would turn "12" into a number and "NA" into nothing.
+
+    Its own parser moves cells to other columns after a bare carriage return; its engine `python` is the csv module, as in
+    `toolkit.spec.dataset_files`.
+    """
+    return {
+        "features": datasets.Features({column: datasets.Value("string") for column in columns}),
+        "keep_default_na": False,
+        "engine": "python",
+        "converters": dict.fromkeys(columns, _as_it_stands),
+    }
+
+
+def _as_it_stands(cell: Any) -> Any:
+    return cell
 
 
 def _load_hub(name: str, data: Data, *, key: str, split: str) -> Any:

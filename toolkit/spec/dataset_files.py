@@ -8,6 +8,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -241,14 +242,11 @@ def _read_csv(path: Path, key: str) -> Head:
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = file.readlines(PEEK_BYTES)
     blank = next((index for index, line in enumerate(lines) if line.strip()), len(lines))
-    limit = csv.field_size_limit(PEEK_BYTES)  # the module's own, of the whole process: put back below
-    try:
+    with wide_cells():
         rows = csv.DictReader(lines[blank:])
         columns = tuple(rows.fieldnames or ())
         records = tuple((blank + rows.line_num, dict(row)) for row in itertools.islice(rows, PEEK_RECORDS))
         ends_open = path.stat().st_size <= PEEK_BYTES and len(records) < PEEK_RECORDS and _ends_in_quotes(lines[blank:])
-    finally:
-        csv.field_size_limit(limit)
     ragged = next((number for number, record in records if None in record), None)
     repeated = [column for column, times in Counter(columns).items() if times > 1]
     if ragged is not None:
@@ -262,6 +260,16 @@ def _read_csv(path: Path, key: str) -> Head:
     else:
         return Head(columns=columns, records=records)
     return Head(columns=columns, problems=(Problem(code="DATA_READ", key=key, message=message, fix=fix),))
+
+
+@contextmanager
+def wide_cells() -> Iterator[None]:
+    """Lets the csv module read cells of up to `PEEK_BYTES`; its limit is of the whole process, and is put back."""
+    limit = csv.field_size_limit(PEEK_BYTES)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _ends_in_quotes(lines: list[str]) -> bool:
