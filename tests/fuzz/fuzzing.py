@@ -35,6 +35,8 @@ DOCUMENTED = frozenset(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "errors.
 
 # Of a case, seconds: a hundred times what the slowest takes on an idle machine.
 CASE_SECONDS = 20.0
+# That a case may add to what the process has mapped: far more than any takes, and no danger to the machine.
+CASE_BYTES = 3 * 2**30
 FULL_COUNT = 20_000
 # Different failures that are shown.
 MAX_SHOWN = 12
@@ -81,7 +83,7 @@ def run_cases(kind: str, count: int, test: Callable[[Case], None]) -> dict[str, 
     for number in _numbers(count):
         case = Case(number, random.Random(f"{kind} {number}"))
         try:
-            with time_limit(CASE_SECONDS):
+            with time_limit(CASE_SECONDS), memory_limit(CASE_BYTES):
                 test(case)
         except (KeyboardInterrupt, pytest.fail.Exception):
             raise
@@ -151,6 +153,23 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
         if left:
             signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - begun)), interval)
+
+
+@contextlib.contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Makes a block that maps more memory than so many further bytes fail with MemoryError, where the system knows how."""
+    if not Path("/proc/self/statm").exists():
+        yield
+        return
+    import resource
+
+    mapped = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, ToolkitError | None]:

@@ -33,7 +33,7 @@ MODELS = (
     "opt-1.3b",
 )
 COUNTS = (1, 1, 2, 2, 3, 4, 6, 8, 16, 32, 512, 2048, 4096)
-FRACTIONS = (0.0, 1e-5, 0.03, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0)
+FRACTIONS = (0.0, 1e-5, 1e-5, 0.03, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0)
 YAML_PIECES = (
     "!!python/object/apply:os.system ['true']", "!!int ", "!!float ", "!!binary ", "!!set ", "!!timestamp 2024-01-01", "!!omap ",
     "!x ", "&a ", "*a", "<<: *a", "<<: {a: b}", "? ", "| ", "> ", "|+\n  x", "{a: b}", "[a, b]", ": ", "- ", "# ", "'", '"\\U99999999"',
@@ -131,15 +131,15 @@ def draw_document(rng: random.Random, sound: list[Tree]) -> Tree:
         key = rng.choice(KEYS)
         if not isinstance(document, dict):
             return document
-        if way < 0.55:
+        if way < 0.68:
             put_key(document, key, typical(rng, _annotation(key), key.rpartition(".")[2]))
-        elif way < 0.62:
+        elif way < 0.74:
             put_key(document, key, change_value(rng, typical(rng, _annotation(key), key.rpartition(".")[2])))
-        elif way < 0.72:
+        elif way < 0.82:
             put_key(document, key, odd_value(rng))
         else:
             document = mutate(rng, document, names=LEAVES)
-        if rng.random() < 0.4:
+        if rng.random() < 0.5:
             return document
 
 

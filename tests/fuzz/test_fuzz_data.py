@@ -83,8 +83,8 @@ def _data_case(case: Case, root: Path, tokenizer: Any) -> None:
         return
     case.outcome = "read"
     found, inside = _documents(loaded), [document_of(record, loaded.format) for record in records_in(path)]
-    if path.suffix == ".txt":  # blank lines are no documents
-        found, inside = ([text for text in texts if text.strip()] for texts in (found, inside))
+    if loaded.format == "text":  # what is blank is no document, and some readers leave it out
+        found, inside = ([text for text in texts if text is None or text.strip()] for texts in (found, inside))
     assert found == inside
     if rng.random() < 0.2:
         _assert_prepared(case, data, tokens, tokenizer, folder)
@@ -112,7 +112,7 @@ def _run_data(place: Path, tokenizer: Any, count: int) -> dict[str, int]:
 
 
 def test_data_files(place: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    outcomes = _run_data(place, tokenizer, 120)
+    outcomes = _run_data(place, tokenizer, 100)
     if not is_chosen():
         assert min(outcomes["read"], outcomes["refused"]) > 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -178,7 +179,10 @@ def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache
             options = {"encoding": "utf-8-sig"}  # the mark that may begin a file is no part of its first document
         files = [str(source.path)]
         builder = _BUILDERS[source.kind]
-        with wide_cells():
+        with wide_cells(), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Both a converter and dtype were specified"
+            )  # of one mind, in `_csv_options`
             return datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(cache_dir), **options)
     except DataError:
         raise
