@@ -7,11 +7,14 @@ Every default here is "not given" (`None`) where the right value depends on the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool
 
+from toolkit.arguments import checks_arguments
+from toolkit.spec.section import Section
 from toolkit.spec.values import (
     Count,
     Folder,
@@ -57,12 +60,6 @@ Offload = Literal[
     "full-nvme",
     "activations-cpu",
 ]
-
-
-class Section(BaseModel):
-    """Base of every part of a job: frozen, unknown keys refused, defaults validated."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
 
 class Model(Section):
@@ -295,15 +292,23 @@ class Parallel(Section):
     offload_ratio: OpenFraction | None = None
 
 
+def _model_named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str | Path) else value
+
+
 class Job(Section):
-    """A whole job, as written in YAML or built in Python.
+    """A whole job, as written in YAML or made in Python. It does not change: `with_` gives another one.
 
     Args:
         model: A `Model`, or its name alone.
+        cluster: A `Cluster`.
+        train: A `Train`.
+        data: A `Data`; needed to train, not to plan.
+        parallel: A `Parallel`.
         deepspeed: DeepSpeed keys, verbatim; they win over ours, are validated and explained.
     """
 
-    model: Annotated[Model, BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)]
+    model: Annotated[Model, BeforeValidator(_model_named)]
     cluster: Cluster
     train: Train = Train()
     data: Data | None = None
@@ -311,12 +316,47 @@ class Job(Section):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
-    def from_yaml(cls, path: str | Path, *, overrides: tuple[str, ...] = ()) -> Job:
-        """Reads a job file; `overrides` are `train.sequence_length=8192` strings.
+    @checks_arguments
+    def from_yaml(cls, path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
+        """Reads a job file.
+
+        Args:
+            path: YAML in UTF-8.
+            overrides: What `--set` takes: `train.sequence_length=8192`.
 
         Raises:
             SpecError: With every unreadable, unknown, duplicate or mistyped key.
         """
         from toolkit.spec.loader import load_job
 
-        return load_job(Path(path), overrides=overrides)
+        return load_job(path, overrides=overrides)
+
+    @checks_arguments
+    def with_(self, *changes: str | Mapping[str, Any], **sections: Any) -> Job:
+        """Gives a job with other values, checked like a job file; this one stays as it is.
+
+            job.with_("train.learning_rate=1e-4", "parallel.zero_stage=3")
+            job.with_({"train.learning_rate": 1e-4, "data.eval": None})
+            job.with_(train={"learning_rate": 1e-4}, parallel=tk.Parallel(zero_stage=3), model="llama-3.1-8b")
+
+        Args:
+            changes: What `--set` takes, or values by dotted key. A mapping as a value changes the keys that it names and
+                leaves the others of its section; None leaves a key open.
+            sections: The same for whole sections; one that is made, such as `tk.Train(...)`, takes the old one's place.
+
+        Raises:
+            SpecError: As for a job file; SET_SYNTAX for a key that leads through a value.
+        """
+        from toolkit.spec.loader import change_job
+
+        return change_job(self, (*changes, sections))
+
+    def checked(self) -> Job:
+        """Gives an equal job, every value of which has been checked again, however it came to be there.
+
+        Raises:
+            SpecError: As for a job file.
+        """
+        from toolkit.spec.loader import parse_job
+
+        return parse_job(self.written())

@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from toolkit.arguments import shown
 from toolkit.errors import Problem
 from toolkit.spec.job import Job
-from toolkit.spec.schema import known_keys, section_of
+from toolkit.spec.schema import known_keys, path_of, section_of
 from toolkit.spec.suggestions import nearest_key
 
 _DATA_PARALLEL = "what tensor × pipeline leave over of cluster.gpus_per_node × cluster.nodes, and no key"
@@ -60,9 +61,6 @@ FOREIGN_KEYS: dict[str, str] = {
     "gradient_checkpointing_enable": "train.gradient_checkpointing",
 }
 
-# Longest excerpt of a wrong value that an error repeats, characters.
-_SHOWN_CHARACTERS = 80
-
 # What pydantic says of a form, as people who write YAML know it.
 _FORMS = {
     "tuple_type": "input should be a list, such as [a, b]",
@@ -71,40 +69,52 @@ _FORMS = {
 }
 
 
-def job_problems(error: ValidationError) -> list[Problem]:
-    """Gives one problem a key: the members of a union complain one by one, and a list item by item."""
+def problems_of(error: ValidationError, kind: type[BaseModel] = Job) -> list[Problem]:
+    """Gives one problem a key: the members of a union complain one by one, and a list item by item.
+
+    Args:
+        error: Of a job, or of a section of it that was made by itself.
+        kind: Which.
+    """
+    place = path_of(kind)
     details: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] == "too_short" and detail["input"]:
             continue  # a list whose items are wrong counts as empty, too
-        details.setdefault(_key(detail["loc"]), []).append(detail)
+        details.setdefault(_key((*place, *detail["loc"])), []).append(detail)
     problems: list[Problem] = []
-    for found in details.values():
+    for key, found in details.items():
         # The member whose type fits knows what is wrong with the value; that others take another type is beside it.
         exact = [detail for detail in found if detail["type"] in ("value_error", "too_short")]
-        first, *others = map(_problem, exact or found)
+        first, *others = (_problem(key, detail) for detail in exact or found)
         fixes = dict.fromkeys([first.fix, *(f"{other.fix[0].lower()}{other.fix[1:]}" for other in others)])
         distinct = [fix for fix in fixes if fix is first.fix or fix.lower() != first.fix.lower()]
         problems.append(replace(first, fix=", or ".join(distinct)))
     return problems
 
 
-def _problem(detail: Any) -> Problem:
-    key = _key(detail["loc"])
+def _problem(key: str, detail: Any) -> Problem:
     if detail["type"] == "extra_forbidden":
         return _unknown_key(key, detail["input"])
     if detail["type"] == "missing":
         return Problem(code="KEY_MISSING", key=key, message=f"{key} is missing", fix=f"Add {key}")
+    if detail["type"] == "frozen_instance":
+        return Problem(
+            code="JOB_FROZEN",
+            key=key,
+            message=f"{key} is set, but a job does not change once it is made",
+            fix=f'Make another one: job.with_({{"{key}": ...}})',
+        )
     message = _FORMS.get(detail["type"], detail["msg"].removeprefix("Value error, "))
     if key == "model":
         message = "write the model's name, or a section with model.name"
     elif detail["type"] in ("model_type", "dict_type"):
-        message = f"write {key} as a section, its keys indented below it"
+        message = f"write {key or 'it'} as a section: its keys indented below it, in Python its own class or a dict"
     given = detail["input"]
     return Problem(
         code="KEY_VALUE",
         key=key,
-        message=f"{key}={_shown(given)} ({type(given).__name__}) is not valid",
+        message=f"{key or 'the job'}={_shown(given)} ({type(given).__name__}) is not valid",
         fix=message[0].upper() + message[1:],
     )
 
@@ -125,8 +135,7 @@ def _key(location: tuple[int | str, ...]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "a section"
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+    return shown(value)
 
 
 def _unknown_key(key: str, value: Any) -> Problem:

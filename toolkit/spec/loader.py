@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
+from toolkit.arguments import checks_arguments, shown
 from toolkit.errors import SpecError
 from toolkit.spec.job import Job
-from toolkit.spec.job_problems import job_problems
 from toolkit.spec.schema import section_of, wants_number
+from toolkit.spec.section import Section
 from toolkit.spec.yaml_text import load_yaml, parse_value
 
 # "8" in quotes where a number is asked for; what a person means is a number.
 _NUMBER = re.compile(r"^[+-]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][+-]?\d+)?$", re.ASCII)
 
 
-def load_job(path: Path, *, overrides: tuple[str, ...] = ()) -> Job:
-    """Reads a job file and applies `--set` overrides; relative paths stay relative to the working directory."""
-    document = load_yaml(path)
+@checks_arguments
+def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
+    """Reads a job file and applies `--set` overrides; relative paths stay relative to the working directory.
+
+    Raises:
+        SpecError: With every unreadable, unknown, duplicate or mistyped key.
+    """
+    document = load_yaml(Path(path))
     for override in overrides:
         apply_override(document, override)
     return parse_job(document)
@@ -36,13 +41,44 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     """
     key, separator, text = override.partition("=")
     key = key.strip()
-    if not separator or not all(key.split(".")):
-        raise SpecError.of(
-            code="SET_SYNTAX",
-            key=override,
-            message=f"--set {override!r} is not key=value, or a word of its key is empty",
-            fix="Write --set train.sequence_length=8192",
-        )
+    if not separator:
+        raise _bad_key(override, f"--set {override!r}")
+    node, leaf = _place(document, key, given=f"--set {override}")
+    try:
+        node[leaf] = parse_value(text, name=f"--set {key}")
+    except yaml.YAMLError:
+        node[leaf] = text
+
+
+def change_job(job: Job, changes: Iterable[str | Mapping[str, Any]]) -> Job:
+    """Does what `Job.with_` says."""
+    document = job.written()
+    for change in changes:
+        if isinstance(change, str):
+            apply_override(document, change)
+        else:
+            _apply_values(document, change)
+    return parse_job(document)
+
+
+def _apply_values(document: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        node, leaf = _place(document, key, given=f"{key}={shown(value)}")
+        if value is None:
+            node.pop(leaf, None)
+        elif isinstance(value, Mapping):
+            inside = node.setdefault(leaf, {})
+            if not isinstance(inside, dict):
+                inside = node[leaf] = {"name": inside} if key == "model" else {}
+            _apply_values(inside, value)
+        else:
+            node[leaf] = value
+
+
+def _place(document: dict[str, Any], key: str, *, given: str) -> tuple[dict[str, Any], str]:
+    """Gives the section that holds a dotted key, made where it is absent, and the key's last word."""
+    if not isinstance(key, str) or not all(key.split(".")):
+        raise _bad_key(str(key), given)
     *parents, leaf = key.split(".")
     node = document
     for depth, parent in enumerate(parents):
@@ -56,15 +92,20 @@ def apply_override(document: dict[str, Any], override: str) -> None:
             raise SpecError.of(
                 code="SET_SYNTAX",
                 key=key,
-                message=f"--set {override}: {path} is {child!r}, not a section",
+                message=f"{given}: {path} is {child!r}, not a section",
                 fix=f"Set {path} itself",
             )
         node = child
-    try:
-        value = parse_value(text, name=f"--set {key}")
-    except yaml.YAMLError:
-        value = text
-    node[leaf] = value
+    return node, leaf
+
+
+def _bad_key(key: str, given: str) -> SpecError:
+    return SpecError.of(
+        code="SET_SYNTAX",
+        key=key,
+        message=f"{given} is not key=value, or a word of its key is empty",
+        fix="Write --set train.sequence_length=8192; in Python with_({'train.sequence_length': 8192})",
+    )
 
 
 def parse_job(document: Mapping[str, Any]) -> Job:
@@ -73,14 +114,13 @@ def parse_job(document: Mapping[str, Any]) -> Job:
     Raises:
         SpecError: With one problem for each unknown, missing or mistyped key.
     """
-    try:
-        return Job.model_validate(_numbers_from_strings(dict(document), Job))
-    except ValidationError as error:
-        raise SpecError(*job_problems(error)) from None
+    return Job.model_validate(_numbers_from_strings(dict(document), Job))
 
 
 def _numbers_from_strings(value: Any, annotation: Any) -> Any:
     """Turns "1e-4" and "8" into numbers where the schema asks for a number; leaves all else as it is."""
+    if isinstance(value, Section) and type(value) is section_of(annotation):
+        value = value.written()
     if isinstance(value, dict):
         section = section_of(annotation)
         if section is None:

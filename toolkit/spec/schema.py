@@ -22,6 +22,17 @@ def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> tuple[str, .
     return tuple(paths)
 
 
+def path_of(section: type[BaseModel], within: type[BaseModel] = Job) -> tuple[str, ...]:
+    """Gives the keys that lead to a section: ("train", "lora") for `Lora`, none for the job itself."""
+    for name, field in within.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is section:
+            return (name,)
+        if inner is not None and (below := path_of(section, inner)):
+            return (name, *below)
+    return ()
+
+
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Gives the section that a field of this annotation holds; None where it holds a value."""
     for member in members_of(annotation):

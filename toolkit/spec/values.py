@@ -52,6 +52,11 @@ def _of_somebody(value: Path) -> Path:
     return value
 
 
+def _written(value: Any) -> Any:
+    """Gives a path as the text that a job file would hold."""
+    return str(value) if isinstance(value, Path) else value
+
+
 def _filled(value: Any) -> Any:
     if value == "":
         raise ValueError("it is empty: give a value or leave the key out")
@@ -91,7 +96,9 @@ def reporters(value: Any) -> Any:
 
 
 Word = Annotated[str, AfterValidator(_printable), BeforeValidator(_filled)]
-Name = Annotated[str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled)]
+Name = Annotated[
+    str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled), BeforeValidator(_written)
+]
 Folder = Annotated[
     Path, AfterValidator(_nameable), AfterValidator(_of_somebody), BeforeValidator(_at_home), BeforeValidator(_filled)
 ]
