@@ -57,7 +57,9 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
-def _problems(function: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any]) -> Iterator[Problem]:
+def _problems(
+    function: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any]
+) -> Iterator[Problem]:
     hints = _hints(function)
     for name, value in given.items():
         if name not in hints:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from plan_jobs import CPU, jobs, plan_of, resolved
+from plan_jobs import CPU, job_of, jobs, plan_of, resolved
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, RunError, SpecError
 from toolkit.plan.plan import SCHEMA_VERSION, Plan
 
 
@@ -206,6 +206,59 @@ def test_a_plan_nested_too_deep(tmp_path):
 
 def test_a_failed_write_leaves_nothing(plan, tmp_path):
     (tmp_path / "plan.json").mkdir()
-    with pytest.raises(OSError, match=r"plan\.json"):
-        plan.save(tmp_path / "plan.json")
+    with pytest.raises(RunError, match=r"plan\.json cannot be written") as caught:
+        plan.save(str(tmp_path / "plan.json"))
+    assert caught.value.codes == ("EMIT_UNWRITABLE",)
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda plan: replace(plan, job="no job"), "job='no job' is no Job"),
+        (lambda plan: replace(plan, settings=None), "settings=None is no Settings"),
+        (lambda plan: with_settings(plan, max_steps="many"), "settings.max_steps='many' is not valid"),
+        (lambda plan: with_settings(plan, learning_rate=float("nan")), "settings.learning_rate=nan"),
+        (lambda plan: with_settings(plan, batch=None), "settings"),
+        (lambda plan: with_settings(plan, kernels=object()), "settings"),
+    ],
+)
+def test_a_plan_of_parts_that_are_none_is_refused_when_it_is_made(plan, change, words):
+    with pytest.raises(PlanError) as caught:
+        change(plan)
+    assert caught.value.codes == ("PLAN_UNREADABLE",)
+    assert f"the plan was changed into one that cannot be: {words}" in str(caught.value)
+    assert "job.with_(" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda plan: with_settings(plan, zero_stage=1), "parallel.zero_stage=3 in the choices, 1 in the settings"),
+        (lambda plan: replace(plan, choices=(3,)), "asdict"),
+        (lambda plan: replace(plan, gpu=plan.gpu.model_copy(update={"memory_bytes": "x"})), "Gpu.memory_bytes='x'"),
+        (lambda plan: replace(plan, model=replace(plan.model, hidden_size="x")), "ModelSpec.hidden_size='x'"),
+        (lambda plan: replace(plan, job=job_of(ranks=8)), "data-parallel ranks"),
+    ],
+)
+def test_a_plan_whose_parts_do_not_go_together_is_not_written(plan, change, words, tmp_path):
+    with pytest.raises(PlanError) as caught:
+        change(plan).save(tmp_path / "plan.json")
+    assert caught.value.codes == ("PLAN_UNREADABLE",)
+    assert words in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_plan_with_a_job_that_was_changed_past_its_checks_is_not_written(plan, tmp_path):
+    train = plan.job.train.model_copy(update={"max_steps": "many"})
+    job = plan.job.model_copy(update={"paralell": {}, "train": train})
+    with pytest.raises(SpecError) as caught:
+        replace(plan, job=job).save(tmp_path / "plan.json")
+    assert {(problem.code, problem.key) for problem in caught.value.problems} == {
+        ("KEY_UNKNOWN", "paralell"),
+        ("KEY_VALUE", "train.max_steps"),
+    }
+
+
+def with_settings(plan, **values):
+    return replace(plan, settings=replace(plan.settings, **values))

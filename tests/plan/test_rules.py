@@ -151,6 +151,7 @@ BROKEN = [
 
 ELSEWHERE = {
     "PLAN_UNREADABLE": "test_plan.py",
+    "EMIT_UNWRITABLE": "test_plan.py",
     "CONSUMER_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
     "CONSUMER_FRACTION": "test_trainer_config.py, test_accelerate_config.py",
     "CONSUMER_FP8": "test_trainer_config.py, test_accelerate_config.py",

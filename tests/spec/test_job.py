@@ -1,7 +1,11 @@
-import pytest
-from pydantic import ValidationError
+from pathlib import Path
 
-from toolkit.spec.job import Cluster, Job, Parallel, Train
+import pytest
+
+from toolkit.errors import SpecError
+from toolkit.spec.job import Cluster, Data, Fp8, Job, Lora, Model, Parallel, Train
+
+CPU = Cluster(gpu="cpu")
 
 
 def test_a_model_name_alone_is_a_model():
@@ -16,10 +20,11 @@ def test_num_ranks_is_one_process_a_card():
 
 def test_a_job_is_frozen():
     job = Job(model="m", cluster=Cluster(gpu="cpu"))
-    with pytest.raises(ValidationError):
-        job.train.seed = 1
-    with pytest.raises(ValidationError):
-        job.deepspeed = {}
+    for section, name, key in ((job.train, "seed", "train.seed"), (job, "deepspeed", "deepspeed"), (job, "new", "new")):
+        with pytest.raises(SpecError) as caught:
+            setattr(section, name, 1)
+        assert [(problem.code, problem.key) for problem in caught.value.problems] == [("JOB_FROZEN", key)]
+        assert f'job.with_({{"{key}": ...}})' in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +52,15 @@ def test_a_job_is_frozen():
         (Parallel, {"offload": "cpu"}),
         (Parallel, {"offload_ratio": 1}),
         (Cluster, {"gpu": ""}),
-        (Cluster, {"gpu": "cpu", "gpus_per_node": 0}),
-        (Cluster, {"gpu": "cpu", "master_port": 80}),
+        (Cluster, {"gpus_per_node": 0, "gpu": "cpu"}),
+        (Cluster, {"master_port": 80, "gpu": "cpu"}),
     ],
 )
 def test_refuses(section, values):
-    with pytest.raises(ValidationError):
+    with pytest.raises(SpecError) as caught:
         section(**values)
+    [problem] = caught.value.problems
+    assert problem.key == f"{section.__name__.lower()}.{next(iter(values))}"
 
 
 @pytest.mark.parametrize(("value", "kind"), [(True, bool), (False, bool), (0.25, float), (1, float), (0, float)])
@@ -77,3 +84,114 @@ def test_a_dump_of_what_was_set_reads_back_equal():
     dump = job.model_dump(mode="json", exclude_unset=True)
     assert Job.model_validate(dump) == job
     assert Job.model_validate(dump).train.model_fields_set == {"method", "lora", "report_to"}
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "key", "words"),
+    [
+        (lambda: Train(lr=1e-4), "KEY_FOREIGN", "train.lr", "Here it is train.learning_rate"),
+        (lambda: Train(max_steps="many"), "KEY_VALUE", "train.max_steps", "train.max_steps='many' (str) is not valid"),
+        (lambda: Parallel(tp_size=2), "KEY_FOREIGN", "parallel.tp_size", "Here it is parallel.tensor"),
+        (lambda: Cluster(gpus_per_node=2), "KEY_MISSING", "cluster.gpu", "cluster.gpu is missing"),
+        (lambda: Cluster(gpu="cpu", node=2), "KEY_UNKNOWN", "cluster.node", "Did you mean cluster.nodes"),
+        (lambda: Data(train=3), "KEY_VALUE", "data.train", "data.train=3 (int) is not valid"),
+        (lambda: Lora(lora_dropout=1), "KEY_VALUE", "train.lora.lora_dropout", "less than 1"),
+        (lambda: Fp8(recipe="row"), "KEY_VALUE", "train.fp8.recipe", "rowwise"),
+        (lambda: Model(), "KEY_MISSING", "model.name", "model.name is missing"),
+        (lambda: Job(model="m", cluster="cpu"), "KEY_VALUE", "cluster", "Write cluster as a section"),
+        (lambda: Job(model="m", cluster=CPU, train=CPU), "KEY_VALUE", "train", "in Python its own class or a dict"),
+        (lambda: Job(model=None, cluster=CPU), "KEY_VALUE", "model", "Write the model's name"),
+        (lambda: Job.model_validate("job.yaml"), "KEY_VALUE", "", "the job='job.yaml' (str) is not valid"),
+        (lambda: Cluster("h100-sxm-80gb"), "ARGUMENT", "Cluster", "Write Cluster(gpu=...)"),
+        (lambda: Job("llama-3.1-8b"), "ARGUMENT", "Job", "Write Job(model=...)"),
+    ],
+)
+def test_a_section_made_in_python_says_what_a_job_file_says(make, code, key, words):
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert [(problem.code, problem.key) for problem in caught.value.problems] == [(code, key)]
+    assert words in str(caught.value)
+
+
+def test_all_faults_of_a_job_made_of_mappings_are_told_at_once():
+    with pytest.raises(SpecError) as caught:
+        Job(model="m", cluster={"gpu": 3}, train={"lr": 1, "lora": {"r": 0}}, paralell={})
+    assert sorted(problem.key for problem in caught.value.problems) == [
+        "cluster.gpu",
+        "paralell",
+        "train.lora.r",
+        "train.lr",
+    ]
+
+
+def test_a_path_stands_wherever_its_text_may():
+    home = Path("models") / "mine"
+    job = Job(
+        model=home,
+        cluster=Cluster(gpu="cpu", nvme_path="/local"),
+        train=Train(output_dir="runs"),
+        data=Data(train=[home / "a.jsonl", "b.jsonl"], eval=home, chat_template=home),
+    )
+    assert job.model.name == Model(name=home).name == job.data.eval == job.data.chat_template == "models/mine"
+    assert job.data.train == ("models/mine/a.jsonl", "b.jsonl")
+    assert Job.model_validate(job.model_dump(mode="json", exclude_unset=True)) == job
+
+
+SMALL = Job(model="m", cluster=CPU, train=Train(max_steps=5, seed=1), deepspeed={"a": {"b": 1, "c": 2}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections"),
+    [
+        (("train.max_steps=8", "parallel.zero_stage=3"), {}),
+        (({"train.max_steps": 8, "parallel.zero_stage": 3},), {}),
+        (({"train": {"max_steps": 8}}, "parallel.zero_stage=3"), {}),
+        ((), {"train": {"max_steps": 8}, "parallel": Parallel(zero_stage=3)}),
+        ((), {"train": Train(max_steps=8, seed=1), "parallel": {"zero_stage": 3}}),
+    ],
+)
+def test_a_job_with_other_values_is_another_job(changes, sections):
+    before = SMALL.model_dump()
+    made = SMALL.with_(*changes, **sections)
+    assert made == Job(**SMALL.written() | {"train": {"max_steps": 8, "seed": 1}, "parallel": {"zero_stage": 3}})
+    assert SMALL.model_dump() == before
+
+
+def test_none_leaves_a_key_open_and_a_mapping_keeps_what_it_does_not_name():
+    made = SMALL.with_({"train.seed": None, "model.init": "random"}, deepspeed={"a": {"b": None, "d": 3}}, data=None)
+    assert made.train.model_fields_set == {"max_steps"}
+    assert (made.model.name, made.model.init) == ("m", "random")
+    assert made.deepspeed == {"a": {"c": 2, "d": 3}}
+    assert SMALL.deepspeed == {"a": {"b": 1, "c": 2}}
+    assert SMALL.with_(model="other").model == Model(name="other")
+    assert SMALL.with_() == SMALL
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections", "code", "key"),
+    [
+        ((), {"paralell": {"zero_stage": 3}}, "KEY_UNKNOWN", "paralell"),
+        (({"train.lr": 1e-4},), {}, "KEY_FOREIGN", "train.lr"),
+        (("train.max_steps=many",), {}, "KEY_VALUE", "train.max_steps"),
+        ((), {"train": 3}, "KEY_VALUE", "train"),
+        ((), {"train": Data(train="x")}, "KEY_VALUE", "train"),
+        (({"cluster.gpu.name": 3},), {}, "SET_SYNTAX", "cluster.gpu.name"),
+        (("train.max_steps",), {}, "SET_SYNTAX", "train.max_steps"),
+        (({"train..seed": 3},), {}, "SET_SYNTAX", "train..seed"),
+        ((3,), {}, "ARGUMENT", "changes"),
+    ],
+)
+def test_a_change_that_cannot_be_is_told_as_in_a_job_file(changes, sections, code, key):
+    with pytest.raises(SpecError) as caught:
+        SMALL.with_(*changes, **sections)
+    assert [(problem.code, problem.key) for problem in caught.value.problems] == [(code, key)]
+
+
+def test_what_came_into_a_job_past_its_checks_is_found_by_a_second_look():
+    train = SMALL.train.model_copy(update={"max_steps": "many"})
+    changed = SMALL.model_copy(update={"paralell": Parallel(), "train": train})
+    with pytest.raises(SpecError) as caught:
+        changed.checked()
+    assert {problem.key for problem in caught.value.problems} == {"paralell", "train.max_steps"}
+    assert SMALL.checked() == SMALL
+    assert SMALL.checked().train.model_fields_set == SMALL.train.model_fields_set

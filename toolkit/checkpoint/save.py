@@ -118,7 +118,7 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
 
 def _write_plan(run: Run, partial: Path, sources: dict[str, tuple[Source, ...]]) -> None:
     settings = run.plan.settings
-    run.plan.save(partial / PLAN)
+    (partial / PLAN).write_text(run.plan.to_json(), encoding="utf-8")
     State(
         step=run.step_count,
         num_steps=run.num_steps,

@@ -74,7 +74,7 @@ def read_job(job: Path, overrides: Sequence[str] | None = None) -> Job:
         return load_job(job, overrides=tuple(overrides or ()))
     from toolkit.plan.plan import Plan
 
-    return _change(Plan.load(job).job, overrides or ())
+    return Plan.load(job).job.with_(*(overrides or ()))
 
 
 def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
@@ -84,39 +84,22 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
         SpecError: The file, the model or the card cannot be read.
         PlanError: With every problem at once.
     """
-    from toolkit.errors import PlanError, raise_all
     from toolkit.plan.resolve import resolve, resolve_with
-    from toolkit.plan.rules import RULES, RUN_RULES
 
-    if not is_plan_file(job):
-        return resolve(read_job(job, overrides))
-    from toolkit.plan.plan import Plan
-
-    plan = Plan.load(job)
     if not overrides:
-        raise_all(
-            PlanError, (problem for rule in (*RULES, *RUN_RULES) for problem in rule(plan))
-        )  # an edited value may break one
-        return plan
-    changed = _change(plan.job, overrides)
-    if changed.model == plan.job.model and changed.cluster.gpu == plan.job.cluster.gpu:
-        return resolve_with(changed, model=plan.model, gpu=plan.gpu)
+        return resolve(job)
+    changed = read_job(job, overrides)
+    if is_plan_file(job):
+        from toolkit.plan.plan import Plan
+
+        plan = Plan.load(job)
+        if changed.model == plan.job.model and changed.cluster.gpu == plan.job.cluster.gpu:
+            return resolve_with(changed, model=plan.model, gpu=plan.gpu)
     return resolve(changed)
 
 
 def is_plan_file(path: Path) -> bool:
-    """Whether a file is a plan.json, whole or damaged, rather than a job: it is called so or has a schema version."""
-    from toolkit.spec.paths import is_file
+    """Whether a file is a plan.json rather than a job."""
+    from toolkit.plan.read import is_plan_file
 
-    if path.suffix != ".json" or not is_file(path, key=str(path)):
-        return False
-    return path.name == "plan.json" or b'"schema_version"' in path.read_bytes()
-
-
-def _change(job: Job, overrides: Sequence[str]) -> Job:
-    from toolkit.spec.loader import apply_override, parse_job
-
-    document = job.model_dump(mode="json", exclude_unset=True)
-    for override in overrides:
-        apply_override(document, override)
-    return parse_job(document)
+    return is_plan_file(path)

@@ -64,11 +64,11 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
         hosts: Names of the nodes, first the one of rank 0.
 
     Raises:
-        PlanError: EMIT_HOSTS.
+        PlanError: EMIT_HOSTS; PLAN_UNREADABLE for a plan that could not be read back.
     """
     check_hosts(plan, hosts)
+    texts = {"plan.json": plan.to_json()}
     configs, left_out = _configs(plan, folder, hosts)
-    texts = {"plan.json": _json(plan.to_dict())}
     for name, config in configs.items():
         texts[name] = _yaml(config, folder) if name.endswith(".yaml") else _json(config)
     if hosts:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from toolkit.arguments import checks_arguments
 from toolkit.emit.contents import EXECUTABLE, FILES, PROVENANCE, WRITTEN_BY, contents, digest
 from toolkit.errors import PlanError, Problem, RunError, raise_all
 from toolkit.io import parse_json
@@ -39,10 +40,12 @@ class Emitted:
         return tuple(self.folder / name for name, state in self.states.items() if state != "removed")
 
 
+@checks_arguments
 def emit(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = None) -> tuple[Path, ...]:
     """Writes every file of a plan.
 
     Args:
+        plan: As `resolve` gives it.
         out: Folder; made if absent. Files name each other by it, so a relative one holds in the working directory.
         hosts: Names of the nodes, first that of rank 0; only for several nodes.
 
@@ -50,7 +53,7 @@ def emit(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = None) -> 
         The files, in reading order; those of an earlier emit are rewritten or removed.
 
     Raises:
-        PlanError: EMIT_FOREIGN, if a file of the same name is not an earlier emit's; EMIT_HOSTS.
+        PlanError: EMIT_FOREIGN, if a file of the same name is not an earlier emit's; EMIT_HOSTS; PLAN_UNREADABLE.
         RunError: EMIT_UNWRITABLE, if the folder cannot be written; it is then as it was.
     """
     return write_files(plan, out, hosts=hosts).paths

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from toolkit.errors import PlanError, ToolkitError
-from toolkit.io import parse_json
+from toolkit.arguments import checks_arguments, shown
+from toolkit.errors import PlanError, RunError, ToolkitError
+from toolkit.io import parse_json, write_text
 from toolkit.plan.accelerate_config import accelerate_config
 from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
 from toolkit.plan.draft import Draft
@@ -44,6 +46,18 @@ class Plan(Draft):
 
     choices: tuple[Choice, ...]
 
+    def __post_init__(self) -> None:
+        """Refuses parts that are none, and settings that cannot be, by whatever way the plan was made.
+
+        Raises:
+            PlanError: PLAN_UNREADABLE.
+        """
+        for name, kind in _PARTS.items():
+            if not isinstance(part := getattr(self, name), kind):
+                raise _unsound(f"{name}={shown(part)} is no {kind.__name__}")
+        with _read("settings", _unsound):
+            self.settings.check()
+
     @property
     def grid(self) -> Grid:
         """The pp × dp × tp grid of ranks."""
@@ -61,19 +75,30 @@ class Plan(Draft):
         """Where metrics, checkpoints and the export go."""
         return self.job.train.output_dir
 
+    @checks_arguments
     def deepspeed_config(self, consumer: Consumer = "toolkit") -> dict[str, Any]:
-        """Gives DeepSpeed's JSON for our engine, for `transformers.Trainer` or for a plain Accelerate script.
+        """Gives DeepSpeed's JSON.
+
+        Args:
+            consumer: `toolkit`: for our engine; `trainer`: for `transformers.Trainer`; `accelerate`: for a plain Accelerate
+                script.
 
         Raises:
             PlanError: The consumer cannot carry this plan; says what stands in the way.
         """
         return deepspeed_config(self, consumer)
 
+    @checks_arguments
     def accelerate_config(
-        self, *, deepspeed_config_file: str = "deepspeed-accelerate.json", main_process_ip: str | None = None
+        self,
+        *,
+        deepspeed_config_file: str | Path = "deepspeed-accelerate.json",
+        main_process_ip: str | None = None,
     ) -> dict[str, Any]:
         """Gives the YAML of `accelerate launch --config_file`, as a mapping; several nodes need `main_process_ip`."""
-        return accelerate_config(self, deepspeed_config_file=deepspeed_config_file, main_process_ip=main_process_ip)
+        return accelerate_config(
+            self, deepspeed_config_file=str(deepspeed_config_file), main_process_ip=main_process_ip
+        )
 
     def training_arguments(self) -> dict[str, Any]:
         """Gives keyword arguments of `transformers.TrainingArguments`, DeepSpeed's configuration included."""
@@ -105,28 +130,52 @@ class Plan(Draft):
         """Gives a JSON object that `from_dict` reads back into an equal plan."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "job": self.job.model_dump(mode="json", exclude_unset=True),
+            "job": self.job.model_dump(mode="json", exclude_unset=True, warnings=False),
             "model": self.model.to_dict(),
-            "gpu": self.gpu.model_dump(mode="json"),
+            "gpu": self.gpu.model_dump(mode="json", warnings=False),
             "settings": self.settings.to_dict(),
             "allocator": self.allocator,
             "choices": [asdict(choice) for choice in self.choices],
         }
 
+    def to_json(self) -> str:
+        """Gives the text of plan.json, after reading it back into an equal plan.
+
+        Raises:
+            SpecError: The job holds a value that no job file could.
+            PlanError: PLAN_UNREADABLE where a part was replaced by one that does not go with the others.
+        """
+        self.job.checked()
+        with _read("plan", _unsound):
+            text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+            read = Plan._made_of(parse_json(text), _unsound)
+        if read != self:
+            raise _unsound("what is written of it reads back as another plan")
+        return text
+
+    def checked(self) -> Plan:
+        """Gives an equal plan, read back from what `to_json` writes; raises as it does."""
+        return Plan.from_dict(parse_json(self.to_json()))
+
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Plan:
+    @checks_arguments
+    def from_dict(cls, value: Mapping[str, Any]) -> Plan:
         """Reads what `to_dict` wrote.
 
         Raises:
             PlanError: PLAN_UNREADABLE when a key is missing, foreign or of another schema version.
         """
+        return cls._made_of(value, _unreadable)
+
+    @classmethod
+    def _made_of(cls, value: Mapping[str, Any], refusal: Callable[[str], PlanError]) -> Plan:
         version = value.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
-            raise _unreadable(f"schema_version={version!r}, this version reads {SCHEMA_VERSION}")
+            raise refusal(f"schema_version={version!r}, this version reads {SCHEMA_VERSION}")
         keys = {"schema_version", "job", "model", "gpu", "settings", "allocator", "choices"}
         if wrong := sorted(keys ^ value.keys()):
-            raise _unreadable(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown")
-        try:
+            raise refusal(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown")
+        with _read("", refusal):
             plan = cls(
                 job=Job.model_validate(value["job"]),
                 model=ModelSpec.from_dict(value["model"]),
@@ -134,33 +183,42 @@ class Plan(Draft):
                 settings=Settings.from_dict(value["settings"]),
                 choices=read_choices(value["choices"]),
             )
-        except ValidationError as error:
-            raise _unreadable("; ".join(_found(detail, error.title) for detail in error.errors())) from error
-        except (KeyError, TypeError, ValueError, AttributeError, ToolkitError) as error:
-            raise _unreadable(str(error)) from error
         if edited := disagreements(plan.job, plan.settings, plan.choices):
-            raise _unreadable("; ".join(edited))
+            raise refusal("; ".join(edited))
         if value["allocator"] != plan.allocator:
-            raise _unreadable(f"allocator={value['allocator']!r} is not that of gpu={plan.gpu.name}")
+            raise refusal(f"allocator={value['allocator']!r} is not that of gpu={plan.gpu.name}")
         return plan
 
-    def save(self, path: Path) -> None:
-        """Writes `plan.json` atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Ranks of several machines may write it at once to one disk, where neither process id nor host name is unique.
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    @checks_arguments
+    def save(self, path: str | Path) -> None:
+        """Writes `plan.json` atomically, once it has been read back.
+
+        Raises:
+            SpecError, PlanError: As `to_json`.
+            RunError: EMIT_UNWRITABLE.
+        """
+        text, target = self.to_json(), Path(path)
         try:
-            partial.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_text(target, text)
+        except OSError as error:
+            raise RunError.of(
+                code="EMIT_UNWRITABLE",
+                key=str(target),
+                message=f"{target} cannot be written: {error.strerror or error}",
+                fix="Name a file that you may write, on a disk with room",
+            ) from error
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
-        """Reads `plan.json`."""
+    @checks_arguments
+    def load(cls, path: str | Path) -> Plan:
+        """Reads `plan.json`.
+
+        Raises:
+            PlanError: PLAN_UNREADABLE.
+        """
         try:
-            value = parse_json(path.read_text(encoding="utf-8"))
+            value = parse_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise _unreadable(f"{path}: {error}") from None
         if not isinstance(value, dict):
@@ -168,16 +226,41 @@ class Plan(Draft):
         return cls.from_dict(value)
 
 
+_PARTS: dict[str, type] = {"job": Job, "model": ModelSpec, "gpu": Gpu, "settings": Settings, "choices": tuple}
+
+
+@contextmanager
+def _read(part: str, refusal: Callable[[str], PlanError]) -> Iterator[None]:
+    """Turns whatever a part that is none trips over into one refusal."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except ValidationError as error:
+        raise refusal("; ".join(_found(detail, part or error.title) for detail in error.errors())) from error
+    except (KeyError, TypeError, ValueError, AttributeError, ToolkitError) as error:
+        raise refusal(f"{part}: {error}" if part else str(error)) from error
+
+
 def _found(detail: Any, part: str) -> str:
-    """Says what is wrong with one value of a stored plan."""
+    """Says what is wrong with one value of a plan."""
     key = ".".join(map(str, (part, *detail["loc"])))
     return f"{key}={detail['input']!r:.80} is not valid ({detail['msg']})"
 
 
 def _unreadable(what: str) -> PlanError:
+    return _refused(f"the plan cannot be read: {what}")
+
+
+def _unsound(what: str) -> PlanError:
+    return _refused(f"the plan was changed into one that cannot be: {what}")
+
+
+def _refused(message: str) -> PlanError:
     return PlanError.of(
         code="PLAN_UNREADABLE",
         key="plan.json",
-        message=f"the plan cannot be read: {what}",
-        fix="Write it anew with `toolkit emit JOB.yaml --out DIR`; to change a value, change the job or use --set",
+        message=message,
+        fix="Write it anew with `toolkit emit JOB.yaml --out DIR`; to change a value, change the job (--set, in Python "
+        "job.with_(...)) and resolve it again",
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolkit.arguments import checks_arguments
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.batch import TARGET_MICRO_BATCH_TOKENS, Batch, default_micro, solve_batch
 from toolkit.plan.chooser import Chooser, Instead, other_defaults
@@ -13,6 +15,7 @@ from toolkit.plan.draft import Draft, trainable_parameters
 from toolkit.plan.offload import PROFILES
 from toolkit.plan.pipeline_layout import layers_of_stages
 from toolkit.plan.plan import Plan
+from toolkit.plan.read import read_job_or_plan
 from toolkit.plan.rules import RULES, RUN_RULES
 from toolkit.plan.settings import Settings
 from toolkit.spec.catalogue import Gpu, find_gpu
@@ -48,15 +51,23 @@ PARTIAL_SUB_GROUPS = 20
 NVME_SUB_GROUP_SIZE = 100_000_000
 
 
-def resolve(job: Job) -> Plan:
+@checks_arguments
+def resolve(job: Job | Plan | str | Path) -> Plan:
     """Decides every open value of a job and checks it.
 
+    Args:
+        job: A job, or the path of a job file or of a plan.json. What has been decided in a plan stays, and is checked.
+
     Raises:
-        SpecError: The model or the card cannot be found.
+        SpecError: A file, a value of the job, the model or the card is not what it should be.
         PlanError: With every problem at once.
     """
-    gpu = find_gpu(job.cluster.gpu)  # before the hub is asked for the model
-    return resolve_with(job, model=resolve_model(job.model), gpu=gpu)
+    given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
+    if isinstance(given, Plan):
+        raise_all(PlanError, (problem for rule in (*RULES, *RUN_RULES) for problem in rule(given)))
+        return given
+    gpu = find_gpu(given.cluster.gpu)  # before the hub is asked for the model
+    return resolve_with(given, model=resolve_model(given.model), gpu=gpu)
 
 
 def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -> Plan:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt, TypeAdapter
+from pydantic import PositiveFloat, PositiveInt
 
 from toolkit.plan.batch import Batch
 from toolkit.spec.job import Attention, Dtype, Job, Kernels, Precision
-from toolkit.spec.values import Count, Fraction, NonNegativeCount, PipelineSchedule, ZeroStage
+from toolkit.spec.values import Count, Fraction, NonNegativeCount, PipelineSchedule, ZeroStage, adapter_of
 
 Source = Literal["job", "default", "derived", "deepspeed"]
 
@@ -37,7 +37,7 @@ class Choice:
 def read_choices(value: Any) -> tuple[Choice, ...]:
     """Reads the choices of a plan; raises as `Settings.from_dict` does."""
     made = tuple(Choice(**choice) for choice in value)
-    TypeAdapter(list[Choice]).validate_json(json.dumps(value), strict=True)
+    adapter_of(list[Choice]).validate_json(json.dumps(value), strict=True)
     return made
 
 
@@ -121,8 +121,12 @@ class Settings:
             ValueError: A value has the wrong type or lies outside its range.
         """
         made = cls(**{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))})
-        TypeAdapter(cls).validate_json(json.dumps(value), strict=True)
+        adapter_of(cls).validate_json(json.dumps(value), strict=True)
         return made
+
+    def check(self) -> None:
+        """Raises as `from_dict` does where a value has the wrong type or lies outside its range."""
+        Settings.from_dict(self.to_dict())
 
 
 # Keys of train that a plan takes over as they are written.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from toolkit.errors import Problem, SpecError, raise_all
 from toolkit.io import read_json_object
@@ -20,6 +20,7 @@ from toolkit.spec.dimensions import read_dimensions
 from toolkit.spec.job import Model
 from toolkit.spec.parameters import count_parameters
 from toolkit.spec.paths import expanded, is_file, path_kind, shown
+from toolkit.spec.values import adapter_of
 from toolkit.spec.weights import Weights, count_stored_parameters, find_weights
 
 Origin = Literal["hub", "folder", "file", "catalogue"]
@@ -96,8 +97,8 @@ class ModelSpec:
                 message=f"the stored model has missing or unknown keys: {', '.join(wrong)}",
                 fix="Make the plan again with this version",
             )
-        TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
-        read_dimensions(TypeAdapter(dict[str, Any]).validate_python(config), source="the plan's model.config")
+        adapter_of(cls).validate_json(json.dumps(values), strict=True)
+        read_dimensions(adapter_of(dict[str, Any]).validate_python(config), source="the plan's model.config")
         values["path"] = None if values["path"] is None else Path(values["path"])
         return cls(**values)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
 # Counts of steps, sequences and tokens: what a 32-bit integer holds, as the libraries below keep some of them.
 MAX_COUNT = 2**31 - 1
@@ -22,6 +23,16 @@ MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4095
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Gives pydantic's reader of a type, made once: that takes milliseconds."""
+    return _adapter_of(kind)
+
+
+@cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _not_a_bool(value: Any) -> Any:
