@@ -51,6 +51,13 @@ try:
     tk.initialize(tiny_plan(ranks=2))
 except tk.ToolkitError as error:
     found["two ranks"] = error.codes
+os.environ["CXX"], os.environ["TORCH_EXTENSIONS_DIR"] = "absent-compiler", "/nonexistent"
+host = tiny_plan(ranks=1, parallel={"zero_stage": 2, "offload": "optimizer-cpu"})
+try:
+    tk.initialize(host)
+except tk.ToolkitError as error:
+    found["no compiler"] = [error.codes, str(error)]
+found["not joined"] = not torch.distributed.is_initialized()
 found["again"] = course(tiny_plan(ranks=1))
 torch.set_float32_matmul_precision("high")
 found["draws"] = []
@@ -95,6 +102,14 @@ def test_a_lone_process_leaves_its_groups_after_any_error(notebook: dict[str, An
     assert notebook["left after an error"]
     assert notebook["left after an interrupt"]
     assert notebook["two ranks"] == ["WORLD_SIZE"]
+
+
+@pytest.mark.gloo
+def test_what_cannot_be_compiled_is_said_before_anything_is_joined_or_built(notebook: dict[str, Any]) -> None:
+    codes, said = notebook["no compiler"]
+    assert codes == ["BUILD_TOOLS"]
+    assert "absent-compiler is not on PATH" in said
+    assert notebook["not joined"]
 
 
 @pytest.mark.gloo

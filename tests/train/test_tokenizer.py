@@ -14,8 +14,9 @@ from train_jobs import job_values, write_inputs
 from toolkit.errors import SpecError
 from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import resolve
+from toolkit.plan.trainable import tokenizer_source
 from toolkit.spec.job import Job
-from toolkit.train.tokenizer import load_tokenizer, tokenizer_source
+from toolkit.train.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def _refused(plan: Plan, call: Any = load_tokenizer) -> str:
 
 def test_the_models_own(root: Path) -> None:
     plan = _plan(root)
-    assert tokenizer_source(plan) == str(root / "model")
+    assert tokenizer_source(plan.job, plan.model) == str(root / "model")
     assert load_tokenizer(plan).decode(load_tokenizer(plan)("a few words")["input_ids"]) == "a few words"
 
 
@@ -46,7 +47,8 @@ def test_another_one(root: Path) -> None:
 
 def test_dimensions_bring_none(root: Path) -> None:
     for name in ("quickstart-llama", str(root / "model" / "config.json")):
-        assert "gives dimensions only" in _refused(_plan(root, name=name), tokenizer_source)
+        plan = _plan(root, name=name)
+        assert "gives dimensions only" in _refused(plan, lambda plan: tokenizer_source(plan.job, plan.model))
 
 
 @pytest.mark.parametrize("template", [5, {"default": 5}, [{"name": "default", "template": ["a"]}], ["a"]])

@@ -15,6 +15,7 @@ from toolkit.plan.refusals import refusals
 from toolkit.plan.resolve import resolve_with
 from toolkit.plan.rules.consumers import consumer_problems
 from toolkit.plan.stage_parts import bubble_warning
+from toolkit.plan.trainable import training_problems
 from toolkit.spec.catalogue import find_gpu
 from toolkit.spec.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.spec.dataset import DatasetFacts, peek
@@ -150,30 +151,25 @@ def _tokenizer_problems(
 
 
 def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: TokenizerFacts | None) -> Iterator[str]:
-    if model is not None and not model.has_weights and job.model.init != "random":
-        remedy = {
-            "catalogue": f"set model to {model.hub_id or 'a hub id'}",
-            "folder": "download or save the folder again",
-            "hub": "go online",
-        }.get(model.origin, "name a hub id")
-        lack = {
-            "folder": "has no whole safetensors in its folder",
-            "hub": "has no whole safetensors in the hub's cache, and the hub is off or out of reach",
-        }.get(model.origin, "gives dimensions only")
-        yield f"model={model.name} {lack}: to train, {remedy}, or set model.init to random"
-    bare = model is not None and model.origin in ("catalogue", "file") and job.model.init == "random"
-    if bare and job.data is not None and job.model.tokenizer is None:
-        yield f"model={job.model.name} brings no tokenizer: to train, set model.tokenizer"
+    if model is not None:
+        yield from (f"`toolkit train` would refuse it: {problem}" for problem in training_problems(job, model))
+    if model is not None and model.origin == "hub" and not model.has_weights and job.model.init != "random":
+        yield (
+            f"model={model.name} has no whole safetensors in the hub's cache, and the hub is off or out of reach: to train, "
+            "go online, or set model.init to random"
+        )
     if model is not None and facts is not None and (facts.vocab_size or 0) > model.vocab_size:
         # Not an error: published tokenizers hold marks that text never gives (Gemma 3), and training checks ids.
         yield (
             f"the tokenizer has {facts.vocab_size} tokens, the model's embedding {model.vocab_size} rows: training stops "
             f"at a document that needs a token past {model.vocab_size - 1}"
         )
-    if job.data is None:
-        yield "no data section: `toolkit train` needs one; your own script under `toolkit launch` does not"
     if plan is not None:
         yield from bubble_warning(plan)
-        found = {name: tuple(consumer_problems(plan, consumer)) for consumer, name in _CONSUMERS.items()}
-        for names, reason in refusals(found):
-            yield f"not for {' or '.join(names)}: {reason}"
+
+
+def consumer_notes(plan: Plan) -> Iterator[str]:
+    """Says which of Trainer and Accelerate cannot carry a plan, and why."""
+    found = {name: tuple(consumer_problems(plan, consumer)) for consumer, name in _CONSUMERS.items()}
+    for names, reason in refusals(found):
+        yield f"not for {' or '.join(names)}: {reason}"

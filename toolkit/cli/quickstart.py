@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.options import JsonOption
-from toolkit.cli.output import print_fields, print_json
+from toolkit.cli.output import print_fields, print_json, warn
 from toolkit.errors import PlanError
 from toolkit.units import format_bytes, format_seconds
 
@@ -52,16 +52,18 @@ def quickstart(
     _say(1, "writing a model, a tokenizer and a data set", as_json)
     job = write_quickstart_job(out, cpu=cpu, processes=processes, zero_stage=zero_stage)
     from toolkit.cli.train import run_workers
-    from toolkit.cli.train_checks import checked_plan
+    from toolkit.cli.train_checks import check_start, checked_plan, startable_plan
     from toolkit.cli.train_end import Call, report
     from toolkit.train.progress import describe_devices
 
-    plan = checked_plan(job, None)
+    plan, changes = startable_plan(checked_plan(job, None))
+    check_start(plan)
     _say(
         2,
         f"planned {describe_devices(plan)}, ZeRO-{zero_stage}; `toolkit validate {job} --explain` gives the reasons",
         as_json,
     )
+    warn(changes)
     _say(3, f"training {FIRST_SESSION} of {STEPS} steps", as_json)
     outcome = run_workers(plan, checkpoint=None, stop_after=FIRST_SESSION)
     if outcome.exit_code == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,14 @@ import typer
 from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_fields, print_json, warn
 from toolkit.cli.summary import plan_fields
-from toolkit.cli.train_checks import ResumePoint, check_dry_run, check_start, checked_plan, resume_point
+from toolkit.cli.train_checks import (
+    ResumePoint,
+    check_dry_run,
+    check_start,
+    checked_plan,
+    resume_point,
+    startable_plan,
+)
 from toolkit.cli.train_end import Call, complete_line, export_finished, finish_complete, is_finished, report, say
 from toolkit.errors import INTERRUPTED_EXIT_CODE
 
@@ -73,10 +79,13 @@ def train(
     resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
     call = Call(job=job, overrides=tuple(overrides or ()), stop_after=stop_after, no_export=no_export)
     plan = checked_plan(job, overrides)
+    rank = _rank()
     if resume is not None and not dry_run:
         recover(plan.output_dir)
+    if resume is not None or not dry_run:
+        plan, changes = startable_plan(plan, resume, alone=rank is None)
+        warn(changes)
     point = resume_point(plan, resume)
-    rank = _rank()
     if point is not None and point.is_complete and not dry_run:
         if not rank:
             finish_complete(plan, point, no_export=no_export, as_json=as_json)
@@ -134,12 +143,13 @@ def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) 
     from toolkit.checkpoint.locate import remove_leftovers
     from toolkit.cli.local_run import log_folder, run_on_this_node
     from toolkit.emit.files import emit
+    from toolkit.launch.environment import python_module
     from toolkit.train.progress import describe_devices
 
     others = "" if plan.grid.world_size == 1 else f"; ranks past the first write to {log_folder(plan)}"
     say(f"starting {describe_devices(plan)}{others} ...")
     emit(plan, plan.output_dir / "configs")
-    argv = [sys.executable, "-m", "toolkit.train.worker", "--plan", str(plan.output_dir / "plan.json")]
+    argv = [*python_module("toolkit.train.worker"), "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan))]
     outcome = run_on_this_node(
         plan, [*argv, *_session_options(checkpoint, stop_after)], when_asked="each rank ends its step and saves"

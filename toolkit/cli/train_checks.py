@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.errors import PlanError, Problem, RunError, SpecError, raise_all
+from toolkit.errors import PlanError, RunError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.plan.plan import Plan
@@ -45,27 +45,63 @@ def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
         SpecError, PlanError: With all problems at once.
     """
     from toolkit.cli.salvage import check_file
-    from toolkit.spec.pretrained import weight_problems
-    from toolkit.train.checks import data_section_problems
+    from toolkit.plan.trainable import data_section_problems, training_problems
 
     verdict = check_file(job, overrides)
     raise_all(PlanError, [*verdict.problems, *(data_section_problems(verdict.job) if verdict.job else ())])
     plan = verdict.plan
     assert plan is not None
-    weights = () if plan.settings.init == "random" else weight_problems(plan.model)
-    raise_all(PlanError, [*weights, *_tokenizer_problems(plan)])
+    raise_all(PlanError, training_problems(plan.job, plan.model))
     return plan
 
 
-def _tokenizer_problems(plan: Plan) -> tuple[Problem, ...]:
-    """Says early that the job names no tokenizer."""
-    from toolkit.train.tokenizer import tokenizer_source
+def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True) -> tuple[Plan, tuple[str, ...]]:
+    """Decides an optimizer that the job leaves open: that of the checkpoint, or torch's AdamW where FusedAdam cannot be compiled.
+
+    Args:
+        plan: As resolved.
+        resume: Folder of a checkpoint, or `latest`; None for a new run.
+        alone: Whether this process starts all ranks: one of several cannot decide for machines that it does not see.
+
+    Returns:
+        The plan, and what to tell a person of what was changed.
+    """
+    from toolkit.launch.build_tools import unbuildable
+    from toolkit.plan.resolve import with_torch_adam
+
+    if "optimizer" in plan.job.train.model_fields_set:
+        return plan, ()
+    if resume is not None:
+        folder = _resume_folder(plan, resume)
+        saved = _saved_optimizer(folder)
+        goes_over = saved == "adamw_torch" and not plan.uses_torch_adam
+        return with_torch_adam(plan, f"{folder} was saved with it") if goes_over else plan, ()
+    if not alone:
+        return plan, ()
+    lacking = unbuildable(plan)
+    if [extension.name for extensions in lacking.values() for extension in extensions] != ["fused_adam"]:
+        return plan, ()
+    (missing,) = lacking
+    return with_torch_adam(plan, f"DeepSpeed's FusedAdam cannot be compiled on this machine: {missing}"), (
+        f"torch's AdamW steps in place of DeepSpeed's FusedAdam, which cannot be compiled here: {missing}. It takes more of "
+        "each card: `toolkit estimate JOB --set train.optimizer=adamw_torch` says how much; set train.optimizer to decide it",
+    )
+
+
+def _saved_optimizer(folder: Path) -> str | None:
+    """Gives the optimizer of a checkpoint; None where it cannot be read, which `resume_point` says."""
+    from toolkit.checkpoint.state import saved_plan
 
     try:
-        tokenizer_source(plan)
-    except SpecError as error:
-        return error.problems
-    return ()
+        return saved_plan(folder).job.train.optimizer
+    except ToolkitError:
+        return None
+
+
+def _resume_folder(plan: Plan, resume: str) -> Path:
+    from toolkit.checkpoint.locate import latest_checkpoint
+
+    return latest_checkpoint(plan.output_dir) if resume == LATEST else Path(resume)
 
 
 def resume_point(plan: Plan, resume: str | None) -> ResumePoint | None:
@@ -81,10 +117,9 @@ def resume_point(plan: Plan, resume: str | None) -> ResumePoint | None:
     if resume is None:
         return None
     from toolkit.checkpoint.compatible import check_resumable, describe_changes, known_num_steps
-    from toolkit.checkpoint.locate import latest_checkpoint
     from toolkit.checkpoint.state import saved_plan
 
-    folder = latest_checkpoint(plan.output_dir) if resume == LATEST else Path(resume)
+    folder = _resume_folder(plan, resume)
     state = check_resumable(plan, folder)
     return ResumePoint(
         folder=folder,
@@ -105,6 +140,8 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
         PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
         RunError: LAUNCH_NODES.
     """
+    from toolkit.launch.build_locks import lock_problems
+    from toolkit.launch.build_tools import tool_problems
     from toolkit.launch.devices import card_problems
     from toolkit.launch.local import check_machine, check_one_node
     from toolkit.launch.packages import package_problems
@@ -113,13 +150,18 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
 
     raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
     check_one_node(plan)
-    found = [*card_problems(plan), *package_problems(plan)]
+    cards = list(card_problems(plan))
+    found = [*cards, *package_problems(plan)]
+    changes: tuple[str, ...] = ()
+    if not cards:  # without them this is not the machine that will compile
+        startable, changes = startable_plan(plan)
+        found += [*tool_problems(startable), *lock_problems(startable)]
     try:
         check_machine(plan)
     except RunError as error:
         found += error.problems
     refused = [f"a start on this machine would be refused: {problem}" for problem in dict.fromkeys(found)]
-    return [*refused, *bubble_warning(plan), *space_warnings(plan)]
+    return [*refused, *changes, *bubble_warning(plan), *space_warnings(plan)]
 
 
 def check_start(plan: Plan) -> None:
@@ -127,10 +169,12 @@ def check_start(plan: Plan) -> None:
 
     Raises:
         PlanError: FP8_PACKAGE, LOSS_LIGER_PACKAGE, KERNELS_PACKAGE.
-        RunError: As `check_launchable`.
+        RunError: BUILD_TOOLS, BUILD_LOCK, and as `check_launchable`.
     """
+    from toolkit.launch.builds import check_builds
     from toolkit.launch.local import check_launchable
     from toolkit.launch.packages import package_problems
 
     raise_all(PlanError, package_problems(plan))
     check_launchable(plan)
+    check_builds(plan)

@@ -19,9 +19,13 @@ from toolkit.engine.zero3_agreement import compare_within
 from toolkit.errors import PlanError, raise_all
 from toolkit.groups.mpu import ModelParallelUnit
 from toolkit.groups.world import World, connect, disconnect
+from toolkit.launch.build_tools import build_settings, built_with
+from toolkit.launch.builds import check_builds
 from toolkit.modeling.build import build_model
 from toolkit.plan.plan import Plan
 from toolkit.spec.pretrained import weight_problems
+
+logger = logging.getLogger(__name__)
 
 
 def initialize(
@@ -48,17 +52,23 @@ def initialize(
 
     Raises:
         PlanError: The launcher or the machine does not match the plan.
+        RunError: BUILD_TOOLS, BUILD_LOCK.
         CheckpointError: The weights do not fit.
     """
     quiet_libraries()
+    check_builds(plan)
     world = world or connect(plan.grid, backend=plan.gpu.backend)
     memory = MemoryWatch(world.device)
+    settings = build_settings(plan)
+    for setting in settings.values() if world.is_main else ():
+        logger.warning(setting.reason)
     try:
         if weights is None and plan.settings.init == "pretrained":
             weights = locate_weights(plan)
-        model = build_model(plan, device=world.device, weights=weights, world=world, on_progress=on_progress)
         schedule = LearningRate(plan)
-        engine = start_engine(plan, model, schedule, world=world)
+        with built_with(settings):
+            model = build_model(plan, device=world.device, weights=weights, world=world, on_progress=on_progress)
+            engine = start_engine(plan, model, schedule, world=world)
         # After the model is built: whether its weights are drawn or read must not change what dropout draws.
         seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp, pp_rank=world.coordinate.pp)
         memory.end("init")

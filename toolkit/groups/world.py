@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from toolkit.errors import PlanError, RunError, ToolkitError
-from toolkit.groups.build_locks import check_build_locks
 from toolkit.groups.device import rank_device
 from toolkit.groups.process_groups import forget_groups, join_group
 from toolkit.launch.environment import ALLOCATOR, WorkerIdentity, rank_from_environment
@@ -105,7 +104,6 @@ def connect(
     Raises:
         PlanError: WORLD_SIZE when the launcher started another number of processes than the plan has ranks;
             WORLD_NO_GPU when the plan wants CUDA and this process sees none.
-        RunError: BUILD_LOCK when a killed compilation would keep DeepSpeed waiting for ever.
     """
     environment = os.environ if environment is None else environment
     identity = rank_from_environment(environment)
@@ -119,7 +117,6 @@ def connect(
             fix=f"Start {grid.world_size} processes (`toolkit train`, torchrun, deepspeed or accelerate launch), or change "
             "cluster.gpus_per_node and cluster.nodes",
         )
-    check_build_locks(environment)
     _prepare_process(backend, identity)
     if grid.pp > 1 and backend == "nccl":
         _prepare_messages()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,17 @@ _FOREIGN_NAMES = frozenset(
         *("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"),  # DeepSpeed
     }
 )
+
+
+PLAN_VARIABLE = "TOOLKIT_PLAN"  # where a script of the user's finds the plan
+
+
+def python_module(name: str) -> list[str]:
+    """Gives the command that runs a module of ours, whatever files lie in the working directory.
+
+    `python -m` would put that folder before the standard library, and a queue.py or random.py of the user's in its place.
+    """
+    return [sys.executable, "-P", "-m", name]
 
 
 class Setting(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from toolkit.plan.pipeline_layout import layers_of_stages
 from toolkit.plan.plan import Plan
 from toolkit.plan.read import read_job_or_plan
 from toolkit.plan.rules import RULES, RUN_RULES
-from toolkit.plan.settings import Settings
+from toolkit.plan.settings import Choice, Settings
 from toolkit.spec.catalogue import Gpu, find_gpu
 from toolkit.spec.job import Attention, Dtype, Fp8, Job, PartitionWay, Precision
 from toolkit.spec.model import ModelSpec, resolve_model
@@ -141,6 +142,20 @@ def _close_with(job: Job, model: ModelSpec, gpu: Gpu, instead: Mapping[str, Inst
     draft = Draft(job=job, model=model, gpu=gpu, settings=settings)
     problems.extend(problem for rule in RULES for problem in rule(draft))
     return _Closed(draft, chooser, problems)
+
+
+def with_torch_adam(plan: Plan, reason: str) -> Plan:
+    """Gives a plan in which torch's AdamW steps in place of DeepSpeed's, with all that follows from it.
+
+    Args:
+        plan: One whose job leaves the optimizer open, or names DeepSpeed's.
+        reason: Why, for `toolkit validate --explain`.
+    """
+    train = plan.job.train.model_copy(update={"optimizer": "adamw_torch"})
+    job = plan.job.model_copy(update={"train": train})
+    made = resolve_with(job, model=plan.model, gpu=plan.gpu)
+    choice = Choice(key="train.optimizer", value="adamw_torch", source="derived", reason=reason)
+    return replace(made, choices=(*(one for one in made.choices if one.key != choice.key), choice))
 
 
 def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:

@@ -11,19 +11,7 @@ from toolkit.checkpoint.layout import step_of
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.checkpoint_size import foreseen_disk_use
 from toolkit.plan.plan import Plan
-from toolkit.spec.job import Job
 from toolkit.units import format_bytes
-
-
-def data_section_problems(job: Job) -> Iterator[Problem]:
-    """Says that a job without a data section has nothing to train on: TRAIN_NO_DATA."""
-    if job.data is None:
-        yield Problem(
-            code="TRAIN_NO_DATA",
-            key="data",
-            message="the job has no data section: there is nothing to train on",
-            fix="Add `data: {train: FILE}` with a .jsonl, .txt, .csv or .parquet file, or a hub id",
-        )
 
 
 def check_stop_after(stop_after: int | None, step: int) -> None:

@@ -14,9 +14,11 @@ from toolkit.engine.run import Run
 from toolkit.errors import PlanError, raise_all
 from toolkit.groups.patience import patiently
 from toolkit.groups.world import World, connect, disconnect
+from toolkit.launch.builds import check_builds
+from toolkit.launch.extensions import to_compile
 from toolkit.plan.plan import Plan
-from toolkit.train.checks import data_section_problems, guard_output
-from toolkit.train.kernels import kernel_to_compile
+from toolkit.plan.trainable import data_section_problems
+from toolkit.train.checks import guard_output
 from toolkit.train.preparation import prepare_in_turn
 from toolkit.train.progress import Reporter, Silent, Terminal
 from toolkit.train.session import Session, TrainResult
@@ -44,6 +46,7 @@ def train(
         DataError, CheckpointError, RunError: With what to do about it.
     """
     raise_all(PlanError, data_section_problems(plan.job))
+    check_builds(plan)  # before the data are read, of which there may be much
     world = connect(plan.grid, backend=plan.gpu.backend)
     try:
         if resume is None:
@@ -102,7 +105,7 @@ def _build(plan: Plan, world: World, reporter: Reporter) -> Run:
         if plan.model.path is None:
             reporter.stage(f"fetching what the cache lacks of {plan.model.name}")
         weights = patiently(world, lambda: locate_weights(plan))
-    kernel = kernel_to_compile(plan) if world.is_main else None
-    then = "" if kernel is None else f", then compiling DeepSpeed's {kernel} (about a minute, the first time only)"
+    titles = " and ".join(extension.title for extension in to_compile(plan))
+    then = f", then compiling DeepSpeed's {titles} (minutes, the first time only)" if titles else ""
     reporter.stage(f"building the model{then}")
     return initialize(plan, world=world, weights=weights)

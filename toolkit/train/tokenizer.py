@@ -6,6 +6,7 @@ from typing import Any
 
 from toolkit.errors import SpecError
 from toolkit.plan.plan import Plan
+from toolkit.plan.trainable import tokenizer_not_found, tokenizer_source
 from toolkit.spec.tokenizer import template_fault
 
 
@@ -19,13 +20,13 @@ def load_tokenizer(plan: Plan) -> Any:
     from transformers import AutoTokenizer
 
     model = plan.job.model
-    source = tokenizer_source(plan)
+    source = tokenizer_source(plan.job, plan.model)
     revision = model.revision if model.tokenizer is None else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise _not_found(f"no tokenizer can be loaded from {source}: {first_line.rstrip('.')}") from None
+        raise tokenizer_not_found(f"no tokenizer can be loaded from {source}: {first_line.rstrip('.')}") from None
     # transformers takes any value, and fails on it where the first conversation is rendered or the tokenizer saved.
     if fault := template_fault(getattr(tokenizer, "chat_template", None)):
         raise SpecError.of(
@@ -35,28 +36,3 @@ def load_tokenizer(plan: Plan) -> Any:
             fix="Correct chat_template in its tokenizer_config.json, or set model.tokenizer to another",
         )
     return tokenizer
-
-
-def tokenizer_source(plan: Plan) -> str:
-    """Gives the hub id or folder that the tokenizer is read from; needs no transformers.
-
-    Raises:
-        SpecError: TOKENIZER_NOT_FOUND when the job names dimensions only.
-    """
-    model = plan.job.model
-    if model.tokenizer is not None:
-        return model.tokenizer
-    source = str(plan.model.path) if plan.model.path else plan.model.hub_id
-    if source is None or plan.model.origin in ("catalogue", "file"):
-        raise _not_found(f"model={model.name} gives dimensions only, and no tokenizer")
-    return source
-
-
-def _not_found(what: str) -> SpecError:
-    return SpecError.of(
-        code="TOKENIZER_NOT_FOUND",
-        key="model.tokenizer",
-        message=what,
-        fix="Set model.tokenizer to a hub id or a folder with tokenizer.json",
-        source="transformers AutoTokenizer",
-    )

@@ -1,0 +1,71 @@
+"""What `toolkit train` decides and checks on the machine that it starts on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_plans import tiny_plan
+
+from toolkit.checkpoint.layout import PLAN
+from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
+from toolkit.cli.train_checks import startable_plan
+from toolkit.plan.plan import Plan
+from toolkit.plan.resolve import with_torch_adam
+
+CARD = "h100-sxm-80gb"
+
+
+@pytest.fixture
+def without_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "no-cuda"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+
+
+def test_torchs_adam_takes_the_place_of_one_that_cannot_be_compiled(without_nvcc: None, tmp_path: Path) -> None:
+    plan = tiny_plan(gpu=CARD)
+    started, said = startable_plan(plan)
+    assert started.deepspeed_config()["optimizer"]["params"]["torch_adam"] is True
+    assert "no nvcc: " in said[0]
+    assert "toolkit estimate JOB --set train.optimizer=adamw_torch" in said[0]
+    (choice,) = [choice for choice in started.choices if choice.key == "train.optimizer"]
+    assert (choice.value, choice.source) == ("adamw_torch", "derived")
+    assert "no nvcc" in choice.reason
+    started.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == started
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"optimizer": "adamw"}},  # as written: BUILD_TOOLS
+        {"train": {"optimizer": "adamw_torch"}},
+        {"parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}},
+    ],
+)
+def test_what_is_written_and_what_can_be_compiled_stay(without_nvcc: None, changes: dict) -> None:
+    plan = tiny_plan(gpu=CARD, **changes)
+    assert startable_plan(plan) == (plan, ())
+
+
+def test_one_rank_of_many_decides_nothing(without_nvcc: None) -> None:
+    plan = tiny_plan(gpu=CARD)
+    assert startable_plan(plan, alone=False) == (plan, ())
+
+
+def test_an_open_optimizer_goes_with_the_checkpoint(without_nvcc: None, tmp_path: Path) -> None:
+    """Whatever this machine can compile: one that began with torch's goes on with it, on every rank."""
+    plan, folder = tiny_plan(gpu=CARD), tmp_path / "checkpoint-1"
+    folder.mkdir()
+
+    def save(saved: Plan) -> None:
+        saved.save(folder / PLAN)
+        write_manifest(folder, hash_files(folder, list_files(folder)))
+
+    save(with_torch_adam(plan, "no nvcc there"))
+    for alone in (True, False):
+        resumed, said = startable_plan(plan, str(folder), alone=alone)
+        assert (resumed.job.train.optimizer, said) == ("adamw_torch", ())
+    save(plan)
+    assert startable_plan(plan, str(folder)) == (plan, ()), "DeepSpeed's state is not torch's"
+    assert startable_plan(plan, str(tmp_path / "absent")) == (plan, ()), "the check of the checkpoint says so"

@@ -1,0 +1,106 @@
+"""Locks that a killed compilation of DeepSpeed's extensions left behind, for which torch before 2.14 waits for ever.
+
+torch 2.14 locks by `flock`, which the kernel releases with its process, on a file that stays; older ones by the file's
+existence: whoever made it holds it open, and deletes it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from toolkit.errors import Problem
+from toolkit.launch.extensions import Installed, extension_folder, extensions_of, installed_libraries
+from toolkit.plan.deepspeed_config import Consumer
+from toolkit.plan.plan import Plan
+
+FIRST_FLOCK = (2, 14)
+
+# DeepSpeed's slowest extension compiles in about two minutes, async_io seven on two cores; a lock this old has no owner,
+# wherever that would run.
+STALE_SECONDS = 900.0
+
+# Whoever ends a compilation closes the file, then deletes it.
+_SETTLE_SECONDS = 0.2
+
+# File systems of one machine, all of whose processes can be asked whether they hold a file.
+_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "overlay"})
+
+
+def lock_problems(
+    plan: Plan,
+    consumer: Consumer = "toolkit",
+    *,
+    environment: Mapping[str, str] | None = None,
+    installed: Installed | None = None,
+) -> Iterator[Problem]:
+    """Names each lock of an extension that a run of a plan loads, which nobody will take away: BUILD_LOCK.
+
+    Args:
+        plan: What is to run.
+        consumer: Whose DeepSpeed configuration it runs with.
+        environment: Gives the folder of extensions; this process's own when left out.
+        installed: Libraries; those of this interpreter when left out.
+
+    Source:
+        torch 2.13 utils/file_baton.py FileBaton; torch 2.14 utils/cpp_extension.py _jit_compile, _filelock.py.
+    """
+    environment = os.environ if environment is None else environment
+    installed = installed or installed_libraries()
+    if installed.torch >= FIRST_FLOCK:
+        return
+    loaded = [extension for extension in extensions_of(plan, consumer) if not installed.has(extension, plan)]
+    locks = [extension_folder(extension.name, environment, installed) / "lock" for extension in loaded]
+    suspects = {lock: identity for lock in locks if (identity := _ownerless(lock)) is not None}
+    if suspects:
+        time.sleep(_SETTLE_SECONDS)
+    for lock, identity in suspects.items():
+        if _ownerless(lock) == identity:
+            yield Problem(
+                code="BUILD_LOCK",
+                key=str(lock),
+                message=f"{lock} is held by no process: a compilation was killed, and DeepSpeed would wait for its end for ever",
+                fix=f"Delete it: rm {lock}",
+                source="torch utils/file_baton.py",
+            )
+
+
+def _ownerless(lock: Path) -> tuple[int, int, int] | None:
+    """Gives the identity of a lock whose owner lives no more; None where there is no lock, or an owner may live."""
+    try:
+        status = lock.stat()
+    except OSError:
+        return None
+    identity = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    if _is_open(identity[:2]):
+        return None
+    all_seen = Path("/proc/self/fd").is_dir() and _file_system(lock) in _LOCAL
+    return identity if all_seen or time.time() - status.st_mtime > STALE_SECONDS else None
+
+
+def _is_open(file: tuple[int, int]) -> bool:
+    """Whether a process of this machine that may be asked holds a file, given by device and inode, open."""
+    for handle in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            status = handle.stat()
+        except OSError:  # another user's, or gone
+            continue
+        if (status.st_dev, status.st_ino) == file:
+            return True
+    return False
+
+
+def _file_system(path: Path) -> str:
+    """Gives the kind of the file system that holds a file; empty where it is not known."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    kinds = {}
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        kinds[fields.split()[4].replace("\\040", " ")] = rest.split()[0]
+    place = path.resolve()
+    return next((kinds[str(folder)] for folder in place.parents if str(folder) in kinds), "")

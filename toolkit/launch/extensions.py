@@ -1,0 +1,207 @@
+"""DeepSpeed's compiled extensions: which of them a plan loads, and where torch builds them. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from toolkit.plan.deepspeed_config import Consumer
+from toolkit.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """One extension that is compiled at its first use on a machine.
+
+    Args:
+        name: Of its folder and its file (deepspeed ops/op_builder, NAME).
+        title: As a person is told.
+        by_nvcc: Whether it is a CUDA extension.
+        asks_nvcc: Whether each load runs nvcc, not the compilation alone.
+        needs_libaio: Whether it is linked with libaio.
+        key: Of the job, that asks for it.
+        wanted: The key and its value, as a message has them.
+        instead: What to set to do without; empty where nothing does.
+    """
+
+    name: str
+    title: str
+    by_nvcc: bool = False
+    asks_nvcc: bool = False
+    needs_libaio: bool = False
+    key: str
+    wanted: str
+    instead: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """What the installed libraries say of themselves.
+
+    Args:
+        torch: Its version's first two numbers.
+        cuda: The CUDA that torch was built with, such as 13.0; None without.
+        prebuilt: Extensions that DeepSpeed was installed with (DS_BUILD_OPS).
+        prebuilt_for: The accelerator that these are for.
+    """
+
+    torch: tuple[int, int]
+    cuda: str | None
+    prebuilt: frozenset[str] = frozenset()
+    prebuilt_for: str = ""
+
+    def has(self, extension: Extension, plan: Plan) -> bool:
+        """Whether DeepSpeed was installed with the extension compiled (op_builder/builder.py OpBuilder.load)."""
+        return extension.name in self.prebuilt and self.prebuilt_for == ("cpu" if plan.on_cpu else "cuda")
+
+
+def extensions_of(plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension, ...]:
+    """Gives the extensions that a run of a plan loads, in the order in which it does.
+
+    Args:
+        plan: What will run.
+        consumer: Whose DeepSpeed configuration it runs with: our engine's, Trainer's or an Accelerate script's.
+
+    Source:
+        deepspeed comm/torch.py build_shm_op, runtime/engine.py _configure_basic_optimizer, runtime/swap_tensor,
+        runtime/zero/partition_parameters.py CUDAQuantizer; accelerate utils/deepspeed.py map_pytorch_optim_to_deepspeed.
+    """
+    return tuple(_extensions(plan, consumer))
+
+
+def extension_folder(name: str, environment: Mapping[str, str], installed: Installed) -> Path:
+    """Gives the folder in which torch builds an extension.
+
+    Source:
+        torch utils/cpp_extension.py _get_build_directory, _appdirs.py user_cache_dir.
+    """
+    root = environment.get("TORCH_EXTENSIONS_DIR")
+    if root is not None:
+        return Path(root) / name
+    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/")) / ".cache"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    device = "cpu" if installed.cuda is None else f"cu{installed.cuda.replace('.', '')}"
+    return Path(cache) / "torch_extensions" / f"{python}_{device}" / name
+
+
+def to_compile(plan: Plan, environment: Mapping[str, str] | None = None) -> tuple[Extension, ...]:
+    """Gives the extensions that a run of our engine will compile first, since they are not there yet.
+
+    Args:
+        plan: What will run.
+        environment: Gives the folder of extensions; this process's own when left out.
+    """
+    environment = os.environ if environment is None else environment
+    installed = installed_libraries()
+    return tuple(
+        extension
+        for extension in extensions_of(plan)
+        if not installed.has(extension, plan) and not is_built(extension, environment, installed)
+    )
+
+
+def is_built(extension: Extension, environment: Mapping[str, str], installed: Installed) -> bool:
+    """Whether an earlier run on this machine has compiled the extension."""
+    return (extension_folder(extension.name, environment, installed) / f"{extension.name}.so").is_file()
+
+
+@functools.cache
+def installed_libraries() -> Installed:
+    """Reads what torch and DeepSpeed were built with from the files that say so, which takes a second less than importing them."""
+    torch, deepspeed = _constants("torch", "version.py"), _constants("deepspeed", "git_version_info_installed.py")
+    major, minor = str(torch.get("__version__", "0.0")).split(".")[:2]
+    built = deepspeed.get("installed_ops", {})
+    return Installed(
+        torch=(int(major), int(minor)),
+        cuda=torch.get("cuda"),
+        prebuilt=frozenset(name for name, is_there in built.items() if is_there),
+        prebuilt_for=deepspeed.get("accelerator_name", ""),
+    )
+
+
+def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
+    config = plan.deepspeed_config(consumer)
+    zero = config["zero_optimization"]
+    on_host = plan.profile.optimizer is not None
+    if plan.on_cpu and consumer != "toolkit":  # ours keeps DeepSpeed from it (groups/world.py _tell_deepspeed)
+        yield Extension(
+            name="deepspeed_shm_comm",
+            title="shared-memory collectives",
+            key="cluster.gpu",
+            wanted="gpu=cpu",
+            instead="",
+        )
+    quantized = [key for key in ("zero_quantized_weights", "zero_quantized_gradients") if zero.get(key)]
+    if quantized and not plan.on_cpu:
+        key = f"deepspeed.zero_optimization.{quantized[0]}"
+        yield Extension(
+            name="quantizer",
+            title="quantizer",
+            by_nvcc=True,
+            asks_nvcc=True,
+            key=key,
+            wanted=f"{quantized[0]}=true",
+            instead=f"leave {key} out",
+        )
+    if plan.profile.needs_nvme:
+        offload = plan.profile.name
+        other = "full-cpu" if plan.profile.parameters else "optimizer-cpu"
+        pin_memory = Extension(
+            name="pin_memory",
+            title="pin_memory",
+            key="parallel.offload",
+            wanted=f"offload={offload}",
+            instead=f"set parallel.offload to {other}",
+        )
+        on_card = not plan.on_cpu
+        yield pin_memory
+        yield replace(
+            pin_memory, name="async_io", title="async_io", by_nvcc=on_card, asks_nvcc=on_card, needs_libaio=True
+        )
+    if consumer != "accelerate" or (on_host and plan.job.train.optimizer == "adamw"):  # such a script brings its own
+        yield from _optimizer(plan, config, on_host=on_host)
+
+
+def _optimizer(plan: Plan, config: Mapping[str, Any], *, on_host: bool) -> Iterator[Extension]:
+    section = config.get("optimizer", {"type": "AdamW"})
+    kind = {"AdamW": "adam", "Lion": "lion"}.get(section.get("type"))
+    if kind is None or section.get("params", {}).get("torch_adam"):
+        return
+    place = "cpu" if on_host or plan.on_cpu else "fused"
+    instead = "set train.optimizer to adamw_torch"
+    if plan.profile.partial:  # stage3.py steps with DeepSpeedCPUAdam alone there
+        instead = "set parallel.offload to another profile and train.optimizer to adamw_torch"
+    yield Extension(
+        name=f"{place}_{kind}",
+        title=f"{'CPU' if place == 'cpu' else 'Fused'}{kind.title()}",
+        by_nvcc=place == "fused",
+        key="train.optimizer",
+        wanted=f"optimizer={plan.job.train.optimizer}",
+        instead=instead,
+    )
+
+
+def _constants(package: str, file: str) -> dict[str, Any]:
+    """Reads the constants that a file of a package assigns, without importing the package; empty where there is no such file."""
+    spec = find_spec(package)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    path = next((path for folder in folders if (path := Path(folder) / file).is_file()), None)
+    found: dict[str, Any] = {}
+    for node in [] if path is None else ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+            found |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+    return found
