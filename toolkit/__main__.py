@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # `python -m` puts the working directory first, where a queue.py or random.py of the user's would pass for the standard
+    # library's. This package is loaded already, and its modules are found by it.
+    with suppress(OSError):  # the folder is gone, and `main` says so
+        if sys.path[:1] == [os.getcwd()]:  # noqa: PTH109 - pathlib would load modules by that path
+            del sys.path[0]
 
 from toolkit.cli.app import main
 

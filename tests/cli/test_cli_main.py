@@ -102,6 +102,14 @@ def test_python_dash_m(job):
     assert "job.yaml is sound" in done.stdout
 
 
+def test_files_of_the_working_directory_do_not_stand_in_for_the_standard_library(tmp_path):
+    for name in ("queue", "random", "inspect"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py')")
+    command = [sys.executable, "-m", "toolkit", "gpus", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments", [("nonsense",), ("gpus", "--nonsense"), ("emit", "job.yaml"), ("topology", "--tp", "x")]
 )
@@ -211,9 +219,10 @@ def test_problems_go_to_stderr_one_a_line(job, capsys):
     captured = capsys.readouterr()
     assert (code, captured.out) == (2, "")
     lines = captured.err.splitlines()
-    assert [line.rpartition("[")[2] for line in lines[:-1]] == ["OFFLOAD_RATIO]", "WARMUP_LENGTH]"]
+    errors = [line for line in lines[:-1] if line.startswith("error: ")]
+    assert [line.rpartition("[")[2] for line in errors] == ["OFFLOAD_RATIO]", "WARMUP_LENGTH]"]
     assert lines[-1] == "2 problems"
-    assert lines[0].startswith("error: parallel.offload_ratio: ")
+    assert errors[0].startswith("error: parallel.offload_ratio: ")
 
 
 def test_problems_as_json_go_to_stdout(job, capsys):

@@ -18,11 +18,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from distributed import QUICK
 from train_jobs import curve, files, records, run_toolkit, start_toolkit, write_inputs, write_job
 
 from toolkit.checkpoint.locate import list_checkpoints
 from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
 from toolkit.cli.app import main
+from toolkit.cli.options import read_plan
+from toolkit.emit.files import emit
 from toolkit.errors import RunError
 
 # Enough that a signal still finds the run in the middle.
@@ -34,7 +37,10 @@ NOISE = ("Warning", "warning", "deprecat", "real_accelerator", "Setting accelera
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("train"))
+    root = write_inputs(tmp_path_factory.mktemp("train"))
+    for name in ("queue", "random"):  # of the user's, where every command of these tests starts
+        (root / f"{name}.py").write_text("raise SystemExit(f'{__file__} stands in for the standard library')")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -199,12 +205,13 @@ def test_a_full_disk_ends_the_run_and_spares_what_was_saved(root, whole):
 
 
 def test_ranks_of_torchrun(root, tmp_path):
+    """By an emitted command, from a folder with a types.py, which `python -m` itself would import."""
     job = write_job(root, "torchrun", train={"max_steps": 3, "save_steps": 2})
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += ["-m", "toolkit", "train", str(job), "--stop-after", "2", "--json"]
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
-    )
+    emit(read_plan(job), tmp_path / "out")
+    (tmp_path / "types.py").write_text("raise SystemExit('it stands in for the standard library')")
+    environment = {**os.environ, **QUICK, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", str(tmp_path / "out" / "commands.sh"), "torchrun", "--stop-after", "2", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert shown["checkpoint"] == str(root / "torchrun" / "checkpoint-2")

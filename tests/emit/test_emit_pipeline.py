@@ -12,6 +12,7 @@ from toolkit.emit.files import emit
 from toolkit.plan.resolve import resolve
 from toolkit.spec.job import Job
 
+SCRIPTS = ["torchrun-script", "deepspeed-script", "accelerate-script"]
 OTHERS = ("deepspeed-trainer.json", "training_arguments.json", "deepspeed-accelerate.json", "accelerate.yaml")
 
 
@@ -19,7 +20,8 @@ def emitted(folder: Path, *, nodes: int = 1, gpus: int = 2, hosts: list[str] | N
     plan = resolve(
         Job.model_validate(
             {
-                "model": "llama-3.1-8b",
+                "model": {"name": "llama-3.1-8b", "init": "random", "tokenizer": "org/name"},
+                "data": {"train": "org/data", "format": "text"},
                 "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": gpus, "nodes": nodes},
                 "train": {"gradient_accumulation_steps": 8, "gradient_accumulation_dtype": "fp32"},
                 "parallel": {"pipeline": 2, "zero_stage": 1, **parallel},
@@ -32,9 +34,9 @@ def emitted(folder: Path, *, nodes: int = 1, gpus: int = 2, hosts: list[str] | N
 @pytest.mark.parametrize(
     ("sizes", "ways"),
     [
-        ({"gpus": 2}, ["toolkit", "torchrun", "deepspeed", "accelerate"]),
-        ({"gpus": 8, "nodes": 2, "tensor": 8}, ["torchrun"]),
-        ({"gpus": 8, "nodes": 2, "tensor": 4, "hosts": ["a", "b"]}, ["torchrun", "deepspeed"]),
+        ({"gpus": 2}, ["toolkit", "torchrun", "deepspeed", *SCRIPTS]),
+        ({"gpus": 8, "nodes": 2, "tensor": 8}, ["torchrun", "torchrun-script", "accelerate-script"]),
+        ({"gpus": 8, "nodes": 2, "tensor": 4, "hosts": ["a", "b"]}, ["torchrun", "deepspeed", *SCRIPTS]),
     ],
 )
 def test_the_files_of_our_own_engine_alone(tmp_path: Path, sizes: dict[str, Any], ways: list[str]) -> None:

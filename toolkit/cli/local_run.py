@@ -11,12 +11,11 @@ from typing import Any
 from toolkit.cli.checking import output_problems
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH
 from toolkit.errors import PlanError, raise_all
+from toolkit.launch.environment import PLAN_VARIABLE
 from toolkit.launch.local import LOGS, launch_local
 from toolkit.launch.outcome import RunOutcome
 from toolkit.launch.supervisor import WHEN_ASKED
 from toolkit.plan.plan import Plan
-
-PLAN_VARIABLE = "TOOLKIT_PLAN"
 
 
 def log_folder(plan: Plan) -> Path:

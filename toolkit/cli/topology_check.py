@@ -47,6 +47,7 @@ def check(placement: Placement, *, gpu: str | None, timeout_seconds: float, as_j
 def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_seconds: float, as_json: bool) -> int:
     """Runs all ranks on this machine."""
     from toolkit.cli.local_run import print_failure
+    from toolkit.launch.environment import python_module
     from toolkit.launch.local import launch_ranks
 
     _check_one_node(placement)
@@ -55,15 +56,7 @@ def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_secon
     _say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''} over {backend} ...")
     folder = Path(tempfile.mkdtemp(prefix="toolkit-topology-"))
     written = folder / "check.json"
-    argv = [
-        sys.executable,
-        "-m",
-        "toolkit.groups.check_worker",
-        "--backend",
-        backend,
-        "--timeout",
-        str(timeout_seconds),
-    ]
+    argv = [*python_module("toolkit.groups.check_worker"), "--backend", backend, "--timeout", str(timeout_seconds)]
     argv += [f"--{axis}={size}" for axis, size in placement.grid.as_dict().items()]
     argv += ["--log-dir", str(folder), "--result", str(written)]
     outcome = launch_ranks(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.errors import PlanError, Problem, raise_all
-from toolkit.launch.environment import explain_environment
+from toolkit.launch.environment import PLAN_VARIABLE, explain_environment
+from toolkit.plan.deepspeed_config import Consumer
 from toolkit.plan.plan import Plan
 
 DEFAULT_PORT = 29500  # torch.distributed's, and that of deepspeed and accelerate launch
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+# Torchrun and DeepSpeed start ranks by `python -m`, which puts the working directory before the standard library: a queue.py
+# or random.py of the user's there would be imported in its place.
+_SAFE_PATH = "export PYTHONSAFEPATH=1"
+_ACCELERATE_NODE = '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
+SEND_ENVIRONMENT = "send_environment"  # a function of the shell (emit/hosts.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,38 +38,12 @@ class Way:
 
 
 class Export(NamedTuple):
-    """One exported variable: name, its value as shell text, and why it is set."""
+    """One exported variable: name, its value as shell text, why it is set, and whether a user's own value wins."""
 
     name: str
     shell_value: str
     reason: str
-
-
-def check_hosts(plan: Plan, hosts: Sequence[str] | None) -> None:
-    """Checks host names against the plan's nodes.
-
-    Raises:
-        PlanError: EMIT_HOSTS, for names on one node, another number of them than nodes, a name twice or not a name.
-    """
-    if hosts is None:
-        return
-    nodes, fix = plan.job.cluster.nodes, "Give one name for each node, such as --hosts node0,node1, or leave hosts out"
-    found = []
-    if nodes == 1:
-        found.append(("hosts are for several nodes: nodes=1 starts on this machine", "Leave hosts out"))
-    elif len(hosts) != nodes:
-        found.append((f"{len(hosts)} hosts for nodes={nodes}: {', '.join(hosts) or 'none'}", fix))
-    found += [(f"host {host!r} is not a host name", fix) for host in hosts if not _HOST.fullmatch(host)]
-    found += [(f"host {host} is named twice", fix) for host in sorted(set(hosts)) if list(hosts).count(host) > 1]
-    raise_all(
-        PlanError,
-        (Problem(code="EMIT_HOSTS", key="cluster.nodes", message=message, fix=fix) for message, fix in found),
-    )
-
-
-def hostfile(plan: Plan, hosts: Sequence[str]) -> str:
-    """Gives DeepSpeed's hostfile; the first host holds rank 0 (deepspeed launcher/runner.py fetch_hostfile)."""
-    return "".join(f"{host} slots={plan.job.cluster.gpus_per_node}\n" for host in hosts)
+    yields: bool
 
 
 def exports(plan: Plan) -> tuple[Export, ...]:
@@ -84,55 +61,114 @@ def exports(plan: Plan) -> tuple[Export, ...]:
             text = f"$(( $(nproc) > {per_node} ? $(nproc) / {per_node} : 1 ))"
         if name == "PYTORCH_CUDA_ALLOC_CONF":
             text = f"${{PYTORCH_ALLOC_CONF-{text}}}"  # torch's newer name for it
-        if name not in users or users[name].value != value:
+        yields = name not in users or users[name].value != value
+        if yields:
             text = f"${{{name}-{text}}}"
-        result.append(Export(name, f'"{text}"' if "$" in text else text, reason))
+        result.append(Export(name, f'"{text}"' if "$" in text else text, reason, yields))
     return tuple(result)
 
 
 def ways(
-    plan: Plan, folder: Path, *, hosts: Sequence[str] | None, with_trainer: bool, with_accelerate: bool
+    plan: Plan,
+    folder: Path,
+    *,
+    hosts: Sequence[str] | None,
+    with_training: bool,
+    with_trainer: bool,
+    with_accelerate: bool,
 ) -> tuple[Way, ...]:
     """Gives every way to start this plan.
 
     Args:
         folder: The emitted folder, as the commands are to name it.
         hosts: Names of the nodes; without them several nodes start by torchrun and accelerate alone.
+        with_training: Whether `toolkit train` would start the plan.
         with_trainer: Whether `transformers.Trainer` can carry the plan.
-        with_accelerate: Whether a plain Accelerate script can; else `accelerate launch` starts scripts over our engine alone.
+        with_accelerate: Whether a plain Accelerate script can.
     """
-    train = shlex.join(["-m", "toolkit", "train", str(folder / "plan.json")])
-    torchrun, nodes = _torchrun(plan, hosts), plan.job.cluster.nodes
-    found = []
-    if nodes == 1:
-        found.append(
-            Way(
-                name="toolkit",
-                arguments="",
-                purpose="train with toolkit's own launcher",
-                lines=(f'exec python {train} "$@"',),
-            )
-        )
-    everywhere = "" if nodes == 1 else "; call it on each node"
-    found.append(
-        Way(
-            name="torchrun",
-            arguments="",
-            purpose=f"train under torchrun{everywhere}",
-            lines=(*torchrun[:-1], f'exec {torchrun[-1]} {train} "$@"'),
-        )
-    )
-    if nodes == 1 or hosts:
-        found.append(_deepspeed(plan, folder))
+    found = _training(plan, folder, hosts) if with_training else []
+    found += _scripts(plan, folder, hosts)
+    everywhere = _everywhere(plan)
     if with_trainer:
+        lines = (*_check_builds(folder, "trainer"), *_with_script(_torchrun(plan, hosts)))
         purpose = f"your script over transformers.Trainer{everywhere}"
-        lines = (*torchrun[:-1], f'exec {torchrun[-1]} "$@"')
         found.append(Way(name="trainer", arguments="SCRIPT.py", purpose=purpose, lines=lines))
     if with_accelerate:
-        found.append(_accelerate(plan, folder, hosts, everywhere))
-    elif nodes == 1:
-        found.append(_accelerate_without_file(plan))
+        lines = (*_check_builds(folder, "accelerate"), *_by_accelerate(_accelerate_config(plan, folder, hosts)))
+        purpose = f"your Accelerate script{everywhere}"
+        found.append(Way(name="accelerate", arguments="SCRIPT.py", purpose=purpose, lines=lines))
     return tuple(found)
+
+
+def _training(plan: Plan, folder: Path, hosts: Sequence[str] | None) -> list[Way]:
+    """Ways to run `toolkit train`."""
+    train = shlex.join(["-m", "toolkit", "train", str(folder / "plan.json")])
+    *before, launcher = _torchrun(plan, hosts)
+    found = []
+    if plan.job.cluster.nodes == 1:
+        own = f'exec python -P {train} "$@"'
+        found.append(Way(name="toolkit", arguments="", purpose="train with toolkit's own launcher", lines=(own,)))
+    lines = (_SAFE_PATH, *before, f'exec {launcher} {train} "$@"')
+    purpose = f"train under torchrun{_everywhere(plan)}"
+    found.append(Way(name="torchrun", arguments="", purpose=purpose, lines=lines))
+    if plan.job.cluster.nodes == 1 or hosts:
+        lines = _deepspeed(plan, folder, f"--module {train.removeprefix('-m ')}")
+        purpose = f"train under DeepSpeed's launcher{_from_first_host(plan)}"
+        found.append(Way(name="deepspeed", arguments="", purpose=purpose, lines=lines))
+    return found
+
+
+def _scripts(plan: Plan, folder: Path, hosts: Sequence[str] | None) -> list[Way]:
+    """Ways to run a script that calls `tk.initialize`, which finds the plan as under `toolkit launch`."""
+    plan_known = f"export {PLAN_VARIABLE}={shlex.quote(str(folder / 'plan.json'))}"
+    launchers = {
+        "torchrun": _with_script(_torchrun(plan, hosts)),
+        "accelerate": _by_accelerate(_accelerate(plan, hosts)),
+    }
+    places = dict.fromkeys(launchers, _everywhere(plan))
+    if plan.job.cluster.nodes == 1 or hosts:
+        # Python's own place for a script's folder, which a safe path leaves out.
+        beside = 'PYTHONPATH="$(cd "$(dirname "$1")" && pwd)${PYTHONPATH:+:$PYTHONPATH}"'
+        launchers["deepspeed"] = (beside, "export PYTHONPATH", *_deepspeed(plan, folder, ""))
+        places["deepspeed"] = _from_first_host(plan)
+    return [
+        Way(
+            name=f"{name}-script",
+            arguments="SCRIPT.py",
+            purpose=f"your script that calls tk.initialize, under {name}{places[name]}",
+            lines=(plan_known, *launchers[name]),
+        )
+        for name in ("torchrun", "deepspeed", "accelerate")
+        if name in launchers
+    ]
+
+
+def _everywhere(plan: Plan) -> str:
+    return "" if plan.job.cluster.nodes == 1 else "; call it on each node"
+
+
+def _from_first_host(plan: Plan) -> str:
+    return "" if plan.job.cluster.nodes == 1 else "; call it on the first host, which reaches the others by pdsh"
+
+
+def _with_script(lines: Sequence[str]) -> tuple[str, ...]:
+    """Lets the launcher, the last line, start the script of the call."""
+    return (*lines[:-1], f'exec {lines[-1]} "$@"')
+
+
+def _by_accelerate(lines: Sequence[str]) -> tuple[str, ...]:
+    """Does what `_with_script` does, without the working directory that Accelerate would put before the standard library.
+
+    Source:
+        accelerate 1.15 utils/launch.py prepare_deepspeed_cmd_env.
+    """
+    return _with_script((*lines[:-1], f'{lines[-1]} --no_python env PYTHONPATH="${{PYTHONPATH-}}" python'))
+
+
+def _check_builds(folder: Path, consumer: Consumer) -> tuple[str, ...]:
+    """Shell lines that check what DeepSpeed compiles, for scripts in whose ranks nothing of ours runs, and take the settings for it."""
+    check = shlex.join(["python", "-P", "-m", "toolkit.launch.builds", str(folder / "plan.json"), consumer])
+    return (f'builds="$({check})"', 'eval "$builds"')
 
 
 def _rendezvous(plan: Plan, hosts: Sequence[str] | None) -> tuple[str, ...]:
@@ -165,54 +201,36 @@ def _torchrun(plan: Plan, hosts: Sequence[str] | None) -> tuple[str, ...]:
     return (f"torchrun --standalone --nproc-per-node {cluster.gpus_per_node}",)
 
 
-def _deepspeed(plan: Plan, folder: Path) -> Way:
+def _deepspeed(plan: Plan, folder: Path, module: str) -> tuple[str, ...]:
+    """Gives the lines that start a module, or the script of the call where that is empty."""
     cluster = plan.job.cluster
     port = cluster.master_port or DEFAULT_PORT
-    train = shlex.join(["--no_local_rank", "--module", "toolkit", "train", str(folder / "plan.json")])
+    what = f'--master_port "${{MASTER_PORT:-{port}}}" --no_local_rank {module}{" " if module else ""}"$@"'
     if cluster.nodes == 1:
-        start = (
-            f'exec deepspeed --num_gpus {cluster.gpus_per_node} --master_port "${{MASTER_PORT:-{port}}}" {train} "$@"'
-        )
-        return Way(name="deepspeed", arguments="", purpose="train under DeepSpeed's launcher", lines=(start,))
-    names = " ".join(export.name for export in exports(plan))
-    lines = (
-        "# DeepSpeed sends other nodes NCCL and PYTHON variables, and those of this file (launcher/runner.py main).",
-        'DS_ENV_FILE="$(mktemp)"',
-        "export DS_ENV_FILE",
-        "trap 'rm -f \"$DS_ENV_FILE\"' EXIT",
-        f'for name in {names}; do printf "%s=%s\\n" "$name" "${{!name}}"; done > "$DS_ENV_FILE"',
-        f"deepspeed --hostfile {shlex.quote(str(folder / 'hostfile'))} "
-        f'--master_port "${{MASTER_PORT:-{port}}}" {train} "$@"',
-    )
-    purpose = "train under DeepSpeed's launcher; call it on the first host, which reaches the others by pdsh"
-    return Way(name="deepspeed", arguments="", purpose=purpose, lines=lines)
+        return (_SAFE_PATH, f"exec deepspeed --num_gpus {cluster.gpus_per_node} {what}")
+    start = f"deepspeed --hostfile {shlex.quote(str(folder / 'hostfile'))} {what}"
+    return (_SAFE_PATH, SEND_ENVIRONMENT, start)
 
 
-def _accelerate(plan: Plan, folder: Path, hosts: Sequence[str] | None, everywhere: str) -> Way:
-    start = f"exec accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))}"
-    lines: tuple[str, ...] = ()
-    if plan.job.cluster.nodes > 1:
-        lines = _rendezvous(plan, hosts)
-        start += ' --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
-    return Way(
-        name="accelerate",
-        arguments="SCRIPT.py",
-        purpose=f"your Accelerate script{everywhere}",
-        lines=(*lines, f'{start} "$@"'),
-    )
+def _accelerate_config(plan: Plan, folder: Path, hosts: Sequence[str] | None) -> tuple[str, ...]:
+    start = f"accelerate launch --config_file {shlex.quote(str(folder / 'accelerate.yaml'))}"
+    if plan.job.cluster.nodes == 1:
+        return (start,)
+    return (*_rendezvous(plan, hosts), f"{start} {_ACCELERATE_NODE}")
 
 
-def _accelerate_without_file(plan: Plan) -> Way:
-    """Starts a script that brings our engine, of which Accelerate is only the launcher: one node, and no accelerate.yaml.
+def _accelerate(plan: Plan, hosts: Sequence[str] | None) -> tuple[str, ...]:
+    """Starts ranks by Accelerate as a mere launcher, without its file.
 
     `--use_deepspeed` starts one process a rank on CPU too, where `--cpu` alone starts one
     (accelerate commands/launch.py launch_command). What is not named would be taken from the user's default file.
     """
     cluster = plan.job.cluster
-    port = "" if cluster.master_port is None else f" --main_process_port {cluster.master_port}"
-    start = (
-        f"exec accelerate launch --use_deepspeed --num_machines 1 --num_processes {cluster.num_ranks}{port} "
-        '--mixed_precision no --dynamo_backend no "$@"'
-    )
-    purpose = "your script that calls tk.initialize, under accelerate launch"
-    return Way(name="accelerate", arguments="SCRIPT.py", purpose=purpose, lines=(start,))
+    size = f"--use_deepspeed --num_machines {cluster.nodes} --num_processes {cluster.num_ranks}"
+    rest = "--mixed_precision no --dynamo_backend no"
+    if cluster.nodes == 1:
+        port = "" if cluster.master_port is None else f" --main_process_port {cluster.master_port}"
+        return (f"accelerate launch {size}{port} {rest}",)
+    # Each node starts its own, in the order of --machine_rank; the default would be pdsh with a hostfile.
+    nodes = f"--deepspeed_multinode_launcher standard --rdzv_backend static --same_network {_ACCELERATE_NODE}"
+    return (*_rendezvous(plan, hosts), f"accelerate launch {size} {nodes} {rest}")

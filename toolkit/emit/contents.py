@@ -12,12 +12,14 @@ from typing import Any
 
 import yaml
 
-from toolkit.emit.commands import check_hosts, exports, hostfile, ways
+from toolkit.emit.commands import exports, ways
+from toolkit.emit.hosts import check_hosts, hostfile, send_environment
 from toolkit.emit.provenance import provenance
 from toolkit.emit.texts import Facts, commands_text, readme_text
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.deepspeed_config import Consumer
 from toolkit.plan.plan import Plan
+from toolkit.plan.trainable import training_problems
 from toolkit.version import installed_version
 
 WRITTEN_BY = "toolkit emit"
@@ -50,10 +52,12 @@ class Contents:
     Args:
         texts: File name → text, in reading order; `provenance.json` last.
         left_out: File name → why this plan has none.
+        untrainable: Why `toolkit train` would refuse the plan, for which commands.sh does not start it.
     """
 
     texts: Mapping[str, str]
     left_out: Mapping[str, tuple[Problem, ...]]
+    untrainable: tuple[Problem, ...]
 
 
 def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) -> Contents:
@@ -73,16 +77,20 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
         texts[name] = _yaml(config, folder) if name.endswith(".yaml") else _json(config)
     if hosts:
         texts["hostfile"] = hostfile(plan, hosts)
+    untrainable = tuple(training_problems(plan.job, plan.model))
     facts = Facts(
         plan=plan,
         script=shlex.quote(str(folder / "commands.sh")),
         hosts=hosts,
         exports=exports(plan),
+        functions=send_environment(plan) if hosts else (),
         left_out=left_out,
+        untrainable=untrainable,
         ways=ways(
             plan,
             folder,
             hosts=hosts,
+            with_training=not untrainable,
             with_trainer="training_arguments.json" in configs,
             with_accelerate="accelerate.yaml" in configs,
         ),
@@ -91,7 +99,8 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
     names = [name for name in FILES if name in {*texts, "README.txt", PROVENANCE}]
     texts["README.txt"] = readme_text(facts, {name: _meaning(plan, name) for name in names})
     ordered = {name: texts[name] for name in FILES if name in texts}
-    return Contents(texts={**ordered, PROVENANCE: _provenance(plan, configs, ordered, left_out)}, left_out=left_out)
+    provenance_text = _provenance(plan, configs, ordered, left_out)
+    return Contents(texts={**ordered, PROVENANCE: provenance_text}, left_out=left_out, untrainable=untrainable)
 
 
 def _meaning(plan: Plan, name: str) -> str:

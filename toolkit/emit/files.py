@@ -28,11 +28,13 @@ class Emitted:
         states: File name → `new`; `unchanged`; `rewritten`: an earlier emit's file that said something else; `edited`:
             the same, and somebody had changed it by hand since; `removed`: an earlier emit's, which this plan has not.
         left_out: File name → why this plan cannot have it.
+        untrainable: Why commands.sh starts scripts of one's own alone; empty where it starts `toolkit train` too.
     """
 
     folder: Path
     states: Mapping[str, State]
     left_out: Mapping[str, tuple[Problem, ...]]
+    untrainable: tuple[Problem, ...]
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -79,7 +81,7 @@ def write_files(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = No
             message=f"{error.filename or folder} cannot be written: {error.strerror or error}",
             fix="Name a folder that you may write, on a disk with room; nothing was changed",
         ) from error
-    return Emitted(folder=folder, states=states, left_out=made.left_out)
+    return Emitted(folder=folder, states=states, left_out=made.left_out, untrainable=made.untrainable)
 
 
 def _present(folder: Path) -> dict[str, str]:

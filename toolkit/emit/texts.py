@@ -23,16 +23,20 @@ class Facts:
         script: Path of commands.sh, as shell text.
         hosts: Names of the nodes.
         exports: Environment before each way to start.
+        functions: Shell lines before them, which ways call.
         ways: Ways to start.
         left_out: File name → why this plan has none.
+        untrainable: Why `toolkit train` would refuse the plan.
     """
 
     plan: Plan
     script: str
     hosts: Sequence[str] | None
     exports: Sequence[Export]
+    functions: Sequence[str]
     ways: Sequence[Way]
     left_out: Mapping[str, Sequence[Problem]]
+    untrainable: Sequence[Problem]
 
 
 def commands_text(facts: Facts) -> str:
@@ -53,6 +57,7 @@ def _head(facts: Facts) -> Iterator[str]:
         yield f"#   {_call(facts, way)} [ARGUMENTS]"
         yield f"#       {way.purpose}"
     yield from (f"# No {', '.join(names)}: {reason}" for names, reason in refusals(facts.left_out))
+    yield from (f"# No way that runs `toolkit train`: {problem}" for problem in facts.untrainable)
     if nodes > 1 and not facts.hosts:
         yield (
             "# Without host names there is no hostfile, so DeepSpeed's launcher is not among them: "
@@ -66,6 +71,7 @@ def _environment(facts: Facts) -> Iterator[str]:
     for export in facts.exports:
         yield f"# {export.reason}"
         yield f"export {export.name}={export.shell_value}"
+    yield from ("", *facts.functions) if facts.functions else ()
 
 
 def _choice(facts: Facts) -> Iterator[str]:
@@ -108,6 +114,9 @@ def _readme(facts: Facts, files: Mapping[str, str]) -> Iterator[str]:
         yield from ("", "Left out")
         for names, reason in refusals(facts.left_out):
             yield from (f"  {', '.join(names)}", f"      {reason}")
+    if facts.untrainable:
+        yield from ("", "Not started: `toolkit train`, which would refuse the plan")
+        yield from (f"  {problem}" for problem in facts.untrainable)
     yield from ("", "Start")
     for way in facts.ways:
         yield f"  {_call(facts, way)}"
