@@ -43,6 +43,7 @@ def test_json(folder, capsys):
     assert {file["state"] for file in made["files"]} == {"new"}
     assert all(Path(file["path"]).is_file() for file in made["files"])
     assert (made["folder"], made["removed"], made["left_out"]) == ("out", [], [])
+    assert [problem["code"] for problem in made["untrainable"]] == ["TRAIN_NO_DATA", "MODEL_NO_WEIGHTS"]
     emit("--json", "--set", "train.gradient_checkpointing=0.5")
     made = json.loads(capsys.readouterr().out)
     assert "out/accelerate.yaml" in made["removed"]
@@ -61,6 +62,28 @@ def test_what_is_left_out_and_what_was_edited_is_said(folder, capsys):
     assert "deepspeed.json had been edited by hand" in captured.err
     files = "deepspeed-trainer.json, training_arguments.json, deepspeed-accelerate.json, accelerate.yaml"
     assert captured.err.count(f"no {files}: gradient_checkpointing=0.5") == 1
+
+
+def test_it_says_what_validate_says(folder, capsys):
+    """Of dimensions without weights, and of a data file that is not there, for which nothing is written."""
+    (folder / "data.jsonl").write_text('{"text": "some words"}\n')
+    with_data = ("--set", "data.train=data.jsonl")
+    assert main(["validate", "job.yaml", *with_data]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "`toolkit train` would refuse it" in line]
+    assert [line.rpartition("[")[2] for line in said] == ["MODEL_NO_WEIGHTS]", "TOKENIZER_NOT_FOUND]"]
+    assert emit(*with_data) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "would refuse it" in line] == said
+    assert "  torchrun)\n" not in Path("out/commands.sh").read_text()
+    assert "  torchrun-script)\n" in Path("out/commands.sh").read_text()
+    assert emit(*with_data, "--set", "model.init=random", "--set", "model.tokenizer=org/name") == 0
+    assert "would refuse it" not in capsys.readouterr().err
+    assert "  torchrun)\n" in Path("out/commands.sh").read_text()
+    wrong = ("--out", "other", "--set", "data.train=absent.jsonl")
+    assert main(["validate", "job.yaml", *wrong[2:]]) == 2
+    said = capsys.readouterr().err
+    assert main(["emit", "job.yaml", *wrong]) == 2
+    assert capsys.readouterr().err == said
+    assert not Path("other").exists()
 
 
 def test_hosts(folder, capsys):

@@ -117,11 +117,14 @@ def test_a_hub_data_set_needs_no_network(folder, capsys):
 
 def test_dimensions_without_weights_are_a_warning(folder, capsys):
     assert validate(extra=()) == 0
-    assert "set model to meta-llama/Llama-3.1-8B" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "Name the hub id meta-llama/Llama-3.1-8B" in shown
+    assert "`toolkit train` would refuse it" in shown
+    assert "[MODEL_NO_WEIGHTS]" in shown
     assert validate("model.init=random", extra=()) == 0
     shown = capsys.readouterr().err
-    assert "dimensions only" not in shown
-    assert "brings no tokenizer" in shown
+    assert "no weights" not in shown
+    assert "[TOKENIZER_NOT_FOUND]" in shown
 
 
 def test_messages_need_a_chat_template(folder, capsys):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.options import JobArgument, JsonOption, SetOption, read_plan
+from toolkit.cli.options import JobArgument, JsonOption, SetOption, is_plan_file, read_plan
 from toolkit.cli.output import print_json, warn
 
 if TYPE_CHECKING:
@@ -49,21 +49,30 @@ def emit(
 
     Files of an earlier emit are rewritten or removed, and named; files of yours are never touched.
 
-    JSON keys: folder, files (path, state: new, unchanged, rewritten, edited), removed, left_out (file, problems).
+    Says what `toolkit validate` says. Where `toolkit train` would refuse the job, as for want of weights, commands.sh starts
+    scripts of your own alone.
+
+    JSON keys: folder, files (path, state: new, unchanged, rewritten, edited), removed, left_out (file, problems),
+    untrainable (problems for which `toolkit train` would refuse the job), warnings.
     """
+    from toolkit.cli.salvage import sound
     from toolkit.emit.files import write_files
     from toolkit.plan.refusals import refusals
 
-    plan = read_plan(job, overrides)
+    verdict = sound(job, overrides, as_json=as_json)
+    plan = read_plan(job, overrides) if is_plan_file(job) else verdict.plan
+    assert plan is not None
     result = write_files(plan, out, hosts=None if hosts is None else [host.strip() for host in hosts.split(",")])
     if as_json:
-        print_json(_as_dict(result))
+        print_json(_as_dict(result) | {"warnings": list(verdict.warnings)})
         return
     for name, state in result.states.items():
         print(f"{state:<10} {result.folder / name}")
     edited = [name for name, state in result.states.items() if state == "edited"]
+    own = ["commands.sh starts scripts of your own alone, for that reason"] if result.untrainable else []
     warn(
-        [f"{name} had been edited by hand; put such changes into the job, where they stay" for name in edited]
+        [*verdict.warnings, *own]
+        + [f"{name} had been edited by hand; put such changes into the job, where they stay" for name in edited]
         + [f"no {', '.join(names)}: {reason}" for names, reason in refusals(result.left_out)]
     )
 
@@ -81,4 +90,5 @@ def _as_dict(result: Emitted) -> dict[str, Any]:
             {"file": name, "problems": [problem.as_dict() for problem in problems]}
             for name, problems in result.left_out.items()
         ],
+        "untrainable": [problem.as_dict() for problem in result.untrainable],
     }

@@ -10,7 +10,8 @@ from typing import Any
 
 from toolkit.cli.checking import Verdict, check
 from toolkit.cli.options import is_plan_file, read_job
-from toolkit.errors import Problem, SpecError
+from toolkit.cli.output import warn
+from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
 from toolkit.spec.catalogue import find_gpu
 from toolkit.spec.job import Job
 from toolkit.spec.loader import apply_override, parse_job
@@ -43,6 +44,19 @@ def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
     except SpecError as error:
         return _salvage(document, error.problems)
     return check(job)
+
+
+def sound(path: Path, overrides: Sequence[str] | None = None, *, as_json: bool) -> Verdict:
+    """Does what `check_file` does, and ends the command where the job has problems.
+
+    Raises:
+        ToolkitError: With every problem; warnings are printed before, unless the answer is to be JSON.
+    """
+    verdict = check_file(path, overrides)
+    if verdict.plan is None and not as_json:
+        warn(verdict.warnings)
+    raise_all(ToolkitError, verdict.problems)
+    return verdict
 
 
 def card_problems(path: Path, overrides: Sequence[str] | None = None) -> tuple[Problem, ...]:

@@ -48,14 +48,10 @@ def validate(
         return
     if job is None:
         raise typer.BadParameter("name a job file", param_hint="JOB")
-    from toolkit.cli.salvage import check_file
-    from toolkit.errors import ToolkitError, raise_all
+    from toolkit.cli.checking import consumer_notes
+    from toolkit.cli.salvage import sound
 
-    verdict = check_file(job, overrides)
-    if verdict.plan is None:
-        if not as_json:
-            warn(verdict.warnings)
-        raise_all(ToolkitError, verdict.problems)
+    verdict = sound(job, overrides, as_json=as_json)
     assert verdict.plan is not None
     if as_json:
         print_json(_as_dict(verdict, verdict.plan, explain=explain))
@@ -64,7 +60,7 @@ def validate(
     print_fields([*plan_fields(verdict.plan), *_data_fields(verdict.data)])
     if explain:
         print(f"\n{verdict.plan.explain()}")
-    warn(verdict.warnings)
+    warn([*verdict.warnings, *consumer_notes(verdict.plan)])
 
 
 def _print_keys(*, as_json: bool) -> None:
@@ -94,11 +90,13 @@ def _data_fields(data: DatasetFacts | None) -> list[tuple[str, str]]:
 
 
 def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
+    from toolkit.cli.checking import consumer_notes
+
     settings, cluster, model = plan.settings, plan.job.cluster, plan.model
     batch = settings.batch
     result = {
         "problems": [],
-        "warnings": list(verdict.warnings),
+        "warnings": [*verdict.warnings, *consumer_notes(plan)],
         "model": {
             "name": model.name,
             "origin": model.origin,
