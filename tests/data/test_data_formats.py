@@ -7,30 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from toolkit.data.formats import Tokeniser, assistant_spans, check_tokenizer
+from toolkit.data.formats import Tokeniser, check_tokenizer
 from toolkit.errors import DataError
-
-CHATML = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-TAGGED = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<eos>\n{% endgeneration %}{% else %}{{ m.content }}<eos>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-# As reasoning models do: the last turn is given an empty block of thoughts, earlier ones lose theirs.
-THINKING = (
-    "{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<eos>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-CHAT = [
-    {"role": "user", "content": "What is a list?"},
-    {"role": "assistant", "content": "A mutable sequence."},
-    {"role": "user", "content": "And a tuple?"},
-    {"role": "assistant", "content": "An immutable one."},
-]
 
 
 def run(tokenizer: Any, format_: Any, loss_on: str, *records: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
@@ -89,59 +67,6 @@ def test_empty_completion_is_no_document(tokenizer: Any) -> None:
     assert run(tokenizer, "prompt_completion", "all", {"prompt": "a", "completion": ""}) == [([], [])]
 
 
-@pytest.mark.parametrize("template", [CHATML, TAGGED])
-def test_chat_on_all_is_the_rendered_template(tokenizer: Any, template: str) -> None:
-    tokenizer.chat_template = template
-    ids, targets = run(tokenizer, "messages", "all", {"messages": CHAT})[0]
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert targets == [1] * len(ids)
-
-
-@pytest.mark.parametrize("template", [CHATML, TAGGED])
-def test_chat_on_assistant_counts_what_the_assistant_says(tokenizer: Any, template: str) -> None:
-    tokenizer.chat_template = template
-    document = run(tokenizer, "messages", "assistant", {"messages": CHAT})[0]
-    assert counted(tokenizer, document) == "A mutable sequence.<eos>\nAn immutable one.<eos>\n"
-
-
-def test_tagged_and_located_turns_agree(tokenizer: Any) -> None:
-    tokenizer.chat_template = CHATML
-    located = run(tokenizer, "messages", "assistant", {"messages": CHAT})
-    tokenizer.chat_template = TAGGED
-    assert run(tokenizer, "messages", "assistant", {"messages": CHAT}) == located
-
-
-def test_a_template_that_treats_the_last_turn_otherwise(tokenizer: Any) -> None:
-    tokenizer.chat_template = THINKING
-    document = run(tokenizer, "messages", "assistant", {"messages": CHAT})[0]
-    assert counted(tokenizer, document) == ("A mutable sequence.<eos>\n<think>\n\n</think>\n\nAn immutable one.<eos>\n")
-
-
-def test_a_template_that_hides_earlier_turns_is_refused(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ messages | length }}: {{ messages[-1].content }}"
-    with pytest.raises(DataError, match="DATA_CHAT_TEMPLATE"):
-        run(tokenizer, "messages", "assistant", {"messages": CHAT})
-
-
-def test_spans_lie_where_the_assistant_speaks() -> None:
-    def render(upto: int, *, add_generation_prompt: bool = False) -> str:
-        said = "".join(f"[{message['role'][0]}]{message['content']};" for message in CHAT[:upto])
-        return said + "[a]" * add_generation_prompt
-
-    whole = render(len(CHAT))
-    assert [whole[start:stop] for start, stop in assistant_spans(CHAT, render)] == [
-        "A mutable sequence.;",
-        "An immutable one.;",
-    ]
-
-
-def test_nulls_that_arrow_fills_in_do_not_reach_the_template(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{% endfor %}"
-    filled = [{**message, "tool_calls": None} for message in CHAT[:1]]
-    ids, _ = run(tokenizer, "messages", "all", {"messages": filled})[0]
-    assert tokenizer.decode(ids) == "['role', 'content']"
-
-
 def test_a_faulty_record_is_named(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="record 2 of the data: text is absent or null") as caught:
         run(tokenizer, "text", "all", {"text": "a"}, {"text": None})
@@ -169,14 +94,3 @@ def test_a_chat_template_that_is_no_text(tokenizer: Any) -> None:
         check_tokenizer(tokenizer, format_="messages", loss_on="all")
     assert caught.value.codes == ("TOKENIZER_INVALID",)
     check_tokenizer(tokenizer, format_="text", loss_on="all")
-
-
-def test_a_tokenizer_without_offsets_needs_a_tagged_template(tokenizer: Any) -> None:
-    class Slow(type(tokenizer)):  # type: ignore[misc]
-        is_fast = False
-
-    slow = Slow(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", chat_template=CHATML)
-    with pytest.raises(DataError, match="DATA_SLOW_TOKENIZER"):
-        check_tokenizer(slow, format_="messages", loss_on="assistant")
-    slow.chat_template = TAGGED
-    check_tokenizer(slow, format_="messages", loss_on="assistant")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,6 +85,27 @@ def test_messages_with_different_keys_load(write: Writer, build: Any, tokenizer:
     write([{"messages": [{"role": "user", "content": "hi", "name": "Ada"}, {"role": "assistant", "content": "yo"}]}])
     prepared = build(Data(train="train.jsonl", packing="none", loss_on="all"))
     assert tokenizer.decode(rows(prepared.train)[0]) == "userAda: hi\nassistant: yo\n"
+
+
+def test_marks_and_unread_keys_of_several_files(write: Writer, build: Any, tokenizer: Any) -> None:
+    """Files whose messages have different keys are one data set; what a file leaves out of the loss stays out."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{{ m.name }}: {{ m.content }}\n{% endfor %}"
+    named = {"role": "user", "content": "hi", "name": "Ada"}
+    write([{"messages": [named, {"role": "assistant", "content": "bad", "weight": 0, "id": 7}]}], "own.jsonl")
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "bad", "train": False}]
+    write(
+        [{"conversations": [*turns, {"from": "gpt", "value": "good", "train": True, "model": "x"}]}], "sharegpt.jsonl"
+    )
+    prepared = build(Data(train=("own.jsonl", "sharegpt.jsonl"), packing="none", loss_on="all"))
+    first, second = prepared.train
+    assert tokenizer.decode(first["input_ids"]) == "userAda: hi\nassistant: bad\n"
+    learned = tokenizer.decode(first["labels"][first["labels"] != -100])  # no row learns its first token
+    assert learned.endswith("Ada: hi\n")
+    learned = tokenizer.decode(second["labels"][second["labels"] != -100])
+    assert learned.endswith(": hi\nassistant: good\n")
+    own, sharegpt = prepared.warnings
+    assert own.startswith("own.jsonl: its messages have keys that nothing reads: id (1 ×)")
+    assert "model (1 ×)" in sharegpt
 
 
 def test_completion_only_labels(write: Writer, build: Any, tokenizer: Any) -> None:
@@ -313,7 +335,7 @@ def test_a_conversation_that_the_template_refuses_is_named(
         data = Data(train="train.jsonl", packing="none", loss_on=loss_on, chat_template="mine.jinja")
         error = caught(build, data)
         assert error.codes == ("DATA_CHAT_TEMPLATE",)
-        assert "record 1 of the data" in str(error)
+        assert re.search("record (1 of the data|at line 1)", str(error))
         assert reason in str(error)
 
 

@@ -109,7 +109,7 @@ def problems_in(job: Any) -> tuple[Problem, ...]:
     return ()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(job=jobs(deepspeed=SECTIONS), stages=st.fixed_dictionaries({}, optional=STAGES), few=st.integers(0, 3))
 def test_no_value_of_an_open_key_would_be_refused_for_less(job: Any, stages: dict[str, Any], few: int) -> None:
     """Whatever a job says, to write out one of the keys that it leaves open takes no problem away."""

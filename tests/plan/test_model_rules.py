@@ -44,6 +44,17 @@ def test_a_class_without_sdpa_is_built_with_the_attention_that_it_has(model_type
         assert problem.fix.startswith("Set train.attention to eager")
 
 
+def test_a_class_without_layers_that_recompute_keeps_its_activations() -> None:
+    model = model_with(model_type="xlnet", architectures=["XLNetLMHeadModel"])
+    plan = plan_with(model)
+    assert plan.settings.gradient_checkpointing == 0
+    assert "true would be refused: gradient_checkpointing=1 with XLNetLMHeadModel" in plan.explain()
+    for given in (True, 0.5):
+        with pytest.raises(PlanError) as caught:
+            plan_with(model, gradient_checkpointing=given)
+        assert caught.value.codes == ("CHECKPOINTING_LAYERS",)
+
+
 def test_a_kernel_that_would_take_the_place_of_another_is_named() -> None:
     with pytest.raises(PlanError, match="would put kernels-community"):
         plan_with(model_with(model_type="gpt_oss", architectures=["GptOssForCausalLM"]), attention="flash_attention_2")

@@ -30,6 +30,15 @@ SAMPLE = (
 )
 
 
+def test_classes_without_layers_that_recompute() -> None:
+    found = {
+        kind: architecture_of({"model_type": kind}) for kind in ("ctrl", "openai-gpt", "xlnet", "fuyu", "llama", "gpt2")
+    }
+    assert {kind: built and built.checkpoints for kind, built in found.items()} == {
+        "ctrl": False, "openai-gpt": False, "xlnet": False, "fuyu": None, "llama": True, "gpt2": True,
+    }  # fmt: skip
+
+
 def read_from_class(model_type: str) -> tuple[str, tuple[str, ...], str | None]:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -54,12 +54,18 @@ def test_an_alpaca_record_as_a_conversation() -> None:
 
 def test_a_sharegpt_record_is_messages() -> None:
     assert SHAREGPT.convert is not None
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    said = [{"role": "user", "content": "hi", "train": None}, {"role": "assistant", "content": "yo", "train": None}]
     assert SHAREGPT.convert({"conversations": TURNS, "system": ""}) == {"messages": said}
     assert SHAREGPT.convert({"conversations": TURNS, "system": "Be brief."}) == {
-        "messages": [{"role": "system", "content": "Be brief."}, *said]
+        "messages": [{"role": "system", "content": "Be brief.", "train": None}, *said]
     }
     assert SHAREGPT.convert({"conversations": said}) == {"messages": said}
+    marked = [TURNS[0], {**TURNS[1], "weight": 0}, {**TURNS[1], "train": True}]
+    assert [message["train"] for message in SHAREGPT.convert({"conversations": marked})["messages"]] == [
+        None,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,6 @@ def test_faults_name_the_columns_as_they_are(look: Any, record: dict[str, Any], 
     ("record", "column"),
     [
         ({"prompt": "a", "input": "b", "completion": "c"}, "input"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}, "tools"),
         ({"conversations": TURNS, "tools": "[f]"}, "tools"),
         (TIPS | {"history": [["a", "b"]]}, "history"),
     ],

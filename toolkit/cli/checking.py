@@ -17,7 +17,7 @@ from toolkit.plan.rules.consumers import consumer_problems
 from toolkit.plan.stage_parts import bubble_warning
 from toolkit.plan.trainable import training_problems
 from toolkit.spec.catalogue import find_gpu
-from toolkit.spec.chat_template import NO_CHAT_TEMPLATE_FIX
+from toolkit.spec.chat_template import NO_CHAT_TEMPLATE_FIX, ChatTemplate
 from toolkit.spec.dataset import DatasetFacts, peek
 from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Job
@@ -62,17 +62,17 @@ def check(job: Job, *, rules: bool = True) -> Verdict:
         plan = collect(problems, lambda: resolve_with(job, model=model, gpu=gpu))
     if rules:
         collect(problems, lambda: place_job(job))
+    unread = len(problems)
+    tokenizer = collect(problems, lambda: _tokenizer_folder(job, model))
+    facts = None if tokenizer is None else collect(problems, lambda: read_tokenizer_facts(tokenizer))
+    readable = tokenizer is not None and len(problems) == unread
     data = None
     if job.data is not None:
-        data, found = peek(job.data)
+        data, found = peek(job.data, template=_chat_template(facts))
         problems += found
     problems += output_problems(job.train.output_dir)
-    tokenizer = collect(problems, lambda: _tokenizer_folder(job, model))
-    facts, unread = None, len(problems)
-    if tokenizer is not None:
-        facts = collect(problems, lambda: read_tokenizer_facts(tokenizer))
-        if len(problems) == unread and (data is not None or job.model.tokenizer is not None):
-            problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
+    if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):
+        problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
     kept = tuple(dict.fromkeys(problems))
     return Verdict(
         job=job,
@@ -120,6 +120,12 @@ def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
             fix="Name a folder with tokenizer.json, or a hub id",
         )
     return None
+
+
+def _chat_template(facts: TokenizerFacts | None) -> ChatTemplate | None:
+    if facts is None or facts.chat_template is None:
+        return None
+    return ChatTemplate(facts.chat_template, facts.eos_token)
 
 
 def _tokenizer_problems(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.chat_template import set_chat_template
+from toolkit.data.chats import chat_template
 from toolkit.data.formats import Tokeniser, check_tokenizer
 from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import load_documents, progress_bars
@@ -61,14 +62,14 @@ def prepare(
         progress: Whether to show progress bars.
     Raises:
         DataError: Every problem of `check_data`; DATA_HUB, DATA_REVISION, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
-            DATA_CHAT_TEMPLATE, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB, DATA_NO_TARGETS, DATA_TOO_SMALL.
+            DATA_CHAT_TEMPLATE, DATA_CHAT_DROPPED, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB, DATA_NO_TARGETS, DATA_TOO_SMALL.
     """
     facts = check_data(data, base=base)
     set_chat_template(tokenizer, data, base=base)
     if facts.format is not None:
         check_tokenizer(tokenizer, format_=facts.format, loss_on=data.loss_on)
     with progress_bars(progress):
-        documents = load_documents(data, facts, seed=seed, cache_dir=cache_dir)
+        documents = load_documents(data, facts, seed=seed, cache_dir=cache_dir, template=chat_template(tokenizer))
         format_ = documents.format
         raise_all(DataError, unused_chat_template(data, format_))
         check_tokenizer(tokenizer, format_=format_, loss_on=data.loss_on)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,19 @@ import numpy as np
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
+from toolkit.data.formats import CONVERSATION
 from toolkit.errors import DataError, Problem
 from toolkit.spec.dataset import DatasetFacts, SourceFacts, unread_warning
+from toolkit.spec.dataset_chats import unread_key_warning
 from toolkit.spec.dataset_columns import resolve_layout
 from toolkit.spec.dataset_files import PEEK_RECORDS, first_bad_json_line, wide_cells
-from toolkit.spec.dataset_formats import FORMAT_COLUMNS, Format
-from toolkit.spec.dataset_layouts import Layout, unread_columns
+from toolkit.spec.dataset_formats import Format
+from toolkit.spec.dataset_layouts import ALPACA_CHAT, Layout, unread_columns
 from toolkit.spec.job import Data
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Raised when what a layout is turned into changes: cached files of earlier versions then lie idle.
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 _BUILDERS = {"jsonl": "json", "json": "json", "txt": "text", "csv": "csv", "parquet": "parquet"}
 
 
@@ -53,7 +56,9 @@ class Documents:
     warnings: tuple[str, ...]
 
 
-def load_documents(data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Path) -> Documents:
+def load_documents(
+    data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Path, template: str | None = None
+) -> Documents:
     """Loads the training and validation documents, in file order.
 
     One line of a .txt file is one document; its blank lines are dropped when they are tokenised.
@@ -63,13 +68,14 @@ def load_documents(data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Pat
         facts: What `check_data` found.
         seed: Draws which documents `validation_fraction` holds out.
         cache_dir: Where `datasets` keeps the Arrow files.
+        template: Text of the chat template; keys of messages that it mentions are read.
     Returns:
         Both data sets, in one format and in our own columns.
     Raises:
         DataError: DATA_HUB, DATA_REVISION, DATA_READ, DATA_JSON, DATA_COLUMNS, DATA_FORMAT, DATA_MIXED, DATA_TOO_SMALL.
     """
     warnings: list[str] = []
-    load = partial(_load_part, data=data, cache_dir=cache_dir, warnings=warnings)
+    load = partial(_load_part, data=data, cache_dir=cache_dir, template=template, warnings=warnings)
     train, format_ = load(facts.train, part="train", split=data.split)
     if data.max_samples is not None:
         train = train.select(range(min(data.max_samples, len(train))))
@@ -114,7 +120,14 @@ def shuffled(num_rows: int, *, seed: int, stream: int) -> np.ndarray:
 
 
 def _load_part(
-    sources: tuple[SourceFacts, ...], *, data: Data, part: str, split: str, cache_dir: Path, warnings: list[str]
+    sources: tuple[SourceFacts, ...],
+    *,
+    data: Data,
+    part: str,
+    split: str,
+    cache_dir: Path,
+    template: str | None,
+    warnings: list[str],
 ) -> tuple[Any, Format]:
     loaded, formats = [], {}
     for source in sources:
@@ -125,14 +138,19 @@ def _load_part(
         formats[source.name] = layout.format
         if unread := _unread(documents, layout):
             warnings.append(unread_warning(source.name, unread))
+        warnings += _unread_keys(documents, layout, source.name, template)
         loaded.append(_in_own_columns(documents, layout, name=source.name, cache_dir=cache_dir))
     if len(set(formats.values())) > 1:
         listed = ", ".join(f"{name} is {format_}" for name, format_ in formats.items())
         message = f"data.{part} has several formats: {listed}"
         fix = "Give all files of a job the same columns"
         raise DataError.of(code="DATA_MIXED", key=f"data.{part}", message=message, fix=fix)
-    joined = datasets.concatenate_datasets(loaded) if len(loaded) > 1 else loaded[0]
-    return joined, next(iter(formats.values()))
+    format_ = next(iter(formats.values()))
+    if len(loaded) == 1:
+        return loaded[0], format_
+    if format_ == "messages":
+        loaded = [_as_text(documents, cache_dir=cache_dir) for documents in loaded]
+    return datasets.concatenate_datasets(loaded), format_
 
 
 def _unread(documents: Any, layout: Layout) -> list[str]:
@@ -140,10 +158,18 @@ def _unread(documents: Any, layout: Layout) -> list[str]:
     return [column for column in unread_columns(layout, tuple(documents.column_names)) if any(head[column])]
 
 
+def _unread_keys(documents: Any, layout: Layout, name: str, template: str | None) -> list[str]:
+    if layout.format != "messages" or layout is ALPACA_CHAT:
+        return []
+    head = documents.select(range(min(PEEK_RECORDS, len(documents))))
+    warning = unread_key_warning(name, head[layout.needed[0]][:], template=template)
+    return [] if warning is None else [warning]
+
+
 def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Path) -> Any:
-    """Keeps our own columns, or makes them out of those of another layout."""
+    """Keeps the columns that are read, or makes our own out of those of another layout."""
     if layout.convert is None:
-        return documents.select_columns(list(FORMAT_COLUMNS[layout.format]))
+        return documents.select_columns([column for column in layout.reads if column in documents.column_names])
     convert, fault_of = layout.convert, layout.fault
 
     def converted(record: dict[str, Any], index: int) -> dict[str, Any]:
@@ -162,6 +188,23 @@ def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Pat
         cache_file_name=str(cache_dir / f"{layout.name}-{fingerprint}.arrow"),
         new_fingerprint=fingerprint,  # else of the function, which is another one in each call
         desc=f"Reading {layout.name}",
+    )
+
+
+def _as_text(documents: Any, *, cache_dir: Path) -> Any:
+    """Makes one column of JSON out of conversations, whose keys differ from file to file where tables cannot."""
+
+    def written(record: dict[str, Any]) -> dict[str, str]:
+        return {CONVERSATION: json.dumps(dict(record), ensure_ascii=False, default=str)}
+
+    fingerprint = hashlib.sha256(f"{_LAYOUT_VERSION}\0{documents._fingerprint}\0text".encode()).hexdigest()[:16]
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    return documents.map(
+        written,
+        remove_columns=documents.column_names,
+        cache_file_name=str(cache_dir / f"conversations-{fingerprint}.arrow"),
+        new_fingerprint=fingerprint,
+        desc="Joining conversations",
     )
 
 

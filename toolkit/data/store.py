@@ -12,9 +12,10 @@ from typing import Any
 import datasets
 import numpy as np
 
-from toolkit.data.formats import Tokeniser, chat_template
+from toolkit.data.chats import chat_template
+from toolkit.data.formats import Tokeniser
 
-_LAYOUT_VERSION = 1  # raised when the files below, or what goes into them, change
+_LAYOUT_VERSION = 2  # raised when the files below, or what goes into them, change
 _COLUMNS = ("input_ids", "targets")
 _READ_ROWS = 1000  # documents taken from Arrow at once
 

@@ -119,11 +119,11 @@ def _better(
     """Gives the change of defaults that leaves the fewest problems; None where none leaves fewer."""
     found = None
     for changed in other_defaults(best.chooser.others, best.problems):
+        if found is not None and (len(changed) > len(found[0]) or not found[1].problems):
+            break  # what one key does needs no second
         tried = _close_with(job, model, gpu, {**instead, **{key: Instead(changed[key], "") for key in changed}})
         if tried.cost < best.cost and (found is None or tried.cost < found[1].cost):
             found = changed, tried
-        if found is not None and not found[1].problems:
-            break
     return found
 
 
@@ -218,7 +218,7 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
                 "recomputes activations: far less memory for about a quarter of the speed"
                 if not on_cpu
                 else "host memory is ample for what trains on CPU",
-                others=(on_cpu,),
+                others=(True, False),
             )
         ),
         attention=attention,

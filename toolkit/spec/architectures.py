@@ -20,6 +20,8 @@ from toolkit.spec.job import Attention
 # How transformers calls a model that reads more than text (Gemma3ForConditionalGeneration), where it is the class of a type
 # among the causal language models. Encoder-decoders are called so, too, and are none of these.
 _MULTIMODAL = "ForConditionalGeneration"
+# Base of every layer that can recompute (transformers modeling_layers.py); a file that names `AutoModel` has others' layers.
+_CHECKPOINTED = "GradientCheckpointingLayer"
 # Flags of `PreTrainedModel`, from which every class inherits (transformers modeling_utils.py).
 _SDPA, _FLASH, _KERNELS = "_supports_sdpa", "_supports_flash_attn", "_compatible_flash_implementations"
 _INHERITED: Mapping[str, Any] = {_SDPA: False, _FLASH: False, _KERNELS: None}
@@ -33,11 +35,13 @@ class Architecture:
         class_name: The model class.
         attention: Values of `train.attention` that it can be built with; None where its source could not be read.
         flash_kernel: Kernel that transformers takes in place of flash_attention_2 for this class; None where it takes none.
+        checkpoints: Whether it has layers that transformers can checkpoint; None where another class brings them.
     """
 
     class_name: str
     attention: tuple[Attention, ...] | None
     flash_kernel: str | None = None
+    checkpoints: bool | None = None
 
 
 def runs_own_code(config: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
@@ -159,7 +163,12 @@ def _architecture(name: str, text: str, root: Path | None) -> Architecture:
         attention.append("sdpa")
     if flags[_FLASH] and not replaced:
         attention.append("flash_attention_2")
-    return Architecture(class_name=name, attention=tuple(attention), flash_kernel=kernels[0] if replaced else None)
+    return Architecture(
+        class_name=name,
+        attention=tuple(attention),
+        flash_kernel=kernels[0] if replaced else None,
+        checkpoints=_CHECKPOINTED in text or (None if "AutoModel" in text or root is None else False),
+    )
 
 
 def _flags(name: str, text: str, root: Path | None) -> dict[str, Any]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import DataError, Problem
 from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Data
 from toolkit.spec.paths import path_kind, shown
+
+if TYPE_CHECKING:
+    import jinja2
 
 CHATML = "chatml"
 
@@ -62,16 +71,48 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
     return text
 
 
-def template_problems(name: str, text: str) -> list[Problem]:
-    """Gives DATA_CHAT_TEMPLATE_FILE where a template is no Jinja.
+class TemplateRefusalError(Exception):
+    """A template says by `raise_exception` that it does not take a conversation."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Renders conversations as transformers does, without it.
 
     Args:
-        name: As the job has it.
-        text: Its content.
+        text: Jinja.
+        eos_token: End mark of the tokenizer; None if it has none.
+    """
+
+    text: str
+    eos_token: str | None = None
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        if problems := template_problems("", self.text):
+            raise TemplateRefusalError(problems[0].message.partition(": ")[2])
+        return _environment().from_string(self.text)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        """Gives the text of a conversation.
+
+        Raises:
+            TemplateRefusalError: By the template's own word, or because it is no Jinja.
+            Exception: Whatever else a program raises.
+        """
+        marks = {} if self.eos_token is None else {"eos_token": self.eos_token}
+        rendered: str = self._compiled.render(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=False, **marks
+        )
+        return rendered
+
+
+def _environment() -> jinja2.Environment:
+    """Makes Jinja's environment with what templates of chats expect there.
+
     Source:
         transformers utils/chat_template_utils.py _cached_compile_jinja_template: the same syntax, extensions and filters.
     """
-    import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -84,11 +125,36 @@ def template_problems(name: str, text: str) -> list[Problem]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    def refuse(message: str) -> None:
+        raise TemplateRefusalError(message)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Stands for Jinja's own filter, which escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def template_problems(name: str, text: str) -> list[Problem]:
+    """Gives DATA_CHAT_TEMPLATE_FILE where a template is no Jinja.
+
+    Args:
+        name: As the job has it.
+        text: Its content.
+    """
+    import jinja2
+
     try:
-        environment.from_string(text)
+        _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         return [chat_template_problem(name, f"line {error.lineno}: {(error.message or 'it is no Jinja').rstrip('.')}")]
     except RecursionError:
@@ -103,6 +169,22 @@ def chat_template_problem(name: str, what: str) -> Problem:
         key="data.chat_template",
         message=f"data.chat_template={shown(name)}: {what}",
         fix="Name a UTF-8 file with a Jinja template, or write chatml",
+    )
+
+
+def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
+    """Gives DATA_CHAT_TEMPLATE: a template does not take a conversation.
+
+    Args:
+        reason: What it says.
+        where: File or data, and record.
+        key: Key path that the problem names.
+    """
+    return Problem(
+        code="DATA_CHAT_TEMPLATE",
+        key=key,
+        message=f"{where}: the chat template does not render it: {reason.rstrip('.')}",
+        fix="Correct or remove the record, or set data.chat_template to a template that takes it",
     )
 
 

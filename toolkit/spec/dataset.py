@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError, Problem, SpecError, ToolkitError, raise_all
-from toolkit.spec.chat_template import CHATML, read_chat_template, template_problems, unused_chat_template
+from toolkit.spec.chat_template import (
+    CHATML,
+    ChatTemplate,
+    read_chat_template,
+    template_problems,
+    unused_chat_template,
+)
+from toolkit.spec.dataset_chats import conversation_problems, unread_key_warning
 from toolkit.spec.dataset_columns import resolve_layout
 from toolkit.spec.dataset_files import SUFFIXES, Head, Kind, read_head
 from toolkit.spec.dataset_formats import Format, as_format, loss_on_problem
@@ -35,6 +42,7 @@ class SourceFacts:
         format: What its records are; None when only loading it tells.
         num_bytes: Size on disk, bytes; None for the hub.
         unread: Columns that are not empty, would add to the documents by their names, and are read by nothing.
+        unread_keys: Says which keys of its messages are read by nothing; None where none is.
     """
 
     name: str
@@ -44,6 +52,7 @@ class SourceFacts:
     format: Format | None
     num_bytes: int | None
     unread: tuple[str, ...] = ()
+    unread_keys: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +70,10 @@ class DatasetFacts:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What training would pass over, one sentence a source."""
-        return tuple(unread_warning(source.name, source.unread) for source in self.train + self.eval if source.unread)
+        """What training would pass over, a sentence for the columns and one for the keys of messages of each source."""
+        sources = self.train + self.eval
+        columns = [unread_warning(source.name, source.unread) for source in sources if source.unread]
+        return (*columns, *(source.unread_keys for source in sources if source.unread_keys is not None))
 
     @property
     def num_bytes(self) -> int | None:
@@ -80,24 +91,29 @@ def unread_warning(name: str, columns: Sequence[str]) -> str:
     )
 
 
-def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[Problem, ...]]:
+def peek(
+    data: Data, *, base: Path | None = None, template: ChatTemplate | None = None
+) -> tuple[DatasetFacts, tuple[Problem, ...]]:
     """Looks at the head of every source (1000 records a file), never stopping at the first fault.
 
     Args:
         data: The job's data section.
         base: Folder that relative paths start from; the working directory when None.
+        template: Chat template of the tokenizer, if it is at hand; `data.chat_template` goes before it.
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
         PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
-        DATA_REVISION, DATA_VALIDATION, DATA_CHAT_TEMPLATE_FILE, DATA_CHAT_TEMPLATE_UNUSED.
+        DATA_REVISION, DATA_VALIDATION, DATA_CHAT_TEMPLATE_FILE, DATA_CHAT_TEMPLATE_UNUSED, DATA_CHAT_TEMPLATE,
+        DATA_CHAT_DROPPED.
     """
     problems: list[Problem] = []
     root = base or Path.cwd()
+    template, unreadable = _template(data, root, template)
     sources: dict[str, list[SourceFacts]] = {"train": [], "eval": []}
     splits = {"train": data.split, "eval": data.eval_split or "validation"}
     for part, names in (("train", data.train), ("eval", data.eval)):
         for key, name in _entries(f"data.{part}", names):
-            facts = _look_at(name, data, key=key, root=root, split=splits[part], problems=problems)
+            facts = _look_at(name, data, key=key, root=root, split=splits[part], template=template, problems=problems)
             if facts is not None:
                 sources[part].append(facts)
     everything = sources["train"] + sources["eval"]
@@ -106,7 +122,7 @@ def peek(data: Data, *, base: Path | None = None) -> tuple[DatasetFacts, tuple[P
         problems.append(_mixed(everything))
     found = next(iter(formats)) if len(formats) == 1 else None
     problems += _combination_problems(data, found, sources)
-    problems += _template_problems(data, root)
+    problems += unreadable
     return DatasetFacts(train=tuple(sources["train"]), eval=tuple(sources["eval"]), format=found), tuple(problems)
 
 
@@ -125,7 +141,16 @@ def _entries(key: str, names: str | tuple[str, ...] | None) -> list[tuple[str, s
     return [(f"{key}[{index}]", name) for index, name in enumerate(names)]
 
 
-def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problems: list[Problem]) -> SourceFacts | None:
+def _look_at(
+    name: str,
+    data: Data,
+    *,
+    key: str,
+    root: Path,
+    split: str,
+    template: ChatTemplate | None,
+    problems: list[Problem],
+) -> SourceFacts | None:
     path = root / expanded(name)
     try:
         found = path_kind(path, key=key)
@@ -144,16 +169,26 @@ def _look_at(name: str, data: Data, *, key: str, root: Path, split: str, problem
     except SpecError as error:
         problems += error.problems
         return None
-    return _read_source(name, path, kind, data, key=key, split=split, size=size, problems=problems)
-
-
-def _read_source(
-    name: str, path: Path, kind: Kind, data: Data, *, key: str, split: str, size: int, problems: list[Problem]
-) -> SourceFacts:
     head = read_head(path, kind, key=key, split=split)
+    return _facts_of(name, path, kind, head, data, key=key, size=size, template=template, problems=problems)
+
+
+def _facts_of(
+    name: str,
+    path: Path,
+    kind: Kind,
+    head: Head,
+    data: Data,
+    *,
+    key: str,
+    size: int,
+    template: ChatTemplate | None,
+    problems: list[Problem],
+) -> SourceFacts:
     problems += head.problems
     format_ = None if data.format == "auto" else as_format(data.format)
     unread: tuple[str, ...] = ()
+    unread_keys = None
     if head.columns:
         resolved = resolve_layout(head.columns, data.format, key=key, name=name)
         if isinstance(resolved, Problem):
@@ -164,8 +199,19 @@ def _read_source(
             problems += _type_problems(head.records, resolved, key=key, name=name)
             problems += _blank_problems(head.records, format_, key=key, name=name)
             unread = _unread(resolved, head)
+        if not isinstance(resolved, Problem) and format_ == "messages":
+            problems += conversation_problems(head.records, resolved, data.loss_on, template, key=key, name=name)
+            said = [record.get(resolved.needed[0]) for _, record in head.records]
+            unread_keys = unread_key_warning(name, said, template=None if template is None else template.text)
     return SourceFacts(
-        name=name, kind=kind, path=path, columns=head.columns, format=format_, num_bytes=size, unread=unread
+        name=name,
+        kind=kind,
+        path=path,
+        columns=head.columns,
+        format=format_,
+        num_bytes=size,
+        unread=unread,
+        unread_keys=unread_keys,
     )
 
 
@@ -280,14 +326,17 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
     return problems
 
 
-def _template_problems(data: Data, root: Path) -> tuple[Problem, ...]:
+def _template(data: Data, root: Path, own: ChatTemplate | None) -> tuple[ChatTemplate | None, tuple[Problem, ...]]:
+    """Gives what renders messages, if it is at hand, and what is wrong with the job's own template."""
     name = data.chat_template
-    if name is None or name == CHATML:
-        return ()
+    if name is None:
+        return own, ()
     try:
-        return tuple(template_problems(name, read_chat_template(name, base=root)))
+        text = read_chat_template(name, base=root)
+        problems = () if name == CHATML else tuple(template_problems(name, text))
     except ToolkitError as error:
-        return error.problems
+        return None, error.problems
+    return None if problems else ChatTemplate(text, None if own is None else own.eos_token), problems
 
 
 def _revision_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:

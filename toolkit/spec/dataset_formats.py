@@ -13,6 +13,8 @@ FORMAT_COLUMNS: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "messages": ("messages",),
 }
+# A message that calls a tool may say nothing besides.
+_CALLS = ("tool_calls", "function_call")
 LOSS_ON_FORMAT: dict[str, Format] = {"completion": "prompt_completion", "assistant": "messages"}
 
 
@@ -52,7 +54,7 @@ def _messages_fault(messages: Any) -> str | None:
         if not isinstance(message.get("role"), str):
             return f"messages[{index}].role is {kind_of(message.get('role'))}, not a string"
         content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        if not isinstance(content, str) and not (content is None and any(map(message.get, _CALLS))):
             return f"messages[{index}].content is {kind_of(content)}, not a string"
     return None
 

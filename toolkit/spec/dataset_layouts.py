@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.spec.chat_messages import asks_to_learn, learning_fault, said_besides
 from toolkit.spec.dataset_formats import FORMAT_COLUMNS, Format, kind_of, record_fault
 
 Record = Mapping[str, Any]
@@ -124,7 +125,9 @@ def _sharegpt_fault(record: Record) -> str | None:
             return f"{at}.from is {speaker!r}, none of {', '.join(SHAREGPT_ROLES)}"
         if not isinstance(said, str):
             return f"{at}.value is {kind_of(said)}, not a string"
-    return None
+        if (besides := said_besides(turn)) is not None:
+            return f"{at}.{besides} is not of ShareGPT: give conversations that have it as messages"
+    return learning_fault(turns, at="conversations")
 
 
 def _sharegpt_chat(record: Record) -> dict[str, Any]:
@@ -132,16 +135,24 @@ def _sharegpt_chat(record: Record) -> dict[str, Any]:
         {
             "role": SHAREGPT_ROLES[turn.get("from", turn.get("role")).lower()],
             "content": turn.get("value", turn.get("content")),
+            # In each message, with or without a value: records become one table.
+            "train": asks_to_learn(turn),
         }
         for turn in record["conversations"]
     ]
     if (record.get("system") or "").strip():
-        messages.insert(0, {"role": "system", "content": record["system"]})
+        messages.insert(0, {"role": "system", "content": record["system"], "train": None})
     return {"messages": messages}
 
 
 def _own(format_: Format) -> Layout:
-    return Layout(name=format_, format=format_, needed=FORMAT_COLUMNS[format_], fault=_own_fault(format_))
+    return Layout(
+        name=format_,
+        format=format_,
+        needed=FORMAT_COLUMNS[format_],
+        optional=("tools",) if format_ == "messages" else (),
+        fault=_own_fault(format_),
+    )
 
 
 ALPACA = Layout(

@@ -25,6 +25,7 @@ class TokenizerFacts:
     Args:
         vocab_size: Largest token id + 1; None where only loading the tokenizer can tell (a bare SentencePiece model).
         has_chat_template: Whether `messages` can be rendered.
+        chat_template: The default template; None where there is none, or only others by name.
         chat_template_marks_assistant: Whether the default template marks what the assistant says with
             `{% generation %}`, which loss on assistant tokens alone needs.
         eos_token: End mark; None if the tokenizer has none.
@@ -33,6 +34,7 @@ class TokenizerFacts:
 
     vocab_size: int | None
     has_chat_template: bool
+    chat_template: str | None
     chat_template_marks_assistant: bool
     eos_token: str | None
     pad_token: str | None
@@ -58,6 +60,7 @@ def read_tokenizer_facts(folder: Path) -> TokenizerFacts | None:
     return TokenizerFacts(
         vocab_size=_vocab_size(folder, config),
         has_chat_template=template is not None or other_templates,
+        chat_template=template,
         chat_template_marks_assistant=template is not None and GENERATION_MARK.search(template) is not None,
         eos_token=_token(special.get("eos_token")),
         pad_token=_token(special.get("pad_token")),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
-from toolkit.spec.architectures import architecture_of, class_problems
+from toolkit.spec.architectures import Architecture, architecture_of, class_problems
 from toolkit.topology.grid import join
 
 
@@ -16,14 +16,28 @@ def causal_language_model(draft: Draft) -> Iterator[Problem]:
     yield from class_problems(model.config, name=model.name, trust_remote_code=draft.job.model.trust_remote_code)
 
 
+def _built(draft: Draft) -> Architecture | None:
+    model = draft.model
+    folder = model.path if model.origin == "folder" else None
+    return architecture_of(model.config, trust_remote_code=draft.job.model.trust_remote_code, folder=folder)
+
+
+def layers_that_recompute(draft: Draft) -> Iterator[Problem]:
+    """Some old classes have no layers that transformers can checkpoint."""
+    built, fraction = _built(draft), draft.settings.gradient_checkpointing
+    if fraction and built is not None and built.checkpoints is False:
+        yield Problem(
+            code="CHECKPOINTING_LAYERS",
+            key="train.gradient_checkpointing",
+            message=f"gradient_checkpointing={fraction:g} with {built.class_name}: none of its layers is a GradientCheckpointingLayer",
+            fix="Set train.gradient_checkpointing to false",
+            source="transformers modeling_layers.py",
+        )
+
+
 def attention_of_class(draft: Draft) -> Iterator[Problem]:
     """A class has the attention that it has been written for, and no other; soft-capped scores need a kernel that caps."""
-    model, attention = draft.model, draft.settings.attention
-    built = architecture_of(
-        model.config,
-        trust_remote_code=draft.job.model.trust_remote_code,
-        folder=model.path if model.origin == "folder" else None,
-    )
+    built, attention = _built(draft), draft.settings.attention
     if built is None or built.attention is None or attention in built.attention:
         yield from _soft_capped(draft)
         return
@@ -55,4 +69,4 @@ def _soft_capped(draft: Draft) -> Iterator[Problem]:
         )
 
 
-RULES = (causal_language_model, attention_of_class)
+RULES = (causal_language_model, attention_of_class, layers_that_recompute)

@@ -1,0 +1,190 @@
+"""Tokenising conversations: what the chat template renders, and a mark on each token that the loss counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from toolkit.data.chat_template import TEMPLATE_FAULTS, reason_of
+from toolkit.errors import DataError
+from toolkit.spec.chat_messages import (
+    Messages,
+    dropped,
+    dropped_problem,
+    for_template,
+    is_left_out,
+    learning_fault,
+    tools_of,
+)
+from toolkit.spec.chat_template import refused_problem
+from toolkit.spec.tokenizer import GENERATION_MARK
+
+# (start, stop) in characters of a rendered conversation.
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTokeniser:
+    """Turns a conversation into token ids and targets.
+
+    Args:
+        tokenizer: A `transformers` tokenizer with a chat template.
+        loss_on: `all`, or `assistant`: what the assistant says alone. Messages that say of themselves that they are not to be
+            learned never are.
+    """
+
+    tokenizer: Any
+    loss_on: str
+
+    def __call__(self, record: Mapping[str, Any], *, index: int) -> tuple[list[int], list[int]]:
+        """Tokenises a record of `messages` and, if it has them, `tools`.
+
+        Args:
+            record: Whose messages are sound (`record_fault`).
+            index: Of the record, from 0, for errors.
+        Returns:
+            Token ids, and 1 for each that counts, else 0.
+        Raises:
+            DataError: DATA_TYPE; DATA_CHAT_TEMPLATE, if the template does not render it or answers cannot be found in it;
+                DATA_CHAT_DROPPED, if the template leaves out a part of it; DATA_SLOW_TOKENIZER.
+        """
+        where = f"record {index + 1} of the data"
+        try:
+            if (fault := learning_fault(record["messages"], self.loss_on)) is not None:
+                raise ValueError(fault)
+            tools = tools_of(record)
+        except ValueError as error:
+            fix = "Correct or remove the record"
+            raise DataError.of(code="DATA_TYPE", key="data", message=f"{where}: {error}", fix=fix) from None
+        left_out = {at for at, message in enumerate(record["messages"]) if is_left_out(message)}
+        try:
+            return self._tokenise(for_template(record["messages"]), tools, left_out, where=where)
+        except TEMPLATE_FAULTS as error:  # many templates demand that roles alternate, or know no system message
+            raise DataError(refused_problem(reason_of(error), where=where)) from error
+
+    def _tokenise(
+        self, messages: Messages, tools: Any, left_out: Collection[int], *, where: str
+    ) -> tuple[list[int], list[int]]:
+        text = self._render(messages, tools)
+        if (part := dropped(messages, tools, text, self._render)) is not None:
+            raise DataError(dropped_problem(part, where=where, key="data"))
+        if self.loss_on == "all" and not left_out:
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return ids, [1] * len(ids)
+
+        def render(upto: int, **options: bool) -> str:
+            return self._render(messages[:upto], tools, **options)
+
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.loss_on == "all":
+            return self._marked(text, [(0, len(text))], but=message_spans(messages, render, left_out))
+        if GENERATION_MARK.search(chat_template(self.tokenizer) or "") is None:
+            return self._marked(text, message_spans(messages, render, [at for at in answers if at not in left_out]))
+        blocks = self._blocks(messages, tools, len(messages))
+        return self._marked(text, blocks, but=self._blocks_of(messages, tools, blocks, left_out, where=where))
+
+    def _render(self, messages: Messages, tools: Any, **options: bool) -> str:
+        rendered: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return rendered
+
+    def _blocks(self, messages: Messages, tools: Any, upto: int) -> Spans:
+        """Gives what a template marks with `{% generation %}` in the first messages."""
+        if not upto:
+            return []
+        _, [blocks] = render_jinja_template(
+            [messages[:upto]],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        return list(blocks)
+
+    def _blocks_of(
+        self, messages: Messages, tools: Any, blocks: Spans, chosen: Collection[int], *, where: str
+    ) -> Spans:
+        """Gives the blocks that are of some messages: those by which a conversation that ends with the message has more."""
+        found: Spans = []
+        for at in sorted(chosen):
+            before, after = (len(self._blocks(messages, tools, upto)) for upto in (at, at + 1))
+            if after > len(blocks) or after < before:
+                reason = f"it marks other answers in the first {at + 1} messages than in all"
+                raise DataError(refused_problem(reason, where=where))
+            found += blocks[before:after]
+        return found
+
+    def _marked(self, text: str, spans: Spans, *, but: Iterable[tuple[int, int]] = ()) -> tuple[list[int], list[int]]:
+        """Tokenises a text and marks the tokens that overlap a span, but for those that overlap one of others."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError.of(
+                code="DATA_SLOW_TOKENIZER",
+                key="data.loss_on",
+                message="the tokenizer gives no character offsets to find messages by that are not to be learned",
+                fix="Name a model with a tokenizer.json in model.tokenizer, or remove such messages",
+            )
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets, others = encoded["offset_mapping"], list(but)
+        targets = [int(_overlaps(token, spans) and not _overlaps(token, others)) for token in offsets]
+        return encoded["input_ids"], targets
+
+
+def _overlaps(token: tuple[int, int], spans: Iterable[tuple[int, int]]) -> bool:
+    return any(token[0] < stop and token[1] > start for start, stop in spans)
+
+
+def chat_template(tokenizer: Any) -> str | None:
+    """Gives the template that `apply_chat_template` uses, or None when the tokenizer has none."""
+    try:
+        template: str = tokenizer.get_chat_template()
+    except (ValueError, AttributeError):
+        return None
+    return template
+
+
+def message_spans(messages: Messages, render: Callable[..., str], chosen: Collection[int]) -> Spans:
+    """Finds some messages, end marks included, in a rendered conversation.
+
+    A turn starts where the conversation before it ends; what the assistant says, where that is opened for it.
+
+    Args:
+        messages: The conversation.
+        render: `render(n)` gives the text of the first n messages; it takes `add_generation_prompt`.
+        chosen: Indices of the messages.
+    Returns:
+        (start, stop) in characters of `render(len(messages))`, one a chosen message.
+    Raises:
+        DataError: DATA_CHAT_TEMPLATE, if the template rewrites earlier turns so that they cannot be found.
+    """
+    whole = render(len(messages))
+    spans = []
+    for index in sorted(chosen):
+        message = messages[index]
+        opened = render(index, add_generation_prompt=message["role"] == "assistant") if index else ""
+        closed = render(index + 1)
+        start = len(opened)
+        stop = len(closed) if whole.startswith(closed) else _stop_by_content(whole, closed, message, start)
+        if not whole.startswith(opened) or stop is None:
+            message_text = (
+                f"the chat template rewrites turn {index + 1} as the conversation goes on, so that it cannot be found"
+            )
+            fix = "Put {% generation %} around the assistant's turns in the template, or set data.loss_on to all"
+            raise DataError.of(code="DATA_CHAT_TEMPLATE", key="data.loss_on", message=message_text, fix=fix)
+        spans.append((start, stop))
+    return spans
+
+
+def _stop_by_content(whole: str, closed: str, message: dict[str, Any], start: int) -> int | None:
+    """Finds a turn's end by its content and the end mark after it.
+
+    Templates of reasoning models wrap the last turn otherwise than earlier ones, so `closed` is no prefix of `whole`.
+    """
+    said = (message.get("content") or "").split("</think>")[-1].strip()
+    at = whole.find(said, start)
+    if not said or at < 0 or said not in closed:
+        return None
+    end_mark = closed[closed.rindex(said) + len(said) :]
+    stop = at + len(said) + len(end_mark)
+    return stop if whole[at + len(said) : stop] == end_mark else None
