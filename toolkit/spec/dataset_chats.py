@@ -41,7 +41,7 @@ def conversation_problems(
     for line, record in conversations(records, layout):
         where = f"{name}, record at line {line}"
         if (fault := learning_fault(record["messages"], loss_on)) is not None:
-            fix = "Correct the key, remove it, or set data.loss_on to all"
+            fix = "Correct or remove the key"
             found.setdefault("fault", Problem(code="DATA_TYPE", key=key, message=f"{where}: {fault}", fix=fix))
         # What a template shows depends on who speaks and which keys there are: one record of a kind stands for the others
         # here, and each is looked at when it is tokenised.
