@@ -119,6 +119,11 @@ class RunError(ToolkitError):
     exit_code = 3
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, on one line; its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def raise_all(error: type[ToolkitError], problems: Iterable[Problem]) -> None:
     """Raises one error with every problem, or returns when there is none."""
     found = tuple(problems)

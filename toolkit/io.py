@@ -39,9 +39,20 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
         raise
 
 
-def write_json(path: Path, value: Any, *, sync: bool = False, sort_keys: bool = False) -> None:
-    """Writes a value as indented JSON, whole or not at all; `sync` forces it to disk."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, sort_keys=sort_keys) + "\n", sync=sync)
+def write_json(
+    path: Path, value: Any, *, sync: bool = False, sort_keys: bool = False, ensure_ascii: bool = False
+) -> None:
+    """Writes a value as indented JSON, whole or not at all.
+
+    Args:
+        path: Replaced if it exists.
+        value: What `json` can write.
+        sync: Forces the file to disk.
+        sort_keys: Orders the keys of every object.
+        ensure_ascii: Escapes all else, so that text with lone surrogates, as of undecodable paths, can be written.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
+    write_text(path, f"{text}\n", sync=sync)
 
 
 def sync_folder(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from toolkit.checkpoint.random_state import load_random_state, save_random_state
 from toolkit.engine.seed import seed_random_state
+from toolkit.errors import CheckpointError
 
 Draw = tuple[float, float, float]
 
@@ -52,3 +53,15 @@ def test_a_restored_state_goes_on(tmp_path: Path) -> None:
         load_random_state(tmp_path, rank=rank)
         assert _draws() == expected
     assert sorted(path.name for path in (tmp_path / "random").iterdir()) == ["rank-00000.pt", "rank-00001.pt"]
+
+
+@pytest.mark.parametrize("part", ["python", "numpy", "torch"])
+@pytest.mark.parametrize("wrong", [None, (1, 2), {"a": 1}])
+def test_states_of_another_form_are_damage(tmp_path: Path, part: str, wrong: object) -> None:
+    (tmp_path / "random").mkdir()
+    save_random_state(tmp_path, rank=0)
+    path = tmp_path / "random" / "rank-00000.pt"
+    torch.save(torch.load(path, weights_only=False) | {part: wrong}, path)
+    with pytest.raises(CheckpointError, match="holds no random states") as caught:
+        load_random_state(tmp_path, rank=0)
+    assert caught.value.codes == ("CHECKPOINT_DAMAGED",)

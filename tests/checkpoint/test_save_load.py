@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_distributed
+from hostile_files import NAMED, agree, make_hostile
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
 from toolkit.checkpoint.compatible import check_resumable, describe_changes, layout_problems
 from toolkit.checkpoint.load import load_as_data
-from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
+from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
 from toolkit.checkpoint.state import State
 from toolkit.errors import ToolkitError
@@ -77,16 +77,6 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-class Calls:
-    """Pickled, it is a call of `os.mkdir` that whoever unpickles it makes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
 HOSTILE = {
     "hostile-model": "global_step4/mp_rank_00_model_states.pt",
     "hostile-optimizer": "global_step4/*pp_rank_1_mp_rank_00_optim_states.pt",
@@ -100,10 +90,8 @@ def _hostile(rank: int, plan: Any, root: Path) -> Iterator[tuple[str, Any]]:
         for name, pattern in HOSTILE.items():
             folder = root / name
             shutil.copytree(root / "zero-2", folder)
-            path = next(folder.glob(pattern))
-            torch.save(torch.load(path, weights_only=False) | {"more": Calls(root / "called")}, path)
-            (folder / "manifest.json").unlink()
-            write_manifest(folder, hash_files(folder, list_files(folder)))
+            make_hostile(next(folder.glob(pattern)), root / "called")
+            agree(folder)
     torch.distributed.barrier()
     with tk.initialize(plan) as run:
         for name in HOSTILE:
@@ -296,6 +284,6 @@ def test_nothing_of_a_checkpoint_runs(results: list[dict[str, Any]], root: Path,
         codes, text = result["hostile", name]
         assert codes == ("CHECKPOINT_UNSAFE",)
         assert f"{next((root / name).glob(HOSTILE[name]))} is more than data" in text
-        assert "would call posix.mkdir" in text
+        assert f"would call {NAMED}" in text
         assert result["hostile", "engine"] == ("CHECKPOINT_UNSAFE",)
     assert not (root / "called").exists()

@@ -88,10 +88,9 @@ def test_whatever_is_broken_is_one_damaged_row(run, capsys, name):
     assert main(["checkpoint", "list", str(run), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["step"], row["damaged"], row["world_size"]) for row in rows] == [(9, True, None), (10, False, 4)]
-    if not agrees:
-        assert main(["checkpoint", "verify", str(folder), "--json"]) == 1
-        (problem,) = json.loads(capsys.readouterr().out)["problems"]
-        assert (problem["code"], str(folder / file) in problem["message"]) == ("CHECKPOINT_DAMAGED", True)
+    assert main(["checkpoint", "verify", str(folder), "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (problem["code"], str(folder / file) in problem["message"]) == ("CHECKPOINT_DAMAGED", True)
 
 
 def test_list_of_nothing(tmp_path, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -12,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import run_distributed
+from hostile_files import NAMED, Calls, agree, make_hostile
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from train_jobs import VOCAB_SIZE, job_values, write_inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.checkpoint.manifest import hash_files, list_files, read_manifest, write_manifest
+from toolkit.checkpoint.manifest import read_manifest
 from toolkit.cli.app import main
 from toolkit.cli.export import parse_size
 from toolkit.errors import SpecError
@@ -164,31 +164,11 @@ def test_verification_may_be_left_out_where_it_has_just_been_done(root, tmp_path
         export_checkpoint(folder, tmp_path / "again")
 
 
-class Calls:
-    """Pickled, it is a call of `os.mkdir` that whoever unpickles it makes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def remade(root: Path, name: str, folder: Path, change: Callable[[Path], object]) -> Path:
     """A copy of a checkpoint that whoever made it has changed, with checksums that agree."""
     shutil.copytree(root / name / "checkpoint-4", folder)
     change(folder)
-    (folder / "manifest.json").unlink()
-    write_manifest(folder, hash_files(folder, list_files(folder)))
-    return folder
-
-
-def hostile(pattern: str, called: Path) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        path = next(folder.glob(pattern))
-        torch.save(torch.load(path, weights_only=False) | {"more": Calls(called)}, path)
-
-    return change
+    return agree(folder)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +181,13 @@ def hostile(pattern: str, called: Path) -> Callable[[Path], object]:
     ],
 )
 def test_nothing_of_a_checkpoint_runs(root, capsys, tmp_path, name, pattern, options):
-    folder = remade(root, name, tmp_path / "checkpoint-4", hostile(pattern, tmp_path / "called"))
+    called = tmp_path / "called"
+    folder = remade(
+        root, name, tmp_path / "checkpoint-4", lambda folder: make_hostile(next(folder.glob(pattern)), called)
+    )
     (problem,) = export(root, capsys, folder, "--out", tmp_path / "out", *options, code=2)["problems"]
     assert problem["code"] == "CHECKPOINT_UNSAFE"
-    assert f"{next(folder.glob(pattern))} is more than data: reading it would call posix.mkdir" in problem["message"]
+    assert f"{next(folder.glob(pattern))} is more than data: reading it would call {NAMED}" in problem["message"]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4"}
 
 
@@ -214,7 +197,7 @@ def test_what_lies_beside_the_weights_does_not_run_either(root, capsys, tmp_path
     def change(folder: Path) -> None:
         for name in ("adapter_model.bin", "pytorch_model.bin", "training_args.bin"):
             torch.save({"lm_head.weight": Calls(tmp_path / "called")}, folder / "model" / name)
-        hostile("global_step4/*optim_states.pt", tmp_path / "called")(folder)
+        make_hostile(next(folder.glob("global_step4/*optim_states.pt")), tmp_path / "called")
         (folder / "latest").write_bytes(b"../elsewhere\xff")
 
     folder = remade(root, "tied-bf16", tmp_path / "checkpoint-4", change)
@@ -296,15 +279,13 @@ def test_scores_that_differ_are_an_error(root, capsys, tmp_path):
 
     probe = load_file(folder / "probe.safetensors")
     save_file(probe | {"logits": probe["logits"].flip(-1).contiguous()}, folder / "probe.safetensors")
-    (folder / "manifest.json").unlink()
-    write_manifest(folder, hash_files(folder, list_files(folder)))
+    agree(folder)
     done = export(root, capsys, folder, "--out", tmp_path / "out", code=1)
     assert done["problems"][0]["code"] == "EXPORT_LOGITS"
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4"}, "complete or absent"
     export(root, capsys, folder, "--out", tmp_path / "unchecked", "--no-check-logits")
     (folder / "probe.safetensors").unlink()
-    (folder / "manifest.json").unlink()
-    write_manifest(folder, hash_files(folder, list_files(folder)))
+    agree(folder)
     assert "probe.safetensors" not in read_manifest(folder)
     done = export(root, capsys, folder, "--out", tmp_path / "none", "--check-logits", code=2)
     assert done["problems"][0]["code"] == "EXPORT_NO_PROBE"

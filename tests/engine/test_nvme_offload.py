@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_distributed
+from hostile_files import agree, make_hostile
 from tiny_models import tiny_config
 from tiny_plans import step_batches
 from transformers import AutoModelForCausalLM
 
 import toolkit as tk
-from toolkit.checkpoint.swapped import INDEX, SWAPPED
+from toolkit.checkpoint.swapped import INDEX, SWAPPED, restore_unswapped
 from toolkit.errors import CheckpointError
 from toolkit.export.zero_reader import ZeroCheckpoint
 from toolkit.plan.plan import Plan
@@ -97,7 +99,25 @@ def _one(rank: int, root: Path, case: str) -> dict[str, Any]:
         tk.load(run, root / case)
         again = [step(run, number) for number in (3, 4)]
         tk.save(run, root / case)  # in place of what is there
-    return {"first": first, "then": then, "again": again, "on_disk": on_disk}
+        refused = _refusals(run, rank, root, case)
+    return {"first": first, "then": then, "again": again, "on_disk": on_disk, "refused": refused}
+
+
+def _refusals(run: Any, rank: int, root: Path, case: str) -> list[tuple[str, ...]]:
+    """What is said to a pickle that calls a function, by `tk.load` and by the part of it that only these profiles have."""
+    hostile, refused = root / f"{case}-hostile", []
+    if rank == 0:
+        shutil.copytree(root / case, hostile)
+        for path in hostile.glob("global_step4/*_optim_states.pt"):
+            make_hostile(path, root / "called")
+        agree(hostile)
+    run.world.barrier()
+    for call in (lambda: tk.load(run, hostile), lambda: restore_unswapped(run.engine, hostile, "global_step4")):
+        try:
+            call()
+        except CheckpointError as error:
+            refused.append(error.codes)
+    return refused
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +146,13 @@ def test_offload_changes_no_number(results: list[dict[str, Any]], case: str) -> 
 def test_a_resume_goes_on_exactly(results: list[dict[str, Any]], case: str) -> None:
     for result in results:
         assert result[case]["again"] == result[case]["then"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_of_a_checkpoint_runs(results: list[dict[str, Any]], root: Path, case: str) -> None:
+    for result in results:
+        assert result[case]["refused"] == [("CHECKPOINT_UNSAFE",) * 2, ("CHECKPOINT_UNSAFE",)]
+    assert not (root / "called").exists()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -234,6 +234,8 @@ def test_the_plan_says_how_many_ranks_there_are(failures: dict[str, str], root: 
 def test_layers_of_pipeline_stages_are_refused(failures: dict[str, str], root: Path, tmp_path: Path) -> None:
     folder = _broken(root / "llama-z1-bf16", tmp_path / "stages")
     (folder / "global_step2" / "layer_00-model_states.pt").write_bytes(b"")
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, hash_files(folder, list_files(folder)))
     code, message = _refusal(folder, tmp_path / "out")
     assert (code, "layer_00-model_states.pt" in message) == ("EXPORT_MODEL_PARALLEL", True)
 

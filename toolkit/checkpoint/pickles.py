@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, first_line
 from toolkit.io import plain_file
 
 _ZIP = b"PK\x03\x04"
@@ -45,7 +45,7 @@ def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: An
             warnings.simplefilter("ignore", UserWarning)  # of other protocols and TorchScript, which are refused
             value = torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except Exception as error:  # a truncated archive raises anything from EOFError to RuntimeError
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError) or "weights_only" in reason:
             raise _unsafe(folder / name, str(error)) from None
         raise ValueError(f"cannot be read: {reason}") from None

@@ -35,14 +35,15 @@ def load_random_state(folder: Path, *, rank: int) -> None:
     name = _name(rank)
     try:
         state = read_pickle(folder, name)
+    except ValueError as error:
+        raise CheckpointError(damaged(folder, name, str(error))) from None
+    try:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-    except ValueError as error:
-        raise CheckpointError(damaged(folder, name, str(error))) from None
-    except (KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(damaged(folder, name, f"holds no random states: {error}")) from None
 
 

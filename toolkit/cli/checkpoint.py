@@ -88,16 +88,18 @@ def _describe(folder: Path) -> dict[str, Any]:
 def verify_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint-STEP folder.")], as_json: JsonOption = False
 ) -> None:
-    """Check that every file of a checkpoint is there, byte for byte, before a launch depends on it.
+    """Check that every file of a checkpoint is there, byte for byte, and says what it must, before a launch depends on it.
 
     Example: `toolkit checkpoint verify runs/my-job/checkpoint-500`
 
     JSON keys: checkpoint, files, bytes.
     """
     from toolkit.checkpoint.manifest import verify
+    from toolkit.checkpoint.state import SavedAxes, State
 
     try:
         manifest = verify(checkpoint)
+        State.load(checkpoint), SavedAxes.load(checkpoint)  # whose types no checksum vouches for
     except CheckpointError as error:
         if set(error.codes) <= {"CHECKPOINT_DAMAGED", "CHECKPOINT_INCOMPLETE"}:
             raise CheckError(*error.problems) from None

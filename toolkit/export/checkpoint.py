@@ -17,8 +17,9 @@ from toolkit.checkpoint.manifest import verify as verify_checkpoint
 from toolkit.checkpoint.probe import PROBE
 from toolkit.checkpoint.state import State, saved_plan
 from toolkit.engine.initialize import locate_weights
-from toolkit.errors import CheckError, CheckpointError
-from toolkit.export.export import ExportReport, brings_code, export_checkpoint, read_model_object
+from toolkit.errors import CheckError, CheckpointError, first_line
+from toolkit.export.export import ExportReport, export_checkpoint
+from toolkit.export.model_folder import brings_code, read_model_object
 from toolkit.modeling.build import DTYPES
 from toolkit.plan.checkpoint_size import leaves_frozen_out
 from toolkit.plan.plan import Plan
@@ -221,7 +222,7 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
         raise CheckpointError.of(
             code="EXPORT_CONFIG",
             key=str(report.output_dir),
-            message=f"the export cannot be loaded: {next(iter(str(error).splitlines()), type(error).__name__)}",
+            message=f"the export cannot be loaded: {first_line(error)}",
             fix="Nothing was put in place; export another checkpoint, or pass --no-check-logits to export without loading",
         ) from error
 

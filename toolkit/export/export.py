@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from toolkit.checkpoint.manifest import damaged
 from toolkit.errors import CheckpointError, Problem
 from toolkit.export.adapter import (
-    ADAPTER_CONFIG,
     base_key,
     factor_of,
     is_adapted,
@@ -27,13 +21,14 @@ from toolkit.export.adapter import (
 from toolkit.export.adapter_shards import adapted_shards
 from toolkit.export.contents import Contents, Kind, Opened, choose_contents
 from toolkit.export.joined import JoinedCheckpoint
+from toolkit.export.model_folder import adapted_model, copy_companions, empty_model
 from toolkit.export.readback import verify_written
 from toolkit.export.united import UnitedCheckpoint
 from toolkit.export.writer import Entry, ShardWriter, staged_folder
 from toolkit.export.zero_reader import ZeroCheckpoint
-from toolkit.io import open_plain, read_plain, read_plain_object, write_json
+from toolkit.io import read_plain
 from toolkit.modeling.conversion import revert
-from toolkit.modeling.initialization import tie_weights, tied_keys
+from toolkit.modeling.initialization import tied_keys
 from toolkit.tensor_parallel.apply import dense_shards
 from toolkit.tensor_parallel.tables import styles_for
 from toolkit.topology.grid import Grid
@@ -42,15 +37,6 @@ Progress = Callable[[int, int], None]
 _ONE_RANK = Grid()
 _SAMPLES = 16  # tensors whose bytes are read back
 _MAX_TAG_BYTES = 1000
-_OBJECTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-_GENERATION = frozenset({"config.json", "generation_config.json"})
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +124,9 @@ def export_checkpoint(
     with staged_folder(target, overwrite=overwrite) as folder:
         plan = choose_contents(opened, dtype, base_dir=base_dir, merge_adapter=merge_adapter)
         writer = _write(plan, opened.model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
-        _copy_companions(opened.model_dir, folder, plan, architecture=type(opened.model).__name__)
+        copy_companions(opened.model_dir, folder, plan, architecture=type(opened.model).__name__)
         if verify:
-            loaded = _meta_model(folder, trust_remote_code=trust_remote_code) if plan.untied else opened.model
+            loaded = empty_model(folder, trust_remote_code=trust_remote_code) if plan.untied else opened.model
             verify_written(folder, writer, loaded, adapter_of=opened.peft_model if plan.kind == "adapter" else None)
         report = ExportReport(
             output_dir=target,
@@ -160,9 +146,9 @@ def export_checkpoint(
 def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool, grid: Grid) -> Opened:
     ranks = [ZeroCheckpoint(tag_dir, mp_rank, grid) for mp_rank in range(grid.size("model"))]
     adapted = any(map(is_adapted, ranks))
-    model = _meta_model(model_dir, trust_remote_code=trust_remote_code)
+    model = empty_model(model_dir, trust_remote_code=trust_remote_code)
     lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
-    peft_model = _peft_model(_meta_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
+    peft_model = adapted_model(empty_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
     names = {name for rank in ranks for name in rank.tensors}
     shards = {}
     if grid.tp > 1:
@@ -209,89 +195,6 @@ def _write(
 
 def _reverted(plan: Contents, model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors if plan.kind == "adapter" else revert(model, tensors)
-
-
-def _copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architecture: str) -> None:
-    """Copies tokenizer and generation settings, and writes the config with the dtype of the weights."""
-    skipped = {ADAPTER_CONFIG, *(_GENERATION if plan.kind == "adapter" else ())}
-    for path in sorted(model_dir.iterdir()):
-        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and path.name not in skipped and not is_weights:
-            with open_plain(model_dir, path.name) as content, (folder / path.name).open("wb") as copy:
-                shutil.copyfileobj(content, copy)
-    if plan.adapter_config is not None:
-        write_json(folder / ADAPTER_CONFIG, plan.adapter_config, sort_keys=True)
-        return
-    config = read_plain_object(model_dir, "config.json")
-    config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
-    config |= {"dtype": plan.dtype_name, "architectures": [architecture]}
-    if plan.untied:
-        config["tie_word_embeddings"] = False
-    write_json(folder / "config.json", config, sort_keys=True)
-
-
-def _peft_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return get_peft_model(model, LoraConfig.from_peft_type(**lora))  # type: ignore[no-any-return]
-    except Exception as error:  # peft fails in its own way on each value that it does not expect
-        raise CheckpointError.of(
-            code="EXPORT_ADAPTER_CONFIG",
-            key=ADAPTER_CONFIG,
-            message=f"{ADAPTER_CONFIG} makes no adapter of this model: {_first_line(error)}",
-            fix="Put the adapter_config.json of this job into the checkpoint's folder model",
-        ) from error
-
-
-def _meta_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    for name in _OBJECTS:
-        if (model_dir / name).exists():
-            read_model_object(model_dir, name)
-    try:
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a configuration class fails in its own way on each value that it does not expect
-        # transformers dynamic_module_utils.py resolve_trust_remote_code
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            raise CheckpointError(brings_code(model_dir)) from None
-        raise CheckpointError.of(
-            code="EXPORT_CONFIG",
-            key=str(model_dir),
-            message=f"{model_dir} holds no configuration of a causal language model: {_first_line(error)}",
-            fix=f"Put this model's config.json and tokenizer into {model_dir}, or export another checkpoint",
-        ) from error
-    tie_weights(model)
-    return model
-
-
-def read_model_object(model_dir: Path, name: str) -> dict[str, Any]:
-    """Reads a file of a checkpoint's folder `model` that holds a JSON object.
-
-    Raises:
-        CheckpointError: CHECKPOINT_DAMAGED.
-    """
-    try:
-        return read_plain_object(model_dir, name)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            damaged(model_dir.parent, f"{model_dir.name}/{name}", f"cannot be read: {error}")
-        ) from None
-
-
-def brings_code(model_dir: Path) -> Problem:
-    """The problem of a model that only code of its own can build, which nobody has allowed to run."""
-    return Problem(
-        code="EXPORT_REMOTE_CODE",
-        key="trust_remote_code",
-        message=f"{model_dir} brings Python code that builds the model, and an export would run it",
-        fix="Read that code; if you trust it, pass --trust-remote-code (trust_remote_code=True)",
-        source="transformers dynamic_module_utils.py resolve_trust_remote_code",
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _latest(checkpoint_dir: Path) -> Path:

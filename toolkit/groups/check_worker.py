@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.groups.check import CheckReport, check_groups
 from toolkit.groups.waits import Wait
+from toolkit.io import write_json
 from toolkit.launch.environment import rank_from_environment
 from toolkit.launch.outcome import write_worker_error
 from toolkit.topology.grid import AXES, Grid
@@ -84,9 +84,7 @@ def hang_to_dict(backend: str | None, error: ToolkitError, waits: tuple[Wait, ..
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Writes what was found, all of it or nothing: the others' errors may end this process meanwhile."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.replace(path)
+    write_json(path, result, ensure_ascii=True)
 
 
 if __name__ == "__main__":

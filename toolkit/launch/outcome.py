@@ -6,7 +6,6 @@ A worker leaves `error-rank-N.json` when it raises. A rank that dies without a w
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, RunError, ToolkitError
+from toolkit.io import write_json
 
 _LAST_LINES = 20
 _TAIL_BYTES = 16 * 1024
@@ -152,10 +152,8 @@ def write_worker_error(log_dir: Path, rank: int, error: BaseException) -> int:
         "exit_code": exit_code,
     }
     target = error_file(log_dir, rank)
-    partial = target.with_suffix(".partial")
     try:
-        partial.write_text(json.dumps(record, indent=2), encoding="utf-8")
-        os.replace(partial, target)  # noqa: PTH105 - the supervisor sees all of the file or none
+        write_json(target, record, ensure_ascii=True)
     except OSError as failure:
         print(f"could not write {target}: {failure}", file=sys.stderr)
     return exit_code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, with_config
 
 from toolkit.errors import SpecError
+from toolkit.io import write_json
 from toolkit.memory.account import PHASES
 from toolkit.units import format_bytes
 
@@ -168,11 +168,4 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
 def save_calibrations(path: Path, calibrations: Mapping[str, Calibration]) -> None:
     """Writes atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    value: dict[str, Any] = {card: asdict(calibration) for card, calibration in sorted(calibrations.items())}
-    try:
-        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    write_json(path, {card: asdict(calibration) for card, calibration in sorted(calibrations.items())})

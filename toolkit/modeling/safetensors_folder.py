@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from toolkit.errors import CheckpointError, Problem
+from toolkit.io import read_json_object
 
 _SHOWN = 8  # keys a message names before it counts the rest
 DTYPES = {  # safetensors' names, README "Format"
@@ -113,7 +113,7 @@ def corrupt(path: Path, what: str) -> Problem:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json_object(path)["weight_map"]
         return {str(key): str(name) for key, name in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(corrupt(path, f"is not an index of shards: {error!r}")) from error

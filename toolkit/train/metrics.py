@@ -17,6 +17,7 @@ from typing import Any
 
 from toolkit.checkpoint.disk import disk_errors
 from toolkit.engine.memory_watch import MemoryWatch
+from toolkit.io import write_text
 from toolkit.plan.plan import Plan
 from toolkit.spec.parameters import count_parameters
 
@@ -139,6 +140,4 @@ def _drop_after(path: Path, step: int) -> None:
             continue  # the line that a killed run was writing
         if record.get("step", 0) <= step:
             kept.append(line + "\n")
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    write_text(path, "".join(kept))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.errors import SpecError
+from toolkit.errors import SpecError, first_line
 from toolkit.plan.plan import Plan
 from toolkit.plan.trainable import tokenizer_not_found, tokenizer_source
 from toolkit.spec.tokenizer import template_fault
@@ -25,8 +25,9 @@ def load_tokenizer(plan: Plan) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise tokenizer_not_found(f"no tokenizer can be loaded from {source}: {first_line.rstrip('.')}") from None
+        raise tokenizer_not_found(
+            f"no tokenizer can be loaded from {source}: {first_line(error).rstrip('.')}"
+        ) from None
     # transformers takes any value, and fails on it where the first conversation is rendered or the tokenizer saved.
     if fault := template_fault(getattr(tokenizer, "chat_template", None)):
         raise SpecError.of(
