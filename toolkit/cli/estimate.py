@@ -232,7 +232,7 @@ def _read_questions(
 
 def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool) -> Case:
     """Finds the model and resolves the job once, so that every fault of it is told before torch is imported."""
-    from toolkit.memory.case import Case
+    from toolkit.memory.case import Case, check_zero_init
 
     written = asked.job
     if is_plan_file(path):
@@ -243,14 +243,7 @@ def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool) -> Case:
         case = Case.of(written, model=model, gpu=plan.gpu, file=asked.file, built_partitioned=built_partitioned)
     else:
         case = Case.of(written, file=asked.file, built_partitioned=built_partitioned)
-    stage = case.plan().settings.zero_stage
-    if not built_partitioned and stage != 3:
-        raise SpecError.of(
-            code="ZERO_INIT_STAGE",
-            key="--no-zero-init",
-            message=f"--no-zero-init with zero_stage={stage}: only stage 3 has a zero.Init",
-            fix="Leave it out, or set zero_stage to 3",
-        )
+    check_zero_init(case.plan(), built_partitioned=built_partitioned)
     return case
 
 

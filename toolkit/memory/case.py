@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import PlanError, Problem
+from toolkit.errors import PlanError, Problem, SpecError
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import resolve_with
 from toolkit.spec.catalogue import Gpu, find_gpu
 from toolkit.spec.job import Job
-from toolkit.spec.loader import parse_job
 from toolkit.spec.model import ModelSpec, resolve_model
 
 if TYPE_CHECKING:
@@ -74,10 +73,7 @@ class Case:
             SpecError: A key or a value is not one of a job.
         """
         file, values = (None, values) if self.file is None else self.file.changed(values)
-        document = self.job.model_dump(mode="json", exclude_unset=True)
-        for key, value in values.items():
-            _put(document, key.split("."), value)
-        job = parse_job(document)
+        job = self.job.with_(values)
         gpu = self.gpu if job.cluster.gpu == self.job.cluster.gpu else find_gpu(job.cluster.gpu)
         return replace(self, job=job, gpu=gpu, file=file)
 
@@ -96,6 +92,22 @@ class Case:
         ample = job.cluster.model_copy(update={"host_memory_gib": _AMPLE_HOST_GIB})
         roomy = resolve_with(job.model_copy(update={"cluster": ample}), model=self.model, gpu=self.gpu, to_run=False)
         return replace(roomy, job=job)
+
+
+def check_zero_init(plan: Plan, *, built_partitioned: bool) -> None:
+    """Refuses a model that is said to be built without zero.Init where there is none.
+
+    Raises:
+        SpecError: ZERO_INIT_STAGE.
+    """
+    stage = plan.settings.zero_stage
+    if not built_partitioned and stage != 3:
+        raise SpecError.of(
+            code="ZERO_INIT_STAGE",
+            key="--no-zero-init",
+            message=f"built_partitioned=False (--no-zero-init) with zero_stage={stage}: only stage 3 has a zero.Init",
+            fix="Leave it out, or set zero_stage to 3",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,15 +155,3 @@ def value_text(value: Any) -> str:
     """Gives a value of the job as a person writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
-
-def _put(document: dict[str, Any], path: list[str], value: Any) -> None:
-    *parents, leaf = path
-    node = document
-    for parent in parents:
-        if not isinstance(node.get(parent), dict):
-            node[parent] = {}
-        node = node[parent]
-    if value is None:
-        node.pop(leaf, None)
-    else:
-        node[leaf] = value

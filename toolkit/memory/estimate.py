@@ -1,15 +1,20 @@
-"""From a plan to its memory report: trace the model, replay the engine on each kind of rank, add what surrounds them."""
+"""From a job or a plan to its memory report: trace the model, replay the engine on each kind of rank, add what surrounds them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from toolkit.arguments import checks_arguments
+from toolkit.deepspeed_spec import read_user_config
 from toolkit.errors import PlanError
 from toolkit.groups.channels import UNDER_WAY
 from toolkit.memory.calibration import Calibration
+from toolkit.memory.case import Case, check_zero_init
+from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.device import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.host_ranks import host_report
@@ -20,6 +25,8 @@ from toolkit.memory.trace import Trace
 from toolkit.memory.traces import Traces, engine_settings, keeps_frozen_inputs, trace_ranks
 from toolkit.plan.checkpoint_size import DiskUse, disk_use
 from toolkit.plan.plan import Plan
+from toolkit.plan.read import read_job_or_plan
+from toolkit.spec.job import Job
 
 ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
     "ddp": (
@@ -37,7 +44,64 @@ ADAPTER_INPUTS = (
 )
 
 
+@checks_arguments
 def estimate(
+    job: Job | Plan | str | Path,
+    *,
+    deepspeed_config: Mapping[str, Any] | str | Path | None = None,
+    traced: Trace | Traces | None = None,
+    worst: Traces | None = None,
+    evaluated: Traces | None = None,
+    calibration: Calibration | None = None,
+    built_partitioned: bool = True,
+    allocator: Allocator | None = None,
+) -> MemoryReport:
+    """Estimates what a job takes of each card, of the host and of the disk, as `toolkit estimate` does.
+
+    Args:
+        job: A job, a plan, or the path of a job file or of a plan.json. A job may hold what can be estimated and not trained.
+        deepspeed_config: The user's own DeepSpeed configuration or its file, in place of the plan's; its "auto" as Trainer
+            fills it in, and the job is resolved for it.
+        traced: Traces of the same model, batch and checkpointing, to save their time; one for each rank of a pipeline.
+        worst: Others, of the routing that needs most memory; read only where `traced` depends on the routing.
+        evaluated: Others, of the evaluation; read only if the plan has any.
+        calibration: What was measured on the machine at hand.
+        built_partitioned: Whether a stage-3 model is built under `zero.Init`.
+        allocator: How torch's allocator is set; when left out the plan's, which our launches set, or `native` under a
+            configuration of the user's own.
+
+    Raises:
+        SpecError: As `resolve`; for each key of the configuration that DeepSpeed would refuse, ignore or drop;
+            ZERO_INIT_STAGE.
+        PlanError: As `resolve`; DS_FILE_CONTRADICTS, DS_FILE_BESIDE; ESTIMATE_FILE for a pipeline with a configuration;
+            TRACE_FAILED.
+    """
+    given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
+    file = None if deepspeed_config is None else DeepSpeedFile.of(read_user_config(deepspeed_config))
+    case = _case_of(given, file, built_partitioned=built_partitioned)
+    plan = given if isinstance(given, Plan) and file is None else case.plan()
+    check_zero_init(plan, built_partitioned=built_partitioned)
+    check_pipeline(plan, with_file=file is not None)
+    report = report_of(
+        plan,
+        deepspeed_config=None if file is None else file.resolved(plan),
+        traced=traced,
+        worst=worst,
+        evaluated=evaluated,
+        calibration=calibration,
+        built_partitioned=built_partitioned,
+        allocator=allocator or (None if file is None else "native"),
+    )
+    return report if file is None else replace(report, assumptions=(*report.assumptions, *file.notes(case.job)))
+
+
+def _case_of(given: Job | Plan, file: DeepSpeedFile | None, *, built_partitioned: bool) -> Case:
+    if isinstance(given, Job):
+        return Case.of(given, file=file, built_partitioned=built_partitioned)
+    return Case.of(given.job, model=given.model, gpu=given.gpu, file=file, built_partitioned=built_partitioned)
+
+
+def report_of(
     plan: Plan,
     *,
     deepspeed_config: Mapping[str, Any] | None = None,
@@ -48,22 +112,11 @@ def estimate(
     built_partitioned: bool = True,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
-    """Estimates what a plan takes of each card, of the host and of the disk.
-
-    Args:
-        plan: What will run.
-        deepspeed_config: A DeepSpeed configuration without "auto", in place of the plan's own.
-        traced: Traces of the same model, batch and checkpointing, to save their time; one for each rank of a pipeline.
-        worst: Others, of the routing that needs most memory; read only where `traced` depends on the routing.
-        evaluated: Others, of the evaluation; read only if the plan has any.
-        calibration: What was measured on the machine at hand.
-        built_partitioned: Whether a stage-3 model is built under `zero.Init`.
-        allocator: How torch's allocator is set; the plan's, which our launches set, when left out.
+    """Does what `estimate` does, for a plan, and a configuration that is checked and without "auto".
 
     Raises:
-        PlanError: TRACE_FAILED; ESTIMATE_FILE for a pipeline with a configuration.
+        PlanError: TRACE_FAILED.
     """
-    check_pipeline(plan, with_file=deepspeed_config is not None)
     settings = engine_settings(plan, deepspeed_config, built_partitioned=built_partitioned)
     traces = partial(
         trace_ranks, plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
@@ -125,7 +178,7 @@ def check_pipeline(plan: Plan, *, with_file: bool) -> None:
         raise PlanError.of(
             code="ESTIMATE_FILE",
             key="--deepspeed-config",
-            message=f"--deepspeed-config with pipeline={plan.grid.pp}: a pipeline's loop accumulates by itself, under the "
+            message=f"a DeepSpeed configuration of your own (--deepspeed-config) with pipeline={plan.grid.pp}: a pipeline's loop accumulates by itself, under the "
             "configuration that the plan makes for it",
             fix="Leave --deepspeed-config out, put its keys into the job's `deepspeed` section, or set parallel.pipeline to 1",
         )

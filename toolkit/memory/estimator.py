@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
-from toolkit.memory.estimate import check_pipeline, estimate
+from toolkit.memory.estimate import check_pipeline, report_of
 from toolkit.memory.kernels import Device
 from toolkit.memory.ranks import stage_required_bytes
 from toolkit.memory.report import MemoryReport
@@ -67,7 +67,7 @@ class Estimator:
         config = None if case.file is None else case.file.resolved(plan)
         trace = partial(self._trace, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan, config)))
         traced = trace()
-        report = estimate(
+        report = report_of(
             plan,
             deepspeed_config=config,
             traced=traced,
