@@ -5,25 +5,32 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from toolkit.errors import Problem, SpecError, raise_all
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """The least value that an argument may have, beside its type in an Annotated hint."""
+
+    value: int
+
+
+Positive = Annotated[int, AtLeast(1)]
+NotNegative = Annotated[int, AtLeast(0)]
+
 # Longest excerpt of a wrong value that an error repeats, characters.
 _SHOWN_CHARACTERS = 80
 _NAMES = {type(None): "None", bool: "True or False", int: "an int", float: "a number", str: "a str"}
-# Kinds of collections whose members are looked at, too; a str is one of characters, which nobody means.
-_COLLECTIONS: dict[Any, str] = {
-    Sequence: "a list",
-    Iterable: "a list",
-    list: "a list",
-    tuple: "a tuple",
-}
+# Collections by members: neither a str, which is one of characters, nor a mapping, which is one of its keys, is meant.
+_COLLECTIONS: dict[Any, str] = {Sequence: "a list", Iterable: "a list", list: "a list", tuple: "a tuple"}
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -88,19 +95,21 @@ def _wrong(function: Callable[..., Any], name: str, value: Any, fix: str) -> Pro
 
 @cache
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function)
+    return get_type_hints(function, include_extras=True)
 
 
 def _fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
+    if origin is Annotated:
+        return _fits(value, inner[0]) and all(value >= bound.value for bound in inner[1:] if isinstance(bound, AtLeast))
     if origin in (Union, types.UnionType):
         return any(_fits(value, member) for member in inner)
     if origin is Literal:
         return any(type(value) is type(member) and value == member for member in inner)
     if origin in _COLLECTIONS:
-        return isinstance(value, origin) and not isinstance(value, str | bytes) and _all_fit(value, inner)
+        return isinstance(value, origin) and not isinstance(value, str | bytes | Mapping) and _all_fit(value, inner)
     if origin is not None:
         matches = isinstance(value, origin)
         return matches and (origin is not Mapping or all(_fits(key, inner[0]) for key in value))
@@ -132,10 +141,13 @@ def _described(hint: Any) -> str:
 
 def _word(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = [f" of at least {bound.value}" for bound in inner[1:] if isinstance(bound, AtLeast)]
+        return _word(inner[0]) + "".join(bounds)
     if origin is Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if origin in _COLLECTIONS:
-        return f"{_COLLECTIONS[origin]}, each member {_described(inner[0])}"
+        return f"{_COLLECTIONS[origin]} (each member {_described(inner[0])})"
     if origin is Mapping or origin is dict:
         return "a dict"
     if origin is not None:

@@ -43,7 +43,9 @@ def test_a_job_a_plan_and_their_files_are_one_case(plan: tk.Plan, tmp_path: Path
     estimator = Estimator()
     wanted = estimator.estimate(Case.of(JOB))
     traced = estimator._trace(plan, keeps_inputs=False)
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    (tmp_path / "job.yaml").write_text(
+        yaml.safe_dump(JOB.model_dump(mode="json", exclude_unset=True)), encoding="utf-8"
+    )
     plan.save(tmp_path / "plan.json")
     for given in (JOB, plan, tmp_path / "job.yaml", str(tmp_path / "plan.json")):
         assert tk.estimate(given, traced=traced) == wanted

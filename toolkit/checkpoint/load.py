@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.compatible import describe_changes, known_num_steps, layout_problems
 from toolkit.checkpoint.layout import tag_of
 from toolkit.checkpoint.manifest import checksum_problems, damaged, read_manifest, share, size_problems
@@ -25,6 +26,7 @@ from toolkit.plan.checkpoint_size import leaves_frozen_out
 _log = logging.getLogger(__name__)
 
 
+@checks_arguments
 def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warning) -> State:
     """Restores model, optimizer, schedule, random states and position in the data.
 

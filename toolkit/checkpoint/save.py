@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.disk import disk_errors, disk_full
 from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, tag_of
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
@@ -20,6 +21,7 @@ from toolkit.checkpoint.random_state import save_random_state
 from toolkit.checkpoint.sources import Source, Sources, identify
 from toolkit.checkpoint.state import State
 from toolkit.checkpoint.swapped import finish_swapped
+from toolkit.data.formats import TransformersTokenizer
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
 from toolkit.io import sync_folder
@@ -28,8 +30,14 @@ from toolkit.units import format_bytes
 from toolkit.version import installed_version
 
 
+@checks_arguments
 def save(
-    run: Run, path: str | Path, *, tokenizer: Any = None, probe: bool = False, sources: Sources | None = None
+    run: Run,
+    path: str | Path,
+    *,
+    tokenizer: TransformersTokenizer | None = None,
+    probe: bool = False,
+    sources: Sources | None = None,
 ) -> Path:
     """Saves a run so that it resumes exactly, or leaves nothing under `path`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from toolkit.data.chats import ChatTokeniser, chat_template
 from toolkit.errors import DataError, Problem
@@ -15,6 +15,17 @@ from toolkit.spec.tokenizer import template_fault
 
 # Column of conversations from several files, each as JSON.
 CONVERSATION = "conversation"
+
+
+@runtime_checkable
+class TransformersTokenizer(Protocol):
+    """By what a `transformers` tokenizer is known here; its attributes are made when they are asked for."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.arguments import NotNegative, Positive, checks_arguments
 from toolkit.data.chat_template import set_chat_template
 from toolkit.data.chats import chat_template
-from toolkit.data.formats import Tokeniser, check_tokenizer
+from toolkit.data.formats import Tokeniser, TransformersTokenizer, check_tokenizer
 from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import load_documents, progress_bars
 from toolkit.data.store import TokenStore, tokenise
@@ -32,17 +33,18 @@ class PreparedData:
     warnings: tuple[str, ...] = ()
 
 
+@checks_arguments
 def prepare(
     data: Data,
     *,
-    tokenizer: Any,
-    sequence_length: int,
-    seed: int,
-    cache_dir: Path,
-    train_batch_size: int = 1,
-    vocab_size: int | None = None,
-    base: Path | None = None,
-    num_proc: int | None = None,
+    tokenizer: TransformersTokenizer,
+    sequence_length: Positive,
+    seed: NotNegative,
+    cache_dir: str | Path,
+    train_batch_size: Positive = 1,
+    vocab_size: Positive | None = None,
+    base: str | Path | None = None,
+    num_proc: Positive | None = None,
     progress: bool = False,
 ) -> PreparedData:
     """Loads, tokenises and packs; a second call with the same inputs opens the token files of the first.
@@ -64,6 +66,7 @@ def prepare(
         DataError: Every problem of `check_data`; DATA_HUB, DATA_REVISION, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
             DATA_CHAT_TEMPLATE, DATA_CHAT_DROPPED, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB, DATA_NO_TARGETS, DATA_TOO_SMALL.
     """
+    cache_dir, base = Path(cache_dir), None if base is None else Path(base)
     facts = check_data(data, base=base)
     set_chat_template(tokenizer, data, base=base)
     if facts.format is not None:

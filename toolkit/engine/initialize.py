@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.arguments import checks_arguments
 from toolkit.engine.memory_watch import MemoryWatch
 from toolkit.engine.run import Run
 from toolkit.engine.schedule import LearningRate
@@ -28,10 +29,11 @@ from toolkit.spec.pretrained import weight_problems
 logger = logging.getLogger(__name__)
 
 
+@checks_arguments
 def initialize(
     plan: Plan,
     *,
-    weights: Path | None = None,
+    weights: str | Path | None = None,
     world: World | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Run:
@@ -63,11 +65,12 @@ def initialize(
     for setting in settings.values() if world.is_main else ():
         logger.warning(setting.reason)
     try:
-        if weights is None and plan.settings.init == "pretrained":
-            weights = locate_weights(plan)
+        folder = None if weights is None else Path(weights)
+        if folder is None and plan.settings.init == "pretrained":
+            folder = locate_weights(plan)
         schedule = LearningRate(plan)
         with built_with(settings):
-            model = build_model(plan, device=world.device, weights=weights, world=world, on_progress=on_progress)
+            model = build_model(plan, device=world.device, weights=folder, world=world, on_progress=on_progress)
             engine = start_engine(plan, model, schedule, world=world)
         # After the model is built: whether its weights are drawn or read must not change what dropout draws.
         seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp, pp_rank=world.coordinate.pp)

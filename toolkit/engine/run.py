@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from toolkit.arguments import Positive, checks_arguments
 from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
@@ -102,7 +103,8 @@ class Run:
         norm = self.engine.get_global_grad_norm() if plain is None else plain
         return None if norm is None else float(norm)
 
-    def set_num_steps(self, count: int) -> None:
+    @checks_arguments
+    def set_num_steps(self, count: Positive) -> None:
         """Fixes the length of the run, on which the learning-rate schedule depends."""
         self.num_steps = count
         self._schedule.set_num_steps(count)
@@ -115,6 +117,7 @@ class Run:
         own.put_back()
         self._schedule.set_rates()
 
+    @checks_arguments
     def loader(self, dataset: PackedDataset) -> StepLoader:
         """Gives this rank's batches from the current step to the end of the run.
 
@@ -137,6 +140,7 @@ class Run:
             num_steps=total,
         )
 
+    @checks_arguments
     def eval_loader(self, dataset: PackedDataset) -> EvalLoader:
         """Gives this rank's share of the validation rows, each row once over all ranks."""
         return EvalLoader(
@@ -147,6 +151,7 @@ class Run:
             dp_size=self.world.grid.dp,
         )
 
+    @checks_arguments
     def step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Does one optimizer step.
 
@@ -191,6 +196,7 @@ class Run:
         self._num_tokens.zero_()
         return count
 
+    @checks_arguments
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Gives the mean loss over the unmasked tokens of all ranks' batches, without gradients.
 
@@ -207,6 +213,7 @@ class Run:
         dist.all_reduce(sums, group=self._replicas)
         return float(sums[0] / sums[1].clamp(min=1))
 
+    @checks_arguments
     def outputs(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Runs the model without gradients, as in evaluation; gives each batch, moved to the device, with its outputs.
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from toolkit.arguments import Positive, checks_arguments
 from toolkit.checkpoint.layout import MODEL, tag_of
 from toolkit.checkpoint.manifest import damaged, is_shard
 from toolkit.checkpoint.manifest import verify as verify_checkpoint
@@ -51,12 +52,13 @@ class Export:
     not_compared: str | None
 
 
+@checks_arguments
 def export(
     checkpoint: str | Path,
     output_dir: str | Path,
     *,
     dtype: Literal["bf16", "fp16", "fp32"] | None = None,
-    max_shard_size_bytes: int = 5 * 10**9,
+    max_shard_size_bytes: Positive = 5 * 10**9,
     merge_adapter: bool = False,
     overwrite: bool = False,
     check_logits: bool | None = None,

@@ -154,4 +154,3 @@ class Outcome:
 def value_text(value: Any) -> str:
     """Gives a value of the job as a person writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-

@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.load import load
 from toolkit.checkpoint.sources import Sources, identify
 from toolkit.checkpoint.state import State
@@ -26,14 +27,15 @@ from toolkit.train.summary import describe_data, describe_model
 from toolkit.train.tokenizer import load_tokenizer
 
 
+@checks_arguments
 def train(
-    plan: Plan, *, resume: Path | None = None, stop_after: int | None = None, reporter: Reporter | None = None
+    plan: Plan, *, resume: str | Path | None = None, stop_after: int | None = None, reporter: Reporter | None = None
 ) -> TrainResult:
     """Trains a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
 
     Args:
         plan: What to run; its job must have a data section.
-        resume: Checkpoint to go on from.
+        resume: Folder of the checkpoint to go on from.
         stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
             run's beginning, also when it resumes.
         reporter: Where progress goes, entered by the caller; by default the terminal of rank 0.
@@ -55,7 +57,8 @@ def train(
             if reporter is None:
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
-            return _train(plan, world, reporter, resume=resume, stop_after=stop_after)
+            folder = None if resume is None else Path(resume)
+            return _train(plan, world, reporter, resume=folder, stop_after=stop_after)
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, which a destruction would wait for
             disconnect(world)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from toolkit.arguments import checks_arguments
+from toolkit.data.formats import TransformersTokenizer
 from toolkit.data.prepare import PreparedData, prepare
+from toolkit.errors import PlanError, raise_all
 from toolkit.groups.patience import patiently
 from toolkit.groups.world import World
 from toolkit.plan.plan import Plan
+from toolkit.train.checks import data_section_problems
 
 
-def prepare_in_turn(plan: Plan, world: World, tokenizer: Any) -> PreparedData:
+@checks_arguments
+def prepare_in_turn(plan: Plan, world: World, tokenizer: TransformersTokenizer) -> PreparedData:
     """Tokenises on rank 0 while the others wait, however long it takes, then lets them open its files."""
+    raise_all(PlanError, data_section_problems(plan.job))
     data = plan.job.data
-    assert data is not None
+    assert data is not None, "said above"
 
     def work() -> PreparedData:
         return prepare(

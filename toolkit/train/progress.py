@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -28,6 +28,7 @@ class SteadyConsole(Console):
         return False
 
 
+@runtime_checkable
 class Reporter(Protocol):
     """What the loop tells."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.arguments import checks_arguments
 from toolkit.errors import SpecError, first_line
 from toolkit.plan.plan import Plan
 from toolkit.plan.trainable import tokenizer_not_found, tokenizer_source
 from toolkit.spec.tokenizer import template_fault
 
 
+@checks_arguments
 def load_tokenizer(plan: Plan) -> Any:
     """Gives the `transformers` tokenizer that belongs to the plan's model.
 
