@@ -40,7 +40,7 @@ def main() -> None:
         data=tk.Data(train=options.data),
         parallel=tk.Parallel(zero_stage=options.zero_stage),
     )
-    plan = tk.resolve(job)  # raises PlanError with every problem at once
+    plan = tk.resolve(job)  # raises PlanError with every problem at once; job.with_(...) changes a job
     print(plan.explain(), end="\n\n")
     for path in tk.emit(plan, options.out):
         print(path)

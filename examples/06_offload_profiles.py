@@ -32,11 +32,11 @@ def main() -> None:
         host_memory_gib=options.host_memory_gib,
         nvme_path=options.nvme_path,
     )
+    job = tk.Job(model=options.model, cluster=cluster)
     for name, profile in PROFILES.items():
         print(f"\n{name}: {profile.explanation}")
-        parallel = tk.Parallel(offload=name, zero_stage=max(2, profile.min_zero_stage))
         try:
-            plan = tk.resolve(tk.Job(model=options.model, cluster=cluster, parallel=parallel))
+            plan = tk.resolve(job.with_(parallel={"offload": name, "zero_stage": max(2, profile.min_zero_stage)}))
         except tk.ToolkitError as error:
             print(f"  not for this job: {error}")
             continue

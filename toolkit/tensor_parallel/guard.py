@@ -76,7 +76,8 @@ def _refused_save(name: str) -> Callable[..., None]:
             key=name,
             message=f"{name} of {type(self).__name__}, which {self.tensor_group.size()} tensor-parallel ranks share: this rank "
             "holds its shards alone, and no `from_pretrained` could join them",
-            fix="Save the run with `tk.save` and write the whole model with `tk.export`",
+            fix="Save the run with `tk.save` and write the whole model with `tk.export`; in a loop of your own join each weight by "
+            "`parameter_shards(model)[name].gather(weight, tp_group=tp_group)`",
         )
 
     return refuse

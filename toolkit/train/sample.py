@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.arguments import checks_arguments
 from toolkit.spec.model import read_catalogue_model
 
 VOCAB_SIZE = 2048
@@ -29,13 +30,14 @@ class Sample:
     num_documents: int
 
 
-def write_sample(folder: Path) -> Sample:
+@checks_arguments
+def write_sample(folder: str | Path) -> Sample:
     """Writes the documentation of Python's own topics as a data set, and a Llama of one million parameters for it.
 
     Source:
         The standard library's `pydoc_data.topics`; dimensions from configs/models/quickstart-llama.yaml.
     """
-    documents = sample_documents()
+    documents, folder = sample_documents(), Path(folder)
     data, model = folder / "python-topics.jsonl", folder / "model"
     model.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
