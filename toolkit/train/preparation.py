@@ -9,7 +9,7 @@ from toolkit.errors import PlanError, raise_all
 from toolkit.groups.patience import patiently
 from toolkit.groups.world import World
 from toolkit.plan.plan import Plan
-from toolkit.train.checks import data_section_problems
+from toolkit.plan.trainable import data_section_problems
 
 
 @checks_arguments
