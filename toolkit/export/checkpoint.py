@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from toolkit.arguments import Positive, checks_arguments
 from toolkit.checkpoint.layout import MODEL, tag_of
-from toolkit.checkpoint.manifest import damaged, is_shard
+from toolkit.checkpoint.manifest import damaged, is_shard, read_manifest
 from toolkit.checkpoint.manifest import verify as verify_checkpoint
 from toolkit.checkpoint.probe import PROBE
 from toolkit.checkpoint.state import State, saved_plan
@@ -97,8 +97,8 @@ def export(
         _verify_shards(source, plan, dtype=dtype, merge_adapter=merge_adapter)
     if plan.job.model.trust_remote_code and not trust_remote_code and _has_code(source / MODEL):
         raise CheckpointError(brings_code(source / MODEL))
-    probe = source / PROBE
-    if check_logits and not probe.exists():
+    probe = source / PROBE if PROBE in read_manifest(source) else None  # what it does not name was never checked
+    if check_logits and probe is None:
         raise CheckpointError.of(
             code="EXPORT_NO_PROBE",
             key=str(source),
@@ -110,6 +110,7 @@ def export(
     differences: list[float] = []
 
     def compare(folder: Path, report: ExportReport) -> None:
+        assert probe is not None, "or there is a reason not to compare"
         model = _reload(plan, folder, report, trust_remote_code=trust_remote_code)
         differences.append(_compare(plan, model, report, probe))
 
@@ -132,13 +133,13 @@ def export(
 
 
 def _why_not_compared(
-    plan: Plan, probe: Path, *, dtype: str | None, asked: bool | None, merge_adapter: bool
+    plan: Plan, probe: Path | None, *, dtype: str | None, asked: bool | None, merge_adapter: bool
 ) -> str | None:
     """Says why an export's scores are not compared with the live model's; None where they are."""
     own, known = plan.settings.dtype, plan.model.num_parameters
     if asked is False:
         return "not asked for"
-    if not probe.exists():
+    if probe is None:
         return "this checkpoint holds no scores of the live model, as that of a run's last step does"
     if plan.job.train.method == "lora" and plan.settings.init == "random" and not merge_adapter:
         return "the base that the adapter belongs to was drawn at random, and lies in no folder to reload"
