@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -196,6 +197,17 @@ def test_a_plan_file_in_place_of_a_job(folder, capsys):
     capsys.readouterr()
     assert main(["validate", "out/plan.json", "--json", "--set", "train.train_batch_size=128"]) == 0
     assert json.loads(capsys.readouterr().out)["batch"]["train"] == 128
+
+
+def test_what_is_checked_of_a_plan_file_is_what_would_run(folder, capsys):
+    assert main(["emit", "job.yaml", "--out", "out"]) == 0
+    plan = json.loads(Path("out/plan.json").read_text())
+    plan["settings"]["sequence_parallel"] = True
+    Path("edited.json").write_text(json.dumps(plan))
+    for command in (["validate"], ["emit", "--out", "again"], ["train", "--dry-run"]):
+        assert main([*command, "edited.json"]) == 2
+        assert "TP_SEQUENCE" in capsys.readouterr().err
+    assert not Path("again").exists()
 
 
 def test_keys(capsys):

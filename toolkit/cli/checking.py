@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from toolkit.cli.options import collect
@@ -12,7 +13,7 @@ from toolkit.cli.topology import place_job
 from toolkit.errors import Problem, SpecError
 from toolkit.plan.plan import Plan
 from toolkit.plan.refusals import refusals
-from toolkit.plan.resolve import resolve_with
+from toolkit.plan.resolve import resolve, resolve_with
 from toolkit.plan.rules.consumers import consumer_problems
 from toolkit.plan.stage_parts import bubble_warning
 from toolkit.plan.trainable import training_problems
@@ -47,19 +48,21 @@ class Verdict:
     warnings: tuple[str, ...]
 
 
-def check(job: Job, *, rules: bool = True) -> Verdict:
+def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdict:
     """Checks model, card, plan, placement, data files and tokenizer; never stops at the first fault.
 
     Args:
         job: What to check.
         rules: Whether plan and placement are checked; else only what each key names.
+        decided: The job's plan, where it has been decided: that is what will run, and what is checked.
     """
     problems: list[Problem] = []
     model = collect(problems, lambda: resolve_model(job.model))
     gpu = collect(problems, lambda: find_gpu(job.cluster.gpu))
     plan = None
     if model is not None and gpu is not None and rules:
-        plan = collect(problems, lambda: resolve_with(job, model=model, gpu=gpu))
+        decide = partial(resolve_with, job, model=model, gpu=gpu) if decided is None else partial(resolve, decided)
+        plan = collect(problems, decide)
     if rules:
         collect(problems, lambda: place_job(job))
     unread = len(problems)

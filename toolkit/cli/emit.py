@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.options import JobArgument, JsonOption, SetOption, is_plan_file, read_plan
+from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_json, warn
 
 if TYPE_CHECKING:
@@ -60,9 +60,10 @@ def emit(
     from toolkit.plan.refusals import refusals
 
     verdict = sound(job, overrides, as_json=as_json)
-    plan = read_plan(job, overrides) if is_plan_file(job) else verdict.plan
-    assert plan is not None
-    result = write_files(plan, out, hosts=None if hosts is None else [host.strip() for host in hosts.split(",")])
+    assert verdict.plan is not None
+    result = write_files(
+        verdict.plan, out, hosts=None if hosts is None else [host.strip() for host in hosts.split(",")]
+    )
     if as_json:
         print_json(_as_dict(result) | {"warnings": list(verdict.warnings)})
         return

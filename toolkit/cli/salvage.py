@@ -12,6 +12,7 @@ from toolkit.cli.checking import Verdict, check
 from toolkit.cli.options import is_plan_file, read_job
 from toolkit.cli.output import warn
 from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
+from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import find_gpu
 from toolkit.spec.job import Job
 from toolkit.spec.loader import apply_override, parse_job
@@ -28,14 +29,17 @@ _KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
 
 
 def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
-    """Reads a job file, or the job inside a plan.json, and checks it.
+    """Reads a job file or a plan.json, and checks it; overrides of a plan resolve its job anew.
 
     Raises:
         SpecError: It is no YAML mapping, or an override is none.
         PlanError: PLAN_UNREADABLE.
     """
     if is_plan_file(path):
-        return check(read_job(path, overrides))
+        if overrides:
+            return check(read_job(path, overrides))
+        decided = Plan.load(path)
+        return check(decided.job, decided=decided)
     document = load_yaml(path)
     for override in overrides or ():
         apply_override(document, override)
