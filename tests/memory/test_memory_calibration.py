@@ -74,6 +74,7 @@ def test_a_damaged_calibration_is_named(tmp_path, text):
     ("text", "code"),
     [
         ("{", "METRICS_UNREADABLE"),
+        ("[" * 100_000, "METRICS_UNREADABLE"),
         ('{"step": 1, "loss": 2}\n', "METRICS_NO_MEMORY"),
         ('{"step": 1, "memory": {"gpu": 3}}\n', "METRICS_UNREADABLE"),
     ],
@@ -84,6 +85,25 @@ def test_metrics_without_a_comparison_are_named(tmp_path, text, code):
     with pytest.raises(SpecError) as caught:
         read_run(path)
     assert caught.value.problems[0].code == code
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"measured": {"init": 0}}, "measured"),
+        ({"measured": {"evaluation": 10}}, "evaluation"),
+        ({"device_used_bytes": 1}, "device_used_bytes"),
+        ({"device_used_bytes": 10**30}, "device_used_bytes"),
+        ({"predicted": {**PHASES, "save": -1}}, "predicted.save"),
+        ({"num_ranks": 0}, "num_ranks"),
+        ({"reserved_bytes": 1.5}, "reserved_bytes"),
+        ({"gpu": [[[]]]}, "gpu"),
+    ],
+)
+def test_a_comparison_of_impossible_numbers_is_named(tmp_path, values, named):
+    with pytest.raises(SpecError, match=named) as caught:
+        read_run(write(tmp_path / "metrics.jsonl", {**record(), **values}))
+    assert caught.value.codes == ("METRICS_UNREADABLE",)
 
 
 def test_the_command_shows_errors_and_saves(tmp_path, monkeypatch, capsys):

@@ -6,14 +6,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, with_config
+from pydantic import AfterValidator, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, with_config
 
 from toolkit.errors import SpecError
-from toolkit.io import write_json
+from toolkit.io import parse_json, write_json
 from toolkit.memory.account import PHASES
 from toolkit.units import format_bytes
+
+# Above every card's memory, bytes: 16 TiB.
+_MOST_BYTES = 2**44
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -46,13 +49,13 @@ class MeasuredRun:
     """
 
     gpu: str
-    num_ranks: int
-    predicted: dict[str, int]
-    measured: dict[str, int]
-    context_and_nccl_bytes: int
-    reserved_bytes: int
-    device_used_bytes: int
-    num_communicators: int = 1
+    num_ranks: PositiveInt
+    predicted: dict[str, NonNegativeInt]
+    measured: dict[str, NonNegativeInt]
+    context_and_nccl_bytes: NonNegativeInt
+    reserved_bytes: NonNegativeInt
+    device_used_bytes: NonNegativeInt
+    num_communicators: NonNegativeInt = 1
 
     @property
     def outside_bytes(self) -> int:
@@ -82,8 +85,21 @@ class MeasuredRun:
         )
 
 
+def _comparable(run: MeasuredRun) -> MeasuredRun:
+    """Refuses numbers between which no error can be told, and sizes that no card has."""
+    if not any(run.measured.values()):
+        raise ValueError("measured holds no phase with memory")
+    if lacking := sorted(run.measured.keys() - run.predicted.keys()):
+        raise ValueError(f"predicted lacks {', '.join(lacking)}")
+    if not run.reserved_bytes <= run.device_used_bytes <= _MOST_BYTES:
+        raise ValueError(f"device_used_bytes={run.device_used_bytes} lies outside of reserved_bytes to {_MOST_BYTES}")
+    if max(run.predicted.values()) > _MOST_BYTES:
+        raise ValueError(f"predicted holds more than {_MOST_BYTES} bytes")
+    return run
+
+
 _FILE: TypeAdapter[dict[str, Calibration]] = TypeAdapter(dict[str, Calibration])
-_RUN: TypeAdapter[MeasuredRun] = TypeAdapter(MeasuredRun)
+_RUN: TypeAdapter[MeasuredRun] = TypeAdapter(Annotated[MeasuredRun, AfterValidator(_comparable)])
 
 
 def read_run(path: Path) -> MeasuredRun:
@@ -93,8 +109,8 @@ def read_run(path: Path) -> MeasuredRun:
         SpecError: METRICS_UNREADABLE, METRICS_NO_MEMORY.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.strip()]
+        lines = path.read_text(encoding="utf-8").split("\n")
+        records = [parse_json(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise SpecError.of(
             code="METRICS_UNREADABLE",
@@ -111,12 +127,15 @@ def read_run(path: Path) -> MeasuredRun:
             fix="Name the metrics of a run that ended on GPUs; runs on CPU and interrupted ones have none",
         )
     try:
-        return _RUN.validate_python(found[-1])
+        return _RUN.validate_json(json.dumps(found[-1]), strict=True)
     except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
         raise SpecError.of(
             code="METRICS_UNREADABLE",
             key=str(path),
-            message=f"{path} holds a comparison that cannot be read: {error.errors()[0]['msg']}",
+            message=f"{path} holds a comparison that cannot be read: {place:.80}{': ' if place else ''}"
+            + first["msg"].removeprefix("Value error, "),
             fix="Name the metrics.jsonl that this version of the toolkit wrote",
         ) from None
 
