@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.cli.output import print_problems
+from toolkit.cli.output import new_table, print_problems, print_table
 from toolkit.errors import Problem
 
 
@@ -26,3 +26,10 @@ def test_a_problem_is_one_line_that_no_terminal_obeys(
     assert str(problem) == f"key={shown} is unknown. Remove {shown}. [KEY_UNKNOWN]"
     print_problems([problem], as_json=False)
     assert capsys.readouterr().err == f"error: {problem}\n"
+
+
+def test_brackets_and_colons_in_a_table_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    table = new_table(["path"])
+    table.add_row("runs/[/b][red]x:smile:")
+    print_table(table)
+    assert "runs/[/b][red]x:smile:" in capsys.readouterr().out

@@ -124,7 +124,7 @@ def estimating(*, as_json: bool) -> Iterator[Estimator]:
             return
         from rich.console import Console
 
-        with Console(stderr=True).status("loading torch and transformers") as status:
+        with Console(stderr=True, markup=False, emoji=False).status("loading torch and transformers") as status:
             yield _make_estimator(status.update)
 
 

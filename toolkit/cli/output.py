@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:
 def warn(lines: Iterable[str]) -> None:
     """Prints warnings on stderr, one line each."""
     for line in lines:
-        _print_marked("warning", line, style="bold yellow")
+        _print_marked("warning", one_line(line), style="bold yellow")
 
 
 def _print_marked(mark: str, line: str, *, style: str) -> None:
@@ -93,10 +94,11 @@ def print_table(table: Table) -> None:
     """Prints a table: as wide as the terminal, or as wide as its content where stdout is none."""
     from rich.console import Console
 
+    # Cells hold paths and names, whose brackets are no markup and whose :words: are no pictures.
+    plain = partial(Console, highlight=False, markup=False, emoji=False)
     # Measured at a width that nothing reaches: a pipe has none, and a folded table cannot be searched.
-    natural = Console(width=10_000).measure(table).maximum
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=natural)
-    console.print(table)
+    natural = plain(width=10_000).measure(table).maximum
+    (plain() if sys.stdout.isatty() else plain(width=natural)).print(table)
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:

@@ -153,9 +153,9 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Prints one line above the bar."""
-        # No markup: a path may hold brackets.
+        # No markup and no pictures: a path may hold brackets and colons.
         with suppress(OSError):
-            self._console.print(text, soft_wrap=True, markup=False)
+            self._console.print(text, soft_wrap=True, markup=False, emoji=False)
 
     def start(self, *, done: int, total: int) -> None:
         """Begins counting optimizer steps."""
