@@ -9,6 +9,7 @@ FUZZ_CASE=17 repeats one case, FUZZ_START and FUZZ_COUNT choose others than the 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import math
@@ -83,7 +84,7 @@ def run_cases(kind: str, count: int, test: Callable[[Case], None]) -> dict[str, 
     for number in _numbers(count):
         case = Case(number, random.Random(f"{kind} {number}"))
         try:
-            with time_limit(CASE_SECONDS), memory_limit(CASE_BYTES):
+            with last_resort(kind, number), time_limit(CASE_SECONDS), memory_limit(CASE_BYTES):
                 test(case)
         except (KeyboardInterrupt, pytest.fail.Exception):
             raise
@@ -156,6 +157,24 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def last_resort(kind: str, number: int) -> Iterator[None]:
+    """Ends the process, with the stacks of its threads, where a case hangs outside of Python, which hears no alarm."""
+
+    def end() -> None:
+        os.write(2, f"\n{kind}: FUZZ_CASE={number} hangs outside of Python\n".encode())
+        faulthandler.dump_traceback(2)
+        os._exit(1)
+
+    timer = threading.Timer(3 * CASE_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
     """Makes a block that maps more memory than so many further bytes fail with MemoryError, where the system knows how."""
     if not Path("/proc/self/statm").exists():
@@ -213,7 +232,7 @@ def command(case: Case, *arguments: Any) -> tuple[int, str, str]:
     assert code in (0, 1, 2, 3), code
     assert "Traceback" not in err
     assert code != 3 or "[SYSTEM]" not in err, "the operating system's refusal came through"
-    if "--json" in words:
+    if "--json" in words and words[words.index("--json") - 1] != "--set":
         value = json.loads(out, parse_constant=_no_constant)
         if code >= 2:
             assert value["problems"], out

@@ -44,6 +44,9 @@ YAML_PIECES = (
 def bases(root: Path) -> list[Tree]:
     """Sound jobs: every composed one of the repository, and small ones on local files."""
     found = [yaml.safe_load(path.read_text("utf-8")) for path in sorted((ROOT / "configs" / "jobs").glob("*.yaml"))]
+    for job in found:
+        if isinstance(job.get("data"), dict) and str(job["data"].get("train", "")).startswith("examples/"):
+            job["data"]["train"] = str(ROOT / job["data"]["train"])
     local = {"name": str(root / "model"), "init": "random"}
     data = {"train": str(root / "data.jsonl")}
     train = {"sequence_length": 32, "per_device_train_batch_size": 2, "max_steps": 8, "output_dir": str(root / "run")}

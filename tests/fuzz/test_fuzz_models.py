@@ -113,9 +113,9 @@ def _run_models(place: Path, count: int) -> dict[str, int]:
 
 
 def test_model_folders(place: Path) -> None:
-    outcomes = _run_models(place, 50)
+    outcomes = _run_models(place, 25)
     if not is_chosen():
-        assert outcomes["sound"] + outcomes["estimated"] > 8 < outcomes["refused"]
+        assert outcomes["sound"] > 4 < outcomes["refused"]
 
 
 @pytest.mark.full
