@@ -130,8 +130,9 @@ def test_only_plain_files_inside_the_folder_are_read(folder: Path) -> None:
 
 
 def test_a_file_that_the_manifest_does_not_name(folder: Path) -> None:
-    """DeepSpeed takes the model's files by their place among those it finds, and transformers looks through `model`."""
-    for name in ("global_step4/mp_rank_00_model_states.pt", "model/config.json"):
+    """DeepSpeed takes the model's files by their place among those it finds, transformers looks through `model`, and a
+    rank reads its random states by its number."""
+    for name in ("global_step4/mp_rank_00_model_states.pt", "model/config.json", "random/rank-00001.pt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"")
         assert f"{folder / name} is not in manifest.json" in _codes(folder)[1]

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, is_tag
+from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, RANDOM, is_tag
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.io import MAX_TEXT_BYTES, open_plain, plain_file, read_plain, write_json
 from toolkit.units import format_bytes
@@ -203,11 +203,11 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _unnamed(folder: Path, manifest: Mapping[str, Entry]) -> list[str]:
-    """Files in the folders that DeepSpeed and transformers look through, but for hidden ones, which they pass over."""
+    """Files in the folders that a load or an export looks through, but for hidden ones, which are passed over."""
     seen = set()
     for parent, _, names in os.walk(folder):  # what another rank renames meanwhile is no error
         parts = Path(parent).relative_to(folder).parts
-        if parts and (parts[0] == MODEL or is_tag(parts[0])):
+        if parts and (parts[0] in (MODEL, RANDOM) or is_tag(parts[0])):
             seen |= {"/".join((*parts, name)) for name in names if not any(part[0] == "." for part in (*parts, name))}
     return sorted(seen - manifest.keys())
 
