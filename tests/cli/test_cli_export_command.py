@@ -287,9 +287,7 @@ def test_scores_that_differ_are_an_error(root, capsys, tmp_path):
     (folder / "probe.safetensors").unlink()
     agree(folder)
     assert "probe.safetensors" not in read_manifest(folder)
-    os.mkfifo(
-        folder / "probe.safetensors"
-    )  # which would be waited for; what the manifest does not name is not looked at
+    os.mkfifo(folder / "probe.safetensors")  # it would be waited for: what the manifest does not name is not looked at
     done = export(root, capsys, folder, "--out", tmp_path / "none", "--check-logits", code=2)
     assert done["problems"][0]["code"] == "EXPORT_NO_PROBE"
     done = export(root, capsys, folder, "--out", tmp_path / "none")
