@@ -5,7 +5,7 @@ Source: deepspeed runtime/bf16_optimizer.py; chosen by runtime/engine.py _do_opt
 
 from __future__ import annotations
 
-from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.replay import FP32_ITEMSIZE, Replay
 from toolkit.memory.engines.stage12 import partition_numel
 from toolkit.memory.trace import Parameter
 
@@ -23,17 +23,35 @@ class Bf16(Replay):
         account.allocate("parameters", sum(parameter.size for parameter in self.trace.parameters))
         account.spike("flattening at start", self.num_trainable * self.settings.itemsize)
         with account.temporary("flattening at start", self._partition * self.settings.itemsize):
-            account.allocate("master parameters", 4 * self._partition)
-        account.allocate("accumulated gradients", 4 * self._partition * self.settings.dp_size)
+            account.allocate("master parameters", FP32_ITEMSIZE * self._partition)
+        account.allocate("accumulated gradients", FP32_ITEMSIZE * self._partition * self.settings.dp_size)
 
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """The 16-bit gradient stays for good: clear_lp_grads zeroes it, and later ones are added in place."""
-        self.keep_gradient(size)
+        """The 16-bit gradient stays until the step: later ones are added in place to what clear_lp_grads has zeroed.
+
+        With `immediate_grad_update` a hook adds it to its fp32 sum at once, and drops it.
+        """
+        if self.settings.immediate_grad_update:
+            self.account.spike("gradients in fp32 at the step", FP32_ITEMSIZE * parameter.numel)
+            self.account.free("gradients", size)
+        else:
+            self.keep_gradient(size)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """update_hp_grads casts one gradient at a time; the reduction runs in the flat fp32 buffer."""
-        self.account.spike("gradients in fp32 at the step", 4 * self.largest_numel)
+        """update_hp_grads casts one gradient at a time; the sums are reduced in the type of communication, bf16 by default.
+
+        One rank reduces too (engine.py buffered_allreduce_fallback, allreduce_bucket).
+        """
+        account, settings = self.account, self.settings
+        if not settings.immediate_grad_update:
+            account.spike("gradients in fp32 at the step", FP32_ITEMSIZE * self.largest_numel)
+        if last and settings.communication_itemsize != FP32_ITEMSIZE:
+            account.spike("reduction buffer", settings.communication_itemsize * self._partition * settings.dp_size)
 
     def step(self) -> None:
-        """The optimizer on views of the fp32 gradients, whose norms need no copy (utils.py get_global_norm_of_tensors)."""
+        """The optimizer on views of the fp32 gradients, whose norms need no copy (utils.py get_global_norm_of_tensors).
+
+        Then the engine sets the 16-bit gradients to None (engine.py _take_model_step, zero_grad).
+        """
         self.run_optimizer(self._partition)
+        self.account.free_all("gradients")

@@ -40,6 +40,7 @@ class EngineSettings:
         communication_itemsize: Bytes of a reduced gradient element.
         dp_size: Data-parallel ranks.
         accumulation_steps: Micro-batches an optimizer step.
+        immediate_grad_update: Whether BF16_Optimizer adds each gradient to its fp32 sum as soon as it is there.
         adds_up_on_host: Whether gradients whose optimizer state is offloaded add up in host memory.
         optimizer: What steps.
         momentum: Whether SGD keeps a buffer.
@@ -53,6 +54,7 @@ class EngineSettings:
     communication_itemsize: int
     dp_size: int
     accumulation_steps: int
+    immediate_grad_update: bool
     adds_up_on_host: bool
     optimizer: OptimizerKind
     momentum: bool
@@ -124,6 +126,7 @@ class EngineSettings:
             communication_itemsize=names[communication] if communication else itemsize,
             dp_size=dp_size,
             accumulation_steps=int(config.get("gradient_accumulation_steps", 1)),
+            immediate_grad_update=bool(_section(config, "bf16").get("immediate_grad_update", False)),
             adds_up_on_host=int(config.get("gradient_accumulation_steps", 1)) > 1,
             optimizer=_optimizer_kind(optimizer),
             momentum=bool(params.get("momentum", 0.0)),

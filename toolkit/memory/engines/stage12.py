@@ -5,7 +5,8 @@ Source: deepspeed runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from toolkit.memory.account import in_blocks
 from toolkit.memory.engines.course import Course
@@ -42,6 +43,15 @@ def gradient_bytes(trace: Trace, settings: EngineSettings) -> list[int]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filled:
+    """A gradient of the bucket; `size` are the bytes that it holds outside of it, under `cause`, being too large for it."""
+
+    parameter: Parameter
+    cause: str
+    size: int
+
+
 class Stage12(Replay):
     """ZeRO-1 keeps whole gradients until the step's reduction, ZeRO-2 only those of its partition."""
 
@@ -59,8 +69,10 @@ class Stage12(Replay):
         self._owners = {parameter.name: ranks for parameter, ranks in owners(self.trainable, self._partition)}
         self._mine = [parameter for parameter in self.trainable if self._is_mine(parameter)]
         self._mine_bytes = sum(parameter.numel for parameter in self._mine) * settings.itemsize
-        self._compact = settings.accumulation_itemsize > settings.itemsize and settings.zero_stage == 2
-        self._filled: list[Parameter] = []
+        # _use_compact_grad_partition_buffer: the partition's gradients add up in one flat fp32 buffer.
+        self._compact = settings.accumulation_itemsize > settings.itemsize
+        self._staged_itemsize = settings.accumulation_itemsize if settings.zero_stage == 1 else settings.itemsize
+        self._filled: list[_Filled] = []
         self._elements = 0
         self._passed: set[str] = set()  # parameters that the pass at hand has given a gradient
         self._ready = False
@@ -97,13 +109,13 @@ class Stage12(Replay):
         if settings.zero_stage == 2 or (settings.overlap_comm and self._last):
             self._into_bucket(parameter, "gradients", size)
             return
-        if settings.accumulation_itemsize > settings.itemsize:
-            account.free("gradients", size)
+        if self._compact:  # ZeRO-1 adds up whole gradients in fp32 (_fill_param_grad_accum_attribute)
             whole = parameter.numel * settings.accumulation_itemsize
             if self._first:
                 account.allocate("accumulated gradients", whole)
             else:
                 account.spike("accumulated gradients", whole)
+            account.free("gradients", size)
         elif not self._first:
             account.free("gradients", size)  # added in place to what an earlier micro-batch left
 
@@ -111,17 +123,20 @@ class Stage12(Replay):
         if self._ready or not self.settings.contiguous_gradients:
             return
         self._ready = True
-        staged = self.settings.accumulation_itemsize if self.settings.zero_stage == 1 else self.settings.itemsize
         count = 2 if self.settings.overlap_comm else 1
-        self.account.allocate("reduction buckets", count * self.settings.reduce_bucket_size * staged)
+        self.account.allocate("reduction buckets", count * self.settings.reduce_bucket_size * self._staged_itemsize)
 
     def _into_bucket(self, parameter: Parameter, cause: str, size: int) -> None:
         """Copies what is held under `cause` into the bucket; a gradient larger than that stays where it is."""
-        if self._elements + parameter.numel > self.settings.reduce_bucket_size:
+        settings = self.settings
+        if self._elements + parameter.numel > settings.reduce_bucket_size:
             self._flush()
-        if parameter.numel <= self.settings.reduce_bucket_size and self.settings.contiguous_gradients:
+        if parameter.numel > settings.reduce_bucket_size and settings.offload_optimizer:
+            self.account.spike("reduction buffer", size)  # a clone, that takes its place
+        if parameter.numel <= settings.reduce_bucket_size and settings.contiguous_gradients:
             self.account.free(cause, size)
-        self._filled.append(parameter)
+            size = 0
+        self._filled.append(_Filled(parameter=parameter, cause=cause, size=size))
         self._elements += parameter.numel
 
     def _flush(self) -> None:
@@ -129,22 +144,42 @@ class Stage12(Replay):
         if not self._filled:
             return
         account, settings = self.account, self.settings
-        touched = {rank for parameter in self._filled for rank in self._owners[parameter.name]}
-        # allreduce_bucket flattens the slices of several ranks into a copy; one slice is its own flat tensor.
-        flattens = (settings.reduce_scatter and len(touched) > 1) or not settings.contiguous_gradients
-        casts = settings.communication_itemsize != settings.itemsize
-        copies = flattens * settings.itemsize + casts * settings.communication_itemsize
-        account.spike("reduction buffer", self._elements * copies)
-        self._passed |= {parameter.name for parameter in self._filled}
-        for parameter in self._filled:
+        mine = [filled.parameter for filled in self._filled if self._is_mine(filled.parameter)]
+        if self._compact and mine and not self._allocated:
+            account.allocate("gradient partition", self._partition * settings.accumulation_itemsize)
+            self._allocated = True
+        self._reduce_bucket(mine)
+        self._passed |= {filled.parameter.name for filled in self._filled}
+        for filled in self._filled:
             if not settings.contiguous_gradients and not settings.offload_optimizer and not self._compact:
-                self._keep_or_clear(parameter)
+                self._keep_or_clear(filled.parameter)
                 continue
-            if self._is_mine(parameter):
-                self._into_partition(parameter)
-            if parameter.numel > settings.reduce_bucket_size or not settings.contiguous_gradients:
-                account.free("gradients", parameter.size)
+            if self._is_mine(filled.parameter):
+                self._into_partition(filled.parameter)
+            if not self._stays(filled.parameter):
+                account.free(filled.cause, filled.size)
         self._filled, self._elements = [], 0
+
+    def _reduce_bucket(self, mine: Sequence[Parameter]) -> None:
+        """allreduce_bucket: several slices are flattened into a copy, and cast to the type of communication; then one by one
+        added to the partition's fp32 sums, of which each parameter is a slice of its own; else those of a rank are one slice.
+        """
+        settings = self.settings
+        touched = {rank for filled in self._filled for rank in self._owners[filled.parameter.name]}
+        num_slices = len(touched) - bool(mine) + len(mine) if self._compact else len(touched)
+        flattens = (settings.reduce_scatter and num_slices > 1) or not settings.contiguous_gradients
+        casts = settings.communication_itemsize != self._staged_itemsize
+        flat = self._elements * self._staged_itemsize if flattens else 0
+        cast = self._elements * settings.communication_itemsize if casts else 0
+        self.account.spike("reduction buffer", flat + cast)
+        if self._compact and settings.communication_itemsize != settings.accumulation_itemsize:
+            largest = max((parameter.numel for parameter in mine), default=0)
+            self.account.spike("reduction buffer", (cast or flat) + largest * settings.accumulation_itemsize)
+
+    def _stays(self, parameter: Parameter) -> bool:
+        """Whether a gradient that was too large for the bucket outlives its reduction: then the end of the pass drops it."""
+        boundary = self.settings.offload_optimizer and self._last
+        return self._compact and self.settings.zero_stage == 2 and self._is_mine(parameter) and not boundary
 
     def _keep_or_clear(self, parameter: Parameter) -> None:
         """reduce_ipg_grads without contiguous_gradients: a gradient of the partition stays as it is, others go."""
@@ -156,8 +191,6 @@ class Stage12(Replay):
     def _into_partition(self, parameter: Parameter) -> None:
         account, settings = self.account, self.settings
         if self._compact:
-            if not account.held("accumulated gradients"):
-                account.allocate("accumulated gradients", self._partition * settings.accumulation_itemsize)
             if settings.offload_optimizer and self._last:
                 account.spike("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
             return
@@ -177,16 +210,16 @@ class Stage12(Replay):
             if not last:
                 return
             # reduce_gradients: what was kept moves into the bucket.
-            widened = self.settings.accumulation_itemsize > self.settings.itemsize
-            cause = "accumulated gradients" if widened else "gradients"
+            cause = "accumulated gradients" if self._compact else "gradients"
             for parameter in self.trainable:
-                width = self.settings.accumulation_itemsize if widened else parameter.itemsize
+                width = self._staged_itemsize if self._compact else parameter.itemsize
                 self._into_bucket(parameter, cause, parameter.numel * width)
         self._flush()
         self._fill_up(first=first)
-        if self._allocated and not first and account.held("gradient partition") > self._mine_bytes + 512:
-            account.free("gradient partition", self._mine_bytes)  # added into the first micro-batch's
-        self._allocated = False
+        if not self._compact:  # else it stays, and adds up, until the step
+            if self._allocated and not first and account.held("gradient partition") > self._mine_bytes + 512:
+                account.free("gradient partition", self._mine_bytes)  # added into the first micro-batch's
+            self._allocated = False
         account.free_all("gradients")
         account.free_all("reduction buckets")
         self._ready = False
@@ -210,7 +243,7 @@ class Stage12(Replay):
             if parameter.name in self._accumulated:
                 self._into_bucket(parameter, "gradients", parameter.size)
         self._flush()
-        self._allocated = False
+        self._allocated = self._allocated and self._compact
         self.account.free_all("gradients")
         self.account.free_all("reduction buckets")
         self._ready = False
@@ -231,6 +264,7 @@ class Stage12(Replay):
     def step(self) -> None:
         """Flatten, cast, step: 2 + 4 bytes beside the 2 of the gradients, then Adam's states."""
         account, settings = self.account, self.settings
+        self._allocated = False
         if settings.offload_optimizer:
             account.free_all("gradient partition")
             account.free_all("accumulated gradients")
@@ -238,8 +272,8 @@ class Stage12(Replay):
         largest = max((parameter.numel for parameter in self._mine), default=0)
         account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
         flat, master = self._partition * settings.itemsize, self._partition * settings.master_itemsize
-        if self._compact:
-            account.free_all("accumulated gradients")
+        if self._compact:  # it is what steps
+            account.free_all("gradient partition")
             account.allocate("gradients in fp32 at the step", master)
         else:
             account.allocate("gradients flattened at the step", flat)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from toolkit.memory.engines.course import Course
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
-from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.settings import STEP_BYTES, EngineSettings
 from toolkit.memory.trace import Parameter, Trace
 
 # stage3.py _constant_buffered_norm2 buffer_size, elements.
@@ -103,9 +103,13 @@ class Stage3(Replay):
             account.spike("parameters being partitioned", largest + (0 if settings.offload_param else tied))
         else:
             # engine.py _configure_distributed_model moves the whole model to the card first (DeepSpeed #4527).
-            with account.temporary("parameters before partitioning", sum(p.size for p in self.trace.parameters)):
+            account.allocate("parameters before partitioning", sum(p.size for p in self.trace.parameters))
+            for parameter in self.trace.parameters:  # one after the other
                 if settings.offload_param is None:
-                    account.allocate("parameter partitions", stored)
+                    account.allocate("parameter partitions", self._partitions[parameter.name] * parameter.itemsize)
+                self.keep_secondary(parameter)
+                account.free("parameters before partitioning", parameter.size)
+            account.free_all("parameters before partitioning")
         resident = self._resident_groups()
         for partition in resident:
             with account.temporary("master parameters being cast", partition * settings.master_itemsize):
@@ -245,7 +249,8 @@ class Stage3(Replay):
             resident = sum(self._resident_groups())
             if first_step:
                 account.allocate("optimizer state", resident * settings.state_bytes)
-            account.spike("optimizer temporaries", max(self._resident_groups(), default=0) * settings.step_bytes)
+            # What stays on the card is stepped by torch's AdamW (stage3.py backup_optimizer).
+            account.spike("optimizer temporaries", max(self._resident_groups(), default=0) * STEP_BYTES["torch_adamw"])
             self._end_step()
             return
         for partition in self._sub_groups:
