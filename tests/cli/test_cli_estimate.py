@@ -146,6 +146,7 @@ def test_a_host_that_is_too_small_is_exit_code_1(capsys):
         ([], ["--plot", "picture.jpg"], "PLOT_FORMAT"),
         ([], ["--plot", "no/such/folder/picture.png"], "PLOT_FOLDER"),
         ([], ["--no-zero-init"], "ZERO_INIT_STAGE"),
+        ([], ["--load-dtype", "fp32"], "LOAD_DTYPE"),
         ([], ["--deepspeed-config", "missing.json"], "FILE_NOT_FOUND"),
         ([], ["--compare", "zero2", "--gpus", "all"], "USAGE"),
         ([], ["--compare", "zero2", "--plot", "picture.png"], "USAGE"),

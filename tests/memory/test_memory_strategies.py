@@ -85,8 +85,20 @@ def test_8_bit_moments_take_a_quarter(estimator):
 def test_fp32_accumulation_under_stage_1_keeps_whole_fp32_gradients(estimator):
     plain = estimated(estimator, parallel={"zero_stage": 1})
     wide = estimated(estimator, parallel={"zero_stage": 1}, gradient_accumulation_dtype="fp32")
-    # BF16_Optimizer: fp32 gradients of all parameters on every rank, and the bf16 ones stay.
-    assert between_steps(wide) - between_steps(plain) == near((4 + 2) * PARAMETERS)
+    # BF16_Optimizer: fp32 gradients of all parameters on every rank; the bf16 ones go with the step.
+    assert between_steps(wide) - between_steps(plain) == near(4 * PARAMETERS)
+
+
+def test_bf16_gradients_stay_to_the_step_unless_they_are_added_at_once(estimator):
+    def backward(**values):
+        document = job(parallel={"zero_stage": 1}, gradient_accumulation_dtype="fp32", gradient_accumulation_steps=2)
+        found = estimator.estimate(
+            Case.of(tk.Job.model_validate({**document.model_dump(exclude_unset=True), **values}))
+        )
+        return found.fullest.phases["backward"].allocated_bytes
+
+    # The second micro-batch's activations lie beside those of the first.
+    assert backward() - backward(deepspeed={"bf16": {"immediate_grad_update": True}}) == near(2 * PARAMETERS)
 
 
 def test_stage_0_without_a_fused_kernel(estimator):

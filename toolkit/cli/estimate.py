@@ -9,9 +9,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from toolkit.memory.estimator import Estimator
     from toolkit.memory.sweep import Axis
     from toolkit.spec.catalogue import Gpu
-    from toolkit.spec.job import Job
+    from toolkit.spec.job import Dtype, Job
 
 DeepSpeedOption = Annotated[
     Path | None,
@@ -38,7 +38,20 @@ DeepSpeedOption = Annotated[
     ),
 ]
 NoZeroInitOption = Annotated[
-    bool, typer.Option("--no-zero-init", help="The stage-3 model is not built under zero.Init, as ours are.")
+    bool,
+    typer.Option(
+        "--no-zero-init",
+        help="The stage-3 model is not built under zero.Init, as ours are: each rank of your script calls from_pretrained.",
+    ),
+]
+LoadDtypeOption = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None,
+    typer.Option(
+        "--load-dtype",
+        metavar="bf16|fp16|fp32",
+        help="With --no-zero-init: the dtype= of that call; the files' own when left out.",
+        show_default=False,
+    ),
 ]
 PlotOption = Annotated[
     Path | None,
@@ -68,6 +81,7 @@ def estimate(
     overrides: SetOption = None,
     deepspeed_config: DeepSpeedOption = None,
     no_zero_init: NoZeroInitOption = False,
+    load_dtype: LoadDtypeOption = None,
     plot: PlotOption = None,
     sweep: SweepOption = None,
     compare: CompareOption = None,
@@ -91,7 +105,7 @@ def estimate(
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
     asked = _read_questions(job, overrides or [], deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)
-    case = _read_case(job, asked, built_partitioned=not no_zero_init)
+    case = _read_case(job, asked, built_partitioned=not no_zero_init, load_dtype=load_dtype)
     if asked.axes:
         from toolkit.cli.estimate_tables import answer_sweep
 
@@ -230,7 +244,7 @@ def _read_questions(
     return _Asked(job=job, file=file, axes=axes or (), strategies=strategies or (), gpus=cards or ())
 
 
-def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool) -> Case:
+def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool, load_dtype: Dtype | None) -> Case:
     """Finds the model and resolves the job once, so that every fault of it is told before torch is imported."""
     from toolkit.memory.case import Case, check_zero_init
 
@@ -240,10 +254,11 @@ def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool) -> Case:
 
         plan = Plan.load(path)
         model = plan.model if written.model == plan.job.model else None
-        case = Case.of(written, model=model, gpu=plan.gpu, file=asked.file, built_partitioned=built_partitioned)
+        case = Case.of(written, model=model, gpu=plan.gpu, file=asked.file)
     else:
-        case = Case.of(written, file=asked.file, built_partitioned=built_partitioned)
-    check_zero_init(case.plan(), built_partitioned=built_partitioned)
+        case = Case.of(written, file=asked.file)
+    case = replace(case, built_partitioned=built_partitioned, load_dtype=load_dtype)
+    check_zero_init(case.plan(), built_partitioned=built_partitioned, load_dtype=load_dtype)
     return case
 
 

@@ -11,7 +11,7 @@ from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import resolve_with
 from toolkit.spec.catalogue import Gpu, find_gpu
-from toolkit.spec.job import Job
+from toolkit.spec.job import Dtype, Job
 from toolkit.spec.model import ModelSpec, resolve_model
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Case:
         gpu: Read once for each card.
         file: The person's DeepSpeed file, in place of our configuration.
         built_partitioned: Whether a stage-3 model is built under `zero.Init`.
+        load_dtype: In which a model that is not is loaded by each rank; that of its files when left out.
     """
 
     job: Job
@@ -41,6 +42,7 @@ class Case:
     gpu: Gpu
     file: DeepSpeedFile | None = None
     built_partitioned: bool = True
+    load_dtype: Dtype | None = None
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class Case:
         gpu: Gpu | None = None,
         file: DeepSpeedFile | None = None,
         built_partitioned: bool = True,
+        load_dtype: Dtype | None = None,
     ) -> Case:
         """Reads the model and the card that a job names, unless they are given and still those that it names.
 
@@ -64,6 +67,7 @@ class Case:
             gpu=card,
             file=file,
             built_partitioned=built_partitioned,
+            load_dtype=load_dtype,
         )
 
     def changed(self, values: Mapping[str, Any]) -> Case:
@@ -94,11 +98,11 @@ class Case:
         return replace(roomy, job=job)
 
 
-def check_zero_init(plan: Plan, *, built_partitioned: bool) -> None:
-    """Refuses a model that is said to be built without zero.Init where there is none.
+def check_zero_init(plan: Plan, *, built_partitioned: bool, load_dtype: Dtype | None = None) -> None:
+    """Refuses a model that is said to be built without zero.Init where there is none, and a dtype in which nothing is loaded.
 
     Raises:
-        SpecError: ZERO_INIT_STAGE.
+        SpecError: ZERO_INIT_STAGE, LOAD_DTYPE.
     """
     stage = plan.settings.zero_stage
     if not built_partitioned and stage != 3:
@@ -107,6 +111,14 @@ def check_zero_init(plan: Plan, *, built_partitioned: bool) -> None:
             key="--no-zero-init",
             message=f"built_partitioned=False (--no-zero-init) with zero_stage={stage}: only stage 3 has a zero.Init",
             fix="Leave it out, or set zero_stage to 3",
+        )
+    if built_partitioned and load_dtype is not None:
+        raise SpecError.of(
+            code="LOAD_DTYPE",
+            key="--load-dtype",
+            message=f"load_dtype={load_dtype} (--load-dtype) without built_partitioned=False (--no-zero-init): a model that is "
+            "built under zero.Init is loaded in parts, in the training precision",
+            fix="Add --no-zero-init if each rank of your script calls from_pretrained, or leave --load-dtype out",
         )
 
 

@@ -17,6 +17,7 @@ from toolkit.memory.case import Case, check_zero_init
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.device import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.host_loading import Loading, loading
 from toolkit.memory.host_ranks import host_report
 from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.ranks import phases_of_ranks, rank_report
@@ -26,7 +27,8 @@ from toolkit.memory.traces import Traces, engine_settings, keeps_frozen_inputs, 
 from toolkit.plan.checkpoint_size import DiskUse, disk_use
 from toolkit.plan.plan import Plan
 from toolkit.plan.read import read_job_or_plan
-from toolkit.spec.job import Job
+from toolkit.spec.job import Dtype, Job
+from toolkit.units import format_bytes
 
 ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
     "ddp": (
@@ -54,6 +56,7 @@ def estimate(
     evaluated: Traces | None = None,
     calibration: Calibration | None = None,
     built_partitioned: bool = True,
+    load_dtype: Dtype | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
     """Estimates what a job takes of each card, of the host and of the disk, as `toolkit estimate` does.
@@ -66,13 +69,15 @@ def estimate(
         worst: Others, of the routing that needs most memory; read only where `traced` depends on the routing.
         evaluated: Others, of the evaluation; read only if the plan has any.
         calibration: What was measured on the machine at hand.
-        built_partitioned: Whether a stage-3 model is built under `zero.Init`.
+        built_partitioned: Whether a stage-3 model is built under `zero.Init`; one that is not, each rank loads by
+            `from_pretrained`.
+        load_dtype: In which it does; that of the files when left out.
         allocator: How torch's allocator is set; when left out the plan's, which our launches set, or `native` under a
             configuration of the user's own.
 
     Raises:
         SpecError: As `resolve`; for each key of the configuration that DeepSpeed would refuse, ignore or drop;
-            ZERO_INIT_STAGE.
+            ZERO_INIT_STAGE, LOAD_DTYPE.
         PlanError: As `resolve`; DS_FILE_CONTRADICTS, DS_FILE_BESIDE; ESTIMATE_FILE for a pipeline with a configuration;
             TRACE_FAILED.
     """
@@ -80,7 +85,7 @@ def estimate(
     file = None if deepspeed_config is None else DeepSpeedFile.of(read_user_config(deepspeed_config))
     case = _case_of(given, file, built_partitioned=built_partitioned)
     plan = given if isinstance(given, Plan) and file is None else case.plan()
-    check_zero_init(plan, built_partitioned=built_partitioned)
+    check_zero_init(plan, built_partitioned=built_partitioned, load_dtype=load_dtype)
     check_pipeline(plan, with_file=file is not None)
     report = report_of(
         plan,
@@ -90,6 +95,7 @@ def estimate(
         evaluated=evaluated,
         calibration=calibration,
         built_partitioned=built_partitioned,
+        load_dtype=load_dtype,
         allocator=allocator or (None if file is None else "native"),
     )
     return report if file is None else replace(report, assumptions=(*report.assumptions, *file.notes(case.job)))
@@ -110,6 +116,7 @@ def report_of(
     evaluated: Traces | None = None,
     calibration: Calibration | None = None,
     built_partitioned: bool = True,
+    load_dtype: Dtype | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
     """Does what `estimate` does, for a plan, and a configuration that is checked and without "auto".
@@ -147,6 +154,7 @@ def report_of(
         for rank in range(plan.grid.world_size)
         for place in [plan.grid.coordinate(rank)]
     )
+    loaded = None if settings.built_partitioned else loading(plan, dtype=load_dtype)
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
     return MemoryReport(
         ranks=ranks,
@@ -155,7 +163,7 @@ def report_of(
         context_and_nccl_bytes=fullest.context_and_nccl_bytes,
         num_communicators=fullest.num_communicators,
         gpu_capacity_bytes=plan.gpu.memory_bytes,
-        host=host_report(plan, events, settings, ranks=ranks),
+        host=host_report(plan, events, settings, ranks=ranks, loaded=loaded),
         disk=_disk(plan, events),
         num_traced_layers=sum(each.num_traced_layers for each in {id(each): each for each in events}.values()),
         num_layers=sum(each.num_layers for each in events),
@@ -163,6 +171,7 @@ def report_of(
         assumptions=(
             *dict.fromkeys(line for each in events for line in each.assumptions),
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
+            *([] if loaded is None else [_loading_assumption(plan, loaded)]),
             *_assumptions(plan, settings, allocator or plan.allocator),
         ),
     )
@@ -195,6 +204,17 @@ def _disk(plan: Plan, traces: Traces) -> DiskUse:
     copies = {name for events in traces for name in events.copies}
     exported = (p.dense_numel for p in (parameters if full else trained) if p.name not in copies)
     return replace(use, export_bytes=itemsize * sum(exported))
+
+
+def _loading_assumption(plan: Plan, loaded: Loading) -> str:
+    """Says what a script of one's own is taken to do, and what it would hold did it load in fp32."""
+    said = (
+        f"each rank builds the model by from_pretrained in {loaded.dtype} and holds {format_bytes(loaded.peak)} of its own "
+        "meanwhile; weights that are as in the files are mapped from them, once for all ranks"
+    )
+    if loaded.dtype == "fp32":
+        return said
+    return f"{said} (loaded in fp32, --load-dtype fp32, it would hold {format_bytes(loading(plan, dtype='fp32').peak)})"
 
 
 def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> Iterator[str]:

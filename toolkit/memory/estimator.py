@@ -75,6 +75,7 @@ class Estimator:
             evaluated=None if plan.settings.eval_steps is None else trace(evaluation=True),
             calibration=calibration,
             built_partitioned=case.built_partitioned,
+            load_dtype=case.load_dtype,
             # A script with its own file is not started by us, and torch's default holds.
             allocator=None if case.file is None else "native",
         )

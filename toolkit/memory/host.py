@@ -1,25 +1,25 @@
-"""Host memory of a node: what each rank keeps there, with the rounding of pinned allocations.
-
-Source: deepspeed runtime/zero/stage_1_and_2.py (cpu_offload), runtime/zero/stage3.py (_create_fp32_partitions,
-_setup_for_real_optimizer, defragment), runtime/swap_tensor; ATen/cuda/CachingHostAllocator (PowerOf2Ceil).
-"""
+"""Memory of one process on the host, replayed from its start, with the rounding of page-locked blocks; and a node's report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.trace import Trace
 from toolkit.units import GIB
 
 # Resident memory of a training process before its tensors: Python, torch, CUDA's libraries, DeepSpeed. Peak RSS of
-# ranks that keep nothing on the host, torch 2.11: 1.99 to 2.15 GiB.
+# ranks that keep nothing on the host, torch 2.11: 1.99 to 2.24 GiB.
 PROCESS_BYTES = int(2.0 * GIB)
-# The same while the model is built, before kernels and communicators are loaded: peak RSS of ZeRO-3 ranks without
-# offload, less their partitions, 1.43 to 1.53 GiB.
+# The same while the model is built and the engine made, before the first pass loads kernels and workspaces: peak RSS of
+# ZeRO-3 ranks without offload, less their partitions, 1.43 to 1.53 GiB.
 PROCESS_START_BYTES = int(1.5 * GIB)
+
+PROCESS = "process"
+# Under this name torch's host allocator keeps page-locked blocks that nothing uses any more.
+UNUSED = "page-locked, unused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,88 +58,55 @@ def pinned(size: float) -> int:
     return 1 << math.ceil(math.log2(size)) if size >= 1 else 0
 
 
-def host_bytes(
-    trace: Trace,
-    settings: EngineSettings,
-    *,
-    partition_numel: int,
-    largest_numel: int,
-    host_groups: Sequence[int] = (),
-    largest_group: int = 0,
-) -> dict[str, int]:
-    """Gives a rank's host memory by cause, bytes.
+class HostMemory:
+    """What a process holds while it is replayed, and the fullest moment.
 
-    Args:
-        trace: The model.
-        settings: What the engine's memory depends on.
-        partition_numel: Trainable elements whose optimizer state this rank owns.
-        largest_numel: Elements of the largest parameter.
-        host_groups: Elements of the ZeRO-3 sub-groups whose optimizer state the CPU keeps.
-        largest_group: Elements of the largest ZeRO-3 sub-group.
+    Attributes:
+        peak: The fullest moment, bytes by cause.
     """
-    found = {"process": PROCESS_BYTES}
-    if settings.zero_stage == 3:
-        stored = sum(math.ceil(p.numel / settings.dp_size) * p.itemsize for p in trace.parameters)
-        trained = sum(math.ceil(p.numel / settings.dp_size) * p.itemsize for p in trace.parameters if p.trainable)
-        found |= _stage3(settings, partition_numel, stored, trained, host_groups, largest_group)
-    elif settings.offload_optimizer:
-        itemsize, master, held = settings.itemsize, settings.master_itemsize, _holder(settings)
-        found["master parameters"] = held(master * partition_numel)
-        found["gradients in fp32"] = held(master * partition_numel)
-        found["parameter staging"] = held(itemsize * partition_numel)
-        found["gradient staging"] = held(itemsize * largest_numel)
-        found["optimizer state"] = int(settings.state_bytes * partition_numel)
-        compact = settings.accumulation_itemsize > itemsize  # one buffer on the card, instead
-        if settings.adds_up_on_host and not compact:
-            mine = partition_numel + (largest_numel if settings.dp_size > 1 else 0)
-            # One pinned buffer a parameter; rounded up each, half as much again on average.
-            found["accumulated gradients"] = int(itemsize * mine * (1.5 if settings.pin_memory else 1.0))
-    return {cause: size for cause, size in found.items() if size}
 
+    def __init__(self) -> None:
+        self.peak: dict[str, int] = {}
+        self._live: Counter[str] = Counter()
+        self._unused: Counter[int] = Counter()  # page-locked blocks, by their size
+        self.allocate(PROCESS, PROCESS_START_BYTES)
 
-def _holder(settings: EngineSettings) -> Callable[[float], int]:
-    return pinned if settings.pin_memory else int
+    def allocate(self, cause: str, size: float) -> None:
+        """Adds pageable memory that stays until `free`."""
+        self._live[cause] += int(size)
+        self._observe()
 
+    def free(self, cause: str, size: float) -> None:
+        """Gives pageable memory back to the system."""
+        self._live[cause] -= int(size)
 
-def host_bytes_without_zero(trace: Trace, *, upcast: bool) -> dict[str, int]:
-    """Gives a rank's host memory under DDP or FSDP2: each process has the whole model before it moves or is sharded.
+    @contextmanager
+    def temporary(self, cause: str, size: float) -> Iterator[None]:
+        """Holds pageable memory for the length of a block."""
+        self.allocate(cause, size)
+        yield
+        self.free(cause, size)
 
-    Args:
-        trace: The model.
-        upcast: Whether what trains becomes fp32 on the host (accelerate utils/fsdp_utils.py fsdp2_prepare_model).
-    """
-    whole = sum(p.numel * (4 if upcast and p.trainable else p.itemsize) for p in trace.parameters)
-    return {"process": PROCESS_BYTES, "weights at the start": max(0, PROCESS_START_BYTES + whole - PROCESS_BYTES)}
+    def pin(self, cause: str, size: float) -> None:
+        """Takes a page-locked block: an unused one of the same size, or a new one."""
+        block = pinned(size)
+        if self._unused[block]:
+            self._unused[block] -= 1
+            self._live[UNUSED] -= block
+        self._live[cause] += block
+        self._observe()
 
+    def unpin(self, cause: str, size: float) -> None:
+        """Releases a page-locked block, which torch keeps for as long as the process lives."""
+        block = pinned(size)
+        self._live[cause] -= block
+        self._live[UNUSED] += block
+        self._unused[block] += 1
 
-def _stage3(
-    settings: EngineSettings, numel: int, stored: int, trained: int, host_groups: Sequence[int], largest_group: int
-) -> dict[str, int]:
-    found: dict[str, int] = {}
-    held = _holder(settings)
-    if settings.offload_optimizer == "cpu":
-        moved = sum(host_groups)
-        found["master parameters"] = settings.master_itemsize * moved
-        found["gradients in fp32"] = sum(held(settings.master_itemsize * group) for group in host_groups)
-        found["optimizer state"] = int(settings.state_bytes * moved)
-    elif settings.offload_optimizer == "nvme":
-        master = settings.master_itemsize * largest_group
-        found["optimizer swap buffers"] = settings.nvme_optimizer_buffers * master
-        found["gradients in fp32"] = master
-        # The first step makes a sub-group's moments in common memory, from which they are written out.
-        found["optimizer state of a sub-group"] = int(settings.state_bytes * largest_group)
-    if settings.offload_optimizer:
-        found["gradient partition"] = held(settings.accumulation_itemsize * numel)
-    if settings.offload_param == "cpu":
-        found["parameter partitions"] = held(stored)
-        # zero.Init pinned each partition by itself before it was copied into the flat buffer; torch keeps the blocks.
-        found["parameter partitions of the start"] = int(stored * (1.5 if settings.pin_memory else 1.0))
-    elif settings.offload_param == "nvme":
-        size = settings.nvme_param_buffers * settings.nvme_param_buffer_size * settings.itemsize
-        found["parameter swap buffers"] = held(size)
-        found["parameters kept in memory"] = min(settings.max_in_cpu * settings.itemsize, stored)
-    else:
-        # defragment() sends the partitions that train through the host, before what comes after needs the host.
-        later = PROCESS_BYTES + sum(found.values())
-        found["parameter partitions at the start"] = max(0, PROCESS_START_BYTES + trained - later)
-    return found
+    def start_passes(self) -> None:
+        """The first pass loads kernels and workspaces."""
+        self.allocate(PROCESS, PROCESS_BYTES - PROCESS_START_BYTES)
+
+    def _observe(self) -> None:
+        if self._live.total() > sum(self.peak.values()):
+            self.peak = {cause: size for cause, size in self._live.items() if size}

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from toolkit.memory.courses import course_of
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
-from toolkit.memory.host import HostReport, host_bytes, host_bytes_without_zero, pinned
+from toolkit.memory.host import HostMemory, HostReport, pinned
+from toolkit.memory.host_loading import Loading
+from toolkit.memory.host_zero import replay_stage3, replay_stage12
 from toolkit.memory.report import RankReport
 from toolkit.memory.trace import Trace
 from toolkit.memory.traces import Traces
@@ -15,7 +17,14 @@ from toolkit.plan.plan import Plan
 from toolkit.units import GIB
 
 
-def host_report(plan: Plan, traces: Traces, settings: EngineSettings, *, ranks: Sequence[RankReport]) -> HostReport:
+def host_report(
+    plan: Plan,
+    traces: Traces,
+    settings: EngineSettings,
+    *,
+    ranks: Sequence[RankReport],
+    loaded: Loading | None = None,
+) -> HostReport:
     """Gives the host memory of the fullest node.
 
     Args:
@@ -23,13 +32,14 @@ def host_report(plan: Plan, traces: Traces, settings: EngineSettings, *, ranks: 
         traces: Of its model, or of each rank of its pipeline.
         settings: What the engine's memory depends on.
         ranks: All of them, whose tensors are host memory on CPU.
+        loaded: What each rank's `from_pretrained` does; None where the model is built under `zero.Init`, or on the card.
     """
     gib = plan.job.cluster.host_memory_gib or (plan.gpu.host.host_memory_gib if plan.gpu.host else None)
     peaks = [0] * plan.grid.pp
     for rank in ranks:
         peaks[rank.coordinate.pp] = max(peaks[rank.coordinate.pp], rank.peak_allocated_bytes)
     of_stages = [
-        _host_of_rank(plan, events, settings, pp_rank, peak_bytes=peaks[pp_rank])
+        _host_of_rank(plan, events, settings, pp_rank, peak_bytes=peaks[pp_rank], loaded=loaded)
         for pp_rank, events in enumerate(traces)
     ]
     width = plan.job.cluster.gpus_per_node
@@ -50,31 +60,42 @@ def host_report(plan: Plan, traces: Traces, settings: EngineSettings, *, ranks: 
 
 
 def _host_of_rank(
-    plan: Plan, events: Trace, settings: EngineSettings, pp_rank: int, *, peak_bytes: int
+    plan: Plan,
+    events: Trace,
+    settings: EngineSettings,
+    pp_rank: int,
+    *,
+    peak_bytes: int,
+    loaded: Loading | None,
 ) -> dict[str, int]:
-    if plan.job.parallel.strategy == "zero":
-        found = _host_under_zero(events, settings)
+    memory = HostMemory()
+    if loaded is not None:
+        loaded.replay(memory)
+    if plan.job.parallel.strategy != "zero":
+        _replay_whole(memory, events, upcast=plan.job.parallel.strategy == "fsdp2")
+    elif settings.zero_stage == 3:
+        replay_stage3(memory, Stage3(events, settings, workspace_bytes=0), settings)
     else:
-        found = host_bytes_without_zero(events, upcast=plan.job.parallel.strategy == "fsdp2")
+        replay_stage12(memory, events, settings)
     if events.chunks:
         waiting = course_of(plan, pp_rank).most_held([sum(map(pinned, chunk.host_copies)) for chunk in events.chunks])
     else:
         waiting = sum(map(pinned, events.host_copies))
-    if waiting:
-        found["layer inputs"] = waiting
+    memory.allocate("layer inputs", waiting)
     if plan.on_cpu:  # the ranks' tensors are host memory, too
-        found["tensors"] = peak_bytes
-    return found
+        memory.allocate("tensors", peak_bytes)
+    return memory.peak
 
 
-def _host_under_zero(events: Trace, settings: EngineSettings) -> dict[str, int]:
-    trainable = [parameter for parameter in events.parameters if parameter.trainable]
-    engine = Stage3(events, settings, workspace_bytes=0) if settings.zero_stage == 3 else None
-    return host_bytes(
-        events,
-        settings,
-        partition_numel=-(-sum(parameter.numel for parameter in trainable) // settings.dp_size),
-        largest_numel=max((parameter.numel for parameter in trainable), default=0),
-        host_groups=engine.host_groups if engine is not None else (),
-        largest_group=engine.largest_group if engine is not None else 0,
-    )
+def _replay_whole(memory: HostMemory, trace: Trace, *, upcast: bool) -> None:
+    """DDP and FSDP2: each process has the whole model before it moves or is sharded.
+
+    Args:
+        memory: Of the process.
+        trace: The model.
+        upcast: Whether what trains becomes fp32 on the host (accelerate utils/fsdp_utils.py fsdp2_prepare_model).
+    """
+    whole = sum(p.numel * (4 if upcast and p.trainable else p.itemsize) for p in trace.parameters)
+    with memory.temporary("weights at the start", whole):
+        pass
+    memory.start_passes()

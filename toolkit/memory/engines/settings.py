@@ -74,6 +74,7 @@ class EngineSettings:
     offload_ratio: float
     offload_param: Literal["cpu", "nvme"] | None
     pin_memory: bool
+    pin_parameters: bool
     nvme_optimizer_buffers: int
     nvme_param_buffers: int
     nvme_param_buffer_size: int
@@ -148,6 +149,7 @@ class EngineSettings:
             offload_ratio=float(offload_optimizer.get("ratio", 1.0)),
             offload_param=_device(offload_param) if stage == 3 else None,
             pin_memory=bool(offload_optimizer.get("pin_memory", True)),
+            pin_parameters=bool(offload_param.get("pin_memory", True)),
             nvme_optimizer_buffers=int(offload_optimizer.get("buffer_count", 4)),
             nvme_param_buffers=int(offload_param.get("buffer_count", 5)),
             nvme_param_buffer_size=int(offload_param.get("buffer_size", 1e8)),

@@ -145,6 +145,11 @@ class Stage3(Replay):
         return self._sub_groups[kept:] if self.settings.offload_optimizer == "cpu" else []
 
     @property
+    def sub_groups(self) -> list[int]:
+        """Partition elements of each optimizer sub-group."""
+        return self._sub_groups
+
+    @property
     def largest_group(self) -> int:
         """Partition elements of the largest sub-group."""
         return max(self._sub_groups, default=0)
