@@ -416,7 +416,7 @@ def test_set_changes_one_value(override, read, value):
     )
 
 
-@pytest.mark.parametrize("override", ["train.seed", "=3", "cluster.gpu.name=h100", "model.name.x=1"])
+@pytest.mark.parametrize("override", ["train.seed", "=3", "cluster.gpu.name.x=1", "model.name.x=1"])
 def test_set_that_is_not_key_and_value(override):
     problem = only(SMALL, override)
     assert problem.code == "SET_SYNTAX"

@@ -24,6 +24,8 @@ def gpus(
 ) -> None:
     """List the GPUs that `cluster.gpu` may name; with a name, each figure and its source.
 
+    A card that is not among them is described in the job: `cluster: {gpu: {name: l20, memory_gib: 44.5}}`.
+
     Example: `toolkit gpus`, `toolkit gpus h100-sxm-80gb`.
 
     JSON keys: gpus: a list of objects with name, vendor, architecture, compute_capability, note, precisions, host,

@@ -44,7 +44,7 @@ def describe_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[
         summary = "" if inner is None else (inspect.getdoc(inner) or "").partition("\n")[0].replace("`", "")
         yield Key(
             path=f"{prefix}{name}",
-            values="section" if inner else _values(field.annotation),
+            values=_values(field.annotation),
             default="required" if field.is_required() else "" if inner else _shown(field.get_default()),
             meaning=meanings.get(name, summary),
         )
@@ -74,6 +74,8 @@ def _values(annotation: Any) -> str:
 
 def _word(member: Any) -> str:
     origin = get_origin(member)
+    if isinstance(member, type) and issubclass(member, BaseModel):
+        return "section"
     if origin is Literal:
         return ", ".join(map(str, get_args(member)))
     if origin is tuple:

@@ -17,10 +17,11 @@ from toolkit.errors import CheckError, Problem, RunError, ToolkitError, raise_al
 if TYPE_CHECKING:
     from toolkit.groups.waits import Wait
     from toolkit.launch.environment import Backend, WorkerIdentity
+    from toolkit.spec.job import Card
     from toolkit.topology.placement import Placement
 
 
-def check(placement: Placement, *, gpu: str | None, timeout_seconds: float, as_json: bool) -> int:
+def check(placement: Placement, *, gpu: str | Card | None, timeout_seconds: float, as_json: bool) -> int:
     """Checks every group of a placement and prints the result; gives the exit code.
 
     Args:

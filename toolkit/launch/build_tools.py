@@ -137,7 +137,7 @@ def build_settings(
         found["PATH"] = Setting(path, f"ninja is not on PATH: DeepSpeed's builds take {ninja}")
     written = environment.get(_ARCH_LIST, "").strip()
     if written and any(extension.by_nvcc for extension in extensions):
-        readable = readable_architectures(written, plan.gpu.compute_capability)
+        readable = readable_architectures(written, plan.gpu.known_capability)
         if readable != written:
             goal = readable or "the cards of this machine"
             found[_ARCH_LIST] = Setting(

@@ -9,6 +9,9 @@ from toolkit.errors import Problem
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu, load_catalogue
 
+# Of a card's memory: what its driver and its error correction keep to themselves, at most.
+_KEPT_SHARE = 0.08
+
 
 def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
     """Gives the catalogue name of each NVIDIA card that processes may use here and the catalogue holds.
@@ -42,7 +45,7 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
     """Says how this machine's cards differ from those of a plan: none, too few, or others."""
     if plan.on_cpu:
         return
-    found = visible_cards(environment)
+    found = visible_cards(environment, described=plan.gpu if plan.gpu.described else None)
     if found is None:
         yield Problem(
             code="LAUNCH_CARDS",
@@ -62,8 +65,15 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
         )
 
 
-def visible_cards(environment: Mapping[str, str] | None = None) -> list[str | None] | None:
-    """Gives the catalogue name, or None, of each NVIDIA card that processes may use; None where there is no driver."""
+def visible_cards(
+    environment: Mapping[str, str] | None = None, *, described: Gpu | None = None
+) -> list[str | None] | None:
+    """Gives the catalogue name, or None, of each NVIDIA card that processes may use; None where there is no driver.
+
+    Args:
+        environment: Whose CUDA_VISIBLE_DEVICES chooses the cards; this process's own when left out.
+        described: A card that a job describes, whose name stands for cards like it.
+    """
     import pynvml
 
     visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
@@ -80,7 +90,7 @@ def visible_cards(environment: Mapping[str, str] | None = None) -> list[str | No
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
             except pynvml.NVMLError:  # a card that is lost, or that tells nothing of its memory
                 continue
-            found[identity] = match_gpu(name, int(memory))
+            found[identity] = match_gpu(name, int(memory), described)
         return [found[identity] for identity in chosen_cards(list(found), visible)]
     finally:
         pynvml.nvmlShutdown()
@@ -115,13 +125,26 @@ def chosen_cards(identities: Sequence[str], visible: str | None) -> list[str]:
     return chosen
 
 
-def match_gpu(driver_name: str, memory_bytes: int) -> str | None:
+def match_gpu(driver_name: str, memory_bytes: int, described: Gpu | None = None) -> str | None:
     """Finds a driver's card in the catalogue: every word of the family in the name, and the nearest memory.
+
+    A card that a job describes is one of its name with as much memory, or one that the catalogue lacks.
 
     >>> match_gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)
     'h100-sxm-80gb'
     """
     words = driver_name.lower().replace("-", " ").split()
+    if described is None:
+        return _catalogued(words, memory_bytes)
+    # To plan with less than a card has is safe, and with more, by what the driver keeps to itself, is usual.
+    enough = (described.memory_bytes or 0) <= (1 + _KEPT_SHARE) * memory_bytes
+    if enough and _family(described) in "".join(words):
+        return described.name
+    known = _catalogued(words, memory_bytes)
+    return described.name if known is None and enough else known
+
+
+def _catalogued(words: Sequence[str], memory_bytes: int) -> str | None:
     candidates = [gpu for gpu in load_catalogue().values() if gpu.memory_bytes and _family(gpu) in "".join(words)]
     if not candidates:
         return None
@@ -131,8 +154,8 @@ def match_gpu(driver_name: str, memory_bytes: int) -> str | None:
     formed = [gpu for gpu in family if form in gpu.name.split("-")] or family
     nearest = min(formed, key=lambda gpu: abs((gpu.memory_bytes or 0) - memory_bytes))
     assert nearest.memory_bytes is not None
-    # The driver keeps a few percent to itself; a card of another size is another card.
-    return nearest.name if abs(nearest.memory_bytes - memory_bytes) < 0.08 * memory_bytes else None
+    # A card of another size is another card.
+    return nearest.name if abs(nearest.memory_bytes - memory_bytes) < _KEPT_SHARE * memory_bytes else None
 
 
 def _family(gpu: Gpu) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from toolkit.errors import Problem
 from toolkit.plan.rules.training import unread
 from toolkit.plan.settings import Choice, Source
-from toolkit.spec.job import Job
+from toolkit.spec.job import Card, Job
 
 T = TypeVar("T")
 
@@ -48,12 +48,19 @@ class Chooser:
                 continue
             written = part.model_dump(mode="json")
             for name in written:
-                if name in part.model_fields_set and written[name] is not None:
+                if isinstance(card := getattr(part, name), Card):
+                    self._add_card(card)
+                elif name in part.model_fields_set and written[name] is not None:
                     self._add(f"{section}.{name}", written[name], "job", "written in the job")
                 elif written[name] not in (None, [], {}) and not unread(job, f"{section}.{name}"):
                     self._add(f"{section}.{name}", written[name], "default", "the fixed default")
         for key, value in job.deepspeed.items():
             self._add(f"deepspeed.{key}", value, "deepspeed", "written in the job's deepspeed section; wins")
+
+    def _add_card(self, card: Card) -> None:
+        self._add("cluster.gpu", card.name, "job", "described in the job")
+        for name, value in card.model_dump(mode="json", exclude={"name"}, exclude_none=True).items():
+            self._add(f"cluster.gpu.{name}", value, "job", "written in the job")
 
     def _add(self, key: str, value: Any, source: Source, reason: str) -> None:
         self.choices.append(Choice(key=key, value=value, source=source, reason=reason))

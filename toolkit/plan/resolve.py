@@ -161,6 +161,7 @@ def with_torch_adam(plan: Plan, reason: str) -> Plan:
 def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
     train, parallel = job.train, job.parallel
     on_cpu = gpu.backend == "gloo"
+    _note_card(job, gpu, chooser)
     precision = chooser.choose(
         "train.precision", train.precision, *_default_precision(job, gpu), others=_plain_precisions(job, gpu)
     )
@@ -240,6 +241,15 @@ def _decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
         kernels=chooser.choose("train.kernels", train.kernels, "eager", "no extra package, on any device"),
         **_decide_pipeline(job, model, sequence_length, chooser),
     )
+
+
+def _note_card(job: Job, gpu: Gpu, chooser: Chooser) -> None:
+    """Says what stands for what the description of a card leaves out."""
+    for key, reason in gpu.assumed.items():
+        chooser.derive(f"cluster.gpu.{key}", getattr(gpu, key, None), reason)
+    if gpu.described and gpu.host is None and job.cluster.host_memory_gib is None:
+        reason = "no catalogue tells of machines with this card: host memory is estimated, and held against nothing"
+        chooser.derive("cluster.host_memory_gib", None, reason)
 
 
 def _decide_batch(job: Job, sequence_length: int, chooser: Chooser) -> Batch:

@@ -6,18 +6,23 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from toolkit.errors import Problem, SpecError
 from toolkit.spec.configs import configs_root, read_config
+from toolkit.spec.job import Card
+from toolkit.units import GIB
 
 GpuPrecision = Literal["bf16", "fp16", "fp32", "fp8"]
 Vendor = Literal["nvidia", "amd", "cpu"]
 LinkKind = Literal["nvlink", "pcie", "infinity-fabric"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_DESCRIBE = (
+    'describe the card: cluster.gpu: {name: l20, memory_gib: 44.5, compute_capability: "8.9", bf16_tflops: 119.5}'
+)
 PRECISIONS: tuple[GpuPrecision, ...] = ("bf16", "fp16", "fp8", "fp32")
 
 
@@ -64,6 +69,8 @@ class Gpu(_Frozen):
         pcie_bandwidth_bytes_per_second: One direction, to the host.
         host: A typical rental.
         sources: Where each figure comes from, by field name; `host` for the rental.
+        described: Whether a job describes it: it then need not have every figure.
+        assumed: What such a description leaves out and plans need, by its key, with the reason for the value taken.
     """
 
     name: str = Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")
@@ -85,11 +92,18 @@ class Gpu(_Frozen):
     pcie_bandwidth_bytes_per_second: Rate | None = None
     host: TypicalHost | None = None
     sources: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    described: bool = False
+    assumed: dict[str, str] = Field(default_factory=dict)
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
         """torch.distributed backend; torch calls AMD's RCCL `nccl` too."""
         return "gloo" if self.vendor == "cpu" else "nccl"
+
+    @property
+    def known_capability(self) -> str | None:
+        """Compute capability; None where it is an assumption."""
+        return None if "compute_capability" in self.assumed else self.compute_capability
 
     def supports(self, precision: str) -> bool:
         """Whether the device computes in `precision` (bf16, fp16, fp32 or fp8) without emulation."""
@@ -104,11 +118,13 @@ class Gpu(_Frozen):
         """Names of the figures this entry states: every number that is not None, and `host`."""
         for field in type(self).model_fields:
             value = getattr(self, field)
-            if isinstance(value, int | float | TypicalHost):
+            if isinstance(value, int | float | TypicalHost) and not isinstance(value, bool):
                 yield field
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
+        if self.described:
+            return self
         stated = set(self.figures())
         if missing := sorted(stated - set(self.sources)):
             raise ValueError(f"figures without an entry in sources: {', '.join(missing)}")
@@ -148,19 +164,101 @@ def load_catalogue(folder: Path | None = None) -> dict[str, Gpu]:
     return dict(sorted(catalogue.items()))
 
 
-def find_gpu(name: str) -> Gpu:
-    """Gives one card by its name; case, spaces, underscores and hyphens do not matter.
+def find_gpu(card: str | Card) -> Gpu:
+    """Gives the card that `cluster.gpu` names or describes; in a name case, spaces, underscores and hyphens do not matter.
 
     Raises:
-        SpecError: GPU_UNKNOWN, with the closest names; GPU_FILE, CONFIGS_MISSING.
+        SpecError: GPU_UNKNOWN, with the closest names; GPU_DESCRIPTION, for one that leaves out what nothing else tells;
+            GPU_FILE, CONFIGS_MISSING.
     """
     # A file is called as its card, so the other cards need not be read.
     paths = {path.stem: path for path in sorted((configs_root() / "hardware").glob("*.yaml"))}
-    path = paths[_match(name, paths)]
+    if isinstance(card, Card) and not any(_squash(name) == _squash(card.name) for name in paths):
+        return describe_gpu(card)
+    path = paths[_match(card if isinstance(card, str) else card.name, paths)]
     try:
-        return _read(path)
+        found = _read(path)
     except ValueError as error:
         raise SpecError(_bad_file(path, error)) from None
+    return found if isinstance(card, str) else describe_gpu(card, found)
+
+
+def describe_gpu(card: Card, base: Gpu | None = None) -> Gpu:
+    """Makes a card out of a job's description.
+
+    Args:
+        card: What the job says.
+        base: The card of that name in the catalogue, whose figures stand where the job gives none.
+    Raises:
+        SpecError: GPU_DESCRIPTION.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-")
+    if base is not None and base.vendor == "cpu":
+        raise _bad_description(card, "cpu is no card", "Write gpu: cpu alone, or the name of a card")
+    if not name or (base is None and card.memory_gib is None):
+        why = f"gpu={card.name} is not in the catalogue, and its memory is not given"
+        raise _bad_description(card, why, f"Set cluster.gpu.memory_gib to what a process sees of it, or {_DESCRIBE}")
+    tflops: dict[GpuPrecision, float | None] = {
+        "bf16": card.bf16_tflops, "fp16": card.fp16_tflops, "fp8": card.fp8_tflops, "fp32": card.fp32_tflops,
+    }  # fmt: skip
+    capability, assumed = card.compute_capability, {}
+    vendor = card.vendor or (base.vendor if base is not None else "nvidia")
+    if base is not None:
+        capability = capability or base.compute_capability
+    elif card.vendor is None:
+        assumed["vendor"] = "most cards are NVIDIA's"
+    if capability is None:
+        capability, why = ("gfx942", "that of the MI300") if vendor == "amd" else _assumed_capability(tflops)
+        assumed["compute_capability"] = why
+    same = base is not None and base.compute_capability == capability
+    precisions = base.precisions if base is not None and same else _precisions_of(vendor, capability)
+    if wrong := [precision for precision, rate in tflops.items() if rate is not None and precision not in precisions]:
+        why = f"{wrong[0]}_tflops is given, and compute_capability={capability} has no {wrong[0]}"
+        raise _bad_description(card, why, f"Remove {wrong[0]}_tflops, or correct cluster.gpu.compute_capability")
+    figures: dict[str, Any] = {} if base is None else base.model_dump()
+    for precision in precisions:
+        if tflops[precision] is None and figures.get(f"dense_{precision}_flops_per_second") is None:
+            assumed[f"{precision}_tflops"] = f"left out: metrics hold no share of the peak (mfu) in {precision}"
+    figures |= {f"dense_{precision}_flops_per_second": rate * 1e12 for precision, rate in tflops.items() if rate}
+    figures |= {f"dense_{precision}_flops_per_second": None for precision in PRECISIONS if precision not in precisions}
+    if card.memory_gib is not None:
+        figures["memory_bytes"] = int(card.memory_gib * GIB)
+    figures |= {"name": name, "vendor": vendor, "compute_capability": capability, "precisions": precisions}
+    figures |= {
+        "architecture": figures.get("architecture", "described"),
+        "described": True,
+        "assumed": assumed,
+        "sources": {},
+    }
+    return Gpu.model_validate(figures)
+
+
+def _assumed_capability(tflops: dict[GpuPrecision, float | None]) -> tuple[str, str]:
+    if tflops["fp8"] is not None:
+        return "8.9", "the first with float8 units, of which fp8_tflops speaks"
+    return (
+        "8.6",
+        "that of most cards for graphics of Ampere, and no more than later ones have",
+    )
+
+
+def _precisions_of(vendor: str, capability: str) -> tuple[GpuPrecision, ...]:
+    """Gives the number formats of a card's matrix units.
+
+    Source:
+        CUDA C++ Programming Guide, compute capabilities: tensor cores from 7.0, bf16 from 8.0, float8 from 8.9.
+    """
+    if vendor == "amd":
+        return PRECISIONS if capability.startswith(("gfx94", "gfx95")) else ("bf16", "fp16", "fp32")
+    version = tuple(int(part) for part in re.findall(r"\d+", capability)[:2])
+    newest: tuple[GpuPrecision, ...] = ("bf16", "fp16", "fp32", "fp8")
+    return newest if version >= (8, 9) else newest[:3] if version >= (8, 0) else newest[1:3]
+
+
+def _bad_description(card: Card, why: str, fix: str) -> SpecError:
+    return SpecError.of(
+        code="GPU_DESCRIPTION", key="cluster.gpu", message=f"cluster.gpu does not describe a card: {why}", fix=fix
+    )
 
 
 def find_in(catalogue: dict[str, Gpu], name: str) -> Gpu:
@@ -179,7 +277,7 @@ def _match(name: str, catalogue: Iterable[str]) -> str:
         code="GPU_UNKNOWN",
         key="cluster.gpu",
         message=f"gpu={name} is not in the GPU catalogue",
-        fix=f"{fix}; `toolkit gpus` lists all",
+        fix=f"{fix}; `toolkit gpus` lists all. Or {_DESCRIBE}",
     )
 
 

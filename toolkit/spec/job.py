@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool
+from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag
 
 from toolkit.arguments import checks_arguments
 from toolkit.spec.section import Section
 from toolkit.spec.values import (
+    Capability,
     Count,
     Folder,
     Fraction,
@@ -61,6 +62,9 @@ Offload = Literal[
     "activations-cpu",
 ]
 
+# How pydantic tells the forms of `cluster.gpu` apart; neither is a key.
+NAME_TAG, CARD_TAG = "<name>", "<card>"
+
 
 class Model(Section):
     """Which model, and how its weights come to be.
@@ -80,11 +84,40 @@ class Model(Section):
     init: Literal["pretrained", "random"] | None = None
 
 
+class Card(Section):
+    """A card that the catalogue lacks, or one of it that differs: what is left out is the catalogue's, or a default of the plan.
+
+    Args:
+        name: Such as `l20`; of a card in the catalogue, what follows changes it.
+        memory_gib: What a process sees of its memory (`torch.cuda.mem_get_info()[1]`), GiB: 2 to 8 % less than the card is
+            called by.
+        vendor: `nvidia` or `amd`.
+        compute_capability: CUDA's, such as "8.9", or AMD's gfx name; it decides which kernels and number formats there are.
+        bf16_tflops: Dense peak of its matrix units, TFLOP/s, for the share of it that training reaches (MFU).
+        fp16_tflops: As above.
+        fp8_tflops: As above.
+        fp32_tflops: Peak without TF32, TFLOP/s.
+    """
+
+    name: Word
+    memory_gib: PositiveNumber | None = None
+    vendor: Literal["nvidia", "amd"] | None = None
+    compute_capability: Capability | None = None
+    bf16_tflops: PositiveNumber | None = None
+    fp16_tflops: PositiveNumber | None = None
+    fp8_tflops: PositiveNumber | None = None
+    fp32_tflops: PositiveNumber | None = None
+
+
+def _form_of_card(value: Any) -> str:
+    return CARD_TAG if isinstance(value, Mapping | Card) else NAME_TAG
+
+
 class Cluster(Section):
     """Which machines.
 
     Args:
-        gpu: Name in the catalogue (`toolkit gpus`), or `cpu` for processes over gloo.
+        gpu: Name in the catalogue (`toolkit gpus`), `cpu` for processes over gloo, or a section that describes a card.
         gpus_per_node: Cards, or processes under `cpu`, of each node.
         nodes: Machines.
         host_memory_gib: RAM of a node, GiB; from the catalogue when left out.
@@ -92,7 +125,10 @@ class Cluster(Section):
         master_port: TCP port of the rendezvous; a free one when left out.
     """
 
-    gpu: Word
+    gpu: Annotated[
+        Annotated[Word, Tag(NAME_TAG)] | Annotated[Card, Tag(CARD_TAG)],
+        Discriminator(_form_of_card),
+    ]
     gpus_per_node: NumGpus = 1
     nodes: NumNodes = 1
     host_memory_gib: PositiveNumber | None = None

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from toolkit.arguments import shown
 from toolkit.errors import Problem
-from toolkit.spec.job import Job
+from toolkit.spec.job import CARD_TAG, NAME_TAG, Job
 from toolkit.spec.schema import known_keys, path_of, section_of
 from toolkit.spec.suggestions import nearest_key
 
@@ -108,6 +108,8 @@ def _problem(key: str, detail: Any) -> Problem:
     message = _FORMS.get(detail["type"], detail["msg"].removeprefix("Value error, "))
     if key == "model":
         message = "write the model's name, or a section with model.name"
+    elif key == "cluster.gpu":
+        message = "write the name of a card, or a section that describes one with name and memory_gib"
     elif detail["type"] in ("model_type", "dict_type"):
         message = f"write {key or 'it'} as a section: its keys indented below it, in Python its own class or a dict"
     given = detail["input"]
@@ -124,6 +126,8 @@ def _key(location: tuple[int | str, ...]) -> str:
     section: type[BaseModel] | None = Job
     parts: list[str] = []
     for part in location:
+        if part in (NAME_TAG, CARD_TAG):
+            continue
         parts.append(str(part))
         field = section.model_fields.get(str(part)) if section is not None else None
         section = section_of(field.annotation) if field is not None else None

@@ -33,6 +33,10 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
     return parse_job(document)
 
 
+# Sections that may be written as a name alone.
+_NAMED = ("model", "cluster.gpu")
+
+
 def apply_override(document: dict[str, Any], override: str) -> None:
     """Changes one value in place: `train.sequence_length=8192`; the value is YAML.
 
@@ -69,7 +73,7 @@ def _apply_values(document: dict[str, Any], values: Mapping[str, Any]) -> None:
         elif isinstance(value, Mapping):
             inside = node.setdefault(leaf, {})
             if not isinstance(inside, dict):
-                inside = node[leaf] = {"name": inside} if key == "model" else {}
+                inside = node[leaf] = {"name": inside} if key in _NAMED else {}
             _apply_values(inside, value)
         else:
             node[leaf] = value
@@ -85,10 +89,10 @@ def _place(document: dict[str, Any], key: str, *, given: str) -> tuple[dict[str,
         if node.get(parent) is None:
             node[parent] = {}
         child = node[parent]
-        if depth == 0 and parent == "model" and isinstance(child, str):
-            child = node["model"] = {"name": child}
+        path = ".".join(parents[: depth + 1])
+        if path in _NAMED and isinstance(child, str):
+            child = node[parent] = {"name": child}
         if not isinstance(child, dict):
-            path = ".".join(parents[: depth + 1])
             raise SpecError.of(
                 code="SET_SYNTAX",
                 key=key,

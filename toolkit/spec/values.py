@@ -93,6 +93,16 @@ def _nameable(value: Any) -> Any:
     return value
 
 
+def _as_capability(value: Any) -> Any:
+    return str(value) if isinstance(value, float) else value
+
+
+def _is_capability(value: str) -> str:
+    if re.fullmatch(r"\d{1,2}\.\d|gfx[0-9a-f]+", value) is None:
+        raise ValueError('write it as CUDA does, such as "8.9", or as AMD does, such as gfx942')
+    return value
+
+
 def reporters(value: Any) -> Any:
     """Reads `train.report_to`: one name, a list of them or `none`, as TrainingArguments takes them."""
     given = [value] if isinstance(value, str) else value
@@ -106,6 +116,7 @@ def reporters(value: Any) -> Any:
     return given
 
 
+Capability = Annotated[str, AfterValidator(_is_capability), BeforeValidator(_as_capability)]
 Word = Annotated[str, AfterValidator(_printable), BeforeValidator(_filled)]
 Name = Annotated[
     str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled), BeforeValidator(_written)
