@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet
 from mutations import Tree, encoded, misspelt, mutate, mutate_bytes, mutate_text, odd_value
 
@@ -99,8 +101,10 @@ def draw_records(rng: random.Random) -> Tree:
 def write_file(rng: random.Random, folder: Path, number: int) -> Path | None:
     """Writes a file of drawn records; None where the kind cannot hold them."""
     records = draw_records(rng)
-    kind = rng.choice(("jsonl", "jsonl", "jsonl", "json", "csv", "txt", "parquet"))
+    kind = rng.choice(("jsonl", "jsonl", "jsonl", "json", "csv", "txt", "parquet", "saved"))
     path = folder / f"data-{number}.{kind}"
+    if kind == "saved":
+        return _write_saved(rng, path, records)
     if kind == "parquet":
         return _write_parquet(rng, path, records)
     text = _as_text(rng, kind, records)
@@ -151,12 +155,46 @@ def _write_parquet(rng: random.Random, path: Path, records: Tree) -> Path | None
     return path
 
 
+def _write_saved(rng: random.Random, path: Path, records: Tree) -> Path | None:
+    """A folder of `datasets`, in one of two with a file that is not as it was written."""
+    try:
+        made = datasets.Dataset.from_list(records)
+        made.save_to_disk(path, num_shards=min(len(made), rng.choice((1, 1, 2))))
+    except (
+        pa.ArrowException,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        KeyError,
+        IndexError,
+    ):
+        return None
+    if rng.random() < 0.5:
+        return path
+    file = rng.choice(sorted(path.iterdir()))
+    if file.suffix != ".json" or rng.random() < 0.1:
+        file.write_bytes(mutate_bytes(rng, file.read_bytes()))
+        return path
+    value = mutate(
+        rng,
+        json.loads(file.read_text("utf-8")),
+        names=("features", "_type", "_data_files", "filename", "dtype", "../x"),
+    )
+    file.write_bytes(encoded(rng, json.dumps(value), share=0.05))
+    return path
+
+
 def records_in(path: Path) -> list[Any]:
     """The records of a file that was accepted, read by the plainest means.
 
     Raises:
         ValueError: It is none of its kind, so it should not have been accepted.
     """
+    if path.is_dir():
+        files = [entry["filename"] for entry in json.loads((path / "state.json").read_text("utf-8"))["_data_files"]]
+        return [row for name in files for row in pyarrow.ipc.open_stream(path / name).read_all().to_pylist()]
     if path.suffix == ".parquet":
         return pyarrow.parquet.read_table(path).to_pylist()
     text = path.read_bytes().decode("utf-8-sig")
@@ -208,3 +246,21 @@ def _alpaca(record: dict[str, Any]) -> tuple[str, str]:
     head = ALPACA.format(", paired with an input that provides further context" if paired else "")
     middle = f"\n\n### Input:\n{given}" if paired else ""
     return f"{head}\n\n### Instruction:\n{record['instruction']}{middle}\n\n### Response:\n", record["output"]
+
+
+TEMPLATE_PIECES = (
+    "{{", "}}", "{%", "%}", "{% for m in messages %}", "{% endfor %}", "{% if add_generation_prompt %}", "{% endif %}", "{{ messages[0] }}",
+    "{{ messages[9] }}", "{{ m.x.y }}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}", "{% generation %}", "{% endgeneration %}", "{{ bos_token }}",
+    "{{ ''.__class__ }}", "{{ range(10 ** 9) }}", "{{ 'a' * 10 ** 6 }}", "{% set x = 1 %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{# x", "{{ messages | tojson }}",
+    "{{ message['content'] | trim }}", "{{ loop.index }}", "{% include 'x' %}", "{{ lipsum() }}", "{{ strftime_now('%Y') }}", "{% break %}",
+)  # fmt: skip
+
+
+def write_template(rng: random.Random, path: Path, template: str) -> Path:
+    """A chat template with a few slips."""
+    while True:
+        template = mutate_text(rng, template, snippets=TEMPLATE_PIECES)
+        if rng.random() < 0.5:
+            break
+    path.write_bytes(encoded(rng, template, share=0.05))
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import datasets
 import pytest
-from data_files import document_of, records_in, write_file
+from data_files import document_of, records_in, write_file, write_template
 from fuzzing import FULL_COUNT, Case, attempt, is_chosen, run_cases
 from train_jobs import write_inputs
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from toolkit.data.formats import Tokeniser
+from toolkit.data.chat_template import set_chat_template
+from toolkit.data.formats import CONVERSATION, Tokeniser
 from toolkit.data.prepare import prepare
 from toolkit.data.sources import Documents, load_documents, progress_bars
 from toolkit.spec.chat_template import CHATML, read_chat_template
@@ -42,6 +44,8 @@ def tokenizer(place: Path) -> PreTrainedTokenizerFast:
 
 def _documents(loaded: Documents) -> list[Any]:
     rows = loaded.train.to_list()
+    if CONVERSATION in loaded.train.column_names:
+        rows = [json.loads(row[CONVERSATION]) for row in rows]
     if loaded.format == "text":
         return [row["text"] for row in rows]
     if loaded.format == "prompt_completion":
@@ -65,15 +69,28 @@ def _data_case(case: Case, root: Path, tokenizer: Any) -> None:
     case.outcome = "not written"
     if path is None:
         return
-    case.note(f"{path.name}: {path.read_bytes()[:1500]!r}")
-    data = Data(train=str(path), loss_on=rng.choice(("all", "all", "all", "completion", "assistant")))
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    case.note("\n".join(f"{file.name}: {file.read_bytes()[:1200]!r}" for file in files))
+    template = None
+    if rng.random() < 0.15:
+        template = str(write_template(rng, folder / "chat.jinja", read_chat_template(CHATML)))
+        case.note(Path(template).read_bytes())
+    data = Data(
+        train=str(path), loss_on=rng.choice(("all", "all", "all", "completion", "assistant")), chat_template=template
+    )
     case.outcome = "refused"
     (facts, problems), _ = attempt(lambda: peek(data))  # type: ignore[misc]
     if problems:
         assert all(problem.code.startswith("DATA_") for problem in problems)
         return
     case.outcome = "refused as it loads"
-    loaded, error = attempt(lambda: load_documents(data, facts, seed=0, cache_dir=folder / "cache"))
+    tokenizer.chat_template = read_chat_template(CHATML)
+    _, error = attempt(lambda: set_chat_template(tokenizer, data))
+    if error is not None:
+        case.outcome += f" {error.codes}"
+        return
+    template = tokenizer.chat_template
+    loaded, error = attempt(lambda: load_documents(data, facts, seed=0, cache_dir=folder / "cache", template=template))
     if loaded is None:
         case.outcome += f" {error.codes}"  # type: ignore[union-attr]
         return

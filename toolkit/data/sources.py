@@ -292,5 +292,6 @@ def _load_problem(source: SourceFacts, error: Exception, *, key: str) -> Problem
             fix = 'Write one object a line, such as {"text": "..."}'
             return Problem(code="DATA_JSON", key=key, message=f"{source.path}: {bad}", fix=fix)
     message = f"{source.path} does not load: {reason}"
-    fix = "Give every record the same columns, each of one type"
+    saved, files = "Write it again with Dataset.save_to_disk", "Give every record the same columns, each of one type"
+    fix = saved if source.kind == "saved" else files
     return Problem(code="DATA_READ", key=key, message=message, fix=fix, source="datasets.load_dataset")
