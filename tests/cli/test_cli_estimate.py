@@ -360,11 +360,43 @@ def test_a_file_decides_on_stage_and_offload(capsys, folder):
     assert f"  {line}" not in lines
 
 
+def test_what_deepspeed_ignores_of_a_file_is_said_and_the_estimate_goes_on(capsys, folder):
+    config = {
+        "_comment": "ours",
+        "comms_logger": {"enabled": False},
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "reduce_bucket_size": 200_000_000},
+    }
+    (folder / "ds.json").write_text(json.dumps(config))
+    code, found = run(capsys, "--deepspeed-config", "ds.json")
+    assert code == 0
+    said = [line for line in found["assumptions"] if line.startswith("ds.json: ")]
+    assert len(said) == 3
+    for part in ("_comment is not a key", "turns the logger on", "offload_param has no effect with zero_stage=2"):
+        assert [line for line in said if part in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("ds.json", {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": None}}, "DEEPSPEED_VALUE"),
+        ("ds.json", {"compile": {"disable": False}}, "DEEPSPEED_UNKNOWN"),
+        ("ds.json", {"sequence_parallel_size": 2}, "ESTIMATE_UNSUPPORTED"),
+        ("fsdp.yaml", {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}, "ACCELERATE_FILE"),
+    ],
+)
+def test_a_file_that_cannot_be_estimated_is_exit_code_2_and_one_line(capsys, folder, name, content, code):
+    (folder / name).write_text(json.dumps(content))
+    exit_code = main(["estimate", "job.yaml", "--deepspeed-config", name])
+    shown = capsys.readouterr().err
+    assert (exit_code, shown.count("\n")) == (2, 1)
+    assert shown.rstrip().endswith(f"[{code}]")
+
+
 def test_a_file_that_contradicts_the_job(capsys, folder):
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "fp16": {"enabled": True}}
     (folder / "ds.json").write_text(json.dumps(config))
     code, found = run(capsys, "--deepspeed-config", "ds.json", sets=["train.precision=bf16"])
-    assert (code, codes(found)) == (2, ["DS_FILE_CONTRADICTS"] * 3)
+    assert (code, codes(found)) == (2, ["DEEPSPEED_CONTRADICTS"] * 3)
     assert "train_micro_batch_size_per_gpu=4, but the job's per_device_train_batch_size=1" in str(found)
 
 

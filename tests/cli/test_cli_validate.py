@@ -94,6 +94,21 @@ def test_every_problem_at_once(folder, capsys):
     assert len(found) == len(set(found))
 
 
+def test_a_file_of_accelerate_is_one_problem(folder, capsys):
+    document = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "num_machines": 1,
+        "num_processes": 8,
+    }
+    (folder / "zero2.yaml").write_text(json.dumps(document | {"deepspeed_config": {"zero_stage": 2}, "use_cpu": False}))
+    assert main(["validate", "zero2.yaml"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "zero2.yaml is a configuration of Accelerate, not a job" in shown
+    assert "cluster: {nodes: 1, gpus_per_node: 8}, parallel: {strategy: zero, zero_stage: 2, offload: none}" in shown
+
+
 def test_an_unknown_card_does_not_hide_other_problems(folder, capsys):
     assert validate("cluster.gpu=h1000", "model=./nowhere", "data.train=absent.jsonl") == 2
     assert codes(capsys) == ["MODEL_NOT_FOUND", "GPU_UNKNOWN", "DATA_NOT_FOUND"]

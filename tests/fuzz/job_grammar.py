@@ -13,13 +13,16 @@ from fuzzing import ROOT
 from mutations import Tree, change_value, encoded, mutate, mutate_text, odd_value
 from pydantic import BaseModel
 
-from toolkit.deepspeed_spec.schema import DeepSpeedKeys
+from toolkit.deepspeed_spec.job_section import job_keys
+from toolkit.deepspeed_spec.nested import paths, without
+from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.spec.catalogue import load_catalogue
 from toolkit.spec.job import Job
 from toolkit.spec.job_problems import FOREIGN_KEYS
 from toolkit.spec.schema import known_keys
 
 KEYS = known_keys()
+IN_A_JOB = frozenset(job_keys())
 LEAVES = tuple(sorted({key.rpartition(".")[2] for key in KEYS} | set(FOREIGN_KEYS)))
 GPUS = tuple(load_catalogue())
 MODELS = (
@@ -90,10 +93,16 @@ def typical(rng: random.Random, annotation: Any, name: str = "") -> Any:
     if annotation is float:
         return rng.choice(FRACTIONS)
     if annotation is dict or get_origin(annotation) is dict:
-        return typical(rng, DeepSpeedKeys) if name == "deepspeed" else {"a": 1}
+        return deepspeed_section(rng) if name == "deepspeed" else {"a": 1}
     if name == "name":
         return rng.choice(MODELS)
     return rng.choice(("q_proj", "c_attn", "lm_head", "all-linear", "main", "train", "x"))
+
+
+def deepspeed_section(rng: random.Random) -> Tree:
+    """A section of the keys that a job may hold."""
+    drawn = [typical(rng, DeepSpeedConfig) for _ in range(3)]  # most of DeepSpeed's keys are set elsewhere in a job
+    return {key: value for each in drawn for key, value in without(each, set(paths(each)) - IN_A_JOB).items()}
 
 
 def _annotation(path: str) -> Any:

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIGHT = ("toolkit.spec", "toolkit.topology", "toolkit.schedule", "toolkit.plan", "toolkit.emit", "toolkit.launch")
+LIGHT = (
+    *("toolkit.spec", "toolkit.topology", "toolkit.schedule", "toolkit.deepspeed_spec", "toolkit.plan"),
+    *("toolkit.emit", "toolkit.launch"),
+)
 HEAVY = ("torch", "deepspeed", "accelerate", "transformers", "datasets", "peft", "tokenizers")
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys

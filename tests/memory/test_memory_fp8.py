@@ -143,7 +143,9 @@ def test_a_deepspeed_file_of_another_script_has_no_float8(tmp_path: Path) -> Non
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}))
     outcome = Estimator().attempt(Case.of(_job(), file=DeepSpeedFile.read(path)))
-    assert [(problem.code, problem.key) for problem in outcome.problems] == [("DS_FILE_CONTRADICTS", "train.precision")]
+    assert [(problem.code, problem.key) for problem in outcome.problems] == [
+        ("DEEPSPEED_CONTRADICTS", "train.precision")
+    ]
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "bf16": {"enabled": True}}))
     outcome = Estimator().attempt(Case.of(_job(), file=DeepSpeedFile.read(path)))
     assert {problem.key for problem in outcome.problems} == {"train.precision", "train.per_device_train_batch_size"}

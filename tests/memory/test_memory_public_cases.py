@@ -127,7 +127,7 @@ def test_llama_3_8b_in_full_on_8_cards_of_24_gb():
     }
     estimator, found = Estimator(), {}
     for name, zero in {"none": ZERO_3, "both": ZERO_3 | BOTH_OFFLOADS}.items():
-        file = DeepSpeedFile.of(read_user_config({**common, "zero_optimization": zero}))
+        file = DeepSpeedFile(user=read_user_config({**common, "zero_optimization": zero}))
         found[name] = estimator.estimate(Case.of(tk.Job.model_validate(job), file=file))
     assert not found["none"].fits_gpu
     assert found["none"].peak_allocated_bytes + found["none"].context_and_nccl_bytes > found["none"].gpu_capacity_bytes

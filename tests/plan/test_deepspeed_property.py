@@ -1,24 +1,24 @@
 """Whatever we accept, DeepSpeed, Accelerate and transformers accept and use; whatever we refuse, they refuse or would spoil."""
 
 import json
-import os
 from typing import Any
 
-import deepspeed
 import pytest
 import test_deepspeed_traps
-import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from distributed import without_compilation
+from distributed import one_rank
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plan_jobs import job_of, jobs, plan_of, resolved, sections
 
-from toolkit.deepspeed_spec.schema import REMOVED, DeepSpeedKeys
+from toolkit.deepspeed_spec.job_section import job_keys
+from toolkit.deepspeed_spec.old_keys import REMOVED
+from toolkit.deepspeed_spec.schema import DeepSpeedConfig as Schema
+from toolkit.deepspeed_spec.schema import key_of, section_of
 from toolkit.errors import PlanError
 from toolkit.plan.deepspeed_config import merge
 
@@ -28,7 +28,7 @@ OWN = {
     "LEARNING_RATE_SCALING", "EVAL_WITHOUT_DATA", "PACKING_COMPILE", "OFFLOAD_HOST_MEMORY", "LORA_DROPOUT_EXPERTS",
     "OFFLOAD_NVME_FROZEN", "ESTIMATE_ONLY", "LOSS_CARD", "LOSS_PRECISION", "FP8_UNUSED",
     "TP_HEADS", "TP_ARCHITECTURE", "TP_TOGETHER", "TP_SEQUENCE", "TP_STAGE",
-    "DEEPSPEED_GROUPS", "ATTENTION_CLASS", "CHECKPOINTING_LAYERS",
+    "DEEPSPEED_GROUPS", "DEEPSPEED_UNSUPPORTED", "ATTENTION_CLASS", "CHECKPOINTING_LAYERS",
     "KERNELS_CARD", "KERNELS_MODEL", "KERNELS_COMPILE",
     "PIPELINE_UNUSED", "PARTITION_STAGES", "PARTITION_LAYERS", "SCHEDULE_VIRTUAL_STAGES", "SCHEDULE_SPLIT", "PIPELINE_STAGE", "PIPELINE_HALT", "PIPELINE_TOGETHER",
 }  # fmt: skip
@@ -67,21 +67,9 @@ class Recorder(dict):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    """DeepSpeedConfig asks its mpu for the world size only where a process group is up."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    before = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    without_compilation()
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    yield
-    deepspeed.comm.comm.cdb = None
-    torch.distributed.destroy_process_group()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def group():
+    with one_rank():
+        yield
 
 
 def parse(config: dict[str, Any], ranks: int) -> tuple[DeepSpeedConfig, Recorder]:
@@ -99,30 +87,29 @@ VALUES = st.one_of(
     st.sampled_from(["auto", "5", "fp16", "fp32", "cpu", "", "5e8"]), st.just({}), st.just([1]),
 )  # fmt: skip
 RIGHT = {bool: st.booleans(), int: st.integers(1, 64).map(lambda half: 2 * half), float: st.floats(0.5, 64)}
+WORDS = {
+    "communication_data_type": st.sampled_from(["fp16", "bf16", "fp32"]),
+    "log_level": st.sampled_from(["debug", "info", "warning", "error", "critical"]),
+    "output_file": st.just("out.txt"),
+    "prof_ops": st.just(["all_reduce"]),
+    "enabled": st.just(True),
+    "use_gds": st.just(False),  # DeepSpeed asks the accelerator of this machine; test_deepspeed_traps shows it
+}
+IN_A_JOB = frozenset(job_keys())
 
 
-def right_value(name: str, field: Any) -> st.SearchStrategy[Any]:
+def right_value(name: str, annotation: Any, prefix: str) -> st.SearchStrategy[Any]:
     """Values of a schema field's own type; sections are drawn key by key."""
-    text = repr(field.annotation)
-    if name == "enabled":
-        return st.just(True)
-    if name == "use_gds":
-        return st.just(False)  # DeepSpeed asks the accelerator of this machine; test_deepspeed_traps shows it
-    for member in getattr(field.annotation, "__args__", ()):
-        if isinstance(member, type) and issubclass(member, DeepSpeedKeys.__base__):
-            return right_section(member)
-    if "Literal" in text:
-        return st.sampled_from(["fp16", "bf16", "fp32"])
-    kind = bool if "Bool" in text or "bool" in text else float if "float" in text else int
-    if name == "prof_ops":
-        return st.just(["all_reduce"])
-    return st.just("out.txt") if name == "output_file" else RIGHT[kind]
+    section = section_of(annotation)
+    if section is not None:
+        return right_section(section, f"{prefix}{name}.")
+    return WORDS[name] if name in WORDS else RIGHT[next(kind for kind in RIGHT if kind.__name__ in str(annotation))]
 
 
-def right_section(model: Any) -> st.SearchStrategy[dict[str, Any]]:
-    fields = {name: right_value(name, field) for name, field in model.model_fields.items()}
-    required = tuple(name for name, field in model.model_fields.items() if field.is_required())
-    return sections(fields, at_most=3, required=required)
+def right_section(model: Any, prefix: str = "") -> st.SearchStrategy[dict[str, Any]]:
+    names = {key_of(name, model): field.annotation for name, field in model.model_fields.items()}
+    fields = {key: right_value(key, kind, prefix) for key, kind in names.items() if f"{prefix}{key}" in IN_A_JOB}
+    return sections(fields, at_most=3, required=("enabled",) if "enabled" in fields else ())
 
 
 ZERO_KEYS = sorted({field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()})
@@ -137,7 +124,7 @@ def wild_sections() -> st.SearchStrategy[dict[str, Any]]:
     return outer | st.builds(lambda section, inner: {**section, "zero_optimization": inner}, outer, zero)
 
 
-SOUND_SECTIONS = right_section(DeepSpeedKeys)
+SOUND_SECTIONS = right_section(Schema)
 WILD_SECTIONS = wild_sections()
 
 

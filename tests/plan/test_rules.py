@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from plan_jobs import TOY, V100, gpu_of, job_of, model_of, plan_of, problems_of
 
+import toolkit.deepspeed_spec
 import toolkit.plan
-from toolkit.errors import PlanError
+from toolkit.deepspeed_spec import read_user_config
+from toolkit.errors import PlanError, SpecError
+from toolkit.plan.deepspeed_config import merge
 from toolkit.plan.resolve import resolve_with
 from toolkit.plan.rules import RULES
 
@@ -115,13 +118,13 @@ BROKEN = [
     ("DEEPSPEED_VALUE", "deepspeed.zero_optimization", "None", {"deepspeed": {"zero_optimization": None}}),
     ("DEEPSPEED_VALUE", "deepspeed.zero_optimization", "3", {"deepspeed": {"zero_optimization": 3}}),
     ("DEEPSPEED_VALUE", "deepspeed.gradient_predivide_factor", "'2'", {"deepspeed": {"gradient_predivide_factor": "2"}}),
-    ("DEEPSPEED_VALUE", "deepspeed.comms_logger.enabled", "False", {"deepspeed": {"comms_logger": {"enabled": False}}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.comms_logger.enabled", "turns the logger on", {"deepspeed": {"comms_logger": {"enabled": False}}}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.reduce_bucket_size", "zero_stage=0", {"deepspeed": zero_keys(reduce_bucket_size=5), "parallel": {"zero_stage": 0}}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.stage3_max_live_parameters", "zero_stage=2", {"deepspeed": zero_keys(stage3_max_live_parameters=5), "parallel": {"zero_stage": 2}}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.allgather_bucket_size", "zero_stage=3", {"deepspeed": zero_keys(allgather_bucket_size=6), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.round_robin_gradients", "zero_stage=3", {"deepspeed": zero_keys(round_robin_gradients=True), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.overlap_comm", "BF16_Optimizer", {"deepspeed": zero_keys(overlap_comm=True), "train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}}),
-    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.contiguous_gradients=false", "turns it on", {"deepspeed": zero_keys(contiguous_gradients=False), "parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.contiguous_gradients", "turns it on", {"deepspeed": zero_keys(contiguous_gradients=False), "parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_optimizer", "offload=none", {"deepspeed": zero_keys(offload_optimizer={"pin_memory": True})}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_param", "offload=optimizer-cpu", {"deepspeed": zero_keys(offload_param={"pin_memory": True}), "parallel": {"zero_stage": 3, "offload": "optimizer-cpu"}}),
     ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_param.buffer_size", "full-cpu", {"deepspeed": zero_keys(offload_param={"buffer_size": 5}), "parallel": {"offload": "full-cpu"}}),
@@ -133,11 +136,18 @@ BROKEN = [
     ("DEEPSPEED_IGNORED", "deepspeed.gradient_predivide_factor", "prescale", {"deepspeed": {"prescale_gradients": True, "gradient_predivide_factor": 1.0, **zero_keys(reduce_scatter=False)}}),
     ("DEEPSPEED_IGNORED", "deepspeed.aio", "offload=none", {"deepspeed": {"aio": {"queue_depth": 8}}}),
     ("DEEPSPEED_PRESCALE", "deepspeed.prescale_gradients", "reduce_scatter=true", {"deepspeed": {"prescale_gradients": True}}),
-    ("DEEPSPEED_PRESCALE", "deepspeed.prescale_gradients", "reduce_scatter=true", {"deepspeed": {"gradient_predivide_factor": 2.0}}),
+    ("DEEPSPEED_PRESCALE", "deepspeed.gradient_predivide_factor", "reduce_scatter=true", {"deepspeed": {"gradient_predivide_factor": 2.0}}),
+    ("DEEPSPEED_UNSUPPORTED", "deepspeed.sequence_parallel_size", "parallel.tensor alone", {"deepspeed": {"sequence_parallel_size": 2}}),
+    ("DEEPSPEED_UNSUPPORTED", "deepspeed.zero_optimization.offload_optimizer.super_offload", "not foreseen", {"parallel": {"zero_stage": 3, "offload": "optimizer-cpu"}, "deepspeed": zero_keys(offload_optimizer={"super_offload": True})}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.reduce_bucket_size", "reads as 1", {"deepspeed": zero_keys(reduce_bucket_size=True)}),
+    ("DEEPSPEED_VALUE", "deepspeed.dump_state", "reads as true", {"deepspeed": {"dump_state": "false"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.flops_profiler", "enabled left out", {"deepspeed": {"flops_profiler": {"profile_step": 2}}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.disable_allgather", "never reads it", {"deepspeed": {"disable_allgather": True}}),
+    ("DEEPSPEED_UNSUPPORTED", "deepspeed.zero_optimization.legacy_stage1", "no such optimizer", {"deepspeed": zero_keys(legacy_stage1=True)}),
     ("DEEPSPEED_PREDIVIDE", "deepspeed.gradient_predivide_factor", "2 times too small", {"deepspeed": {"gradient_predivide_factor": 2.0, **zero_keys(reduce_scatter=False)}, "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_PREDIVIDE", "deepspeed.gradient_predivide_factor", "data-parallel ranks", {"model": "llama-3.2-1b", "ranks": 4, "deepspeed": {"gradient_predivide_factor": 2.0, **zero_keys(reduce_scatter=False)}, "parallel": {"pipeline": 2, "zero_stage": 3}}),
     ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.allgather_bucket_size", "5 (int)", {"deepspeed": zero_keys(allgather_bucket_size=5)}),
-    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.reduce_scatter=false", "always scatters", {"deepspeed": zero_keys(reduce_scatter=False, contiguous_gradients=False), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.reduce_scatter", "always scatters", {"deepspeed": zero_keys(reduce_scatter=False, contiguous_gradients=False), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_HPZ", "deepspeed.zero_optimization.zero_hpz_partition_size", "world of 4", {"ranks": 4, "deepspeed": zero_keys(zero_hpz_partition_size=3), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_HPZ", "deepspeed.zero_optimization.zero_hpz_partition_size", "world of 2", {"deepspeed": zero_keys(zero_hpz_partition_size=4), "parallel": {"zero_stage": 3}}),
     ("DEEPSPEED_GROUPS", "deepspeed.zero_optimization.zero_hpz_partition_size", "neighbouring", {"model": "llama-3.1-8b", "ranks": 4, "parallel": {"tensor": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2)}),
@@ -150,6 +160,13 @@ BROKEN = [
 ]  # fmt: skip
 
 ELSEWHERE = {
+    **dict.fromkeys(
+        ("DEEPSPEED_SYNTAX", "DEEPSPEED_DUPLICATE", "ESTIMATE_UNSUPPORTED", "FILE_NOT_FOUND", "FILE_UNREADABLE"),
+        "../deepspeed_spec/test_user_file.py",
+    ),
+    "TOKENIZER_NOT_FOUND": "../emit/test_emit_commands.py",
+    "TRAIN_NO_DATA": "../cli/test_cli_emit.py",
+    "ACCELERATE_FILE": "../deepspeed_spec/test_accelerate_config.py",
     "PLAN_UNREADABLE": "test_plan.py",
     "EMIT_UNWRITABLE": "test_plan.py",
     "CONSUMER_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
@@ -166,7 +183,8 @@ ELSEWHERE = {
 
 
 def codes_in_source() -> set[str]:
-    sources = Path(toolkit.plan.__file__).parent.rglob("*.py")
+    folders = (Path(package.__file__).parent for package in (toolkit.plan, toolkit.deepspeed_spec))
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
     return {code for path in sources for code in re.findall(r'code="([A-Z0-9_]+)"', path.read_text(encoding="utf-8"))}
 
 
@@ -283,7 +301,42 @@ def test_a_misspelt_key_names_the_right_one_even_where_it_has_another_home():
     assert "deepspeed.zero_optimization.reduce_bucket_size" in problem.fix
 
 
+@pytest.mark.parametrize(
+    ("config", "stage"),
+    [
+        ({"comms_logger": {"enabled": False}}, 2),
+        ({"flops_profiler": {"profile_step": 3}}, 2),
+        (zero_keys(stage3_max_live_parameters=5), 2),
+        (zero_keys(sub_group_size="auto"), 3),
+        (zero_keys(allgather_bucket_size=5), 2),
+        (zero_keys(reduce_bucket_size=0), 2),
+        (zero_keys(legacy=1), 2),
+        ({"prescale_gradients": True}, 2),
+        ({"zero_optimisation": {"stage": 3}}, 2),
+        ({"nothing_of_the_kind": {}}, 2),
+        ({"dump_state": "false"}, 2),
+        ({"amp": {}}, 2),
+    ],
+)
+def test_a_job_and_a_file_are_held_to_the_same_rules(config, stage):
+    (problem,) = problems_of(deepspeed=config, parallel={"zero_stage": stage})
+    notes, found = said_of_a_file(merge(config, zero_keys(stage=stage)))
+    assert [(each.code, f"deepspeed.{each.key}") for each in found] in ([], [(problem.code, problem.key)])
+    # Where DeepSpeed goes on with it: an error where we start the run, a note where the user does.
+    path = problem.key.removeprefix("deepspeed.")
+    assert [note.startswith(f"deepspeed_config: {path}") for note in notes] == ([] if found else [True])
+
+
+def said_of_a_file(config):
+    try:
+        return read_user_config(config).notes, ()
+    except SpecError as error:
+        return (), error.problems
+
+
 SOUND = [
+    {"parallel": {"zero_stage": 3}, "deepspeed": zero_keys(max_live_parameters=5e8, stage3_gather_16bit_weights_on_model_save=True, sub_group_size=0)},
+    {"deepspeed": {"zero_optimization": {"reduce_bucket_size": "5000", "round_robin_gradients": "yes"}, "steps_per_print": 1e3, "log_level": "INFO"}},
     {"train": {"gradient_accumulation_dtype": "fp32"}},
     {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"bf16": {"immediate_grad_update": True}}},
     {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"prescale_gradients": True}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.deepspeed_spec.schema import HOMES, DeepSpeedKeys, schema_paths
+from toolkit.deepspeed_spec.job_section import HOMES, job_keys
 from toolkit.spec.schema import known_keys
 from toolkit.spec.suggestions import nearest, nearest_key
 
@@ -41,7 +41,7 @@ def test_another_word_is_no_slip_of_a_job_key(written):
     ],
 )
 def test_deepspeed_keys(written, meant):
-    assert nearest_key(written, [*schema_paths(DeepSpeedKeys), *HOMES]) == meant
+    assert nearest_key(written, [*job_keys(), *HOMES]) == meant
 
 
 def test_file_names_are_compared_whole():

@@ -11,7 +11,7 @@ from toolkit.checkpoint.manifest import is_shard, verify
 from toolkit.checkpoint.resume_rules import RULES, Rule
 from toolkit.checkpoint.sources import source_problems
 from toolkit.checkpoint.state import State, saved_plan
-from toolkit.deepspeed_spec.schema import leaf_values
+from toolkit.deepspeed_spec.nested import leaf_values
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.plan.plan import Plan
 

@@ -260,6 +260,11 @@ RULES: dict[str, Rule] = {
             *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
             *("stage3_allgather_sequential", "zero_hpz_partition_size", "zero_quantized_weights"),
             *(
+                "use_multi_rank_bucket_allreduce",
+                "ignore_unused_parameters",
+                "stage3_gather_16bit_weights_on_model_save",
+            ),
+            *(
                 "zero_quantized_gradients",
                 "memory_efficient_linear",
                 "log_trace_cache_warnings",
@@ -272,6 +277,7 @@ RULES: dict[str, Rule] = {
         for name in (
             *("bf16", "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "steps_per_print"),
             *("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "aio"),
+            *("log_level", "disable_python_gc"),
         )
     },
 }

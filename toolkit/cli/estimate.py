@@ -33,7 +33,7 @@ DeepSpeedOption = Annotated[
     typer.Option(
         "--deepspeed-config",
         metavar="FILE",
-        help='Your own DeepSpeed JSON in place of ours; its "auto" as Trainer fills it in.',
+        help='Your own DeepSpeed JSON, or Accelerate YAML, in place of ours; its "auto" as Trainer fills it in.',
         show_default=False,
     ),
 ]

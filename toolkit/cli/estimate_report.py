@@ -31,7 +31,7 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
         f"{settings.precision}, micro batch {settings.batch.micro} × {settings.sequence_length} tokens"
     )
     print("; ".join(_shape(plan)))
-    notes = () if case.file is None else case.file.notes(case.job)
+    notes = () if case.file is None else case.file.notes(plan, case.job)
     for note in notes:  # what stands in place of the job's values comes before the numbers that rest on it
         print(note)
     device = "process" if plan.on_cpu else "card"

@@ -15,8 +15,7 @@ from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import find_gpu
 from toolkit.spec.job import Job
-from toolkit.spec.loader import apply_override, parse_job
-from toolkit.spec.yaml_text import load_yaml
+from toolkit.spec.loader import apply_override, load_document, parse_job
 
 # What a job cannot do without, while the rest of it is looked at.
 _STAND_INS: dict[str, Any] = {
@@ -40,7 +39,7 @@ def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
             return check(read_job(path, overrides))
         decided = Plan.load(path)
         return check(decided.job, decided=decided)
-    document = load_yaml(path)
+    document = load_document(path)
     for override in overrides or ():
         apply_override(document, override)
     try:
@@ -68,7 +67,7 @@ def card_problems(path: Path, overrides: Sequence[str] | None = None) -> tuple[P
     if is_plan_file(path):  # which holds its card
         return ()
     try:
-        document = load_yaml(path)
+        document = load_document(path)
         for override in overrides or ():
             apply_override(document, override)
         cluster = document.get("cluster")

@@ -1,201 +1,169 @@
-"""The DeepSpeed keys that a job's `deepspeed` section may hold, with DeepSpeed's own types and limits.
+"""Every key of a DeepSpeed configuration, with DeepSpeed's own types, ranges and defaults: for a job's section and a user's file.
 
-DeepSpeed checks the inside of `zero_optimization`, `fp16` and `bf16` only when the engine starts, and ignores unknown
-keys elsewhere; here both are errors before anything starts.
-Sources: deepspeed runtime/config.py, runtime/zero/config.py, runtime/zero/offload_config.py,
-runtime/precision_config.py, comm/config.py, profiling/config.py, monitor/config.py, runtime/swap_tensor/aio_config.py.
+A test holds it against `deepspeed.runtime.config.DeepSpeedConfig`, key by key and value by value.
+Source: deepspeed 0.19.8 runtime/config.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, Field
 
-Elements = Annotated[StrictInt, Field(ge=0)]
-PositiveElements = Annotated[StrictInt, Field(gt=0)]
-EvenElements = Annotated[StrictInt, Field(gt=0, multiple_of=2)]  # stage_1_and_2.py nccl_start_alignment_factor
-Number = Annotated[float, Field(ge=0, strict=True)]
-PositiveNumber = Annotated[float, Field(gt=0, strict=True)]
+from toolkit.deepspeed_spec.fields import (
+    LooseSection,
+    Number,
+    NumberNotZero,
+    PositiveNumber,
+    Section,
+    Switch,
+    Truth,
+    Whole,
+    given,
+    one_of,
+    or_none,
+)
+from toolkit.deepspeed_spec.loose_sections import (
+    ActivationCheckpointing,
+    Aio,
+    Autotuning,
+    Checkpoint,
+    DataEfficiency,
+    DataTypes,
+    ExpertParallel,
+    FlopsProfiler,
+    Optimizer,
+    Pipeline,
+    Scheduler,
+    Timers,
+    TorchAutocast,
+)
+from toolkit.deepspeed_spec.sections import (
+    Bf16,
+    Comet,
+    CommsLogger,
+    Compile,
+    CsvMonitor,
+    Fp16,
+    HybridEngine,
+    TensorBoard,
+    TensorParallel,
+    Wandb,
+    WeightQuantization,
+)
+from toolkit.deepspeed_spec.zero import Zero
 
-
-class _Keys(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
-
-
-class OffloadOptimizerKeys(_Keys):
-    """runtime/zero/offload_config.py DeepSpeedZeroOffloadOptimizerConfig, but what the profile sets."""
-
-    pin_memory: StrictBool | None = None
-    buffer_count: PositiveElements | None = None
-    pipeline_read: StrictBool | None = None
-    pipeline_write: StrictBool | None = None
-    fast_init: StrictBool | None = None
-
-
-class OffloadParamKeys(_Keys):
-    """runtime/zero/offload_config.py DeepSpeedZeroOffloadParamConfig, but what the profile sets."""
-
-    pin_memory: StrictBool | None = None
-    buffer_count: PositiveElements | None = None
-    buffer_size: PositiveElements | None = None
-    max_in_cpu: Elements | None = None
-
-
-class ZeroKeys(_Keys):
-    """runtime/zero/config.py DeepSpeedZeroConfig, but what the job file sets or what has no effect any more."""
-
-    contiguous_gradients: StrictBool | None = None
-    reduce_scatter: StrictBool | None = None
-    reduce_bucket_size: PositiveElements | None = None
-    allgather_bucket_size: EvenElements | None = None
-    overlap_comm: StrictBool | None = None
-    round_robin_gradients: StrictBool | None = None
-    offload_optimizer: OffloadOptimizerKeys | None = None
-    offload_param: OffloadParamKeys | None = None
-    sub_group_size: PositiveElements | None = None
-    stage3_prefetch_bucket_size: Elements | None = None
-    stage3_param_persistence_threshold: Elements | None = None
-    stage3_max_live_parameters: Elements | None = None
-    stage3_max_reuse_distance: Elements | None = None
-    stage3_module_granularity_threshold: Elements | None = None
-    stage3_allgather_sequential: StrictBool | None = None
-    zero_hpz_partition_size: PositiveElements | None = None
-    zero_quantized_weights: StrictBool | None = None
-    zero_quantized_gradients: StrictBool | None = None
-    memory_efficient_linear: StrictBool | None = None
-    log_trace_cache_warnings: StrictBool | None = None
-    enable_sanity_checks: StrictBool | None = None
+ReductionDtype = Annotated[str, one_of("fp16", "bf16", "fp32")]
+LogLevel = Annotated[str, one_of("debug", "info", "warning", "error", "critical")]
 
 
-class Fp16Keys(_Keys):
-    """runtime/precision_config.py DeepSpeedFP16Config: loss scaling."""
+class DeepSpeedConfig(LooseSection):
+    """A whole configuration; None of a number is one left out."""
 
-    loss_scale: Number | None = None
-    initial_scale_power: Annotated[StrictInt, Field(ge=0, le=31)] | None = None
-    loss_scale_window: PositiveElements | None = None
-    hysteresis: Elements | None = None
-    consecutive_hysteresis: StrictBool | None = None
-    min_loss_scale: PositiveElements | None = None
-
-
-class Bf16Keys(_Keys):
-    """runtime/precision_config.py DeepSpeedBF16Config."""
-
-    check_grad_overflow: StrictBool | None = None
-    immediate_grad_update: StrictBool | None = None
-
-
-class CommsLoggerKeys(_Keys):
-    """comm/config.py CommsLoggerConfig; DeepSpeedCommsConfig turns it on where the section is, whatever `enabled` says."""
-
-    enabled: Literal[True]
-    prof_all: StrictBool | None = None
-    prof_ops: list[StrictStr] | None = None
-    verbose: StrictBool | None = None
-    debug: StrictBool | None = None
-
-
-class FlopsProfilerKeys(_Keys):
-    """profiling/config.py DeepSpeedFlopsProfilerConfig."""
-
-    enabled: StrictBool
-    profile_step: PositiveElements | None = None
-    module_depth: StrictInt | None = None
-    top_modules: PositiveElements | None = None
-    detailed: StrictBool | None = None
-    output_file: StrictStr | None = None
-
-
-class AioKeys(_Keys):
-    """runtime/swap_tensor/aio_config.py."""
-
-    block_size: PositiveElements | None = None
-    queue_depth: PositiveElements | None = None
-    intra_op_parallelism: PositiveElements | None = None
-    single_submit: StrictBool | None = None
-    overlap_events: StrictBool | None = None
-    use_gds: StrictBool | None = None
-
-
-class DeepSpeedKeys(_Keys):
-    """Every top-level key that takes effect in our engine and has no home elsewhere in the job file."""
-
-    zero_optimization: ZeroKeys | None = None
-    fp16: Fp16Keys | None = None
-    bf16: Bf16Keys | None = None
-    communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
-    prescale_gradients: StrictBool | None = None
-    gradient_predivide_factor: PositiveNumber | None = None
-    steps_per_print: PositiveElements | None = None
-    wall_clock_breakdown: StrictBool | None = None
-    memory_breakdown: StrictBool | None = None
-    dump_state: StrictBool | None = None
-    comms_logger: CommsLoggerKeys | None = None
-    flops_profiler: FlopsProfilerKeys | None = None
-    aio: AioKeys | None = None
+    train_batch_size: Whole | None = None
+    train_micro_batch_size_per_gpu: Whole | None = None
+    gradient_accumulation_steps: Whole | None = None
+    gradient_clipping: Number = 1.0
+    optimizer: Annotated[Optimizer | None, given] = None
+    scheduler: Annotated[Scheduler | None, given] = None
+    zero_optimization: Zero = Field(default_factory=Zero)
+    fp16: Fp16 = Field(default_factory=Fp16)
+    bf16: Bf16 = Field(default_factory=Bf16)
+    data_types: DataTypes = Field(default_factory=DataTypes)
+    torch_autocast: Annotated[TorchAutocast | None, given] = None
+    communication_data_type: ReductionDtype | None = None
+    seq_parallel_communication_data_type: ReductionDtype | None = "fp32"
+    prescale_gradients: Truth = False
+    gradient_predivide_factor: NumberNotZero = 1.0
+    gradient_allreduce_op: Annotated[str, one_of("mean", "sum")] = "mean"
+    disable_allgather: Truth = False
+    managed_gradient_accumulation: Truth = True
+    zero_allow_untested_optimizer: Truth = False
+    zero_force_ds_cpu_optimizer: Truth = True
+    activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing)
+    aio: Aio = Field(default_factory=Aio)
+    pipeline: Pipeline = Field(default_factory=Pipeline)
+    tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
+    expert_parallel: ExpertParallel = Field(default_factory=ExpertParallel)
+    use_data_before_expert_parallelism: Truth = False
+    sequence_parallel_size: PositiveNumber = 1
+    data_parallel_size: Any = None
+    compile: Compile = Field(default_factory=Compile)
+    hybrid_engine: HybridEngine = Field(default_factory=HybridEngine)
+    weight_quantization: Annotated[WeightQuantization | None, given] = None
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    datastates_ckpt: Any = False
+    data_efficiency: DataEfficiency = Field(default_factory=DataEfficiency)
+    dataloader_drop_last: Truth = False
+    vocabulary_size: Annotated[Number | None, or_none] = None
+    steps_per_print: NumberNotZero | None = None
+    wall_clock_breakdown: Switch = False
+    memory_breakdown: Truth = False
+    dump_state: Truth = False
+    disable_python_gc: Truth = False
+    log_level: LogLevel | None = None
+    timers: Timers = Field(default_factory=Timers)
+    comms_logger: Annotated[CommsLogger | None, given] = None
+    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler)
+    tensorboard: TensorBoard = Field(default_factory=TensorBoard)
+    wandb: Wandb = Field(default_factory=Wandb)
+    csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor)
+    comet: Comet = Field(default_factory=Comet)
+    autotuning: Autotuning = Field(default_factory=Autotuning)
 
 
-# Keys that the job file sets, and where. A second home could disagree with the first.
-HOMES: dict[str, str] = {
-    "train_batch_size": "train.train_batch_size",
-    "train_micro_batch_size_per_gpu": "train.per_device_train_batch_size",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
-    "gradient_clipping": "train.max_grad_norm",
-    "optimizer": "train.optimizer, train.learning_rate and their neighbours",
-    "scheduler": "train.lr_scheduler_type and train.warmup_steps",
-    "fp16.enabled": "train.precision",
-    "bf16.enabled": "train.precision",
-    "bfloat16": "train.precision",
-    "torch_autocast": "train.precision",
-    "data_types": "train.gradient_accumulation_dtype",
-    "zero_optimization.stage": "parallel.zero_stage",
-    "zero_optimization.offload_optimizer.device": "parallel.offload",
-    "zero_optimization.offload_optimizer.ratio": "parallel.offload_ratio",
-    "zero_optimization.offload_optimizer.nvme_path": "cluster.nvme_path",
-    "zero_optimization.offload_param.device": "parallel.offload",
-    "zero_optimization.offload_param.nvme_path": "cluster.nvme_path",
-    "activation_checkpointing": "train.gradient_checkpointing and parallel.offload: activations-cpu",
-    "tensor_parallel": "parallel.tensor",
-    "pipeline": "parallel.pipeline",
-    "tensorboard": "train.report_to",
-    "checkpoint": "train.save_steps; the toolkit checks tags and checksums itself",
-    "compile": "train.torch_compile",
-}
-
-# runtime/config.py _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS: refused even when disabled.
-REMOVED: dict[str, str] = {
-    "elasticity": "Remove it: a run keeps the number of ranks that it started with",
-    "amp": "Set train.precision",
-    "nebula": "Checkpoints are written by the toolkit",
-    "compression_training": "Remove it",
-    "quantize_training": "Remove it",
-    "sparse_gradients": "Remove it",
-    "eigenvalue": "Remove it",
-    "sparse_attention": "Set train.attention",
-    "graph_harvesting": "Remove it",
-    "curriculum_learning": "Order the data before training",
-    "progressive_layer_drop": "Remove it",
-    "zero_optimization.mics_shard_size": "Use zero_hpz_partition_size",
-    "zero_optimization.mics_hierarchical_params_gather": "Use zero_hpz_partition_size",
-    "zero_optimization.zeropp_loco_param": "Use zero_quantized_gradients alone",
-}
+# Other forms of keys above: DeepSpeed reads them as what they once were.
+OLD_KEYS: Mapping[str, str] = {"bfloat16": "bf16", "allgather_size": "zero_optimization.allgather_bucket_size"}
 
 
-def schema_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Gives the dotted paths of all keys of a schema, sections included."""
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a field holds, None for a value."""
+    members = (annotation, *getattr(annotation, "__args__", ()))
+    return next((each for each in members if isinstance(each, type) and issubclass(each, BaseModel)), None)
+
+
+def key_of(name: str, model: type[BaseModel]) -> str:
+    """Return the name under which a field is written: its alias, where it has one."""
+    return model.model_fields[name].alias or name
+
+
+def field_of(key: str, model: type[BaseModel]) -> str | None:
+    """Return the field that a key of a section means, by either of its names; None for a key that there is not."""
+    if key in model.model_fields:
+        return key
+    return next((name for name, field in model.model_fields.items() if field.alias == key), None)
+
+
+def schema_paths(model: type[BaseModel] = DeepSpeedConfig, prefix: str = "") -> Iterator[str]:
+    """Return the dotted paths of all keys, sections included."""
     for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
-        for member in getattr(field.annotation, "__args__", ()):
-            if isinstance(member, type) and issubclass(member, BaseModel):
-                yield from schema_paths(member, f"{prefix}{name}.")
+        path = f"{prefix}{key_of(name, model)}"
+        yield path
+        section = section_of(field.annotation)
+        if section is not None:
+            yield from schema_paths(section, f"{path}.")
 
 
-def leaf_values(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Gives the values of a configuration that are no sections, each with its dotted path."""
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from leaf_values(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def is_default(path: str, value: Any, model: type[BaseModel] = DeepSpeedConfig) -> bool:
+    """Whether a value, or all that a section says, is what DeepSpeed takes without the key.
+
+    Args:
+        path: Dotted path of a key that there is.
+        value: What is written there.
+        model: The section that the path begins in.
+    """
+    key, _, rest = path.partition(".")
+    name = field_of(key, model)
+    if name is None:
+        return False
+    section = section_of(model.model_fields[name].annotation)
+    if section is not None and (rest or isinstance(value, Mapping)):
+        inner = {rest: value} if rest else value
+        return all(is_default(below, each, section) for below, each in inner.items())
+    return bool(value == model.model_fields[name].get_default(call_default_factory=True))
+
+
+def is_checked(model: type[BaseModel]) -> bool:
+    """Whether DeepSpeed refuses keys of a section that it does not know."""
+    return issubclass(model, Section)

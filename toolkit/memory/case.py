@@ -76,7 +76,9 @@ class Case:
         Raises:
             SpecError: A key or a value is not one of a job.
         """
-        file, values = (None, values) if self.file is None else self.file.changed(values)
+        file = self.file
+        if file is not None:
+            file, values = file.changed(values, nvme_path=self.job.cluster.nvme_path)
         job = self.job.with_(values)
         gpu = self.gpu if job.cluster.gpu == self.job.cluster.gpu else find_gpu(job.cluster.gpu)
         return replace(self, job=job, gpu=gpu, file=file)
@@ -87,7 +89,13 @@ class Case:
         Raises:
             PlanError: With every problem at once.
         """
-        job = self.job if self.file is None else self.file.fit(self.job)
+        if self.file is None:
+            return self._resolve(self.job)
+        plan = self._resolve(self.file.fit(self.job))
+        self.file.check(plan)
+        return plan
+
+    def _resolve(self, job: Job) -> Plan:
         try:
             return resolve_with(job, model=self.model, gpu=self.gpu, to_run=False)
         except PlanError as error:

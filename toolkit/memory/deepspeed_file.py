@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.deepspeed_spec.user_file import UserConfig, read_user_config
-from toolkit.deepspeed_spec.user_keys import auto_paths, without
+from toolkit.deepspeed_spec.facts import EngineFacts
+from toolkit.deepspeed_spec.nested import auto_paths, with_value, without
+from toolkit.deepspeed_spec.user_file import UserConfig, notes_of_run, read_user_config
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.deepspeed_config import merge
 from toolkit.plan.offload import PROFILES
@@ -25,25 +27,28 @@ _BATCH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedFile:
-    """A DeepSpeed configuration as a person wrote it, checked, "auto" still in it.
+    """A user's own DeepSpeed configuration, "auto" still in it, beside a job.
 
     Args:
-        name: Of the file, for messages.
-        config: Its content, one spelling for each key.
+        user: As it was read and checked.
     """
 
-    name: str
-    config: dict[str, Any]
+    user: UserConfig
 
     @classmethod
     def read(cls, path: Path) -> DeepSpeedFile:
         """Reads a file; raises as `read_user_config` does."""
-        return cls.of(read_user_config(path))
+        return cls(user=read_user_config(path))
 
-    @classmethod
-    def of(cls, user: UserConfig) -> DeepSpeedFile:
-        """Takes a configuration that is already checked."""
-        return cls(name=user.name, config=user.config)
+    @property
+    def name(self) -> str:
+        """The file's name, for messages."""
+        return self.user.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What DeepSpeed reads of it, "auto" where Trainer fills it in."""
+        return self.user.config
 
     @property
     def zero_stage(self) -> int:
@@ -60,11 +65,17 @@ class DeepSpeedFile:
         dtype: str | None = (self.config.get("data_types") or {}).get("grad_accum_dtype")
         return dtype
 
+    @property
+    def _optimizer(self) -> dict[str, Any] | None:
+        """The optimizer that DeepSpeed builds; None where the file names none."""
+        section: dict[str, Any] = self.config.get("optimizer") or {}
+        return section if section.get("type") is not None else None
+
     def fit(self, job: Job) -> Job:
-        """Gives the job that runs under this file: what the job leaves open is the file's.
+        """Return the job that runs under this file: what the job leaves open is the file's.
 
         Raises:
-            PlanError: DS_FILE_CONTRADICTS for each number that both say and say differently; DS_FILE_BESIDE if the job
+            PlanError: DEEPSPEED_CONTRADICTS for each number that both say and say differently; DEEPSPEED_CONFLICT if the job
                 has a `deepspeed` section.
         """
         raise_all(PlanError, self._contradictions(job))
@@ -85,7 +96,7 @@ class DeepSpeedFile:
         )
 
     def resolved(self, plan: Plan) -> dict[str, Any]:
-        """Gives the configuration without "auto", as Trainer hands it to DeepSpeed.
+        """Return the configuration without "auto", as Trainer hands it to DeepSpeed.
 
         Source:
             transformers integrations/deepspeed.py trainer_config_process, trainer_config_finalize; accelerate
@@ -93,7 +104,7 @@ class DeepSpeedFile:
         """
         settings, width = plan.settings, plan.model.hidden_size
         ours = plan.deepspeed_config()
-        optimizer = self.config.get("optimizer")
+        optimizer = self._optimizer
         filled: dict[str, Any] = {
             **{key: ours[key] for key in _BATCH},
             "bf16": {"enabled": settings.dtype == "bf16"},
@@ -111,11 +122,12 @@ class DeepSpeedFile:
         zero = {key: value for key, value in hidden.items() if f"zero_optimization.{key}" in autos}
         return merge(without(self.config, autos), filled | ({"zero_optimization": zero} if zero else {}))
 
-    def changed(self, values: Mapping[str, Any]) -> tuple[DeepSpeedFile, dict[str, Any]]:
+    def changed(self, values: Mapping[str, Any], *, nvme_path: Path | None) -> tuple[DeepSpeedFile, dict[str, Any]]:
         """Applies changes of a job where this file is their home.
 
         Args:
             values: By dotted key of the job.
+            nvme_path: The job's, for an offload to NVMe.
 
         Returns:
             The file, and what is left for the job.
@@ -130,12 +142,12 @@ class DeepSpeedFile:
                 config = merge(config, {"zero_optimization": {"stage": value}})
                 del left[key]
             elif key == "parallel.offload" and not PROFILES[value].activations:
-                config = merge(without(config, _OFFLOADS), {"zero_optimization": _offload(value)})
+                config = merge(without(config, _OFFLOADS), {"zero_optimization": _offload(value, nvme_path)})
                 del left[key]
             elif section == "deepspeed":
-                config = merge(config, _nested(name.split("."), value))
+                config = with_value(config, name, value)
                 del left[key]
-        return replace(self, config=config), left
+        return DeepSpeedFile(user=replace(self.user, config=config)), left
 
     def spell(self, key: str, value: Any) -> str | None:
         """Says what a change of a job's key is in this file; None for a key whose home is the job."""
@@ -145,34 +157,56 @@ class DeepSpeedFile:
         if key == "parallel.zero_stage":
             return f"zero_optimization.stage={value} in {self.name}"
         if key == "parallel.offload" and not PROFILES[value].activations:
-            devices = (f"{part}.device={inner['device']}" for part, inner in _offload(value).items())
+            devices = (f"{part}.device={inner['device']}" for part, inner in _offload(value, None).items())
             return f"zero_optimization.{' and '.join(devices)} in {self.name}"
         return None
 
-    def notes(self, job: Job) -> tuple[str, ...]:
-        """Says which values of the job the file stands in place of, one sentence each."""
+    def check(self, plan: Plan) -> tuple[str, ...]:
+        """Says what of the file is not as it seems in this plan's run, one sentence each.
+
+        Raises:
+            PlanError: With every key that DeepSpeed or its engine refuses in this run.
+        """
+        sizes = {"tensor": plan.job.parallel.tensor, "pipeline": plan.job.parallel.pipeline}
+        facts = partial(
+            EngineFacts.of_config,
+            dtype=plan.settings.dtype,
+            num_ranks=plan.job.cluster.num_ranks,
+            dp_size=plan.grid.dp,
+            on_cpu=plan.on_cpu,
+            split={name: size for name, size in sizes.items() if size > 1},
+        )
+        return notes_of_run(self.user, self.resolved(plan), facts=facts)
+
+    def notes(self, plan: Plan, job: Job) -> tuple[str, ...]:
+        """Says which values of the job the file stands in place of, and what of it is not as it seems.
+
+        Args:
+            plan: Of the job under this file.
+            job: As it was written.
+        """
         found = [f"{self.name} in place of the toolkit's configuration, started by a script with torch's own allocator"]
         stage, offload = job.parallel.zero_stage, job.parallel.offload
         if stage is not None and stage != self.zero_stage:
             found.append(f"zero_stage={self.zero_stage} of {self.name} in place of the job's {stage}")
         if offload != "none" and not PROFILES[offload].activations:
             found.append(f"the offload of {self.name} in place of the job's {offload}")
-        if self.config.get("optimizer") is None:
+        if self._optimizer is None:
             found.append(f"{self.name} has no optimizer: that of the job, as Trainer makes it")
         if job.train.gradient_accumulation_dtype is not None and self._accumulation_dtype is None:
             found.append(
                 f"{self.name} says nothing of grad_accum_dtype: gradients accumulate in the training precision"
             )
-        return tuple(found)
+        return (*found, *self.check(plan))
 
     def _stated(self, job: Job) -> dict[str, Any]:
-        """Gives the batch and the precision that the file states in numbers, by the job's names."""
+        """Return the batch and the precision that the file states in numbers, by the job's names."""
         stated = {ours: self.config.get(theirs) for theirs, ours in _BATCH.items()}
         stated["precision"] = self._precision(job)
         return {key: value for key, value in stated.items() if value is not None and value != "auto"}
 
     def _precision(self, job: Job) -> str | None:
-        """Gives the precision that the file turns on; fp32 where it turns off what the job would use."""
+        """Return the precision that the file turns on; fp32 where it turns off what the job would use."""
         enabled = {name: (self.config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")}
         on = next((name for name, value in enabled.items() if value is True), None)
         if on is not None:
@@ -185,34 +219,25 @@ class DeepSpeedFile:
     def _contradictions(self, job: Job) -> Iterator[Problem]:
         if job.deepspeed:
             yield Problem(
-                code="DS_FILE_BESIDE",
+                code="DEEPSPEED_CONFLICT",
                 key="deepspeed",
                 message=f"the job has a deepspeed section, and {self.name} stands in place of the whole configuration",
                 fix="Put its keys into the file, or leave one of the two out",
             )
         if job.parallel.strategy != "zero":
             yield Problem(
-                code="DS_FILE_CONTRADICTS",
+                code="DEEPSPEED_CONTRADICTS",
                 key="parallel.strategy",
                 message=f"{self.name} is for DeepSpeed, but the job's strategy={job.parallel.strategy}",
                 fix="Set parallel.strategy to zero, or leave the file out",
             )
         if job.train.precision == "fp8":
             yield Problem(
-                code="DS_FILE_CONTRADICTS",
+                code="DEEPSPEED_CONTRADICTS",
                 key="train.precision",
                 message=f"{self.name} is of a script of its own, but the job's precision=fp8 is applied by `toolkit train` alone",
                 fix="Set train.precision to bf16 and leave train.fp8 out, or leave the file out",
             )
-        if all((self.config.get(name) or {}).get("enabled") is True for name in ("bf16", "fp16")):
-            yield Problem(
-                code="DS_FILE_CONTRADICTS",
-                key="bf16.enabled",
-                message=f"{self.name}: bf16.enabled=true and fp16.enabled=true",
-                fix="Enable one of them",
-                source="deepspeed runtime/config.py",
-            )
-            return
         names = {ours: theirs for theirs, ours in _BATCH.items()}
         for key, value in self._stated(job).items():
             wanted = getattr(job.train, key)
@@ -233,7 +258,7 @@ class DeepSpeedFile:
 
     def _contradiction(self, said: str, key: str, wanted: Any, fix: str) -> Problem:
         return Problem(
-            code="DS_FILE_CONTRADICTS",
+            code="DEEPSPEED_CONTRADICTS",
             key=f"train.{key}",
             message=f"{self.name}: {said}, but the job's {key}={wanted}",
             fix=fix,
@@ -244,17 +269,17 @@ class DeepSpeedFile:
 _OFFLOADS = {"zero_optimization.offload_optimizer", "zero_optimization.offload_param"}
 
 
-def _offload(profile: str) -> dict[str, Any]:
+def _offload(profile: str, nvme_path: Path | None) -> dict[str, Any]:
     made = PROFILES[profile]
     devices = {"offload_optimizer": made.optimizer, "offload_param": made.parameters}
-    return {key: {"device": device} for key, device in devices.items() if device is not None}
+    return {
+        key: {"device": device} | ({"nvme_path": str(nvme_path)} if device == "nvme" else {})
+        for key, device in devices.items()
+        if device is not None
+    }
 
 
 def _shared(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives our values of the optimizer's parameters that are "auto" in the file."""
+    """Return our values of the optimizer's parameters that are "auto" in the file."""
     params = theirs.get("params") or {}
     return {key: ours["params"][key] for key, value in params.items() if value == "auto" and key in ours["params"]}
-
-
-def _nested(path: list[str], value: Any) -> dict[str, Any]:
-    return {path[0]: value if len(path) == 1 else _nested(path[1:], value)}

@@ -78,11 +78,11 @@ def estimate(
     Raises:
         SpecError: As `resolve`; for each key of the configuration that DeepSpeed would refuse, ignore or drop;
             ZERO_INIT_STAGE, LOAD_DTYPE.
-        PlanError: As `resolve`; DS_FILE_CONTRADICTS, DS_FILE_BESIDE; ESTIMATE_FILE for a pipeline with a configuration;
+        PlanError: As `resolve`; DEEPSPEED_CONTRADICTS, DEEPSPEED_CONFLICT; ESTIMATE_FILE for a pipeline with a configuration;
             TRACE_FAILED.
     """
     given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
-    file = None if deepspeed_config is None else DeepSpeedFile.of(read_user_config(deepspeed_config))
+    file = None if deepspeed_config is None else DeepSpeedFile(user=read_user_config(deepspeed_config))
     case = _case_of(given, file, built_partitioned=built_partitioned)
     plan = given if isinstance(given, Plan) and file is None else case.plan()
     check_zero_init(plan, built_partitioned=built_partitioned, load_dtype=load_dtype)
@@ -98,7 +98,7 @@ def estimate(
         load_dtype=load_dtype,
         allocator=allocator or (None if file is None else "native"),
     )
-    return report if file is None else replace(report, assumptions=(*report.assumptions, *file.notes(case.job)))
+    return report if file is None else replace(report, assumptions=(*report.assumptions, *file.notes(plan, case.job)))
 
 
 def _case_of(given: Job | Plan, file: DeepSpeedFile | None, *, built_partitioned: bool) -> Case:

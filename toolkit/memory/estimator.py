@@ -79,7 +79,7 @@ class Estimator:
             # A script with its own file is not started by us, and torch's default holds.
             allocator=None if case.file is None else "native",
         )
-        notes = () if case.file is None else case.file.notes(case.job)
+        notes = () if case.file is None else case.file.notes(plan, case.job)
         if calibration is not None:
             notes += (f"context and NCCL as `toolkit calibrate` has learned them of {plan.gpu.name} on this machine",)
         if self._other_allocator is not None and case.file is None and not plan.on_cpu:

@@ -80,6 +80,7 @@ def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -
         gpu: Its card.
         to_run: Whether the plan is to run; one that is only estimated may hold what training does not offer.
     """
+    job = _one_spelling(job)
     found = _close(job, model, gpu)
     problems = found.problems
     if to_run:
@@ -142,6 +143,16 @@ def _close_with(job: Job, model: ModelSpec, gpu: Gpu, instead: Mapping[str, Inst
     draft = Draft(job=job, model=model, gpu=gpu, settings=settings)
     problems.extend(problem for rule in RULES for problem in rule(draft))
     return _Closed(draft, chooser, problems)
+
+
+def _one_spelling(job: Job) -> Job:
+    """Return a job whose `deepspeed` section has one name for each key and DeepSpeed's own types; a wrong one as it is."""
+    if not job.deepspeed:  # most jobs have none: the schema is built when it is first used
+        return job
+    from toolkit.deepspeed_spec.job_section import check_section
+
+    config, problems = check_section(job.deepspeed)
+    return job if problems else job.model_copy(update={"deepspeed": config})
 
 
 def with_torch_adam(plan: Plan, reason: str) -> Plan:

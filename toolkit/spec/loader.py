@@ -11,6 +11,7 @@ import yaml
 
 from toolkit.arguments import checks_arguments, shown
 from toolkit.errors import SpecError
+from toolkit.spec.accelerate_file import refuse_accelerate_file
 from toolkit.spec.job import Job
 from toolkit.spec.schema import section_of, wants_number
 from toolkit.spec.section import Section
@@ -27,10 +28,21 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
     Raises:
         SpecError: With every unreadable, unknown, duplicate or mistyped key.
     """
-    document = load_yaml(Path(path))
+    document = load_document(Path(path))
     for override in overrides:
         apply_override(document, override)
     return parse_job(document)
+
+
+def load_document(path: Path) -> dict[str, Any]:
+    """Reads the YAML of a job file, its keys not yet checked.
+
+    Raises:
+        SpecError: As `load_yaml` does; ACCELERATE_FILE where it is a configuration of Accelerate.
+    """
+    document = load_yaml(path)
+    refuse_accelerate_file(document, name=str(path))
+    return document
 
 
 # Sections that may be written as a name alone.

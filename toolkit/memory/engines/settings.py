@@ -9,19 +9,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.deepspeed_spec.loose_sections import Optimizer
+from toolkit.deepspeed_spec.validation import read_config
+from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam
 from toolkit.plan.optimizer_state import MOMENT_BYTES
-from toolkit.spec.job import Optimizer
+from toolkit.spec.job import Optimizer as JobOptimizer
 
 OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
 
 # The job's optimizer that each of them is.
-_NAMES: Mapping[OptimizerKind, Optimizer] = {
+_NAMES: Mapping[OptimizerKind, JobOptimizer] = {
     "fused_adam": "adamw",
     "torch_adamw": "adamw_torch",
     "adamw_8bit": "adamw_8bit",
     "fused_lion": "lion",
     "sgd": "sgd",
 }
+
+# Bytes an element.
+_ITEMSIZES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 # Bytes a parameter of the temporaries of a step: torch's foreach AdamW holds the square root of the second moments
 # (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing.
@@ -107,80 +113,63 @@ class EngineSettings:
             dp_size: Data-parallel ranks.
             built_partitioned: Whether a stage-3 model is built under `zero.Init`.
         """
-        zero = _section(config, "zero_optimization")
-        stage = int(zero.get("stage", 0))
-        fp16 = bool(_section(config, "fp16").get("enabled", False))
-        bf16 = bool(_section(config, "bf16").get("enabled", False))
-        itemsize = 2 if fp16 or bf16 else 4
-        names = {"fp32": 4, "fp16": 2, "bf16": 2}
-        accumulation = _section(config, "data_types").get("grad_accum_dtype")
-        communication = config.get("communication_data_type")
-        optimizer = _section(config, "optimizer")
-        offload_optimizer, offload_param = _section(zero, "offload_optimizer"), _section(zero, "offload_param")
-        params = _section(optimizer, "params")
-        overlap = zero.get("overlap_comm")
+        keys = read_config(config).keys
+        zero = keys.zero_optimization
+        optimizer = zero.offload_optimizer or OffloadOptimizer()
+        parameters = zero.offload_param or OffloadParam()
+        itemsize = 2 if keys.fp16.enabled or keys.bf16.enabled else 4
+        accumulation, communication = keys.data_types.grad_accum_dtype, keys.communication_data_type
+        # Left out it is one (runtime/config.py _set_batch_related_parameters).
+        accumulation_steps = keys.gradient_accumulation_steps or 1
         return cls(
-            zero_stage=stage,
+            zero_stage=zero.stage,
             itemsize=itemsize,
-            fp16=fp16,
-            accumulation_itemsize=names[accumulation] if accumulation else itemsize,
-            communication_itemsize=names[communication] if communication else itemsize,
+            fp16=keys.fp16.enabled,
+            accumulation_itemsize=_ITEMSIZES[accumulation] if accumulation else itemsize,
+            communication_itemsize=_ITEMSIZES[communication] if communication else itemsize,
             dp_size=dp_size,
-            accumulation_steps=int(config.get("gradient_accumulation_steps", 1)),
-            immediate_grad_update=bool(_section(config, "bf16").get("immediate_grad_update", False)),
-            adds_up_on_host=int(config.get("gradient_accumulation_steps", 1)) > 1,
-            optimizer=_optimizer_kind(optimizer),
-            momentum=bool(params.get("momentum", 0.0)),
+            accumulation_steps=accumulation_steps,
+            immediate_grad_update=keys.bf16.immediate_grad_update,
+            adds_up_on_host=accumulation_steps > 1,
+            optimizer=_optimizer_kind(keys.optimizer),
+            momentum=bool(((keys.optimizer and keys.optimizer.params) or {}).get("momentum", 0.0)),
             # stage_1_and_2.py sets it under offload, whatever the file says.
-            contiguous_gradients=bool(zero.get("contiguous_gradients", True))
-            or (stage in (1, 2) and _device(offload_optimizer) is not None),
-            reduce_scatter=bool(zero.get("reduce_scatter", True)),
-            reduce_bucket_size=int(zero.get("reduce_bucket_size", 5e8)),
-            overlap_comm=stage == 3 if overlap is None else bool(overlap),
-            sub_group_size=int(zero.get("sub_group_size", 1e9)),
-            prefetch_bucket_size=int(_either(zero, "prefetch_bucket_size", 5e7)),
-            persistence_threshold=int(_either(zero, "param_persistence_threshold", 1e5)),
-            max_live_parameters=int(_either(zero, "max_live_parameters", 1e9)),
-            max_reuse_distance=int(_either(zero, "max_reuse_distance", 1e9)),
-            allgather_sequential=bool(_either(zero, "allgather_sequential", False)),
-            hpz_partition_size=int(zero.get("zero_hpz_partition_size", 1)),
-            quantized_weights=bool(zero.get("zero_quantized_weights", False)),
-            offload_optimizer=_device(offload_optimizer) if stage else None,
-            offload_ratio=float(offload_optimizer.get("ratio", 1.0)),
-            offload_param=_device(offload_param) if stage == 3 else None,
-            pin_memory=bool(offload_optimizer.get("pin_memory", True)),
-            pin_parameters=bool(offload_param.get("pin_memory", True)),
-            nvme_optimizer_buffers=int(offload_optimizer.get("buffer_count", 4)),
-            nvme_param_buffers=int(offload_param.get("buffer_count", 5)),
-            nvme_param_buffer_size=int(offload_param.get("buffer_size", 1e8)),
-            max_in_cpu=int(offload_param.get("max_in_cpu", 1e9)),
-            low_precision_master=bool(_section(config, "bf16").get("bf16_master_weights_and_grads", False))
-            or bool(_section(config, "fp16").get("fp16_master_weights_and_grads", False)),
-            memory_efficient_linear=bool(zero.get("memory_efficient_linear", True)),
+            contiguous_gradients=zero.contiguous_gradients or (zero.stage in (1, 2) and optimizer.device != "none"),
+            reduce_scatter=zero.reduce_scatter,
+            reduce_bucket_size=zero.reduce_bucket_size,
+            overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
+            sub_group_size=zero.sub_group_size,
+            prefetch_bucket_size=zero.prefetch_bucket_size,
+            persistence_threshold=zero.param_persistence_threshold,
+            max_live_parameters=zero.max_live_parameters,
+            max_reuse_distance=zero.max_reuse_distance,
+            allgather_sequential=zero.allgather_sequential,
+            hpz_partition_size=zero.zero_hpz_partition_size,
+            quantized_weights=zero.zero_quantized_weights,
+            offload_optimizer=_device(optimizer) if zero.stage else None,
+            offload_ratio=optimizer.ratio,
+            offload_param=_device(parameters) if zero.stage == 3 else None,
+            pin_memory=optimizer.pin_memory,
+            pin_parameters=parameters.pin_memory,
+            nvme_optimizer_buffers=optimizer.buffer_count,
+            nvme_param_buffers=parameters.buffer_count,
+            nvme_param_buffer_size=parameters.buffer_size,
+            max_in_cpu=parameters.max_in_cpu,
+            low_precision_master=keys.bf16.bf16_master_weights_and_grads or keys.fp16.fp16_master_weights_and_grads,
+            memory_efficient_linear=zero.memory_efficient_linear,
             built_partitioned=built_partitioned,
         )
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}
+def _device(section: OffloadOptimizer | OffloadParam) -> Literal["cpu", "nvme"] | None:
+    return None if section.device == "none" else section.device
 
 
-def _either(zero: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Reads a key that DeepSpeed accepts with and without the prefix `stage3_`."""
-    return zero.get(f"stage3_{name}", zero.get(name, default))
-
-
-def _device(section: Mapping[str, Any]) -> Any:
-    device = section.get("device")
-    return device if device in ("cpu", "nvme") else None
-
-
-def _optimizer_kind(section: Mapping[str, Any]) -> OptimizerKind:
+def _optimizer_kind(optimizer: Optimizer | None) -> OptimizerKind:
     """Names what runs for an optimizer section (engine.py _configure_basic_optimizer)."""
-    name = str(section.get("type", "AdamW")).lower()
+    name = str((optimizer and optimizer.type) or "AdamW").lower()
     if name == "lion":
         return "fused_lion"
     if name == "sgd":
         return "sgd"
-    return "torch_adamw" if _section(section, "params").get("torch_adam") else "fused_adam"
+    return "torch_adamw" if ((optimizer and optimizer.params) or {}).get("torch_adam") else "fused_adam"

@@ -8,8 +8,7 @@ from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
 from toolkit.plan.rules import (
     data,
-    deepspeed_effect,
-    deepspeed_keys,
+    deepspeed,
     estimate_only,
     fp8,
     grid,
@@ -35,8 +34,7 @@ RULES: tuple[Rule, ...] = (
     *fp8.RULES,
     *kernels.RULES,
     *data.RULES,
-    *deepspeed_keys.RULES,
-    *deepspeed_effect.RULES,
+    *deepspeed.RULES,
     *estimate_only.RULES,
 )
 

@@ -1,0 +1,90 @@
+"""What of a run decides which keys DeepSpeed's engine reads, known of a job in full and of a user's file in part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toolkit.deepspeed_spec.schema import DeepSpeedConfig
+
+OffloadDevice = Literal["cpu", "nvme"] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What an engine is built with. None: not known, and what depends on it is not checked.
+
+    Args:
+        zero_stage: 0 to 3.
+        dtype: Training precision: bf16, fp16 or fp32.
+        optimizer_device: Where the optimizer's state waits; None for the GPU.
+        parameter_device: Where parameters wait; None for the GPU.
+        uses_bf16_optimizer: Whether DeepSpeed's BF16_Optimizer steps, which has no buckets.
+        num_ranks: Of the whole run.
+        dp_size: Data-parallel ranks.
+        on_cpu: Whether the ranks are CPU processes.
+        split: Sizes above 1 of the axes along which the model is split, by name.
+        precision_words: The precision as messages say it.
+        accumulation_words: The precision in which gradients accumulate, as messages say it.
+        offload_words: The offload as messages say it.
+        is_job: Whether the keys are of a job, which may hold none in vain.
+    """
+
+    zero_stage: int
+    dtype: str | None
+    optimizer_device: OffloadDevice
+    parameter_device: OffloadDevice
+    uses_bf16_optimizer: bool | None
+    num_ranks: int | None = None
+    dp_size: int | None = None
+    on_cpu: bool | None = None
+    split: Mapping[str, int] = field(default_factory=dict)
+    precision_words: str
+    accumulation_words: str
+    offload_words: str
+    is_job: bool = False
+
+    @classmethod
+    def of_config(
+        cls,
+        keys: DeepSpeedConfig,
+        *,
+        dtype: str | None,
+        num_ranks: int | None = None,
+        dp_size: int | None = None,
+        on_cpu: bool | None = None,
+        split: Mapping[str, int] | None = None,
+    ) -> EngineFacts:
+        """Reads them from a user's configuration.
+
+        Args:
+            keys: The configuration.
+            dtype: Training precision, None if it is "auto".
+            num_ranks: Of the run, if it is known.
+            dp_size: Data-parallel ranks, if they are known.
+            on_cpu: Whether the ranks are CPU processes, if it is known.
+            split: Sizes above 1 of the axes along which the model is split.
+        """
+        zero = keys.zero_optimization
+        optimizer, parameters = (
+            None if section is None or section.device == "none" else section.device
+            for section in (zero.offload_optimizer, zero.offload_param)
+        )
+        accumulation = keys.data_types.grad_accum_dtype or dtype
+        # engine.py _do_optimizer_sanity_check
+        candidate = zero.stage == 1 and accumulation == "fp32" and optimizer is None
+        return cls(
+            zero_stage=zero.stage,
+            dtype=dtype,
+            optimizer_device=optimizer,
+            parameter_device=parameters,
+            uses_bf16_optimizer=False if not candidate else None if dtype is None else dtype == "bf16",
+            num_ranks=num_ranks,
+            dp_size=dp_size,
+            on_cpu=on_cpu,
+            split=split or {},
+            precision_words=f"precision={dtype}",
+            accumulation_words=f"grad_accum_dtype={accumulation}",
+            offload_words="no optimizer or parameters on NVMe",
+        )
