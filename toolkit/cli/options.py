@@ -84,17 +84,17 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
         SpecError: The file, the model or the card cannot be read.
         PlanError: With every problem at once.
     """
+    from toolkit.plan.plan import Plan
     from toolkit.plan.resolve import resolve, resolve_with
 
     if not overrides:
         return resolve(job)
-    changed = read_job(job, overrides)
-    if is_plan_file(job):
-        from toolkit.plan.plan import Plan
-
-        plan = Plan.load(job)
-        if changed.model == plan.job.model and changed.cluster.gpu == plan.job.cluster.gpu:
-            return resolve_with(changed, model=plan.model, gpu=plan.gpu)
+    if not is_plan_file(job):
+        return resolve(read_job(job, overrides))
+    plan = Plan.load(job)
+    changed = plan.job.with_(*overrides)
+    if changed.model == plan.job.model and changed.cluster.gpu == plan.job.cluster.gpu:
+        return resolve_with(changed, model=plan.model, gpu=plan.gpu)
     return resolve(changed)
 
 
