@@ -19,6 +19,7 @@ from toolkit.errors import PlanError
 from toolkit.groups.fake import fake_world
 from toolkit.groups.process_groups import join_group, split_group
 from toolkit.modeling.adapters import apply_lora
+from toolkit.pipeline_parallel import StagePart, cut_model
 from toolkit.spec.job import Lora
 from toolkit.tensor_parallel.guard import PartOfModel
 from toolkit.topology.grid import Grid
@@ -156,7 +157,8 @@ def test_a_part_is_neither_saved_as_the_model_nor_asked_for_text(found: list[dic
     for result in found:
         for name in TAKES_THE_WHOLE:
             codes, text, _ = result[name]
-            assert codes == ("TP_GENERATE" if "generate" in name else "TP_SAVE",), name
+            assert "this rank holds its shard of each layer, one of 2 tensor-parallel ranks" in text, name
+            assert codes == ("PART_GENERATE" if "generate" in name else "PART_SAVE",), name
             assert "tk.export" in text, name
 
 
@@ -167,6 +169,19 @@ def test_ddp_and_fsdp_over_data_parallel_ranks_train_as_the_dense_model(found: l
             assert ours == pytest.approx(dense, abs=1e-5), name
         sharded, dense = result["alone"]
         assert sharded == pytest.approx(dense, abs=1e-5), "a group of one rank holds the whole model"
+
+
+def test_a_stage_of_a_pipeline_is_not_taken_for_the_model_either() -> None:
+    for num_held, held in ((1, True), (2, False)):
+        stage = dense_model("llama")
+        cut_model(stage, StagePart(chunks=(range(num_held),), num_layers=2))
+        assert isinstance(stage, PartOfModel) is held
+    cut_model(stage := dense_model("llama"), StagePart(chunks=(range(1),), num_layers=2))
+    for use in (TAKES_THE_WHOLE["save_pretrained"], TAKES_THE_WHOLE["generate"]):
+        codes, text, _ = refusal(stage, use)
+        assert codes[0] in ("PART_SAVE", "PART_GENERATE")
+        assert "this rank holds the layers of its stage of a pipeline" in text
+        assert "tk.export" in text
 
 
 def test_a_sharded_model_keeps_the_name_of_its_class() -> None:

@@ -65,7 +65,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 adapted.active_peft_config.target_modules = targets if isinstance(targets, str) else set(targets)
             shard_adapters(adapted)
             if isinstance(model, PartOfModel):
-                guard_part(adapted, tp_group=model.tensor_group)
+                guard_part(adapted, held_part=model.held_part, tp_group=model.tensor_group)
             draw_adapters(adapted, seed=seed)
             return adapted
         except (ValueError, re.error) as error:

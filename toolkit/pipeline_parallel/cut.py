@@ -15,6 +15,7 @@ from toolkit.pipeline_parallel.anatomy import Anatomy, find_anatomy
 from toolkit.pipeline_parallel.part import StageInfo, StagePart
 from toolkit.pipeline_parallel.passage import Passage, StageLayers, StandIn
 from toolkit.pipeline_parallel.stage import forward_of_stage
+from toolkit.tensor_parallel.guard import guard_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
 
     The embedding and all that is called before the layers is the first stage's, the final norm, the head and all that is
     called behind them the last one's. What has no weights, such as rotary tables, stays on every stage. A head that is tied
-    to the embedding is a weight of its own on the last stage.
+    to the embedding is a weight of its own on the last stage. `save_pretrained` and `generate` of a stage are refused
+    (PART_SAVE, PART_GENERATE).
 
     Args:
         model: On any device; best on meta, before it has storage. Sharded by `apply_tensor_parallel` before, or not; without adapters.
@@ -85,6 +87,8 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
         behind=behind,
     )
     model.forward = MethodType(forward_of_stage(model.forward.__func__), model)
+    if len(own) < part.num_layers:
+        guard_part(model, held_part="the layers of its stage of a pipeline")
     return info
 
 

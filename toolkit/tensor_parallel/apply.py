@@ -60,7 +60,7 @@ def apply_tensor_parallel(
     It is called as before, on the same batch on all ranks. Its loss, given `labels`, is the dense model's; its logits
     are those of this rank's part of the vocabulary (`gather_scores` joins them). Parameters keep their names. What would
     take its part for the whole model is refused with a PlanError: DistributedDataParallel and `fully_shard` over ranks of
-    `tp_group` (TP_REPLICATED), `save_pretrained` (TP_SAVE), `generate` (TP_GENERATE).
+    `tp_group` (TP_REPLICATED), `save_pretrained` (PART_SAVE), `generate` (PART_GENERATE).
 
     Args:
         model: On any device, meta included.
@@ -100,7 +100,9 @@ def apply_tensor_parallel(
         shard_sequence(model, decoder, found, tp_group=tp_group)
     if isinstance(_head(model), ColumnParallelLinear):
         model.loss_function = VocabParallelCausalLoss(tp_group=tp_group)  # type: ignore[assignment]
-    guard_part(model, tp_group=tp_group)
+    if tp_group.size() > 1:
+        held_part = f"its shard of each layer, one of {tp_group.size()} tensor-parallel ranks"
+        guard_part(model, held_part=held_part, tp_group=tp_group)
     return model
 
 

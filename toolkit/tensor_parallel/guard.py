@@ -1,6 +1,6 @@
 """Keeps a rank's part of a model from being taken for the whole model: by DDP and FSDP, `save_pretrained` and `generate`.
 
-Only the instance that was sharded changes its class. Nothing in torch is patched.
+Only the instance that was sharded or cut changes its class. Nothing in torch is patched.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ _BY_ENGINE = "Train it with `tk.initialize`, whose engine knows the tensor group
 
 
 class PartOfModel(nn.Module):
-    """Mixin of a sharded model: what walks its parameters to copy or cut them must leave its tensor group alone."""
+    """Mixin of a model of which this rank holds a part.
 
+    Attributes:
+        held_part: What it holds, for messages; "" for a whole model of the same class.
+        tensor_group: Ranks that hold the other shards of its layers: what walks its parameters to copy or cut them must leave
+            them alone. None where nothing is sharded.
+    """
+
+    held_part: str = ""
     tensor_group: Any = None
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -45,21 +52,23 @@ class PartOfModel(nn.Module):
             yield name, module
 
 
-def guard_part(model: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
-    """Makes a sharded model refuse what would take its shards for the whole model.
+def guard_part(model: nn.Module, *, held_part: str, tp_group: dist.ProcessGroup | None = None) -> None:
+    """Makes a model refuse what would take this rank's part for the whole.
 
-    Refused before a number is sent: DistributedDataParallel, `fully_shard` and DeepSpeed over ranks that hold other shards,
-    and FullyShardedDataParallel. DDP and `fully_shard` over data-parallel ranks, which hold the same shards, are right.
+    `save_pretrained`, `push_to_hub` and `generate` are refused; with a tensor group, and before a number is sent,
+    DistributedDataParallel, `fully_shard` and DeepSpeed over ranks that hold other shards, and FullyShardedDataParallel. DDP and
+    `fully_shard` over data-parallel ranks, which hold the same shards, are right.
 
     Args:
-        model: Sharded, or around a sharded model, as peft's are; its class becomes a subclass that has the same name.
-        tp_group: Ranks that hold the other shards.
+        model: Sharded or cut, or around such a model, as peft's are; its class becomes a subclass that has the same name.
+        held_part: What this rank holds of it, for messages.
+        tp_group: Ranks that hold the other shards of its layers.
     """
-    if tp_group.size() == 1 or isinstance(model, PartOfModel):
-        return
     kind: Any = type(model)
-    model.__class__ = _guarded(kind)
-    model.tensor_group = tp_group  # type: ignore[assignment]
+    if not isinstance(model, PartOfModel):
+        model.__class__ = _guarded(kind)
+        model.held_part = held_part  # type: ignore[assignment]
+        model.tensor_group = tp_group  # type: ignore[assignment]
 
 
 @cache
@@ -72,12 +81,12 @@ def _guarded(kind: Any) -> Any:
 def _refused_save(name: str) -> Callable[..., None]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise PlanError.of(
-            code="TP_SAVE",
+            code="PART_SAVE",
             key=name,
-            message=f"{name} of {type(self).__name__}, which {self.tensor_group.size()} tensor-parallel ranks share: this rank "
-            "holds its shards alone, and no `from_pretrained` could join them",
-            fix="Save the run with `tk.save` and write the whole model with `tk.export`; in a loop of your own join each weight by "
-            "`parameter_shards(model)[name].gather(weight, tp_group=tp_group)`",
+            message=f"{name} of {type(self).__name__}: this rank holds {self.held_part}, and no `from_pretrained` could join the "
+            "parts of all ranks",
+            fix="Save the run with `tk.save` and write the whole model with `tk.export`; in a loop of your own join each sharded "
+            "weight by `parameter_shards(model)[name].gather(weight, tp_group=tp_group)`",
         )
 
     return refuse
@@ -86,12 +95,12 @@ def _refused_save(name: str) -> Callable[..., None]:
 def _refused_generate(name: str) -> Callable[..., None]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise PlanError.of(
-            code="TP_GENERATE",
+            code="PART_GENERATE",
             key=name,
-            message=f"{name} of {type(self).__name__}, which {self.tensor_group.size()} tensor-parallel ranks share: its scores "
-            "are those of this rank's part of the vocabulary, and the ranks would choose different tokens",
-            fix="Write the whole model with `tk.export` and generate with that, or choose tokens from "
-            "`gather_scores` of the model's logits",
+            message=f"{name} of {type(self).__name__}: this rank holds {self.held_part}, and not all scores from which a token is "
+            "chosen",
+            fix="Write the whole model with `tk.export` and generate with that; in a loop of your own over tensor-parallel ranks "
+            "choose tokens from `gather_scores` of the logits",
         )
 
     return refuse
