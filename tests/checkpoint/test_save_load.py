@@ -20,7 +20,7 @@ from toolkit.checkpoint.load import load_as_data
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
 from toolkit.checkpoint.state import State
-from toolkit.errors import ToolkitError
+from toolkit.errors import CheckpointError, ToolkitError
 from toolkit.plan.plan import Plan
 
 pytestmark = pytest.mark.gloo
@@ -92,8 +92,13 @@ def _hostile(rank: int, plan: Any, root: Path) -> Iterator[tuple[str, Any]]:
             shutil.copytree(root / "zero-2", folder)
             make_hostile(next(folder.glob(pattern)), root / "called")
             agree(folder)
+        shutil.copytree(root / "zero-2", root / "nonsense")
+        for path in (root / "nonsense" / "global_step4").iterdir():
+            torch.save({"module": 3, "optimizer_state_dict": []}, path)
+        agree(root / "nonsense")
     torch.distributed.barrier()
     with tk.initialize(plan) as run:
+        yield "nonsense", _refusal(lambda: tk.load(run, root / "nonsense"))
         for name in HOSTILE:
             yield name, _refusal(lambda name=name: tk.load(run, root / name))
         load_as_data(run.engine, root / "hostile-model")
@@ -271,6 +276,17 @@ def test_what_may_change(results: list[dict[str, Any]], root: Path) -> None:
     assert "output_dir" not in told
 
 
+def test_a_step_that_was_never_saved(results: list[dict[str, Any]], root: Path, tmp_path: Path) -> None:
+    """Whoever wrote another step made the checksums agree; no shard is of it."""
+    folder = shutil.copytree(root / "zero-2", tmp_path / "checkpoint-4")
+    state = State.load(folder)
+    state.model_copy(update={"step": 6}).save(folder)
+    plan = tiny_plan("gpt2", **CASES["zero-2"])
+    with pytest.raises(CheckpointError, match="says step 6, but the checkpoint holds no global_step6") as caught:
+        check_resumable(plan, agree(folder))
+    assert caught.value.codes == ("CHECKPOINT_DAMAGED",)
+
+
 def test_lora_settings_must_agree(results: list[dict[str, Any]], root: Path) -> None:
     plan = tiny_plan("gpt2", train={"method": "lora", "lora": {"r": 8}})
     (problem,) = layout_problems(plan, Plan.load(root / "lora" / "plan.json"), root / "lora")
@@ -286,4 +302,6 @@ def test_nothing_of_a_checkpoint_runs(results: list[dict[str, Any]], root: Path,
         assert f"{next((root / name).glob(HOSTILE[name]))} is more than data" in text
         assert f"would call {NAMED}" in text
         assert result["hostile", "engine"] == ("CHECKPOINT_UNSAFE",)
+        codes, text = result["hostile", "nonsense"]
+        assert (codes, "global_step4 cannot be loaded: " in text) == (("CHECKPOINT_DAMAGED",), True)
     assert not (root / "called").exists()

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import is_shard, verify
 from toolkit.checkpoint.resume_rules import RULES, Rule
 from toolkit.checkpoint.sources import source_problems
-from toolkit.checkpoint.state import State, saved_plan
+from toolkit.checkpoint.state import State, saved_plan, step_problems
 from toolkit.deepspeed_spec.nested import leaf_values
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.plan.plan import Plan
@@ -45,8 +45,9 @@ def check_resumable(plan: Plan, folder: Path) -> State:
     Raises:
         CheckpointError: The checkpoint is absent, incomplete, damaged, or not of this plan.
     """
-    verify(folder, unread=is_shard)
+    manifest = verify(folder, unread=is_shard)
     state = State.load(folder)
+    raise_all(CheckpointError, step_problems(folder, manifest, state))
     saved = saved_plan(folder)
     moved = source_problems(plan.job, saved.job, state.sources, folder)
     raise_all(CheckpointError, [*layout_problems(plan, saved, folder), *moved])

@@ -16,7 +16,7 @@ from toolkit.checkpoint.manifest import checksum_problems, damaged, read_manifes
 from toolkit.checkpoint.pickles import read_pickle
 from toolkit.checkpoint.random_state import load_random_state
 from toolkit.checkpoint.sources import source_notes, source_problems
-from toolkit.checkpoint.state import State, saved_plan
+from toolkit.checkpoint.state import State, saved_plan, step_problems
 from toolkit.checkpoint.swapped import restore_unswapped
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
@@ -52,22 +52,7 @@ def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warnin
     state = State.load(folder)
     saved = saved_plan(folder)
     raise_all(CheckpointError, layout_problems(run.plan, saved, folder))
-    if run.plan.profile.optimizer == "nvme":
-        restore_unswapped(run.engine, folder, tag_of(state.step))
-    sort_by_rank(run.engine)
-    load_as_data(run.engine, folder)
-    with run.keeping_hyperparameters():
-        loaded, _ = run.engine.load_checkpoint(
-            str(folder), tag=tag_of(state.step), load_module_strict=not leaves_frozen_out(run.plan)
-        )
-    if loaded is None:
-        raise CheckpointError.of(
-            code="CHECKPOINT_DAMAGED",
-            key=str(folder),
-            message=f"DeepSpeed found nothing to load in {folder / tag_of(state.step)}",
-            fix="Resume from another checkpoint",
-            source="deepspeed runtime/engine.py load_checkpoint",
-        )
+    _load_engine(run, folder, tag_of(state.step))
     load_random_state(folder, rank=run.world.rank)
     run.step_count = state.step
     num_steps = known_num_steps(run.plan, folder, state)
@@ -78,6 +63,23 @@ def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warnin
             if told is not None:
                 say(told)
     return state
+
+
+def _load_engine(run: Run, folder: Path, tag: str) -> None:
+    """Has the engine load its files; what it can make nothing of is damage, though every checksum is right."""
+    sort_by_rank(run.engine)
+    load_as_data(run.engine, folder)
+    try:
+        if run.plan.profile.optimizer == "nvme":
+            restore_unswapped(run.engine, folder, tag)
+        with run.keeping_hyperparameters():
+            loaded, _ = run.engine.load_checkpoint(
+                str(folder), tag=tag, load_module_strict=not leaves_frozen_out(run.plan)
+            )
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as error:
+        raise CheckpointError(damaged(folder, tag, f"cannot be loaded: {error!r:.200}")) from error
+    if loaded is None:
+        raise CheckpointError(damaged(folder, tag, "holds nothing that DeepSpeed loads"))
 
 
 def sort_by_rank(engine: Any) -> None:
@@ -130,7 +132,9 @@ def _problems_seen(run: Run, folder: Path) -> list[Problem]:
         problems = problems or _pickle_problems(folder, mine)
         if problems or not run.world.is_main:
             return problems
-        return list(source_problems(run.plan.job, saved_plan(folder).job, State.load(folder).sources, folder))
+        state = State.load(folder)
+        moved = source_problems(run.plan.job, saved_plan(folder).job, state.sources, folder)
+        return [*step_problems(folder, manifest, state), *moved]
     except ToolkitError as error:
         return list(error.problems)
 

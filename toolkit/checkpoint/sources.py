@@ -72,7 +72,6 @@ def identify(job: Job, *, known: Sources | None = None) -> dict[str, tuple[Sourc
     found = {
         key: tuple(_source(name, _files(name), before.get(key, ())) for name in names)
         for key, names in _names(job).items()
-        if key != _NAMED_TOKENIZER
     }
     folder = _tokenizer_folder(job)
     files = {} if folder is None else {path.relative_to(folder).as_posix(): path for path in _tokenizer_files(folder)}
@@ -93,29 +92,27 @@ def source_problems(job: Job, saved: Job, recorded: Sources, folder: Path) -> It
     unasked = _OF_DATA if job.data is None or saved.data is None else frozenset()  # a script of one's own
     for key in sorted({*names, *former} - unasked):
         before, after = former.get(key, ()), names.get(key, ())
-        if key == _NAMED_TOKENIZER and recorded.get(_TOKENIZER) and now[_TOKENIZER]:
-            continue  # by its files, below
-        if key not in recorded:
-            is_same = before == after
-        elif key == _NAMED_TOKENIZER:
-            is_same = [source.content for source in recorded[key]] == [_digest_of_0_1_0(name) for name in after]
-        else:
-            is_same = [source.content for source in recorded[key]] == [source.content for source in now.get(key, ())]
-        if is_same:
-            continue
-        shown, then = ", ".join(after) or "None", ", ".join(before) or "None"
-        what = (
-            f"{folder} was saved with {then}"
-            if after != before
-            else f"its content has changed since {folder} was saved"
-        )
-        put_back = f"Set {key} to {then}" if after != before else f"Put back what {shown} was"
-        yield _other_data(key, f"{key}={shown}, but {what}", put_back, folder)
-    from_hub = _is_hub(_tokenizer_name(job)) or _is_hub(_tokenizer_name(saved))
-    changed = _changed_files(recorded.get(_TOKENIZER, ()), now[_TOKENIZER], partial=from_hub)
-    if changed:
-        what = f"the tokenizer of {_tokenizer_name(job)} has changed since {folder} was saved: {', '.join(changed)}"
-        yield _other_data(_NAMED_TOKENIZER, what, f"Put back the tokenizer with which {folder} was trained", folder)
+        is_same = before == after if key not in recorded else _contents(recorded[key]) == _contents(now.get(key, ()))
+        if not is_same:
+            yield _other_source(key, before, after, folder)
+    yield from _tokenizer_problems(job, saved, recorded, now[_TOKENIZER], folder)
+
+
+def _tokenizer_problems(
+    job: Job, saved: Job, recorded: Sources, now: Sequence[Source], folder: Path
+) -> Iterator[Problem]:
+    before, after = ((model.tokenizer,) if model.tokenizer else () for model in (saved.model, job.model))
+    if now and recorded.get(_TOKENIZER):
+        from_hub = _is_hub(_tokenizer_name(job)) or _is_hub(_tokenizer_name(saved))
+        changed = _changed_files(recorded[_TOKENIZER], now, partial=from_hub)
+        if changed:
+            what = f"the tokenizer of {_tokenizer_name(job)} has changed since {folder} was saved: {', '.join(changed)}"
+            yield _other_data(_NAMED_TOKENIZER, what, f"Put back the tokenizer with which {folder} was trained", folder)
+    elif _NAMED_TOKENIZER in recorded:
+        if _contents(recorded[_NAMED_TOKENIZER]) != [_digest_of_0_1_0(name) for name in after]:
+            yield _other_source(_NAMED_TOKENIZER, before, after, folder)
+    elif before != after:
+        yield _other_source(_NAMED_TOKENIZER, before, after, folder)
 
 
 def source_notes(recorded: Sources) -> tuple[str, ...]:
@@ -125,6 +122,18 @@ def source_notes(recorded: Sources) -> tuple[str, ...]:
     return (
         "the checkpoint does not record its tokenizer, as earlier versions did not: whether it is still the same is not checked",
     )
+
+
+def _other_source(key: str, before: Sequence[str], after: Sequence[str], folder: Path) -> Problem:
+    shown, then = ", ".join(after) or "None", ", ".join(before) or "None"
+    if after != before:
+        return _other_data(key, f"{key}={shown}, but {folder} was saved with {then}", f"Set {key} to {then}", folder)
+    what = f"{key}={shown}, but its content has changed since {folder} was saved"
+    return _other_data(key, what, f"Put back what {shown} was", folder)
+
+
+def _contents(sources: Sequence[Source]) -> list[str]:
+    return [source.content for source in sources]
 
 
 def _other_data(key: str, what: str, put_back: str, folder: Path) -> Problem:
@@ -137,24 +146,21 @@ def _other_data(key: str, what: str, put_back: str, folder: Path) -> Problem:
 
 
 def _changed_files(before: Sequence[Source], after: Sequence[Source], *, partial: bool) -> list[str]:
-    """Names the files of a tokenizer that differ; nothing where one side is unknown, as one on the hub is until it is fetched.
+    """Names the files of a tokenizer that differ.
 
     Args:
         before: At the time of saving.
         after: Now.
         partial: Whether a side is the hub's cache, which holds what was asked for so far: only what both have can differ.
     """
-    if not before or not after:
-        return []
     then, now = ({source.name: source.content for source in sources} for sources in (before, after))
     compared = then.keys() & now.keys() if partial else then.keys() | now.keys()
     return sorted(name for name in compared if then.get(name) != now.get(name))
 
 
 def _names(job: Job) -> dict[str, tuple[str, ...]]:
-    named: dict[str, str | tuple[str, ...] | None] = {_NAMED_TOKENIZER: job.model.tokenizer}
-    if job.data is not None:
-        named |= {key: getattr(job.data, key.removeprefix("data.")) for key in sorted(_OF_DATA)}
+    """What a job's data section names."""
+    named = {} if job.data is None else {key: getattr(job.data, key.removeprefix("data.")) for key in sorted(_OF_DATA)}
     return {key: (value,) if isinstance(value, str) else value for key, value in named.items() if value is not None}
 
 

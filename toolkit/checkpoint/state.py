@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from toolkit.checkpoint.layout import PLAN, STATE
+from toolkit.checkpoint.layout import PLAN, STATE, tag_of
 from toolkit.checkpoint.manifest import damaged, parse_typed, read_small
 from toolkit.checkpoint.sources import Source
-from toolkit.errors import CheckpointError, PlanError
+from toolkit.errors import CheckpointError, PlanError, Problem
 from toolkit.io import parse_json, write_json
 from toolkit.plan.plan import Plan
 from toolkit.version import installed_version
@@ -58,6 +59,20 @@ class State(BaseModel):
             CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED.
         """
         return parse_typed(cls, read_small(folder, STATE), folder, STATE)
+
+
+def step_problems(folder: Path, names: Iterable[str], state: State) -> list[Problem]:
+    """Says whether a checkpoint lacks DeepSpeed's files of the step at which its run stood.
+
+    Args:
+        folder: The checkpoint.
+        names: What its manifest names.
+        state: Where the run stood.
+    """
+    tag = tag_of(state.step)
+    if any(name.startswith(f"{tag}/") for name in names):
+        return []
+    return [damaged(folder, STATE, f"says step {state.step}, but the checkpoint holds no {tag}")]
 
 
 class SavedAxes(BaseModel):
