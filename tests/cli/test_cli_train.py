@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed import QUICK
-from train_jobs import curve, files, records, run_toolkit, start_toolkit, write_inputs, write_job
+from train_jobs import curve, files, hears_interrupts, records, run_toolkit, start_toolkit, write_inputs, write_job
 
 from toolkit.checkpoint.locate import list_checkpoints
 from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
@@ -114,11 +114,15 @@ def test_a_terminal_without_noise(root, whole):
 OPTIONS = ["--stop-after", "70", "--no-export"]  # must come back in the command that goes on
 
 
-def interrupted(root: Path, name: str) -> tuple[Path, Path, list[str]]:
+def interrupted(
+    root: Path, name: str, meanwhile: Callable[[Path, int], None] | None = None
+) -> tuple[Path, Path, list[str]]:
     """Starts a run and ends it by Ctrl-C: job file, output folder, and the command that is told to go on."""
     job, out = write_job(root, name, train=LONG, data={"validation_fraction": 0.2}), root / name
     process = start_toolkit(root, "train", job, "--set", "train.logging_steps=1", *OPTIONS)
     wait_for_step(out, 3, process)
+    if meanwhile is not None:
+        meanwhile(job, process.pid)
     os.kill(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 130, shown
@@ -140,7 +144,7 @@ def given(job: Path) -> list[str]:
 def ends_as_if_nothing_had_happened(root: Path, job: Path, out: Path) -> None:
     """Goes on to the end: the run is the whole one, bit for bit."""
     last = list_checkpoints(out)[-1]
-    done = run_toolkit(root, "train", job, "--resume", "latest")
+    done = run_toolkit(root, "train", job, "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert f"resumed from {last} at step" in done.stderr
     assert curve(out) == curve(root / "whole")
@@ -156,8 +160,20 @@ def ends_as_if_nothing_had_happened(root: Path, job: Path, out: Path) -> None:
     assert exports[0] == exports[1]
 
 
-def test_interrupted_and_resumed_is_the_same_run(root, whole):
-    job, out, _ = interrupted(root, "broken")
+def test_interrupted_and_resumed_is_the_same_run(root, whole, capsys):
+    def others_are_refused(job: Path, pid: int) -> None:
+        lock = (root / "broken" / ".run.lock").read_bytes()
+        for options in ((), ("--overwrite",), ("--resume", "auto")):
+            assert main(["train", str(job), *options]) == 3
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f"in use by another run, process {pid} on {socket.gethostname()}, started " in line
+            assert line.endswith("[OUTPUT_IN_USE]")
+        assert main(["train", str(job), "--dry-run", "--overwrite"]) == 0
+        assert "a start on this machine would be refused: output_dir=" in capsys.readouterr().err
+        assert (root / "broken" / ".run.lock").read_bytes() == lock
+
+    job, out, _ = interrupted(root, "broken", others_are_refused)
+    assert not (out / ".run.lock").exists()
     ends_as_if_nothing_had_happened(root, job, out)
 
 
@@ -204,20 +220,46 @@ def test_a_full_disk_ends_the_run_and_spares_what_was_saved(root, whole):
     assert not list(out.glob("checkpoint-80"))
 
 
-def test_ranks_of_torchrun(root, tmp_path):
-    """By an emitted command, from a folder with a types.py, which `python -m` itself would import."""
-    job = write_job(root, "torchrun", train={"max_steps": 3, "save_steps": 2})
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)], ids=lambda number: number.name
+)
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepspeed", "accelerate"))]
+)
+def test_a_signal_to_a_launcher_has_its_ranks_save(root, tmp_path, launcher, number):
+    """Who passes it on does so to all ranks; who dies of it leaves them to the kernel, which tells them.
+
+    By an emitted command, from a folder with a types.py, which `python -m` itself would import.
+    """
+    name = f"{launcher}-{number.name}"
+    job = write_job(root, name, train=LONG)
     emit(read_plan(job), tmp_path / "out")
     (tmp_path / "types.py").write_text("raise SystemExit('it stands in for the standard library')")
-    environment = {**os.environ, **QUICK, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", str(tmp_path / "out" / "commands.sh"), "torchrun", "--stop-after", "2", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
-    assert shown["checkpoint"] == str(root / "torchrun" / "checkpoint-2")
-    assert shown["export"] is None
-    assert shown["next_command"].endswith("--resume_from_checkpoint " + shown["checkpoint"])
-    assert sorted(curve(root / "torchrun")) == [1, 2]
+    (tmp_path / "train.py").write_text("import runpy\nrunpy.run_module('toolkit', run_name='__main__')\n")
+    way = {"accelerate": ["accelerate-script", "train.py", "train", str(tmp_path / "out" / "plan.json")]}
+    process = subprocess.Popen(
+        ["bash", str(tmp_path / "out" / "commands.sh"), *way.get(launcher, [launcher]), "--json", "--resume", "auto"],
+        cwd=tmp_path,
+        env={**os.environ, **QUICK, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hears_interrupts,
+    )
+    wait_for_step(root / name, 3, process)
+    process.send_signal(number)
+    told = time.monotonic()
+    out, err = process.communicate(timeout=100)  # all ranks have ended, or they would still hold the pipes
+    assert time.monotonic() - told < 30, "torchrun kills them then"
+    shown = json.loads(out[out.index("{\n") :])  # launchers print there, too
+    (saved,) = list_checkpoints(root / name)
+    verify(saved)
+    steps = int(saved.name.removeprefix("checkpoint-"))
+    assert 3 <= steps < STEPS
+    assert sorted(curve(root / name)) == list(range(1, steps + 1))
+    assert (shown["exit_code"], shown["interrupted"], shown["checkpoint"]) == (130, True, str(saved))
+    assert shown["next_command"].endswith("plan.json --resume auto"), err
+    assert not (root / name / ".run.lock").exists()
 
 
 def test_interrupted_before_the_first_step(root):
@@ -225,9 +267,10 @@ def test_interrupted_before_the_first_step(root):
     process = start_toolkit(root, "train", job)
     while not (root / "early" / "cache").exists() and process.poll() is None:
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGUSR1)
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 130, shown
+    assert "SIGUSR1: each rank ends its step and saves; SIGINT twice to kill them" in shown
     assert shown.splitlines()[-2:] == ["Nothing was saved yet. Start again with:", f"  toolkit train {job}"]
     assert "Traceback" not in shown
 
@@ -331,8 +374,8 @@ def test_a_run_that_is_complete_is_not_trained_further(root, whole, capsys):
     exported = (out / "export" / "config.json").stat().st_mtime_ns
     last = out / f"checkpoint-{STEPS}"
     line = f"the run is complete: step {STEPS} of {STEPS} is in {last}, and nothing is left to train"
-    for options in ((), ("--stop-after", STEPS)):
-        assert main(["train", str(job), "--resume_from_checkpoint", "latest", *map(str, options)]) == 0
+    for options in (("latest",), ("latest", "--stop-after", STEPS), ("auto",)):
+        assert main(["train", str(job), "--resume_from_checkpoint", *map(str, options)]) == 0
         captured = capsys.readouterr()
         assert captured.err.splitlines() == [line]
         assert captured.out.split() == [
@@ -373,7 +416,7 @@ def test_ctrl_c_while_it_exports_says_how_to_export(root, whole, tmp_path):
     before = {path.name for path in out.iterdir()}
     for _ in range(5):  # an export takes a moment, and on a busy machine it may be over before this process runs again
         process = start_toolkit(root, "train", root / "whole.yaml", "--resume", "latest")
-        while {path.name for path in out.iterdir()} == before and process.poll() is None:
+        while {path.name for path in out.iterdir()} <= {*before, ".run.lock"} and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=240)

@@ -29,12 +29,13 @@ class Finalised:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, train: Any) -> int:
+    monkeypatch.setattr(worker.Plan, "load", lambda path: None)
     monkeypatch.setattr(worker, "_train", train)
     return worker.main(["--plan", str(tmp_path / "plan.json"), "--log-dir", str(tmp_path)])
 
 
 def test_an_interrupt_that_was_lost_is_no_failure(monkeypatch, tmp_path, capsys):
-    def train(options: Any) -> int:
+    def train(*_: Any) -> int:
         Finalised()
         raise RuntimeError("Connection closed by peer")
 
@@ -44,7 +45,7 @@ def test_an_interrupt_that_was_lost_is_no_failure(monkeypatch, tmp_path, capsys)
 
 
 def test_an_interrupt_ends_a_rank(monkeypatch, tmp_path):
-    def train(options: Any) -> int:
+    def train(*_: Any) -> int:
         signal.raise_signal(signal.SIGINT)
         return 0
 
@@ -52,7 +53,7 @@ def test_an_interrupt_ends_a_rank(monkeypatch, tmp_path):
 
 
 def test_a_failure_without_an_interrupt_is_one(monkeypatch, tmp_path):
-    def train(options: Any) -> int:
+    def train(*_: Any) -> int:
         raise RuntimeError("out of memory, say")
 
     assert run(monkeypatch, tmp_path, train) not in (0, INTERRUPTED_EXIT_CODE)
@@ -61,4 +62,4 @@ def test_a_failure_without_an_interrupt_is_one(monkeypatch, tmp_path):
 
 def test_an_interrupt_that_is_ignored_stays_so(monkeypatch, tmp_path):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    assert run(monkeypatch, tmp_path, lambda options: signal.raise_signal(signal.SIGINT) or 0) == 0
+    assert run(monkeypatch, tmp_path, lambda *_: signal.raise_signal(signal.SIGINT) or 0) == 0

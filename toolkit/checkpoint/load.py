@@ -47,8 +47,12 @@ def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warnin
     Raises:
         CheckpointError: The checkpoint is absent, incomplete, damaged, not of this plan, or more than data.
     """
-    folder = Path(path)
-    _verify_together(run, folder)
+    verify_together(run, Path(path))
+    return restore(run, Path(path), say=say)
+
+
+def restore(run: Run, folder: Path, *, say: Callable[[str], None]) -> State:
+    """Does what `load` does to a checkpoint that `verify_together` has found sound."""
     state = State.load(folder)
     saved = saved_plan(folder)
     raise_all(CheckpointError, layout_problems(run.plan, saved, folder))
@@ -113,8 +117,12 @@ def load_as_data(engine: Any, folder: Path) -> None:
     engine.checkpoint_engine.load = read
 
 
-def _verify_together(run: Run, folder: Path) -> None:
-    """Checks sizes, checksums and pickles, a share of the files a rank, and raises the same on all ranks."""
+def verify_together(run: Run, folder: Path) -> None:
+    """Checks sizes, checksums and pickles, a share of the files a rank, and raises the same on all ranks.
+
+    Raises:
+        CheckpointError: As `load`.
+    """
     # Files of the checkpoint, and on one rank all of the data, may have to be read.
     problems = patiently(run.world, lambda: _problems_seen(run, folder))
     found: list[list[Problem] | None] = [None] * run.world.size

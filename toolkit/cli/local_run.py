@@ -12,9 +12,10 @@ from toolkit.cli.checking import output_problems
 from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH
 from toolkit.errors import PlanError, raise_all
 from toolkit.launch.environment import PLAN_VARIABLE
-from toolkit.launch.local import LOGS, launch_local
+from toolkit.launch.local import LOGS, check_one_node, launch_local
 from toolkit.launch.outcome import RunOutcome
-from toolkit.launch.supervisor import WHEN_ASKED
+from toolkit.launch.output_lock import hold_output
+from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED
 from toolkit.plan.plan import Plan
 
 
@@ -23,7 +24,9 @@ def log_folder(plan: Plan) -> Path:
     return plan.output_dir / LOGS
 
 
-def run_on_this_node(plan: Plan, argv: Sequence[str], *, when_asked: str = WHEN_ASKED) -> RunOutcome:
+def run_on_this_node(
+    plan: Plan, argv: Sequence[str], *, when_asked: str = WHEN_ASKED, grace_seconds: float = GRACE_SECONDS
+) -> RunOutcome:
     """Runs one process a rank and waits for all of them.
 
     The plan is saved as `output_dir/plan.json`, whose path each process finds in TOOLKIT_PLAN.
@@ -31,24 +34,27 @@ def run_on_this_node(plan: Plan, argv: Sequence[str], *, when_asked: str = WHEN_
     Args:
         argv: Command of a rank, the same for each.
         when_asked: What a rank does at Ctrl-C, as a person is told.
+        grace_seconds: That a rank has to end in once another has failed, seconds.
 
     Raises:
-        PlanError: OUTPUT_PATH.
-        RunError: LAUNCH_NODES, PORT_IN_USE, LOG_DIR, WORKER_START.
+        PlanError: OUTPUT_PATH, OUTPUT_WRITE.
+        RunError: OUTPUT_IN_USE, LAUNCH_NODES, PORT_IN_USE, LOG_DIR, WORKER_START.
     """
     if os.environ.get(PYDANTIC_SWITCH) == PYDANTIC_OFF:
         del os.environ[PYDANTIC_SWITCH]  # `main` set it for this process, not for a user's script
     raise_all(PlanError, output_problems(plan.output_dir))
     plan_file = (plan.output_dir / "plan.json").absolute()
-    if plan.job.cluster.nodes == 1:  # else the launch is refused, and leaves no file behind
+    check_one_node(plan)
+    with hold_output(plan.output_dir):
         plan.save(plan_file)
-    return launch_local(
-        plan,
-        argv,
-        log_dir=log_folder(plan),
-        extra_environment={PLAN_VARIABLE: str(plan_file)},
-        when_asked=when_asked,
-    )
+        return launch_local(
+            plan,
+            argv,
+            log_dir=log_folder(plan),
+            extra_environment={PLAN_VARIABLE: str(plan_file)},
+            when_asked=when_asked,
+            grace_seconds=grace_seconds,
+        )
 
 
 def print_failure(outcome: RunOutcome) -> None:

@@ -63,6 +63,11 @@ def warn(lines: Iterable[str]) -> None:
         _print_marked("warning", one_line(line), style="bold yellow")
 
 
+def say(line: str) -> None:
+    """Tells on stderr what goes on."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def _print_marked(mark: str, line: str, *, style: str) -> None:
     """Prints a line on stderr behind a coloured word; rich is imported only where there are colours."""
     if not sys.stderr.isatty():

@@ -11,7 +11,7 @@ import typer
 
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import print_fields, print_json, warn
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, RunError, raise_all
 from toolkit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ def quickstart(
     )
     warn(changes)
     _say(3, f"training {FIRST_SESSION} of {STEPS} steps", as_json)
-    outcome = run_workers(plan, checkpoint=None, stop_after=FIRST_SESSION)
+    outcome = run_workers(plan, resume=None, stop_after=FIRST_SESSION)
     if outcome.exit_code == 0:
         checkpoint = plan.output_dir / f"checkpoint-{FIRST_SESSION}"
         _say(4, f"resuming from {checkpoint}", as_json)
-        outcome = run_workers(plan, checkpoint=checkpoint, stop_after=None)
+        outcome = run_workers(plan, resume=str(checkpoint), stop_after=None)
     if outcome.exit_code != 0:
         report(plan, outcome, call=Call(job=job), exported=None, as_json=as_json)
         raise typer.Exit(outcome.exit_code)
@@ -119,6 +119,9 @@ def _hardware(cpu: bool, processes: int) -> tuple[str, int]:
 
 
 def _claim(out: Path, *, overwrite: bool) -> None:
+    from toolkit.launch.output_lock import use_problems
+
+    raise_all(RunError, use_problems(out / "run"))
     if out.exists() and any(out.iterdir()):
         ours = (out / MARKER).exists()
         if not (overwrite and ours):

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption
-from toolkit.cli.output import print_fields, print_json, warn
+from toolkit.cli.output import print_fields, print_json, say, warn
 from toolkit.cli.summary import plan_fields
-from toolkit.cli.train_checks import (
-    ResumePoint,
-    check_dry_run,
-    check_start,
-    checked_plan,
-    resume_point,
-    startable_plan,
-)
-from toolkit.cli.train_end import Call, complete_line, export_finished, finish_complete, is_finished, report, say
+from toolkit.cli.train_checks import check_dry_run, check_start, checked_plan, resume_point, startable_plan
+from toolkit.cli.train_end import Call, complete_line, export_finished, finish_complete, is_finished, report
 from toolkit.errors import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
@@ -39,8 +31,9 @@ def train(
         str | None,
         typer.Option(
             "--resume",
-            metavar="DIR|latest",
-            help="Go on from a checkpoint, or from output_dir's latest; --resume_from_checkpoint is the same.",
+            metavar="DIR|latest|auto",
+            help="Go on from a checkpoint; from output_dir's latest; `auto`: from its last sound one, or from the start where "
+            "there is none, so that the same command can be given again. --resume_from_checkpoint is the same.",
         ),
     ] = None,
     resume_from_checkpoint: Annotated[
@@ -64,47 +57,33 @@ def train(
 ) -> None:
     """Fine-tune a model as the job file says: on this machine's cards, or on CPU with `cluster: {gpu: cpu}`.
 
-    Ctrl-C ends the current step, saves a checkpoint and shows how to go on. Under torchrun, `deepspeed` or
-    `accelerate launch` this command is one of their ranks.
+    Ctrl-C, or SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 from a scheduler, ends the current step, saves a checkpoint and shows how
+    to go on. Under torchrun, `deepspeed` or `accelerate launch` this command is one of their ranks. One run at a time has an
+    output_dir.
 
     Example: `toolkit train job.yaml --set train.max_steps=100`
 
     JSON keys: exit_code, interrupted, plan, log_dir, failure, checkpoint, export, next_command (how to go on; null when
     there is nothing left to do).
     """
-    from toolkit.checkpoint.locate import recover
-    from toolkit.train.checks import check_stop_after
-    from toolkit.train.worker import leave
+    from toolkit.launch.output_lock import hold_output
+    from toolkit.launch.signals import Interrupt
+    from toolkit.train.worker import leave, run_rank
 
     resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
-    call = Call(job=job, overrides=tuple(overrides or ()), stop_after=stop_after, no_export=no_export)
+    call = Call(job=job, overrides=tuple(overrides or ()), resume=resume, stop_after=stop_after, no_export=no_export)
     plan = checked_plan(job, overrides)
-    rank = _rank()
-    if resume is not None and not dry_run:
-        recover(plan.output_dir)
-    if resume is not None or not dry_run:
-        plan, changes = startable_plan(plan, resume, alone=rank is None)
-        warn(changes)
-    point = resume_point(plan, resume)
-    if point is not None and point.is_complete and not dry_run:
-        if not rank:
-            finish_complete(plan, point, no_export=no_export, as_json=as_json)
-        return
-    if point is not None and not point.is_complete:
-        check_stop_after(stop_after, point.step)
     if dry_run:
-        _show(plan, call, point, overwrite=overwrite, as_json=as_json)
+        _show(plan, call, overwrite=overwrite, as_json=as_json)
         return
-    outcome = _run(plan, None if point is None else point.folder, rank=rank, stop_after=stop_after, overwrite=overwrite)
-    if rank:
-        leave(outcome.exit_code)
-    exported = None
-    if outcome.exit_code == 0 and not no_export and is_finished(plan):
-        exported = export_finished(plan)
-    report(plan, outcome, call=call, exported=exported, as_json=as_json)
+    rank = _rank()
+    if rank:  # rank 0 alone checks and writes before all of them meet
+        leave(run_rank(lambda: startable_plan(plan, resume, alone=False)[0], resume=resume, stop_after=stop_after))
+    with Interrupt(), hold_output(plan.output_dir):
+        code = _train(plan, call, under_launcher=rank is not None, overwrite=overwrite, as_json=as_json)
     if rank is not None:
-        leave(outcome.exit_code)
-    raise typer.Exit(outcome.exit_code)
+        leave(code)
+    raise typer.Exit(code)
 
 
 def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overwrite: bool) -> str | None:
@@ -121,25 +100,51 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
     return named
 
 
-def _run(
-    plan: Plan, checkpoint: Path | None, *, rank: int | None, stop_after: int | None, overwrite: bool
-) -> RunOutcome:
-    """Trains: as all ranks of this machine, or as the one that a launcher made of this process."""
+def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_json: bool) -> int:
+    """Trains, exports and tells how it ended, as this machine's launcher or as rank 0 of another; gives the exit code."""
+    from toolkit.checkpoint.locate import recover
+    from toolkit.checkpoint.resume import AUTO
+    from toolkit.launch.outcome import RunOutcome
     from toolkit.plan.stage_parts import bubble_warning
-    from toolkit.train.checks import guard_output, space_warnings
+    from toolkit.train.checks import check_stop_after, guard_output, space_warnings
+    from toolkit.train.worker import run_rank
 
-    if rank is None:
+    if call.resume is not None:
+        recover(plan.output_dir)
+    plan, changes = startable_plan(plan, call.resume, alone=not under_launcher)
+    warn(changes)
+    point = resume_point(plan, call.resume)
+    if point is not None and point.is_complete:
+        if under_launcher:  # the other ranks wait for this one
+            run_rank(lambda: plan, resume=call.resume)
+        finish_complete(plan, point, no_export=call.no_export, as_json=as_json)
+        return 0
+    check_stop_after(call.stop_after, 0 if point is None else point.step)
+    if not under_launcher:
         check_start(plan)
-    if not rank:
-        warn([*bubble_warning(plan), *space_warnings(plan)])
-        guard_output(plan, resuming=checkpoint is not None, overwrite=overwrite)
-    if rank is not None:
-        return _run_as_rank(plan, checkpoint, stop_after)
-    return run_workers(plan, checkpoint=checkpoint, stop_after=stop_after)
+    warn([*bubble_warning(plan), *space_warnings(plan)])
+    guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
+    if under_launcher:
+        plan.save(plan.output_dir / "plan.json")
+        code = run_rank(lambda: plan, resume=call.resume, stop_after=call.stop_after)
+        outcome = RunOutcome(exit_code=code, interrupted=code == INTERRUPTED_EXIT_CODE, failure=None)
+    else:
+        resume = str(point.folder) if point is not None and call.resume != AUTO else call.resume
+        outcome = run_workers(plan, resume=resume, stop_after=call.stop_after)
+    exported = None
+    if outcome.exit_code == 0 and not call.no_export and is_finished(plan):
+        exported = export_finished(plan)
+    report(plan, outcome, call=call, exported=exported, as_json=as_json)
+    return outcome.exit_code
 
 
-def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) -> RunOutcome:
-    """Starts one worker a rank and waits for their end."""
+def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None) -> RunOutcome:
+    """Starts one worker a rank and waits for their end.
+
+    Args:
+        resume: As `toolkit.train.loop.train` takes it.
+        stop_after: Optimizer step after which the session ends.
+    """
     from toolkit.checkpoint.locate import remove_leftovers
     from toolkit.cli.local_run import log_folder, run_on_this_node
     from toolkit.emit.files import emit
@@ -150,19 +155,14 @@ def run_workers(plan: Plan, *, checkpoint: Path | None, stop_after: int | None) 
     say(f"starting {describe_devices(plan)}{others} ...")
     emit(plan, plan.output_dir / "configs")
     argv = [*python_module("toolkit.train.worker"), "--plan", str(plan.output_dir / "plan.json")]
-    argv += ["--log-dir", str(log_folder(plan))]
-    outcome = run_on_this_node(
-        plan, [*argv, *_session_options(checkpoint, stop_after)], when_asked="each rank ends its step and saves"
-    )
+    argv += ["--log-dir", str(log_folder(plan)), *(["--resume", resume] if resume else [])]
+    argv += ["--stop-after", str(stop_after)] if stop_after else []
+    # A rank saves when it is asked to; once another has failed there is nothing to wait for.
+    outcome = run_on_this_node(plan, argv, when_asked="each rank ends its step and saves", grace_seconds=0.0)
     if outcome.exit_code != 0:
         # No worker lives any more; half a checkpoint may be what fills the disk.
         remove_leftovers(plan.output_dir)
     return outcome
-
-
-def _session_options(checkpoint: Path | None, stop_after: int | None) -> list[str]:
-    options = ["--resume", str(checkpoint)] if checkpoint else []
-    return options + (["--stop-after", str(stop_after)] if stop_after else [])
 
 
 def _rank() -> int | None:
@@ -173,22 +173,19 @@ def _rank() -> int | None:
     return None if identity is None else identity.rank
 
 
-def _run_as_rank(plan: Plan, checkpoint: Path | None, stop_after: int | None) -> RunOutcome:
-    """Trains as one rank of torchrun, `deepspeed` or `accelerate launch`."""
-    from toolkit.launch.outcome import RunOutcome
-    from toolkit.train.worker import main
-
-    plan_file = plan.output_dir / "plan.json"
-    # Each rank writes the same bytes by an atomic rename, so none reads a half or has to wait.
-    plan.save(plan_file)
-    code = main(["--plan", str(plan_file), *_session_options(checkpoint, stop_after)])
-    return RunOutcome(exit_code=code, interrupted=code == INTERRUPTED_EXIT_CODE, failure=None)
-
-
-def _show(plan: Plan, call: Call, point: ResumePoint | None, *, overwrite: bool, as_json: bool) -> None:
+def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
     """Says what would run, and what would be refused."""
-    is_complete = point is not None and point.is_complete
-    warnings = [] if is_complete else check_dry_run(plan, resuming=point is not None, overwrite=overwrite)
+    from toolkit.train.checks import check_stop_after
+
+    if call.resume is not None:
+        plan, changes = startable_plan(plan, call.resume)
+        warn(changes)
+    point = resume_point(plan, call.resume)
+    if point is not None and point.is_complete:
+        warnings = []
+    else:
+        check_stop_after(call.stop_after, 0 if point is None else point.step)
+        warnings = check_dry_run(plan, resuming=call.resume is not None, overwrite=overwrite)
     command = call.command(None if point is None else point.folder, overwrite=overwrite)
     if as_json:
         configuration = plan.deepspeed_config()

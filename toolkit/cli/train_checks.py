@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.cli.output import say
 from toolkit.errors import PlanError, RunError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.plan.plan import Plan
-
-LATEST = "latest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +59,22 @@ def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True)
 
     Args:
         plan: As resolved.
-        resume: Folder of a checkpoint, or `latest`; None for a new run.
+        resume: Folder of a checkpoint, `latest` or `auto`; None for a new run.
         alone: Whether this process starts all ranks: one of several cannot decide for machines that it does not see.
 
     Returns:
         The plan, and what to tell a person of what was changed.
     """
+    from toolkit.checkpoint.resume import AUTO, candidates
     from toolkit.launch.build_tools import unbuildable
     from toolkit.plan.resolve import with_torch_adam
 
     if "optimizer" in plan.job.train.model_fields_set:
         return plan, ()
-    if resume is not None:
-        folder = _resume_folder(plan, resume)
+    for folder in candidates(plan.output_dir, resume):
         saved = _saved_optimizer(folder)
+        if saved is None and resume == AUTO:
+            continue  # it is passed over
         goes_over = saved == "adamw_torch" and not plan.uses_torch_adam
         return with_torch_adam(plan, f"{folder} was saved with it") if goes_over else plan, ()
     if not alone:
@@ -98,35 +99,31 @@ def _saved_optimizer(folder: Path) -> str | None:
         return None
 
 
-def _resume_folder(plan: Plan, resume: str) -> Path:
-    from toolkit.checkpoint.locate import latest_checkpoint
-
-    return latest_checkpoint(plan.output_dir) if resume == LATEST else Path(resume)
-
-
 def resume_point(plan: Plan, resume: str | None) -> ResumePoint | None:
     """Gives the checkpoint to go on from, checked as far as that needs no torch.
 
     Args:
         plan: What is to go on.
-        resume: Its folder, or `latest`; None for a new run.
+        resume: Its folder, `latest`, or `auto`, for which there may be none; None for a new run.
 
     Raises:
         CheckpointError: It is absent, damaged, or not of this plan.
     """
     if resume is None:
         return None
-    from toolkit.checkpoint.compatible import check_resumable, describe_changes, known_num_steps
+    from toolkit.checkpoint.compatible import describe_changes, known_num_steps
+    from toolkit.checkpoint.resume import AUTO, candidates, first_sound
     from toolkit.checkpoint.state import saved_plan
 
-    folder = _resume_folder(plan, resume)
-    state = check_resumable(plan, folder)
+    folders, state = first_sound(plan, candidates(plan.output_dir, resume), skips=resume == AUTO, say=say)
+    if state is None:
+        return None
     return ResumePoint(
-        folder=folder,
+        folder=folders[0],
         step=state.step,
-        num_steps=known_num_steps(plan, folder, state),
+        num_steps=known_num_steps(plan, folders[0], state),
         saved_at=state.saved_at,
-        changes=describe_changes(plan, saved_plan(folder)),
+        changes=describe_changes(plan, saved_plan(folders[0])),
     )
 
 
@@ -144,6 +141,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     from toolkit.launch.build_tools import tool_problems
     from toolkit.launch.devices import card_problems
     from toolkit.launch.local import check_machine, check_one_node
+    from toolkit.launch.output_lock import use_problems
     from toolkit.launch.packages import package_problems
     from toolkit.plan.stage_parts import bubble_warning
     from toolkit.train.checks import output_problems, space_warnings
@@ -151,7 +149,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
     check_one_node(plan)
     cards = list(card_problems(plan))
-    found = [*cards, *package_problems(plan)]
+    found = [*use_problems(plan.output_dir), *cards, *package_problems(plan)]
     changes: tuple[str, ...] = ()
     if not cards:  # without them this is not the machine that will compile
         startable, changes = startable_plan(plan)

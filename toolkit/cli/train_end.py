@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.output import print_fields, print_json, print_problems
+from toolkit.cli.output import print_fields, print_json, print_problems, say
 from toolkit.cli.train_checks import ResumePoint
 from toolkit.errors import CheckpointError, ToolkitError
 
@@ -24,6 +23,7 @@ class Call:
 
     job: Path
     overrides: tuple[str, ...] = ()
+    resume: str | None = None
     stop_after: int | None = None
     no_export: bool = False
 
@@ -31,12 +31,17 @@ class Call:
         """Gives the command as shell text.
 
         Args:
-            checkpoint: Where it goes on.
+            checkpoint: Where it goes on; `--resume auto` finds it again.
             overwrite: Whether it replaces an earlier run.
             step: Optimizer steps that are done: a --stop-after that is reached is left out.
         """
+        from toolkit.checkpoint.resume import AUTO
+
         words = self._words("train")
-        words += ["--resume_from_checkpoint", str(checkpoint)] if checkpoint else []
+        if self.resume == AUTO:
+            words += ["--resume", AUTO]
+        elif checkpoint:
+            words += ["--resume_from_checkpoint", str(checkpoint)]
         words += ["--overwrite"] if overwrite else []
         words += ["--stop-after", str(self.stop_after)] if (self.stop_after or 0) > step else []
         words += ["--no-export"] if self.no_export else []
@@ -128,11 +133,6 @@ def complete_line(point: ResumePoint) -> str:
     return f"the run is complete: step {point.step} of {point.num_steps} is in {point.folder}, and nothing is left to train"
 
 
-def say(line: str) -> None:
-    """Tells on stderr what goes on."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def _is_export_of(folder: Path, point: ResumePoint) -> bool:
     """Whether a whole export was written since the checkpoint: an extended run leaves that of its first end behind."""
     from toolkit.spec.weights import find_weights, read_header
@@ -203,9 +203,10 @@ def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | N
 
 
 def _next_command(plan: Plan, call: Call, last: Path | None) -> str:
+    from toolkit.checkpoint.resume import AUTO
     from toolkit.checkpoint.state import State
     from toolkit.train.checks import held_output
 
     if last is None:
-        return call.command(overwrite=bool(held_output(plan.output_dir)))
+        return call.command(overwrite=call.resume != AUTO and bool(held_output(plan.output_dir)))
     return call.command(last, step=State.load(last).step)

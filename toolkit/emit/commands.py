@@ -207,9 +207,28 @@ def _deepspeed(plan: Plan, folder: Path, module: str) -> tuple[str, ...]:
     port = cluster.master_port or DEFAULT_PORT
     what = f'--master_port "${{MASTER_PORT:-{port}}}" --no_local_rank {module}{" " if module else ""}"$@"'
     if cluster.nodes == 1:
-        return (_SAFE_PATH, f"exec deepspeed --num_gpus {cluster.gpus_per_node} {what}")
+        return (_SAFE_PATH, *_with_signals(f"deepspeed --num_gpus {cluster.gpus_per_node} {what}"))
     start = f"deepspeed --hostfile {shlex.quote(str(folder / 'hostfile'))} {what}"
     return (_SAFE_PATH, SEND_ENVIRONMENT, start)
+
+
+def _with_signals(start: str) -> tuple[str, ...]:
+    """Starts DeepSpeed's runner in a process group of its own and passes signals on to all of that.
+
+    The runner dies of a signal and tells nobody: its ranks would train on.
+
+    Source:
+        deepspeed launcher/runner.py main: it handles signals for several nodes alone.
+    """
+    return (
+        "set -m",
+        f"{start} &",
+        "group=$!",
+        """trap 'kill -TERM -- "-$group"' INT TERM HUP USR1 USR2""",
+        'code=0; wait "$group" || code=$?',
+        'while kill -0 -- "-$group" 2>/dev/null; do sleep 0.2; done  # ranks that save',
+        'exit "$code"',
+    )
 
 
 def _accelerate_config(plan: Plan, folder: Path, hosts: Sequence[str] | None) -> tuple[str, ...]:

@@ -190,6 +190,21 @@ class Run:
         self.step_count += 1
         return total
 
+    def request_stop(self) -> None:
+        """Has all ranks see `should_stop`, as `stop_requested` says."""
+        self.stop_requested = True
+
+    def agree_to_stop(self) -> bool:
+        """Gives whether any rank asks to stop, between steps; `should_stop` is true from then on.
+
+        Collectives:
+            One all-reduce of a number, for which the host waits.
+        """
+        asked = torch.tensor(int(self.stop_requested), device=self.world.device)
+        dist.all_reduce(asked)
+        self.should_stop = bool(asked > 0) or self.should_stop
+        return self.should_stop
+
     def take_num_tokens(self) -> int:
         """Gives the tokens, padding included, that all ranks have processed since the last call."""
         count = int(self._num_tokens)

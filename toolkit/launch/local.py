@@ -12,7 +12,7 @@ from toolkit.launch.environment import Backend, worker_environment
 from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome, rank_name
 from toolkit.launch.ports import check_port, free_port
-from toolkit.launch.supervisor import WHEN_ASKED, supervise
+from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, supervise
 from toolkit.plan.plan import Plan
 
 LOGS = "logs"
@@ -25,6 +25,7 @@ def launch_local(
     log_dir: Path,
     extra_environment: Mapping[str, str] | None = None,
     when_asked: str = WHEN_ASKED,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> RunOutcome:
     """Runs one process a rank of a one-node plan, with the environment that the plan needs, until all have ended.
 
@@ -34,6 +35,7 @@ def launch_local(
         log_dir: Folder of logs and error files.
         extra_environment: Variables beyond the worker's own.
         when_asked: What a worker does at Ctrl-C, as `supervise` tells a person.
+        grace_seconds: Between SIGTERM and SIGKILL, once a rank has failed, seconds.
 
     Raises:
         RunError: LAUNCH_NODES for a plan of several nodes; LAUNCH_CARDS; PORT_IN_USE; NVME_FOLDER, NVME_DIRECT, NVME_SPACE,
@@ -50,6 +52,7 @@ def launch_local(
             log_dir=log_dir,
             extra_environment=extra_environment,
             when_asked=when_asked,
+            grace_seconds=grace_seconds,
             name_of=plan.grid.describe_rank,
         )
 
@@ -63,6 +66,7 @@ def launch_ranks(
     port: int | None = None,
     extra_environment: Mapping[str, str] | None = None,
     when_asked: str = WHEN_ASKED,
+    grace_seconds: float = GRACE_SECONDS,
     name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
     """Runs one process a rank on this machine until all have ended.
@@ -75,6 +79,7 @@ def launch_ranks(
         port: Of the rendezvous; a free one when left out.
         extra_environment: Variables beyond the worker's own.
         when_asked: What a worker does at Ctrl-C, as `supervise` tells a person.
+        grace_seconds: Between SIGTERM and SIGKILL, once a rank has failed, seconds.
         name_of: What a person calls a rank.
 
     Raises:
@@ -97,7 +102,13 @@ def launch_ranks(
         return made | dict(extra_environment or {})
 
     return supervise(
-        argv, ranks=range(num_ranks), env_for_rank=environment, log_dir=log_dir, when_asked=when_asked, name_of=name_of
+        argv,
+        ranks=range(num_ranks),
+        env_for_rank=environment,
+        log_dir=log_dir,
+        grace_seconds=grace_seconds,
+        when_asked=when_asked,
+        name_of=name_of,
     )
 
 

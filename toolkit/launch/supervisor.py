@@ -1,7 +1,7 @@
 """Starts the workers of one node, watches them, and ends all of them when one fails or a person asks.
 
 What a worker is told: SIGINT, once, asks it to end, which toolkit's trainer does after its step and a save, and a script
-as it likes; SIGTERM means that the run is lost and that SIGKILL follows. Workers live in sessions of their own, so the terminal's Ctrl-C reaches the supervisor
+as it likes; SIGTERM means that the run is lost and that SIGKILL follows, for toolkit's trainer at once. Workers live in sessions of their own, so the terminal's Ctrl-C reaches the supervisor
 alone, and each worker can be ended together with the processes that it started.
 """
 
@@ -31,15 +31,15 @@ from toolkit.launch.outcome import (
     log_file,
     rank_name,
 )
+from toolkit.launch.signals import ANNOUNCING, ASKING, SAME_PRESS_SECONDS
 from toolkit.launch.watchdog import Watchdog
 
 _POLL_SECONDS = 0.02
+GRACE_SECONDS = 10.0
 _SHOW_CURSOR = "\x1b[?25h"
 _CLEAR_LINE = "\r\x1b[2K"
 # Of a worker of which nothing is known: Python's own handler raises KeyboardInterrupt wherever the script is.
 WHEN_ASKED = "each rank was sent SIGINT and ends as its script does"
-# `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one press, two signals.
-_SAME_PRESS_SECONDS = 0.3
 
 
 def supervise(
@@ -48,16 +48,16 @@ def supervise(
     ranks: Sequence[int],
     env_for_rank: Callable[[int], Mapping[str, str]],
     log_dir: Path,
-    grace_seconds: float = 10.0,
+    grace_seconds: float = GRACE_SECONDS,
     when_asked: str = WHEN_ASKED,
     name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
     """Runs one process a rank until all have ended.
 
     The first of `ranks` has the terminal; the others write `log_dir/rank-N.log`. When a rank fails, the others get
-    SIGTERM, and SIGKILL after `grace_seconds`, with all processes of their groups. The first SIGINT, SIGTERM or
-    SIGHUP is passed on to each worker as SIGINT; a second one kills them. Signals are caught only where this runs
-    in the main thread.
+    SIGTERM, and SIGKILL after `grace_seconds`, with all processes of their groups. The first SIGINT, SIGTERM, SIGHUP,
+    SIGUSR1 or SIGUSR2 is passed on to each worker as SIGINT; a second one of the first three kills them. Signals are
+    caught only where this runs in the main thread.
 
     Args:
         argv: Command of a worker, the same for each.
@@ -127,7 +127,7 @@ def _caught_signals() -> Iterator[int]:
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ASKING:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run is meant to outlive its terminal
             previous[number] = signal.signal(number, note)
@@ -162,6 +162,7 @@ class _Run:
     def __init__(self, *, watchdog: Watchdog, grace_seconds: float, when_asked: str) -> None:
         self.ended: list[EndedWorker] = []
         self.interrupted = False
+        self._insisted = False
         self._watchdog = watchdog
         self._grace_seconds = grace_seconds
         self._when_asked = when_asked
@@ -239,14 +240,21 @@ class _Run:
     def _obey(self, number: signal.Signals) -> None:
         last, at = self._last_signal
         self._last_signal = (number, time.monotonic())
-        if number == last and time.monotonic() - at < _SAME_PRESS_SECONDS:
+        if number == last and time.monotonic() - at < SAME_PRESS_SECONDS:
             return
-        if self.interrupted or self._stopping:
-            self.kill_all()
-            _tell(f"{number.name}: the workers were killed")
+        if self._insisted or self._stopping:
+            if number not in ANNOUNCING:
+                self.kill_all()
+                _tell(f"{number.name}: the workers were killed")
+            return
+        # The end that SIGUSR1 has announced comes as SIGTERM, and the workers may still save.
+        self._insisted = number not in ANNOUNCING
+        if self.interrupted:
             return
         self.interrupted = True
-        _tell(f"{number.name}: {self._when_asked}; once more to kill them")
+        _tell(
+            f"{number.name}: {self._when_asked}; {'SIGINT twice' if number in ANNOUNCING else 'once more'} to kill them"
+        )
         for worker in self._running:
             # The worker alone: its data loader processes must live for the step to end. Not Popen.send_signal, which
             # would reap it; a process that has not been reaped can always be signalled.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.checkpoint.layout import step_of
 from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.launch.output_lock import write_problems
 from toolkit.plan.checkpoint_size import foreseen_disk_use
 from toolkit.plan.plan import Plan
 from toolkit.units import format_bytes
@@ -57,21 +57,10 @@ def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[
             code="OUTPUT_EXISTS",
             key="train.output_dir",
             message=f"output_dir={folder} holds an earlier run: {', '.join(held[:4])}{' ...' if len(held) > 4 else ''}",
-            fix="Go on with --resume_from_checkpoint latest (in Python `resume=FOLDER`), choose another train.output_dir, or "
-            "delete it, as --overwrite does",
+            fix="Go on with --resume_from_checkpoint latest (in Python `resume='latest'`; `auto` starts, too, where there is "
+            "nothing to go on from), choose another train.output_dir, or delete it, as --overwrite does",
         )
-    nearest = _nearest_folder(folder)
-    try:
-        # Tried, not read off the permissions: a disk may be read-only, over quota or gone.
-        with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=nearest):
-            pass
-    except OSError as error:
-        yield Problem(
-            code="OUTPUT_WRITE",
-            key="train.output_dir",
-            message=f"output_dir={folder}: nothing can be written in {nearest}: {error.strerror}",
-            fix="Set train.output_dir to a folder that you may write",
-        )
+    yield from write_problems(folder)
 
 
 def space_warnings(plan: Plan) -> Iterator[str]:

@@ -7,22 +7,23 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from toolkit.arguments import checks_arguments
-from toolkit.checkpoint.load import load
+from toolkit.checkpoint.load import restore, verify_together
+from toolkit.checkpoint.resume import AUTO, set_aside, skip_damaged
 from toolkit.checkpoint.sources import Sources, identify
 from toolkit.checkpoint.state import State
 from toolkit.engine.initialize import initialize, locate_weights
 from toolkit.engine.run import Run
-from toolkit.errors import PlanError, raise_all
+from toolkit.errors import CheckpointError, PlanError, raise_all
 from toolkit.groups.patience import patiently
 from toolkit.groups.world import World, connect, disconnect
 from toolkit.launch.builds import check_builds
 from toolkit.launch.extensions import to_compile
 from toolkit.plan.plan import Plan
 from toolkit.plan.trainable import data_section_problems
-from toolkit.train.checks import guard_output
 from toolkit.train.preparation import prepare_in_turn
 from toolkit.train.progress import Reporter, Silent, Terminal
 from toolkit.train.session import Session, TrainResult
+from toolkit.train.start import Start, begin_together
 from toolkit.train.summary import describe_data, describe_model
 from toolkit.train.tokenizer import load_tokenizer
 
@@ -33,9 +34,12 @@ def train(
 ) -> TrainResult:
     """Trains a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
 
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, on any rank, end the run after the step under way and a save.
+
     Args:
         plan: What to run; its job must have a data section.
-        resume: Folder of the checkpoint to go on from.
+        resume: Checkpoint to go on from: a folder; `latest`, the last of output_dir; `auto`, the last sound one of
+            output_dir, and the start where there is none.
         stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
             run's beginning, also when it resumes.
         reporter: Where progress goes, entered by the caller; by default the terminal of rank 0.
@@ -44,61 +48,78 @@ def train(
         How it ended; the same on every rank.
 
     Raises:
-        PlanError: TRAIN_NO_DATA, STOP_AFTER; OUTPUT_EXISTS when output_dir holds an earlier run and `resume` is None.
+        PlanError: TRAIN_NO_DATA, STOP_AFTER; OUTPUT_EXISTS when output_dir holds an earlier run and `resume` is None;
+            OUTPUT_NOT_SHARED when ranks of other machines do not see rank 0's output_dir.
+        RunError: OUTPUT_IN_USE when another run holds output_dir, with its host and process.
         DataError, CheckpointError, RunError: With what to do about it.
     """
     raise_all(PlanError, data_section_problems(plan.job))
     check_builds(plan)  # before the data are read, of which there may be much
     world = connect(plan.grid, backend=plan.gpu.backend)
     try:
-        if resume is None:
-            _guard_together(plan, world)
         with ExitStack() as stack:
             if reporter is None:
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
-            folder = None if resume is None else Path(resume)
-            return _train(plan, world, reporter, resume=folder, stop_after=stop_after)
+            start = begin_together(plan, world, resume=resume, held=stack, say=reporter.say)
+            return _train(plan, world, reporter, start, skips=resume == AUTO, stop_after=stop_after)
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, which a destruction would wait for
             disconnect(world)
         raise
 
 
-def _guard_together(plan: Plan, world: World) -> None:
-    """Refuses on all ranks to train over an earlier run, which the first save, rotation and metrics would destroy."""
-    error: Exception | None = None
-    if world.is_main:
-        try:
-            guard_output(plan, resuming=False, overwrite=False)
-        except Exception as caught:  # the others must not wait for a rank that has failed
-            error = caught
-    world.agree(error)
+def _train(
+    plan: Plan, world: World, reporter: Reporter, start: Start, *, skips: bool, stop_after: int | None
+) -> TrainResult:
+    """Trains from where the ranks have agreed to.
 
-
-def _train(plan: Plan, world: World, reporter: Reporter, *, resume: Path | None, stop_after: int | None) -> TrainResult:
+    Args:
+        skips: Whether a checkpoint that is damaged is passed over for the next.
+    """
+    if start.is_complete:
+        assert start.num_steps is not None, "or nobody could tell"
+        reporter.say(f"the run is complete: step {start.step} of {start.num_steps}")
+        disconnect(world)
+        return TrainResult(
+            step=start.step, num_steps=start.num_steps, loss=None, checkpoint=start.folders[0], interrupted=False
+        )
     reporter.stage("reading and tokenising the data")
     tokenizer = load_tokenizer(plan)
     data = prepare_in_turn(plan, world, tokenizer)
-    sources = _identify(plan, world, resume)
+    sources = _identify(plan, world, start)
     reporter.say(describe_data(data))
     began = time.perf_counter()
     with _build(plan, world, reporter) as run:
         reporter.say(describe_model(run, seconds=time.perf_counter() - began))
-        if resume is not None:
-            reporter.stage(f"loading {resume}")
-            load(run, resume, say=reporter.say)
-            reporter.say(f"resumed from {resume} at step {run.step_count}")
+        resumed = _resume(run, start, reporter, skips=skips)
+        if resumed is None and skips and world.is_main:
+            set_aside(plan.output_dir)
         session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
-        if resume is not None and run.step_count >= session.num_steps:
+        if resumed is not None and run.step_count >= session.num_steps:
             reporter.say(f"the run is complete: step {run.step_count} of {session.num_steps}")
-            return session.result(resume)
+            return session.result(resumed)
         return session.go()
 
 
-def _identify(plan: Plan, world: World, resume: Path | None) -> Sources:
+def _resume(run: Run, start: Start, reporter: Reporter, *, skips: bool) -> Path | None:
+    """Loads the first checkpoint that is sound, and gives it; None where the run begins from its start."""
+    for folder in start.folders:
+        reporter.stage(f"loading {folder}")
+        try:
+            verify_together(run, folder)
+        except CheckpointError as error:
+            skip_damaged(error, skips=skips, say=reporter.say)
+            continue
+        restore(run, folder, say=reporter.say)
+        reporter.say(f"resumed from {folder} at step {run.step_count}")
+        return folder
+    return None
+
+
+def _identify(plan: Plan, world: World, start: Start) -> Sources:
     """Gives what the checkpoints will say of the run's data, on rank 0; the content of a large file takes a while."""
-    known = {} if resume is None else State.load(resume).sources
+    known = State.load(start.folders[0]).sources if start.folders else {}
     return patiently(world, lambda: identify(plan.job, known=known) if world.is_main else {})
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,10 @@ from toolkit.checkpoint.locate import remove_leftovers, rotate
 from toolkit.checkpoint.save import save
 from toolkit.checkpoint.sources import Sources
 from toolkit.data.prepare import PreparedData
+from toolkit.engine.passes import MicroBatch
 from toolkit.engine.run import Run
 from toolkit.errors import RunError
+from toolkit.launch.signals import asking
 from toolkit.train.checks import check_stop_after
 from toolkit.train.memory_check import compare_memory
 from toolkit.train.metrics import Meter, MetricsWriter
@@ -36,7 +35,7 @@ class TrainResult:
         num_steps: Optimizer steps of the whole run.
         loss: The loss logged last, a mean over the steps since the log before; None when no step was left to do.
         checkpoint: The last checkpoint.
-        interrupted: Whether Ctrl-C ended it before its length.
+        interrupted: Whether Ctrl-C or a signal of the scheduler ended it before its length.
     """
 
     step: int
@@ -47,7 +46,7 @@ class TrainResult:
 
 
 class Session:
-    """The loop over batches, with what belongs to it: metrics, validation, checkpoints, the end on Ctrl-C.
+    """The loop over batches, with what belongs to it: metrics, validation, checkpoints, the end on a signal.
 
     Args:
         run: Fresh, or resumed.
@@ -93,7 +92,7 @@ class Session:
         self.reporter.start(done=run.step_count, total=self.num_steps)
         started_at = logged_at = run.step_count
         try:
-            with _stop_on_interrupt(run):
+            with asking(run.request_stop):
                 for batch in self.batches:
                     loss = run.step(batch)
                     self.window += loss
@@ -103,11 +102,16 @@ class Session:
                         self._log(loss, step - logged_at)
                         logged_at = step
                     self._evaluate_when_due(last=step == run.num_steps)
-                    if step % self.plan.settings.save_steps == 0 or last:
+                    if step % self.plan.settings.save_steps == 0 or last or run.should_stop:
                         self._check(loss)
                         self._save(probe=step == run.num_steps)
-                    if last:
+                    if last or run.should_stop:
                         break
+                if (
+                    logged_at < run.step_count
+                ):  # asked to stop since its step: the next session does not know these losses
+                    self._log(loss, run.step_count - logged_at)
+                    logged_at = run.step_count
                 if run.step_count == run.num_steps and logged_at > started_at and not run.should_stop:
                     self._compare_memory()
         finally:
@@ -159,12 +163,21 @@ class Session:
         if every is None or held is None or (self.run.step_count % every and not last):
             return
         began = time.perf_counter()
-        loss = self.run.evaluate(self.run.eval_loader(held))
+        loss = self.run.evaluate(self._until_asked(self.run.eval_loader(held)))
+        if self.run.should_stop:
+            return  # of a part of the batches
         seconds = time.perf_counter() - began
         if self.metrics is not None:
             self.metrics.write({"step": self.run.step_count, "eval_loss": loss, "eval_seconds": seconds})
         self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f} ({format_seconds(seconds)})")
         self.meter.skip()
+
+    def _until_asked(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Gives batches until a rank is asked to stop: a scheduler does not wait for the end of an evaluation."""
+        for batch in batches:
+            if self.run.agree_to_stop():
+                return
+            yield batch
 
     def _compare_memory(self) -> None:
         """Says how right the estimate was; on CPU torch counts no memory, so there is nothing to compare."""
@@ -184,26 +197,5 @@ class Session:
         self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
         if run.world.is_main:
             rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit)
-        run.world.barrier()
+        run.agree_to_stop()  # else a stop that was asked for during the save would take a step and a save more
         self.meter.skip()
-
-
-@contextmanager
-def _stop_on_interrupt(run: Run) -> Iterator[None]:
-    """Lets the first Ctrl-C end the run after the current step, on all ranks at once; a second one ends it now.
-
-    Python hands signals to the main thread alone: a run in another one ends by `run.stop_requested`.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(number: int, frame: Any) -> None:
-        run.stop_requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

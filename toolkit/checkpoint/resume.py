@@ -1,0 +1,93 @@
+"""From which checkpoint a run goes on: the one that is named, its last, or the last sound one; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from toolkit.checkpoint.compatible import check_resumable
+from toolkit.checkpoint.layout import step_of
+from toolkit.checkpoint.locate import latest_checkpoint, list_checkpoints
+from toolkit.checkpoint.state import State
+from toolkit.errors import CheckpointError
+from toolkit.plan.plan import Plan
+
+LATEST, AUTO = "latest", "auto"
+
+
+def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
+    """Gives the checkpoints that a run may go on from, first choice first.
+
+    Args:
+        output_dir: Of the run.
+        resume: A folder; `latest`; `auto`: each that is complete, the latest first; None: none.
+
+    Raises:
+        CheckpointError: CHECKPOINT_NONE for `latest` where there is none.
+    """
+    if resume is None:
+        return ()
+    if resume == LATEST:
+        return (latest_checkpoint(output_dir),)
+    if resume == AUTO:
+        return _latest_first(output_dir)
+    return (Path(resume),)
+
+
+def first_sound(
+    plan: Plan, folders: Sequence[Path], *, skips: bool, say: Callable[[str], None]
+) -> tuple[tuple[Path, ...], State | None]:
+    """Gives the checkpoints from the first that is sound on, and where that one stood, as far as a look without torch tells.
+
+    Args:
+        plan: What is to go on.
+        folders: As `candidates` gives them.
+        skips: Whether damaged ones are passed over, each with a word.
+        say: Takes these words.
+
+    Raises:
+        CheckpointError: One is not of this plan, or damaged and not passed over.
+    """
+    for index, folder in enumerate(folders):
+        try:
+            return tuple(folders[index:]), check_resumable(plan, folder)
+        except CheckpointError as error:
+            skip_damaged(error, skips=skips, say=say)
+    return (), None
+
+
+def skip_damaged(error: CheckpointError, *, skips: bool, say: Callable[[str], None]) -> None:
+    """Says that a checkpoint is passed over; raises what is wrong with it where that is not damage, or it may not be."""
+    if not skips or set(error.codes) != {"CHECKPOINT_DAMAGED"}:
+        raise error
+    say(f"warning: {error.problems[0].message}; it is passed over")
+
+
+def _latest_first(output_dir: Path) -> tuple[Path, ...]:
+    """Gives the complete checkpoints of a run, the one saved last first; those that cannot say when, by their step."""
+    ordered: list[Path] = []
+    for folder in reversed(list_checkpoints(output_dir)):
+        place = len(ordered)
+        if not _says_when(folder):
+            steps = [step_of(other) or 0 for other in ordered]
+            place = next((index for index, step in enumerate(steps) if step < (step_of(folder) or 0)), place)
+        ordered.insert(place, folder)
+    return tuple(ordered)
+
+
+def _says_when(folder: Path) -> bool:
+    try:
+        State.load(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def set_aside(output_dir: Path) -> None:
+    """Renames the checkpoints of a run that begins anew because none is sound: its own would replace them."""
+    for folder in list_checkpoints(output_dir):
+        number, target = 0, folder.with_name(f"damaged-{folder.name}")
+        while target.exists():
+            number += 1
+            target = folder.with_name(f"damaged-{folder.name}-{number}")
+        folder.rename(target)

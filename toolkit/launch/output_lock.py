@@ -1,0 +1,230 @@
+"""One run an output folder: its process holds a lock there for as long as it lives, and says in it who it is.
+
+The kernel lets go of the lock (flock) when its holder ends, however that ends; NFS passes it on to the server. Where a file
+system knows none, or keeps it on one machine, what the file says decides: whether that process lives, or, of another
+machine, whether it has touched the file of late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.errors import PlanError, Problem, RunError, raise_all
+from toolkit.launch.lock_holder import Holder
+
+LOCK = ".run.lock"
+BEAT_SECONDS = 10.0
+# A run of another machine that has touched its file no more for so long is taken for dead: NFS clients may keep what they
+# know of a file for a minute (acregmax, man 5 nfs).
+SILENCE_SECONDS = 90.0
+_WITHOUT_FLOCK = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+
+_own_handles: set[int] = set()
+
+
+@contextlib.contextmanager
+def hold_output(folder: Path) -> Iterator[None]:
+    """Holds an output folder for one run; where this process or one that has started it holds it, there is nothing to do.
+
+    Args:
+        folder: Made where it is absent, and removed again where nothing was written into it.
+
+    Raises:
+        PlanError: OUTPUT_WRITE.
+        RunError: OUTPUT_IN_USE, with who holds it.
+    """
+    path = folder / LOCK
+    holder = Holder.read(path)
+    if holder is not None and holder.is_of_this_run:
+        yield
+        return
+    raise_all(PlanError, write_problems(folder))
+    absent = [parent for parent in (folder, *folder.absolute().parents) if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(_unwritable(folder, folder, error)) from None
+    try:
+        with _locked(path) as handle, _beating(handle):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            for made in absent:
+                made.rmdir()
+
+
+def use_problems(folder: Path) -> Iterator[Problem]:
+    """Says that a run holds an output folder: OUTPUT_IN_USE, as far as a look without waiting tells."""
+    path = folder / LOCK
+    holder = Holder.read(path)
+    if holder is None or holder.is_of_this_run:
+        return
+    with path.open("rb") as file:
+        is_held = _flock(file.fileno(), fcntl.LOCK_SH) is False
+    if is_held or holder.lives or (not holder.is_of_this_machine and _silence(path) < SILENCE_SECONDS):
+        yield _in_use(folder, holder)
+
+
+def write_problems(folder: Path) -> Iterator[Problem]:
+    """Says that an output folder cannot be written, or made: OUTPUT_WRITE."""
+    nearest = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path("/"))
+    try:
+        # Tried, not read off the permissions: a disk may be read-only, over quota or gone.
+        with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=nearest):
+            pass
+    except OSError as error:
+        yield _unwritable(folder, nearest, error)
+
+
+def _unwritable(folder: Path, where: Path, error: OSError) -> Problem:
+    return Problem(
+        code="OUTPUT_WRITE",
+        key="train.output_dir",
+        message=f"output_dir={folder}: nothing can be written in {where}: {error.strerror}",
+        fix="Set train.output_dir to a folder that you may write",
+    )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Gives the handle of a lock file that is this process's; the file goes with the lock."""
+    handle = _take(path)
+    _own_handles.add(handle)
+    _close_in_children()
+    try:
+        yield handle
+    finally:
+        _own_handles.discard(handle)
+        with contextlib.suppress(OSError):  # the disk may be what ended the run
+            path.unlink()
+        os.close(handle)
+
+
+@functools.cache
+def _close_in_children() -> None:
+    """Keeps processes that are forked from this one from holding on to its locks once it has died."""
+
+    def close() -> None:
+        while _own_handles:
+            os.close(_own_handles.pop())
+
+    os.register_at_fork(after_in_child=close)
+
+
+def _take(path: Path) -> int:
+    """Opens and locks the file, and writes into it who has.
+
+    Raises:
+        RunError: OUTPUT_IN_USE.
+    """
+    import psutil
+
+    while True:
+        handle, locked = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), None
+        try:
+            locked = _flock(handle, fcntl.LOCK_EX)
+            holder = Holder.read(path)
+            if locked is False or (holder is not None and _lives_all_the_same(path, holder, has_flock=bool(locked))):
+                raise RunError(_in_use(path.parent, holder))
+            if _is_at(handle, path):  # else its holder has removed it since it was opened here
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, Holder.of(psutil.Process()).as_text().encode(), 0)
+                os.fsync(handle)
+                return handle
+        except BaseException as error:
+            if locked and not isinstance(error, RunError):  # Ctrl-C: it is left as it was found
+                path.unlink(missing_ok=True)
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _flock(handle: int, kind: int) -> bool | None:
+    """Locks a file: whether it is had; None where the file system knows no such locks."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _WITHOUT_FLOCK:
+            return None
+        return False
+    return True
+
+
+def _lives_all_the_same(path: Path, holder: Holder, *, has_flock: bool) -> bool:
+    """Whether the process that a lock file names lives, though the kernel would give the lock away."""
+    if holder.is_of_this_machine:
+        return not has_flock and holder.lives
+    last = _touched(path)
+    if (silence := _silence(path)) < SILENCE_SECONDS:
+        print(
+            f"output_dir={path.parent} was in use by {holder}; it is taken over if that gives no sign of life for another "
+            f"{SILENCE_SECONDS - silence:.0f} s ...",
+            file=sys.stderr,
+            flush=True,
+        )
+    while _silence(path) < SILENCE_SECONDS:
+        time.sleep(1.0)
+        if _touched(path) not in (last, 0.0):
+            return True
+    return False
+
+
+def _silence(path: Path) -> float:
+    """Gives the seconds since a file was touched, by the clock of its file system: machines' clocks differ."""
+    with tempfile.TemporaryFile(dir=path.parent) as now:
+        return os.fstat(now.fileno()).st_mtime - _touched(path)
+
+
+def _touched(path: Path) -> float:
+    try:
+        with path.open("rb") as file:  # opened: NFS asks the server then (man 5 nfs, close-to-open)
+            return os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return 0.0  # its holder has ended and removed it
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _beating(handle: int) -> Iterator[None]:
+    """Touches the file every few seconds, for runs of other machines to see."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(handle)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _in_use(folder: Path, holder: Holder | None) -> Problem:
+    who = "another process" if holder is None else str(holder)
+    end = "end it" if holder is None else f"end it (`kill {holder.pid}` there lets it save)"
+    return Problem(
+        code="OUTPUT_IN_USE",
+        key="train.output_dir",
+        message=f"output_dir={folder} is in use by another run, {who}: both would write checkpoints of the same names",
+        fix=f"Wait for its end or {end}, or set train.output_dir to another folder",
+    )

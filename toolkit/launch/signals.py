@@ -1,0 +1,116 @@
+"""The signals that ask a run to end, and how a rank hears them; needs no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, final
+
+from toolkit.launch.environment import detect_launcher
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+# By these a scheduler says that the end is near (SLURM's --signal, submitit), long before it ends anything.
+ANNOUNCING = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+# Ctrl-C; the end of a job under SLURM, Kubernetes and torchrun; a terminal that closes.
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *sorted(ANNOUNCING))
+# `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one press, two signals.
+SAME_PRESS_SECONDS = 0.3
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@final
+class Interrupt:
+    """Within, a process that has nothing to save raises KeyboardInterrupt at each of the signals, as Python does at Ctrl-C.
+
+    It remembers that one came: Python drops what is raised while an object is finalised. Handlers of others stay, and signals
+    that whoever started the process has ignored.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._hook = sys.unraisablehook
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self) for number in ASKING if _is_free(number)}
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.unraisablehook = self._hook
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is self:
+                signal.signal(number, handler)
+
+    def _unraisable(self, unraisable: UnraisableHookArgs) -> None:
+        """Says nothing of a KeyboardInterrupt that was dropped."""
+        if not (self.came and unraisable.exc_type is KeyboardInterrupt):
+            sys.__unraisablehook__(unraisable)
+
+
+@contextmanager
+def asking(ask: Callable[[], None]) -> Iterator[None]:
+    """Has a signal call `ask`, however often it comes; Ctrl-C pressed once more raises KeyboardInterrupt.
+
+    Python hands signals to the main thread alone: elsewhere this does nothing. Handlers of the user's own stay.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[float] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if pressed and time.monotonic() - pressed[0] > SAME_PRESS_SECONDS:
+                raise KeyboardInterrupt
+            pressed.append(time.monotonic())
+        ask()
+
+    before = {number: signal.signal(number, hear) for number in ASKING if _is_free(number)}
+    hear_of_the_launchers_end()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_from_here() -> None:
+    """Ignores the signals in a process that has saved what it has and only tells how to go on."""
+    for number in ASKING:
+        if _is_free(number):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def hear_of_the_launchers_end() -> None:
+    """Has the kernel send SIGTERM to a rank when the launcher that started it dies.
+
+    `accelerate launch` of one process and DeepSpeed's launcher end at a signal that they do not know, and pass nothing on.
+
+    Source:
+        man 2 PR_SET_PDEATHSIG; torch distributed/elastic/multiprocessing/api.py PContext.start; deepspeed launcher/launch.py
+        main; accelerate commands/launch.py simple_launcher.
+    """
+    if sys.platform == "linux" and detect_launcher(os.environ) in ("torchrun", "deepspeed", "accelerate"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _is_free(number: signal.Signals) -> bool:
+    handler = signal.getsignal(number)
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(handler, Interrupt)
