@@ -15,6 +15,7 @@ from hostile_files import NAMED, agree, make_hostile
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
+from toolkit.checkpoint import shared
 from toolkit.checkpoint.compatible import check_resumable, describe_changes, layout_problems
 from toolkit.checkpoint.load import load_as_data
 from toolkit.checkpoint.manifest import verify
@@ -156,9 +157,13 @@ def _all(rank: int, root_name: str) -> dict[str, Any]:
     return results
 
 
-def _unwritable(rank: int, plan: Any, root: Path) -> tuple[str, ...]:
+def _unwritable(rank: int, plan: Any, root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Below a file, and in folders of which each rank has its own."""
+    shared.SEEN_WITHIN_SECONDS = 0.2
     with tk.initialize(plan) as run:
-        return _refusal(lambda: tk.save(run, root / "zero-2" / "plan.json" / "inside-a-file"))[0]
+        places = (root / "zero-2" / "plan.json" / "inside-a-file", root / f"node-{rank}" / "checkpoint-0")
+        below, apart = (_refusal(lambda place=place: tk.save(run, place))[0] for place in places)
+    return below, apart
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +236,7 @@ def test_refusals_are_the_same_on_all_ranks(results: list[dict[str, Any]]) -> No
         # tests/checkpoint: the plan without weight decay has one group of parameters, the checkpoint two
         assert result["other-stage"][0] == ("CHECKPOINT_LAYOUT", "CHECKPOINT_LAYOUT")
         assert "zero_stage=3, but" in result["other-stage"][1]
-        assert result["unwritable"] == ("CHECKPOINT_UNWRITABLE",)
+        assert result["unwritable"] == (("CHECKPOINT_UNWRITABLE",), ("OUTPUT_NOT_SHARED",))
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

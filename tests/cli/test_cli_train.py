@@ -235,8 +235,9 @@ def test_a_signal_to_a_launcher_has_its_ranks_save(root, tmp_path, launcher, num
     job = write_job(root, name, train=LONG)
     emit(read_plan(job), tmp_path / "out")
     (tmp_path / "types.py").write_text("raise SystemExit('it stands in for the standard library')")
-    (tmp_path / "train.py").write_text("import runpy\nrunpy.run_module('toolkit', run_name='__main__')\n")
-    way = {"accelerate": ["accelerate-script", "train.py", "train", str(tmp_path / "out" / "plan.json")]}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text("import runpy\nrunpy.run_module('toolkit', run_name='__main__')\n")
+    way = {"accelerate": ["accelerate-script", "mine/train.py", "train", str(tmp_path / "out" / "plan.json")]}
     process = subprocess.Popen(
         ["bash", str(tmp_path / "out" / "commands.sh"), *way.get(launcher, [launcher]), "--json", "--resume", "auto"],
         cwd=tmp_path,
@@ -251,7 +252,7 @@ def test_a_signal_to_a_launcher_has_its_ranks_save(root, tmp_path, launcher, num
     told = time.monotonic()
     out, err = process.communicate(timeout=100)  # all ranks have ended, or they would still hold the pipes
     assert time.monotonic() - told < 30, "torchrun kills them then"
-    shown = json.loads(out[out.index("{\n") :])  # launchers print there, too
+    shown, _ = json.JSONDecoder().raw_decode(out[out.index("{\n") :])  # launchers print there, too
     (saved,) = list_checkpoints(root / name)
     verify(saved)
     steps = int(saved.name.removeprefix("checkpoint-"))

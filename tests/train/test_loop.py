@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from distributed import run_distributed
 from train_jobs import curve, job_values, records, write_inputs
 
+from toolkit.checkpoint import shared
 from toolkit.checkpoint.locate import list_checkpoints
 from toolkit.errors import ToolkitError
 from toolkit.plan.resolve import resolve
@@ -27,11 +29,65 @@ pytestmark = pytest.mark.gloo
 def _run(root: Path, name: str, resume: str | None = None, stop_after: int | None = None, **sections: Any) -> Any:
     """Trains a job; gives its result, or its codes."""
     plan = resolve(Job.model_validate(job_values(root, name, **sections)))
+    told = Told()
     try:
-        folder = None if resume is None else root / name / resume
-        return train(plan, resume=folder, stop_after=stop_after, reporter=Silent())
+        folder = resume if resume in (None, "auto", "latest") else root / name / resume
+        return train(plan, resume=folder, stop_after=stop_after, reporter=told)
     except ToolkitError as error:
         return error.codes
+    finally:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+            with (root / f"{name}.log").open("a") as log:
+                log.writelines(f"{line}\n" for line in told.lines)
+
+
+class Told(Silent):
+    """Keeps what a person would read."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def _flip(path: Path) -> None:
+    """Damages a file, once for all ranks."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    torch.distributed.barrier()
+
+
+def _queue(root: Path, results: dict[str, Any]) -> None:
+    """The same call again and again, as a queue makes it: no checkpoint, a sound one, damaged ones."""
+    train = {"weight_decay": 0.1, "save_total_limit": 3}
+    results["auto"] = [_run(root, "auto", resume="auto", stop_after=2, train=train)]
+    results["auto"] += [_run(root, "auto", resume="auto", stop_after=3, train=train)]
+    results["auto"] += [_run(root, "auto", resume="auto", stop_after=5, train=train)]
+    _flip(next((root / "auto" / "checkpoint-5").rglob("*rank_1*optim_states.pt")))  # which loading alone finds
+    _flip(root / "auto" / "checkpoint-4" / "state.json")
+    results["auto"] += [_run(root, "auto", resume="auto", train=train)]
+    results["auto"] += [_run(root, "auto", resume="auto", train=train)]
+    results["auto-other"] = _run(root, "auto", resume="auto", train={**train, "seed": 1})
+    results["auto-none"] = [_run(root, "auto-none", resume="auto", stop_after=2, train=train)]
+    _flip(root / "auto-none" / "checkpoint-2" / "state.json")
+    results["auto-none"] += [_run(root, "auto-none", resume="auto", train=train)]
+
+
+def _apart(root: Path) -> Any:
+    """Each rank finds another folder under the same relative name, as on nodes without a disk in common."""
+    rank, here = torch.distributed.get_rank(), Path.cwd()
+    apart = root / f"node-{rank}"
+    apart.mkdir()
+    os.chdir(apart)
+    shared.SEEN_WITHIN_SECONDS = 0.2
+    try:
+        return _run(root, "apart", train={"output_dir": "run"}), sorted(map(str, apart.rglob("*")))
+    finally:
+        os.chdir(here)
 
 
 def _poison(root: Path) -> tuple[str, ...]:
@@ -64,6 +120,8 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["branch"] = _run(root, "branch", train=rotate)
     results["back"] = _run(root, "branch", resume="checkpoint-6", stop_after=7, train=rotate)
     results["nan"] = _poison(root)
+    _queue(root, results)
+    results["apart"] = _apart(root)
     windows = {"logging_steps": 3, "weight_decay": 0.1}
     results["windows"] = _run(root, "windows", train=windows)
     results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
@@ -183,6 +241,35 @@ def test_a_run_that_goes_back_keeps_what_it_saves(root: Path, results: dict[str,
     kept = [path.name for path in list_checkpoints(root / "branch")]
     assert kept == ["checkpoint-8", "checkpoint-7"]
     assert sorted(curve(root / "branch")) == list(range(1, 8))
+
+
+def test_the_same_call_again_and_again(root: Path, results: dict[str, Any]) -> None:
+    """From the start, from the latest, from the one before a damaged one; then there is nothing to do."""
+    assert [(result.step, result.loss is None) for result in results["auto"]] == [
+        *((2, False), (3, False), (5, False), (8, False), (8, True)),
+    ]
+    assert curve(root / "auto") == curve(root / "whole-2"), "the run is the uninterrupted one"
+    told = (root / "auto.log").read_text().splitlines()
+    resumed = [line.partition(" at step ")[0].rpartition("-")[2] for line in told if line.startswith("resumed from ")]
+    assert resumed == ["2", "3", "3"]
+    first, second = (line for line in told if line.startswith("warning: "))
+    assert f"{root / 'auto' / 'checkpoint-5'}/" in first
+    assert f"{root / 'auto' / 'checkpoint-4' / 'state.json'} has another SHA-256" in second
+    assert first.endswith("; it is passed over")
+    assert told[-1] == "the run is complete: step 8 of 8"
+    assert results["auto-other"] == ("CHECKPOINT_DATA",), "a job that has changed is no reason to begin anew"
+
+
+def test_the_same_call_where_no_checkpoint_is_sound(root: Path, results: dict[str, Any]) -> None:
+    folder = root / "auto-none"
+    assert [result.step for result in results["auto-none"]] == [2, 8]
+    assert curve(folder) == curve(root / "whole-2")
+    assert (folder / "damaged-checkpoint-2" / "state.json").exists(), "nothing is lost"
+    assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_ranks_that_do_not_share_the_output_folder(root: Path, results: dict[str, Any]) -> None:
+    assert results["apart"] == (("OUTPUT_NOT_SHARED",), []), "and nothing is left"
 
 
 def test_weights_that_are_not_numbers_are_not_saved(root: Path, results: dict[str, Any]) -> None:

@@ -18,12 +18,13 @@ from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, tag_of
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.checkpoint.probe import record_probe
 from toolkit.checkpoint.random_state import save_random_state
+from toolkit.checkpoint.shared import check_shared
 from toolkit.checkpoint.sources import Source, Sources, identify
 from toolkit.checkpoint.state import State
 from toolkit.checkpoint.swapped import finish_swapped
 from toolkit.data.formats import TransformersTokenizer
 from toolkit.engine.run import Run
-from toolkit.errors import RunError
+from toolkit.errors import PlanError, RunError
 from toolkit.io import sync_folder
 from toolkit.plan.checkpoint_size import leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
@@ -56,6 +57,7 @@ def save(
         Barriers; one gather of the manifest's entries; the engine's own.
 
     Raises:
+        PlanError: OUTPUT_NOT_SHARED.
         RunError: DISK_FULL before anything is written when the space will not do, or while writing; whatever was
             under `path` stays.
     """
@@ -122,6 +124,12 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
     dist.broadcast_object_list(verdict)
     if verdict[0] is not None:
         raise verdict[0]
+    try:
+        check_shared(target.parent, partial / RANDOM, run.world)
+    except PlanError:
+        if run.world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _write_plan(run: Run, partial: Path, sources: dict[str, tuple[Source, ...]]) -> None:

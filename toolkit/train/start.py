@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import secrets
-import socket
-import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint.compatible import known_num_steps
 from toolkit.checkpoint.locate import recover
 from toolkit.checkpoint.resume import AUTO, candidates, first_sound
-from toolkit.errors import PlanError
+from toolkit.checkpoint.shared import check_shared
 from toolkit.groups.patience import patiently
 from toolkit.groups.world import World
 from toolkit.launch.output_lock import hold_output
 from toolkit.modeling.agreement import agree
 from toolkit.plan.plan import Plan
 from toolkit.train.checks import guard_output
-
-# NFS clients may keep what they know of a folder for as long (acdirmin, man 5 nfs), unless they list it.
-SEEN_WITHIN_SECONDS = 30.0
-_LONGEST_PAUSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,38 +74,17 @@ def begin_together(
     # Where a file of the data was touched, all of it is read to see whether it is the same.
     found = patiently(world, lambda: on_first_rank() if world.is_main else Start())
     start: Start = agree((lambda: found) if world.is_main else None, None)
-    check_shared(plan.output_dir, world)
+    _check_shared(plan.output_dir, world)
     return start
 
 
-def check_shared(folder: Path, world: World, *, within_seconds: float = SEEN_WITHIN_SECONDS) -> None:
-    """Refuses an output folder that is not one for all ranks: each of them writes its part of a checkpoint there.
-
-    Rank 0 writes a file that the others must see.
-
-    Args:
-        folder: As each rank finds it.
-        world: All ranks call this together.
-        within_seconds: How long a rank looks for the file.
-
-    Raises:
-        PlanError: OUTPUT_NOT_SHARED.
-    """
+def _check_shared(folder: Path, world: World) -> None:
+    """Finds out before anything is trained that ranks do not share the output folder."""
     if world.size == 1:
         return
-    token = agree((lambda: _leave_token(folder)) if world.is_main else None, None)
-    error = None
+    token: str = agree((lambda: _leave_token(folder)) if world.is_main else None, None)
     try:
-        if not world.is_main and not _sees(folder / token, within_seconds):
-            error = PlanError.of(
-                code="OUTPUT_NOT_SHARED",
-                key="train.output_dir",
-                message=f"output_dir={folder} of rank {world.rank} on {socket.gethostname()} is not that of rank 0: each rank "
-                "writes its part of a checkpoint there",
-                fix="Set train.output_dir to a folder of a file system that all nodes share, such as NFS or Lustre, under one "
-                "path",
-            )
-        world.agree(error)
+        check_shared(folder, folder / token, world)
     finally:
         if world.is_main:
             (folder / token).unlink(missing_ok=True)
@@ -121,16 +94,3 @@ def _leave_token(folder: Path) -> str:
     name = f".shared-{secrets.token_hex(8)}"
     (folder / name).touch()
     return name
-
-
-def _sees(path: Path, within_seconds: float) -> bool:
-    deadline, pause = time.monotonic() + within_seconds, 0.05
-    while not path.exists():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        for folder in (path.parent.parent, path.parent):
-            with suppress(OSError):
-                any(folder.iterdir())  # makes an NFS client ask again what is in it
-    return True
