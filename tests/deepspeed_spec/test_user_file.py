@@ -161,7 +161,9 @@ def test_the_key_that_was_meant_is_shown(config, meant):
         (zero(allgather_partitions=False), "zero_optimization.allgather_partitions has no effect with this DeepSpeed, which never reads it"),
         (zero(stage=2, cpu_offload=True, cpu_offload_use_pin_memory=False), "zero_optimization.cpu_offload_use_pin_memory has no effect with this DeepSpeed, which pins what it offloads"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "bfloat16 has no effect with a section bf16, which stands in its place"),
-        ({"aio": {"queue_depth": 8}}, "aio has no effect with no optimizer or parameters on NVMe"),
+        ({"aio": {"queue_depth": 16}}, "aio has no effect with offload_optimizer.device=none and offload_param.device=none"),
+        (zero(stage=2, contiguous_gradients=False, offload_optimizer={"device": "cpu"}), "zero_optimization.contiguous_gradients=false has no effect with offload_optimizer.device=cpu and offload_param.device=none, which turns it on"),
+        (zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 5}), "zero_optimization.offload_param.max_in_cpu has no effect with offload_optimizer.device=none and offload_param.device=cpu"),
     ],
 )  # fmt: skip
 def test_what_deepspeed_goes_on_without_is_a_note(config, said):
@@ -171,6 +173,7 @@ def test_what_deepspeed_goes_on_without_is_a_note(config, said):
 @pytest.mark.parametrize(
     "config",
     [
+        zero(stage=3, offload_optimizer={"device": "cpu", "buffer_count": 4, "fast_init": False, "pin_memory": True}),
         zero(stage=2, offload_param={"device": "none"}, stage3_max_live_parameters=1_000_000_000),
         {"fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2}, "bf16": {"enabled": True}},
         zero(stage=3, stage3_gather_16bit_weights_on_model_save="auto", offload_optimizer={"device": "auto"}),

@@ -69,6 +69,8 @@ def ineffective_keys(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[
     """
     for said, because, fix in _ineffective(config, facts):
         path, equals, value = said.partition("=")
+        if not facts.is_job and not equals and is_default(path, lookup(config, path)):
+            continue  # a file often spells out what happens anyway
         yield Finding(
             code="DEEPSPEED_IGNORED",
             path=path,
@@ -92,7 +94,7 @@ def _ineffective(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[tupl
     if profiler and "enabled" not in profiler:
         yield "flops_profiler", "enabled left out, which is false", "Set flops_profiler.enabled"
     for path, because in NEVER_READ.items():
-        if has_path(config, path) and (facts.is_job or not is_default(path, lookup(config, path))):
+        if has_path(config, path):
             yield path, because, ""
 
 
@@ -131,8 +133,6 @@ def _of_zero(zero: Mapping[str, Any], facts: EngineFacts) -> Iterator[tuple[str,
         path = f"zero_optimization.{key}"
         if key in _ALL_STAGES or path in NEVER_READ:
             continue
-        if not facts.is_job and (is_default(path, value) or (key in devices and devices[key] is None)):
-            continue  # what a file says of something that is off changes nothing, and is said to say so
         yield from _of_zero_key(key, value, zero, facts, devices)
     if facts.zero_stage == 3 and zero.get("reduce_scatter") is False and zero.get("contiguous_gradients") is False:
         yield (

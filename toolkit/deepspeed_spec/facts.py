@@ -86,5 +86,5 @@ class EngineFacts:
             split=split or {},
             precision_words=f"precision={dtype}",
             accumulation_words=f"grad_accum_dtype={accumulation}",
-            offload_words="no optimizer or parameters on NVMe",
+            offload_words=f"offload_optimizer.device={optimizer or 'none'} and offload_param.device={parameters or 'none'}",
         )

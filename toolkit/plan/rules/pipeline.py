@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.draft import Draft
@@ -94,33 +95,34 @@ def passes_without_a_halt(draft: Draft) -> Iterator[Problem]:
     pipeline = draft.job.parallel.pipeline
     if pipeline == 1:
         return
-    beside = f"pipeline={pipeline}"
-    yield from _halt(draft, "comms_logger", "enabled", beside, source="comm/comm.py timed_op")
-    yield from _halt(
-        draft, "flops_profiler", "enabled", beside, source="profiling/flops_profiler/profiler.py start_time_hook"
-    )
-    if draft.settings.zero_stage == 2:
-        yield from _halt(
-            draft,
-            "zero_optimization",
-            "overlap_comm",
-            f"{beside} and zero_stage=2",
+    beside, section = f"pipeline={pipeline}", draft.job.deepspeed
+    if "comms_logger" in section:  # whatever its `enabled` says (comm/config.py DeepSpeedCommsConfig)
+        yield _halt("comms_logger", f"comms_logger with {beside}", source="comm/comm.py timed_op")
+    if _is_on(section, "flops_profiler", "enabled"):
+        source = "profiling/flops_profiler/profiler.py start_time_hook"
+        yield _halt("flops_profiler.enabled", f"flops_profiler.enabled=true with {beside}", source=source)
+    if draft.settings.zero_stage == 2 and _is_on(section, "zero_optimization", "overlap_comm"):
+        yield _halt(
+            "zero_optimization.overlap_comm",
+            f"zero_optimization.overlap_comm=true with {beside} and zero_stage=2",
             instead=", or set parallel.zero_stage to 1",
             source="runtime/zero/stage_1_and_2.py independent_gradient_partition_epilogue",
         )
 
 
-def _halt(draft: Draft, part: str, name: str, beside: str, *, source: str, instead: str = "") -> Iterator[Problem]:
-    values = draft.job.deepspeed.get(part)
-    if isinstance(values, dict) and values.get(name) is True:
-        yield Problem(
-            code="PIPELINE_HALT",
-            key=f"deepspeed.{part}.{name}",
-            message=f"{part}.{name}=true with {beside}: DeepSpeed would wait between passes for messages that another stage "
-            "sends only after it has waited too",
-            fix=f"Remove deepspeed.{part}.{name}{instead}",
-            source=f"deepspeed {source}",
-        )
+def _is_on(section: Mapping[str, Any], part: str, name: str) -> bool:
+    values = section.get(part)
+    return isinstance(values, Mapping) and values.get(name) is True
+
+
+def _halt(path: str, what: str, *, source: str, instead: str = "") -> Problem:
+    return Problem(
+        code="PIPELINE_HALT",
+        key=f"deepspeed.{path}",
+        message=f"{what}: DeepSpeed would wait between passes for messages that another stage sends only after it has waited too",
+        fix=f"Remove deepspeed.{path}{instead}",
+        source=f"deepspeed {source}",
+    )
 
 
 def gathered_by_the_engine(draft: Draft) -> Iterator[Problem]:
