@@ -14,32 +14,13 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from toolkit.errors import Problem
+from toolkit.launch.architectures import readable_architectures
 from toolkit.launch.environment import Setting
 from toolkit.launch.extensions import Extension, Installed, extensions_of, installed_libraries, is_built
 from toolkit.plan.deepspeed_config import Consumer
 from toolkit.plan.plan import Plan
 
 _ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
-
-# torch utils/cpp_extension.py _get_cuda_arch_flags, in its order: a longer name before its beginning.
-_NAMED_ARCHITECTURES = {
-    "Kepler+Tesla": "3.7",
-    "Kepler": "3.5+PTX",
-    "Maxwell+Tegra": "5.3",
-    "Maxwell": "5.0;5.2+PTX",
-    "Pascal": "6.0;6.1+PTX",
-    "Volta+Tegra": "7.2",
-    "Volta": "7.0+PTX",
-    "Turing": "7.5+PTX",
-    "Ampere+Tegra": "8.7",
-    "Ampere": "8.0;8.6+PTX",
-    "Ada": "8.9+PTX",
-    "Hopper": "9.0+PTX",
-    "Blackwell+Tegra": "11.0",
-    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
-    "Rubin": "10.7+PTX",
-}
-_ARCHITECTURE = re.compile(r"(\d+)\.(\d)[a-z]?(\+PTX)?")
 
 
 def tool_problems(
@@ -162,54 +143,6 @@ def built_with(settings: Mapping[str, Setting]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def readable_architectures(written: str, card: str | None) -> str:
-    """Gives the TORCH_CUDA_ARCH_LIST that DeepSpeed can read and whose kernels run on a card.
-
-    DeepSpeed takes numbers alone, torch names and the letters of one architecture's own instructions, too, of which
-    DeepSpeed's kernels use none.
-
-    Args:
-        written: The list as torch reads it.
-        card: The card's compute capability; None where it is not known.
-
-    Returns:
-        `written` itself where it will do; empty where nothing of it does, for which DeepSpeed asks the cards.
-
-    >>> readable_architectures("9.0a", "9.0"), readable_architectures("Ampere 9.0a+PTX", "9.0")
-    ('9.0', '8.0;8.6+PTX;9.0+PTX')
-    >>> readable_architectures("8.0;9.0", "9.0"), readable_architectures("10.0a", "9.0"), readable_architectures("native", "9.0")
-    ('8.0;9.0', '9.0;10.0', '')
-
-    Source:
-        deepspeed 0.19.8 ops/op_builder/builder.py CUDAOpBuilder.compute_capability_args; torch 2.14
-        utils/cpp_extension.py _get_cuda_arch_flags.
-    """
-    text = written.replace(" ", ";")
-    for name, numbers in _NAMED_ARCHITECTURES.items():
-        text = text.replace(name, numbers)
-    matches = [_ARCHITECTURE.fullmatch(entry) for entry in text.split(";") if entry]
-    entries = [(int(match[1]), int(match[2]), bool(match[3])) for match in matches if match is not None]
-    if len(entries) < len(matches) or not entries:
-        return ""
-    shown = [f"{major}.{minor}{'+PTX' if ptx else ''}" for major, minor, ptx in entries]
-    if not _runs_on(entries, card):
-        shown.insert(0, str(card))
-    tokens = [entry for entry in written.replace(" ", ";").split(";") if entry]
-    return written if shown == tokens else ";".join(dict.fromkeys(shown))
-
-
-def _runs_on(entries: list[tuple[int, int, bool]], card: str | None) -> bool:
-    """Whether machine code or PTX of one of the architectures runs on a card; DeepSpeed adds PTX of the last where there is none."""
-    match = None if card is None else re.fullmatch(r"(\d+)\.(\d+)", card)
-    if match is None:
-        return True
-    own = (int(match[1]), int(match[2]))
-    with_ptx = [(major, minor) for major, minor, ptx in entries if ptx] or [max(entry[:2] for entry in entries)]
-    return any(one <= own for one in with_ptx) or any(
-        major == own[0] and minor <= own[1] for major, minor, _ in entries
-    )
-
-
 def _unfit_nvcc(nvcc: str, environment: Mapping[str, str], installed: Installed) -> Iterator[str]:
     """Says that nvcc cannot be run, or is another CUDA's than torch's.
 
@@ -254,7 +187,8 @@ def _packaged_ninja() -> Path | None:
         package = distribution("ninja")
     except PackageNotFoundError:
         return None
-    places = (Path(str(package.locate_file(file))) for file in package.files or () if file.name == "ninja")
+    recorded = [str(file) for file in package.files or () if file.name == "ninja"]
+    places = (Path(str(package.locate_file(file))) for file in [*recorded, "bin/ninja"])  # the last of `pip --target`
     return next((place.resolve() for place in places if os.access(place, os.X_OK) and place.is_file()), None)
 
 
