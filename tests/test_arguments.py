@@ -59,6 +59,7 @@ TABLE: dict[str, Row] = {
             "evaluated": WRONG_TRACES,
             "calibration": [3, {}, "x"],
             "built_partitioned": NO_FLAG,
+            "load_dtype": ["bfloat16", 16, ""],
             "allocator": ["anything", 3, ""],
         },
     ),
