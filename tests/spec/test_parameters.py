@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toolkit.errors import SpecError
+from toolkit.modeling.fp8 import _chooser
 from toolkit.spec.dimensions import TIED_BY_DEFAULT, default_fields, read_dimensions
 from toolkit.spec.families import FAMILIES
 from toolkit.spec.model import model_names, read_catalogue_model
-from toolkit.spec.parameters import count_lora_parameters, count_parameters
+from toolkit.spec.parameters import count_lora_parameters, count_parameters, float8_layers, names_without_target
 
 LLAMA = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 EXPERTS = {**LLAMA, "num_key_value_heads": 2, "num_experts_per_tok": 2}
@@ -139,6 +140,8 @@ def test_tiny_variant_equals_the_built_model_layer_by_layer(config: dict[str, An
     final = sum(p.numel() for n, p in model.named_parameters() if len(n.split(".")) <= 4 and n.split(".")[-2] in norms)
     assert counted.final_norm == final
     assert (counted.head == 0) == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    chosen = _chooser(model)
+    assert float8_layers(config) == any(chosen(module, name) for name, module in model.named_modules())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -231,6 +234,22 @@ def test_lora_on_named_modules_equals_peft(name: str, targets: str | tuple[str, 
     model = get_peft_model(build(TINY[name]), LoraConfig(r=4, target_modules=wanted, task_type="CAUSAL_LM"))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert count_lora_parameters(TINY[name], r=4, target_modules=targets) == trainable
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "opt"])
+def test_targets_that_peft_would_not_find_are_known_before(name: str) -> None:
+    for targets in (("nothing", "no_proj"), r"decoder\..*"):
+        assert count_lora_parameters(TINY[name], r=4, target_modules=targets) is None
+        names = names_without_target(TINY[name], targets)
+        wanted = targets if isinstance(targets, str) else list(targets)
+        with pytest.raises(ValueError, match="not found"):
+            get_peft_model(build(TINY[name]), LoraConfig(r=4, target_modules=wanted, task_type="CAUSAL_LM"))
+        get_peft_model(build(TINY[name]), LoraConfig(r=4, target_modules=list(names), task_type="CAUSAL_LM"))
+        assert all(names_without_target(TINY[name], (found,)) == () for found in names)
+    assert names_without_target(TINY[name], ("nothing", names[0])) == ()
+    assert names_without_target(TINY[name]) == ()
+    assert names_without_target(TINY["mixtral"], ("nothing",)) == ()
+    assert names_without_target({"model_type": "mamba"}, ("nothing",)) == ()
 
 
 def test_lora_that_only_building_can_tell() -> None:

@@ -233,6 +233,7 @@ class Family:
         positions: Learned position tables.
         projections: Linear maps outside the layers.
         final_norm: Parameters of the norm after the last layer.
+        own_linears: Whether its linear maps are of a class of its own, not `torch.nn.Linear`.
     """
 
     layer: LayerBuilder
@@ -241,6 +242,7 @@ class Family:
     positions: Callable[[Fields], tuple[Linear, ...]] = _no_tables
     projections: Callable[[Fields], tuple[Linear, ...]] = _no_tables
     final_norm: Callable[[Fields], int] = _rms
+    own_linears: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -266,12 +268,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             tokens="transformer.wte",
             positions=_gpt2_positions,
             final_norm=_layer_norm,
+            own_linears=True,
         ),
         "gpt_neox": Family(
             layer=_neox_layer, layers="gpt_neox.layers", tokens="gpt_neox.embed_in", final_norm=_layer_norm
         ),
         "falcon": Family(
-            layer=_falcon_layer, layers="transformer.h", tokens="transformer.word_embeddings", final_norm=_layer_norm
+            layer=_falcon_layer,
+            layers="transformer.h",
+            tokens="transformer.word_embeddings",
+            final_norm=_layer_norm,
+            own_linears=True,
         ),
         "opt": Family(
             layer=_opt_layer,

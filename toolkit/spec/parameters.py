@@ -142,6 +142,45 @@ def count_lora_parameters(
     return None if chosen is None else r * sum(module.inputs + module.outputs for module in chosen)
 
 
+def names_without_target(
+    config: Mapping[str, Any], target_modules: str | tuple[str, ...] = "all-linear"
+) -> tuple[str, ...]:
+    """Gives the last words of the names that adapters can have, where none of them is a target.
+
+    Args:
+        config: Content of config.json.
+        target_modules: As `count_lora_parameters` takes it.
+    Returns:
+        The names; none where some module is a target, or only building the model can tell.
+    Raises:
+        SpecError: As `count_lora_parameters`.
+    """
+    if target_modules == "all-linear" or (known := _known(config)) is None:
+        return ()
+    f, family = known
+    if any(family.layer(f, index).experts for index in range(f.size("num_hidden_layers"))):
+        return ()
+    patterns = _patterns(target_modules)
+    modules = _adaptable(f, family)
+    if any(_matches(pattern, module.name) for pattern in patterns for module in modules):
+        return ()
+    return tuple(sorted({module.name.rpartition(".")[2] for module in _linears(f, family)}))
+
+
+def float8_layers(config: Mapping[str, Any]) -> bool | None:
+    """Whether a decoder layer has a linear map that float8 kernels take; None for a `model_type` without a declared family.
+
+    Source:
+        torchao float8/float8_linear_utils.py convert_to_float8_training: `torch.nn.Linear`, sizes in multiples of 16.
+    """
+    if (known := _known(config)) is None:
+        return None
+    f, family = known
+    layers = (family.layer(f, index) for index in range(f.size("num_hidden_layers")))
+    fit = (not linear.inputs % 16 and not linear.outputs % 16 for layer in layers for linear in layer.linears)
+    return not family.own_linears and any(fit)
+
+
 def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]) -> LoraLayers | None:
     """Gives where LoRA puts adapters.
 
@@ -178,16 +217,27 @@ def _lora_targets(f: Fields, family: Family, target_modules: str | tuple[str, ..
         return None
     if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
         return set(linears)
-    word, vocab = _word_width(f), f.size("vocab_size")
-    modules = [Linear(family.tokens, vocab, word), *family.positions(f), *linears, Linear("lm_head", word, vocab)]
+    modules = _adaptable(f, family)
     chosen: set[Linear] = set()
-    for target in (target_modules,) if isinstance(target_modules, str) else target_modules:
-        pattern = target if isinstance(target_modules, str) else rf"(.*\.)?{re.escape(target)}"
+    for pattern in _patterns(target_modules):
         hit = {module for module in modules if _matches(pattern, module.name)}
         if not hit or (routed and any(".self_attn." not in module.name for module in hit)):
             return None
         chosen |= hit
     return chosen
+
+
+def _adaptable(f: Fields, family: Family) -> list[Linear]:
+    word, vocab = _word_width(f), f.size("vocab_size")
+    tables = [Linear(family.tokens, vocab, word), *family.positions(f)]
+    return [*tables, *_linears(f, family), Linear("lm_head", word, vocab)]
+
+
+def _patterns(target_modules: str | tuple[str, ...]) -> list[str]:
+    """Gives targets as expressions for whole module names."""
+    if isinstance(target_modules, str):
+        return [target_modules]
+    return [rf"(.*\.)?{re.escape(target)}" for target in target_modules]
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
+from toolkit.spec.parameters import float8_layers
 
 
 def fp8_section(draft: Draft) -> Iterator[Problem]:
@@ -45,4 +46,17 @@ def fp8_engine(draft: Draft) -> Iterator[Problem]:
         )
 
 
-RULES = (fp8_section, fp8_engine)
+def fp8_layers(draft: Draft) -> Iterator[Problem]:
+    """Something is computed in float8; of architectures that are not declared, only building the model tells."""
+    if draft.settings.precision == "fp8" and float8_layers(draft.model.config) is False:
+        yield Problem(
+            code="FP8_LAYERS",
+            key="train.precision",
+            message=f"precision=fp8 with model_type={draft.model.model_type}: no decoder layer has a torch.nn.Linear whose sizes "
+            "are multiples of 16, so nothing would be computed in float8",
+            fix="Set train.precision to bf16",
+            source="torchao float8/float8_linear_utils.py convert_to_float8_training",
+        )
+
+
+RULES = (fp8_section, fp8_engine, fp8_layers)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from toolkit.errors import Problem
 from toolkit.plan.draft import Draft
 from toolkit.spec.job import Job
+from toolkit.spec.parameters import names_without_target
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
 _OPTIMIZER_KEYS = {
@@ -35,6 +36,23 @@ def lora_section(draft: Draft) -> Iterator[Problem]:
             key="train.lora",
             message=f"train.lora is given, but method={draft.job.train.method} would ignore it",
             fix="Set train.method to lora, or remove train.lora",
+        )
+
+
+def lora_targets(draft: Draft) -> Iterator[Problem]:
+    """Some module is adapted; of architectures that are not declared, only building the model tells."""
+    train = draft.job.train
+    if train.method == "full" or train.lora is None:
+        return
+    targets = train.lora.target_modules
+    if names := names_without_target(draft.model.config, targets):
+        shown = targets if isinstance(targets, str) else ", ".join(targets)
+        yield Problem(
+            code="LORA_TARGETS",
+            key="train.lora.target_modules",
+            message=f"target_modules={shown} with model_type={draft.model.model_type}: none of its modules is called so",
+            fix=f"Name some of {', '.join(names)}, or all-linear",
+            source="peft tuners/tuners_utils.py",
         )
 
 
@@ -203,6 +221,7 @@ def liger_loss(draft: Draft) -> Iterator[Problem]:
 
 RULES = (
     lora_section,
+    lora_targets,
     liger_loss,
     lora_dropout_on_experts,
     optimizer_keys,
