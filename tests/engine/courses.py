@@ -115,19 +115,19 @@ def reference_loss(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]
     return mean, mean + torch.stack(routed).mean() if routed else mean
 
 
-def reference(case: Case) -> Course:
-    """The course of a case, whatever its ZeRO stage, precision and offload."""
+def reference(case: Case, *, drawn_on: str = "cpu") -> Course:
+    """The course of a case, whatever its ZeRO stage, precision and offload, of weights drawn on the device where its ranks draw them."""
     told = {"loss": "full", "precision": "fp32", "gradient_accumulation_dtype": None, "gradient_checkpointing": False}
     train = {**case.train, **told}
     data = {"ranks": case.data, "accumulation": case.micro_batches, "kind": case.packing}
-    return _reference(json.dumps([case.architecture, train, case.config, data, case.steps]))
+    return _reference(json.dumps([case.architecture, train, case.config, data, case.steps, drawn_on]))
 
 
 @cache
 def _reference(arguments: str) -> Course:
-    architecture, train, config, data, steps = json.loads(arguments)
+    architecture, train, config, data, steps, drawn_on = json.loads(arguments)
     plan = tiny_plan(architecture, train=train, parallel={"zero_stage": 0}, config=config)
-    model = build_model(plan, device=torch.device("cpu"))
+    model = build_model(plan, device=torch.device(drawn_on)).cpu()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     decay = train.get("weight_decay", 0.0)
     exempt = [weight for name, weight in trained.items() if weight.ndim == 1]
@@ -238,8 +238,8 @@ def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 # ---- the two compared -------------------------------------------------------------------------------------------------
 
 
-def assert_follows_plain_torch(case: Case, found: list[Course | str]) -> None:
-    expected = reference(case)
+def assert_follows_plain_torch(case: Case, found: list[Course | str], *, drawn_on: str = "cpu") -> None:
+    expected = reference(case, drawn_on=drawn_on)
     for course in found:
         if isinstance(course, str):
             pytest.fail(course)

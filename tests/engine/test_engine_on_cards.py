@@ -46,4 +46,4 @@ def courses() -> list[dict[str, Any]]:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_plain_torch_does(courses: list[dict[str, Any]], name: str) -> None:
-    assert_follows_plain_torch(CASES[name], [rank[name] for rank in courses])
+    assert_follows_plain_torch(CASES[name], [rank[name] for rank in courses], drawn_on="cuda")
