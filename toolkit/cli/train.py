@@ -105,6 +105,7 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     from toolkit.checkpoint.locate import recover
     from toolkit.checkpoint.resume import AUTO
     from toolkit.launch.outcome import RunOutcome
+    from toolkit.launch.software import software_warnings
     from toolkit.plan.stage_parts import bubble_warning
     from toolkit.train.checks import check_stop_after, guard_output, space_warnings
     from toolkit.train.worker import run_rank
@@ -122,7 +123,7 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     check_stop_after(call.stop_after, 0 if point is None else point.step)
     if not under_launcher:
         check_start(plan)
-    warn([*bubble_warning(plan), *space_warnings(plan)])
+    warn([*bubble_warning(plan), *software_warnings(plan), *space_warnings(plan)])
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:
         plan.save(plan.output_dir / "plan.json")

@@ -143,6 +143,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     from toolkit.launch.local import check_machine, check_one_node
     from toolkit.launch.output_lock import use_problems
     from toolkit.launch.packages import package_problems
+    from toolkit.launch.software import software_warnings
     from toolkit.plan.stage_parts import bubble_warning
     from toolkit.train.checks import output_problems, space_warnings
 
@@ -159,14 +160,14 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     except RunError as error:
         found += error.problems
     refused = [f"a start on this machine would be refused: {problem}" for problem in dict.fromkeys(found)]
-    return [*refused, *changes, *bubble_warning(plan), *space_warnings(plan)]
+    return [*refused, *changes, *bubble_warning(plan), *software_warnings(plan), *space_warnings(plan)]
 
 
 def check_start(plan: Plan) -> None:
     """Says before anything is written or deleted what the launch would say after.
 
     Raises:
-        PlanError: FP8_PACKAGE, LOSS_LIGER_PACKAGE, KERNELS_PACKAGE.
+        PlanError: FP8_PACKAGE, LOSS_LIGER_PACKAGE, KERNELS_PACKAGE, CLUSTER_SOFTWARE.
         RunError: BUILD_TOOLS, BUILD_LOCK, and as `check_launchable`.
     """
     from toolkit.launch.builds import check_builds

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.version import Version
 
 from toolkit.errors import Problem
+from toolkit.launch.software import software_problems
 from toolkit.plan.plan import Plan
 
 
@@ -73,7 +74,7 @@ LIGER_KERNELS = replace(
 
 
 def package_problems(plan: Plan) -> Iterator[Problem]:
-    """Gives the optional packages of a plan that this environment has not, or has too old."""
+    """Gives what of a plan this environment has not, or in another version: optional packages, and what the job says of it."""
     for package in _needed(plan):
         try:
             found = version(package.name)
@@ -82,6 +83,7 @@ def package_problems(plan: Plan) -> Iterator[Problem]:
             continue
         if Version(found) < Version(package.least):
             yield package.problem(f"{found} is installed, and {package.least} or newer is needed")
+    yield from software_problems(plan)
 
 
 def _needed(plan: Plan) -> Iterator[Package]:

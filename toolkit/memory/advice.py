@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toolkit.launch.software import Software, missing_kernels
 from toolkit.memory.case import COMMON_GPUS_PER_NODE, Case, value_text
 from toolkit.memory.causes import LOSS, of_passes
 from toolkit.memory.deepspeed_file import DeepSpeedFile
@@ -28,7 +29,7 @@ LEAST_SAVING = 16 * MIB
 
 # Which kinds of change need a trace of their own and cannot lower the peak of which phase: there it holds no tensor of a
 # forward or backward pass, or, in an evaluation, none of a backward pass.
-_TRACED_KINDS = frozenset({"checkpointing", "attention", "loss", "micro batch", "activations", "evaluation"})
+_TRACED_KINDS = frozenset({"checkpointing", "attention", "kernels", "loss", "micro batch", "activations", "evaluation"})
 _IDLE_KINDS = {
     **dict.fromkeys(("init", "step", "save"), _TRACED_KINDS),
     "evaluation": frozenset({"checkpointing", "activations"}),
@@ -233,6 +234,7 @@ def candidates(plan: Plan) -> Iterator[Change]:
         yield _one("loss", "train.loss", "chunked")
         if not plan.on_cpu and settings.precision != "fp16":
             yield _one("loss", "train.loss", "liger")
+    yield from _kernel_packages(plan)
     if settings.eval_steps is not None and settings.per_device_eval_batch_size > 1:
         yield _one("evaluation", "train.per_device_eval_batch_size", 1)
     if settings.batch.micro > 1:
@@ -249,6 +251,16 @@ def candidates(plan: Plan) -> Iterator[Change]:
 
 def _one(kind: str, key: str, value: Any) -> Change:
     return Change(kind=kind, values={key: value}, shown=(key,))
+
+
+def _kernel_packages(plan: Plan) -> Iterator[Change]:
+    """Installs the packages whose kernels the model's layers would use."""
+    software = Software.of(plan)
+    missing = set(missing_kernels(plan, software).values())
+    if missing:
+        key = "cluster.kernel_packages"
+        values = {key: sorted(missing | set(software.kernel_packages))}
+        yield Change(kind="kernels", values=values, shown=(key,), note=f"pip install {' '.join(sorted(missing))} there")
 
 
 def _loss_bytes(report: MemoryReport) -> int:

@@ -173,4 +173,6 @@ class Outcome:
 
 def value_text(value: Any) -> str:
     """Gives a value of the job as a person writes it."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(value_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

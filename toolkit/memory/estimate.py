@@ -12,6 +12,7 @@ from toolkit.arguments import checks_arguments
 from toolkit.deepspeed_spec import read_user_config
 from toolkit.errors import PlanError
 from toolkit.groups.channels import UNDER_WAY
+from toolkit.launch.software import MULTIPLIES_CHUNKS, Software
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, check_zero_init
 from toolkit.memory.deepspeed_file import DeepSpeedFile
@@ -19,6 +20,7 @@ from toolkit.memory.device import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.host_loading import Loading, loading
 from toolkit.memory.host_ranks import host_report
+from toolkit.memory.linear_attention import older_transformers
 from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.ranks import phases_of_ranks, rank_report
 from toolkit.memory.report import MemoryReport
@@ -114,6 +116,7 @@ def report_of(
     traced: Trace | Traces | None = None,
     worst: Traces | None = None,
     evaluated: Traces | None = None,
+    older: Traces | None = None,
     calibration: Calibration | None = None,
     built_partitioned: bool = True,
     load_dtype: Dtype | None = None,
@@ -154,6 +157,10 @@ def report_of(
         for rank in range(plan.grid.world_size)
         for place in [plan.grid.coordinate(rank)]
     )
+    told = []
+    if tells_of_older(plan, events):
+        before = phases_of_ranks(plan, older or traces(software=before_contraction(plan)), settings)
+        told = [older_transformers(max(phase.allocated_bytes for found in before.values() for phase in found.values()))]
     loaded = None if settings.built_partitioned else loading(plan, dtype=load_dtype)
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
     return MemoryReport(
@@ -170,11 +177,22 @@ def report_of(
         worst_routing_peak_bytes=worst_peak,
         assumptions=(
             *dict.fromkeys(line for each in events for line in each.assumptions),
+            *told,
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
             *([] if loaded is None else [_loading_assumption(plan, loaded)]),
             *_assumptions(plan, settings, allocator or plan.allocator),
         ),
     )
+
+
+def tells_of_older(plan: Plan, traces: Traces) -> bool:
+    """Whether an older transformers would need much more, and the job does not say which one its cluster has."""
+    return any(each.contracts for each in traces) and plan.job.cluster.transformers is None
+
+
+def before_contraction(plan: Plan) -> Software:
+    """Gives the machine that trains with the last transformers whose Mamba-2 layers multiply their chunks out."""
+    return replace(Software.of(plan), transformers=MULTIPLIES_CHUNKS)
 
 
 def check_pipeline(plan: Plan, *, with_file: bool) -> None:

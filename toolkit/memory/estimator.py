@@ -10,9 +10,10 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
+from toolkit.launch.software import Software
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
-from toolkit.memory.estimate import check_pipeline, report_of
+from toolkit.memory.estimate import before_contraction, check_pipeline, report_of, tells_of_older
 from toolkit.memory.kernels import Device
 from toolkit.memory.ranks import stage_required_bytes
 from toolkit.memory.report import MemoryReport
@@ -73,6 +74,7 @@ class Estimator:
             traced=traced,
             worst=trace(routing="worst") if any(each.depends_on_routing for each in traced) else None,
             evaluated=None if plan.settings.eval_steps is None else trace(evaluation=True),
+            older=trace(software=before_contraction(plan)) if tells_of_older(plan, traced) else None,
             calibration=calibration,
             built_partitioned=case.built_partitioned,
             load_dtype=case.load_dtype,
@@ -110,9 +112,16 @@ class Estimator:
         )
 
     def _trace(
-        self, plan: Plan, *, keeps_inputs: bool, routing: Routing = "balanced", evaluation: bool = False
+        self,
+        plan: Plan,
+        *,
+        keeps_inputs: bool,
+        routing: Routing = "balanced",
+        evaluation: bool = False,
+        software: Software | None = None,
     ) -> Traces:
-        key = _key(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation)
+        used = software or Software.of(plan)
+        key = _key(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation, software=used)
         cut = f"{key} {plan.settings.partition} {plan.settings.virtual_stages}"
         if cut not in self._traces:
             settings = plan.settings
@@ -121,7 +130,9 @@ class Estimator:
             self._notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
             tracer = None
             if plan.grid.pp > 1:
-                tracer = self._tracer(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation)
+                tracer = self._tracer(
+                    plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation, software=used
+                )
             # Always with ZeRO-3's marks, so that one trace serves every stage (with adapters, all but the third).
             self._traces[cut] = trace_ranks(
                 plan,
@@ -129,14 +140,22 @@ class Estimator:
                 keeps_inputs=keeps_inputs,
                 routing=routing,
                 evaluation=evaluation,
+                software=used,
                 tracer=tracer,
             )
         return self._traces[cut]
 
     def _tracer(
-        self, plan: Plan, *, keeps_inputs: bool, routing: Routing = "balanced", evaluation: bool = False
+        self,
+        plan: Plan,
+        *,
+        keeps_inputs: bool,
+        routing: Routing = "balanced",
+        evaluation: bool = False,
+        software: Software | None = None,
     ) -> StageTracer:
-        key = _key(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation)
+        used = software or Software.of(plan)
+        key = _key(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation, software=used)
         if key not in self._tracers:
             self._tracers[key] = stage_tracer(
                 plan,
@@ -145,6 +164,7 @@ class Estimator:
                 keeps_inputs=keeps_inputs,
                 routing=routing,
                 evaluation=evaluation,
+                software=used,
             )
         return self._tracers[key]
 
@@ -192,9 +212,9 @@ class StageRequirements:
         return self._known[key]
 
 
-def _key(plan: Plan, *, keeps_inputs: bool, routing: Routing, evaluation: bool) -> str:
+def _key(plan: Plan, *, keeps_inputs: bool, routing: Routing, evaluation: bool, software: Software) -> str:
     evaluated = plan.settings.per_device_eval_batch_size if evaluation else 0
-    return f"{keeps_inputs} {routing} {evaluated} {trace_key(plan)}"
+    return f"{keeps_inputs} {routing} {evaluated} {software} {trace_key(plan)}"
 
 
 def trace_key(plan: Plan) -> str:

@@ -158,6 +158,7 @@ class Trace:
         assumptions: What of the data or the installation the sizes suppose, as sentences.
         has_experts: Whether tokens choose experts.
         depends_on_routing: Whether what they choose changes the sizes.
+        contracts: Whether code of transformers ran that versions before 5.18 do not contract (`linear_attention`).
         leaves: Paths of modules whose parameters, those of their children too, ZeRO-3 gathers as one.
         num_replicas: Tensor ranks that hold the same key heads.
         chunks: Passes of each chunk of a pipeline's rank, in place of `forward`, `backward` and `after`.
@@ -177,6 +178,7 @@ class Trace:
     assumptions: tuple[str, ...] = ()
     has_experts: bool = False
     depends_on_routing: bool = False
+    contracts: bool = False
     leaves: tuple[str, ...] = ()
     num_replicas: int = 1
     chunks: tuple[ChunkPasses, ...] = ()

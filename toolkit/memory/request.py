@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from toolkit.errors import ToolkitError
 from toolkit.groups.fake import fake_group
+from toolkit.launch.software import Software
 from toolkit.memory.account import in_blocks
 from toolkit.memory.events import ChunkPasses, Placed, Trace, held
 from toolkit.memory.expand import expand, expand_buffers, expand_host_copies, expand_parameters, expand_paths
@@ -24,7 +25,7 @@ from toolkit.memory.failure import trace_failed
 from toolkit.memory.fake_model import build_empty, in_adapters, on_fake_device, shard
 from toolkit.memory.inputs import PADDED, Task, loss_of, make_batch
 from toolkit.memory.layers import Stack, find_stacks, prune
-from toolkit.memory.linear_attention import describe, without_packages
+from toolkit.memory.linear_attention import replaced_kernels
 from toolkit.memory.routing import LoopedExperts, Routing, assumptions, has_experts, runs_grouped
 from toolkit.memory.segments import Ends, Segmenter
 from toolkit.memory.stage_layers import prune_to_part
@@ -89,6 +90,7 @@ class Request:
     tp_group: dist.ProcessGroup | None
     sequence_parallel: bool
     splits_backward: bool
+    software: Software
 
     def trace(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> Trace | None:
         """Traces all layers, or few; gives None where few cannot stand for all."""
@@ -133,7 +135,7 @@ class Request:
                 linears = inputs_kept() if self.keeps_inputs else contextlib.nullcontext()
                 runs = []
                 gradients = split_backward(model) if self.splits_backward and not self.evaluation else None
-                with without_packages(model) as replaced, linears:
+                with replaced_kernels(model, self.software) as recurrence, linears:
                     for chunk in range(1 if small is None else len(small.chunks)):
                         tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
                         ends = None if small is None else self._ends(model, small, chunk)
@@ -149,7 +151,7 @@ class Request:
                 padded = self.packing == "none" and self.task != "image-classification"
                 assumed = (
                     *assumptions(model, looped),
-                    *describe(replaced),
+                    *recurrence.describe(),
                     *((PADDED,) if padded else ()),
                     *([f"kernels={self.kernels} leaves as they are: {', '.join(left)}"] if left else []),
                 )
@@ -161,6 +163,7 @@ class Request:
                     assumed=assumed,
                     has_experts=asked or runs_grouped(model),
                     depends_on_routing=asked,
+                    contracts=recurrence.contracted,
                     num_replicas=num_replicas,
                     copies=() if info is None else tuple(info.tied_copy),
                     shared=None if info is None else info.tied_key,
@@ -277,13 +280,14 @@ class Ran:
         assumed: tuple[str, ...],
         has_experts: bool,
         depends_on_routing: bool,
+        contracts: bool,
         num_replicas: int,
         copies: tuple[str, ...],
         shared: str | None,
     ) -> None:
         self.stacks = stacks
         self._model, self._runs, self._assumed = model, runs, assumed
-        self._has_experts, self._depends_on_routing = has_experts, depends_on_routing
+        self._has_experts, self._depends_on_routing, self._contracts = has_experts, depends_on_routing, contracts
         self._num_replicas, self._copies, self._shared = num_replicas, copies, shared
 
     def expanded(self, stacks: Sequence[Stack]) -> Trace | None:
@@ -327,6 +331,7 @@ class Ran:
             leaves=expand_paths(find_leaves(self._model), stacks),
             has_experts=self._has_experts,
             depends_on_routing=self._depends_on_routing,
+            contracts=self._contracts,
             num_replicas=self._num_replicas,
             chunks=chunks,
             copies=self._copies,

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from toolkit.errors import SpecError
+from toolkit.launch.software import Software
 from toolkit.memory.events import Parameter, Trace
 from toolkit.memory.failure import unknown_architecture
 from toolkit.memory.fake_model import build_empty
@@ -43,6 +44,7 @@ def trace(
     keeps_inputs: bool = False,
     routing: Routing = "balanced",
     evaluation: bool = False,
+    software: Software | None = None,
     all_layers: bool = False,
 ) -> Trace:
     """Traces one micro-batch of a plan without stages.
@@ -54,6 +56,7 @@ def trace(
         keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
         routing: How tokens spread over experts.
         evaluation: Traces a micro-batch of validation data: no gradients.
+        software: Of the machine that trains; what the plan says of it when left out.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
     Raises:
@@ -71,6 +74,7 @@ def trace(
         keeps_inputs=keeps_inputs,
         routing=routing,
         evaluation=evaluation,
+        software=software,
     )
     return trace_model(config, **options, all_layers=all_layers)
 
@@ -83,6 +87,7 @@ def stage_tracer(
     keeps_inputs: bool = False,
     routing: Routing = "balanced",
     evaluation: bool = False,
+    software: Software | None = None,
 ) -> StageTracer:
     """Gives what traces the stages of a plan's model, whatever their cut; arguments and errors are those of `trace`."""
     options = _options(
@@ -92,6 +97,7 @@ def stage_tracer(
         keeps_inputs=keeps_inputs,
         routing=routing,
         evaluation=evaluation,
+        software=software,
     )
     return StageTracer(_config(plan), **options)
 
@@ -109,7 +115,14 @@ def _config(plan: Plan) -> PreTrainedConfig:
 
 
 def _options(
-    plan: Plan, *, device: Device, marks_modules: bool, keeps_inputs: bool, routing: Routing, evaluation: bool
+    plan: Plan,
+    *,
+    device: Device,
+    marks_modules: bool,
+    keeps_inputs: bool,
+    routing: Routing,
+    evaluation: bool,
+    software: Software | None,
 ) -> dict[str, Any]:
     """Gives what `trace_model` takes of a plan, but for the model's configuration."""
     train, settings, data = plan.job.train, plan.settings, plan.job.data
@@ -137,6 +150,7 @@ def _options(
         "tensor": plan.grid.tp,
         "sequence_parallel": settings.sequence_parallel,
         "splits_backward": settings.splits_backward,
+        "software": software or Software.of(plan),
     }
 
 
@@ -166,6 +180,7 @@ def trace_model(
     tensor: int = 1,
     sequence_parallel: bool = False,
     splits_backward: bool = False,
+    software: Software | None = None,
     part: StagePart | None = None,
     all_layers: bool = False,
 ) -> Trace:
@@ -203,6 +218,7 @@ def trace_model(
         tensor: Ranks that share each layer, of which one is traced: all have shards of the same sizes.
         sequence_parallel: Whether they also hold pieces of the sequence between the sharded layers.
         splits_backward: Whether a stage gives the gradients of weights apart from those of its input.
+        software: Of the machine that trains; what is installed here when left out.
         part: The layers of a pipeline's rank; None for the whole model.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
 
@@ -234,6 +250,7 @@ def trace_model(
         tensor=tensor,
         sequence_parallel=sequence_parallel,
         splits_backward=splits_backward,
+        software=software or Software.here(),
     )
     with request as (own, made):
         if not all_layers and not collects_router_logits(own):

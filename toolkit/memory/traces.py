@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from toolkit.launch.software import Software
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.kernels import Device
 from toolkit.memory.routing import Routing
@@ -31,6 +32,7 @@ def trace_plan(
     keeps_inputs: bool = False,
     routing: Routing = "balanced",
     evaluation: bool = False,
+    software: Software | None = None,
 ) -> Trace:
     """Traces the whole model of a plan on its card; marks serve every ZeRO stage and change no figure of the lower ones.
 
@@ -45,6 +47,7 @@ def trace_plan(
         keeps_inputs=keeps_inputs,
         routing=routing,
         evaluation=evaluation,
+        software=software,
     )
 
 
@@ -55,6 +58,7 @@ def trace_ranks(
     keeps_inputs: bool = False,
     routing: Routing = "balanced",
     evaluation: bool = False,
+    software: Software | None = None,
     tracer: StageTracer | None = None,
 ) -> Traces:
     """Traces the model of a plan, or each rank of its pipeline; arguments are those of `trace_plan`.
@@ -70,6 +74,7 @@ def trace_ranks(
         "keeps_inputs": keeps_inputs,
         "routing": routing,
         "evaluation": evaluation,
+        "software": software,
     }
     if plan.grid.pp == 1:
         return (trace_plan(plan, **values),)

@@ -28,6 +28,7 @@ from toolkit.spec.values import (
     OpenFraction,
     PipelineSchedule,
     PositiveNumber,
+    Release,
     Seed,
     ShareBelowOne,
     Word,
@@ -36,6 +37,7 @@ from toolkit.spec.values import (
 )
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+KernelPackage = Literal["mamba-ssm", "causal-conv1d", "flash-linear-attention"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
@@ -123,6 +125,9 @@ class Cluster(Section):
         host_memory_gib: RAM of a node, GiB; from the catalogue when left out.
         nvme_path: Local folder for NVMe offload.
         master_port: TCP port of the rendezvous; a free one when left out.
+        kernel_packages: Of the packages that have kernels for linear attention and state-space layers, those that are installed
+            there; those that are installed here when left out.
+        transformers: Version that is installed there, where it is another than here.
     """
 
     gpu: Annotated[
@@ -134,6 +139,8 @@ class Cluster(Section):
     host_memory_gib: PositiveNumber | None = None
     nvme_path: Folder | None = None
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    kernel_packages: tuple[KernelPackage, ...] | None = None
+    transformers: Release | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -74,6 +74,12 @@ def _filled(value: Any) -> Any:
     return value
 
 
+def _release(value: Any) -> Any:
+    if not isinstance(value, str) or not re.fullmatch(r"\d{1,9}(\.\d{1,9}){1,4}", value):
+        raise ValueError('write a released version in quotes, such as "5.17.0"')
+    return value
+
+
 def _printable(value: str) -> str:
     if found := _CONTROL.search(value):
         raise ValueError(f"remove the control character {found.group()!r}")
@@ -124,6 +130,8 @@ Name = Annotated[
 Folder = Annotated[
     Path, AfterValidator(_nameable), AfterValidator(_of_somebody), BeforeValidator(_at_home), BeforeValidator(_filled)
 ]
+
+Release = Annotated[str, BeforeValidator(_release), BeforeValidator(_filled)]
 
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT), BeforeValidator(_not_a_bool)]
 NonNegativeCount = Annotated[int, Field(ge=0, le=MAX_COUNT), BeforeValidator(_not_a_bool)]

@@ -1,0 +1,88 @@
+"""State-space layers and linear attention, priced as the machine that trains runs them, against an H200 and with kernels."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.memory.case import Case
+from toolkit.memory.estimator import Estimator
+from toolkit.memory.linear_attention import multiplied_out
+
+ROOT = Path(__file__).parents[2]
+CARDS = ROOT / "tests" / "data" / "cards"
+sys.path.append(str(ROOT / "benchmarks"))
+
+from measure import estimated_case, read_cases  # noqa: E402
+
+CASES = {case["id"]: case for case in read_cases(CARDS / "host_cases.yaml") if case["id"].startswith("slow-")}
+RUNS = {run["id"]: run for run in map(json.loads, (CARDS / "host_runs.jsonl").read_text(encoding="utf-8").splitlines())}
+# Their scan is a loop over tokens, whose trace takes half a minute; an addition that autograd does in place on a card is not there.
+LOOPS = {"slow-mamba", "slow-jamba"}
+QUICK = {"slow-falcon-h1", "slow-mamba2", "slow-qwen3-next"}
+KERNELS = ["mamba-ssm", "causal-conv1d", "flash-linear-attention"]
+
+
+@pytest.fixture(scope="module")
+def estimator():
+    return Estimator()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def case_of(name, folder, **cluster) -> Case:
+    return estimated_case(CASES[name], folder).changed({f"cluster.{key}": value for key, value in cluster.items()})
+
+
+def names(all_names):
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in all_names]
+
+
+@pytest.mark.parametrize("name", names(CASES))
+def test_the_card_took_what_the_transformers_that_ran_takes(estimator, folder, name):
+    """The runs had transformers 5.17 and none of the packages."""
+    report = estimator.estimate(case_of(name, folder, transformers="5.17.0", kernel_packages=[]))
+    assert not any("before 5.18" in line for line in report.assumptions)
+    for phase, measured in RUNS[name]["peak_bytes"].items():
+        predicted = report.ranks[0].phases[phase].allocated_bytes
+        assert predicted == pytest.approx(measured, rel=0.05 if name in LOOPS else 0.004), phase
+
+
+def test_an_estimate_says_what_is_missing_and_what_an_older_version_would_need(estimator, folder):
+    report = estimator.estimate(case_of("slow-falcon-h1", folder, kernel_packages=[]))
+    older = estimator.estimate(case_of("slow-falcon-h1", folder, transformers="5.17.0", kernel_packages=[]))
+    missing, before = report.assumptions[:2]
+    assert "causal-conv1d and mamba-ssm" in missing
+    assert f"the peak would be {older.peak_allocated_bytes / 2**30:.2f} GiB" in before
+    assert older.peak_allocated_bytes > 2 * report.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("name", names(sorted(CASES)))
+def test_kernels_that_the_cluster_has_take_no_more_than_the_code_in_their_place(estimator, folder, name):
+    fused = estimator.estimate(case_of(name, folder, kernel_packages=KERNELS))
+    if name in LOOPS:
+        assert any("kernels of" in line for line in fused.assumptions)
+        return
+    plain = estimator.estimate(case_of(name, folder, kernel_packages=[]))
+    assert not any("own PyTorch code" in line for line in fused.assumptions)
+    for phase in ("forward", "backward"):
+        found, beside = (report.ranks[0].phases[phase].allocated_bytes for report in (fused, plain))
+        assert 0.4 * beside < found <= beside
+
+
+@pytest.mark.parametrize(
+    "equation", ["bclhn,bcshn->bclsh", "bclsh,bcshp->bclhp", "bclhn,bclhp->bchpn", "bzch,bzhpn->bchpn"]
+)
+def test_what_is_multiplied_out_is_the_contraction(equation):
+    torch.manual_seed(0)
+    sizes = {index: 2 + place for place, index in enumerate("bclshnpz")}
+    operands = [torch.randn([sizes[index] for index in part]) for part in equation.split("->")[0].split(",")]
+    expected = torch.einsum(equation, *operands)
+    with multiplied_out():
+        found = torch.einsum(equation, *operands)
+    torch.testing.assert_close(found, expected)
