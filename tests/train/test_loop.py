@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,17 @@ from toolkit.train.session import TrainResult
 pytestmark = pytest.mark.gloo
 
 
-def _run(root: Path, name: str, resume: str | None = None, stop_after: int | None = None, **sections: Any) -> Any:
+def _run(
+    root: Path,
+    name: str,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    told: Told | None = None,
+    **sections: Any,
+) -> Any:
     """Trains a job; gives its result, or its codes."""
     plan = resolve(Job.model_validate(job_values(root, name, **sections)))
-    told = Told()
+    told = told or Told()
     try:
         folder = resume if resume in (None, "auto", "latest") else root / name / resume
         return train(plan, resume=folder, stop_after=stop_after, reporter=told)
@@ -42,13 +50,21 @@ def _run(root: Path, name: str, resume: str | None = None, stop_after: int | Non
 
 
 class Told(Silent):
-    """Keeps what a person would read."""
+    """Keeps what a person would read; a signal comes while one rank writes a line that begins so, or the record of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rank: int = 0, line: str | None = None, step: int | None = None) -> None:
         self.lines: list[str] = []
+        self._line, self._step = line, step
+        self._hears = rank == torch.distributed.get_rank() if line or step else False
 
     def say(self, text: str) -> None:
         self.lines.append(text)
+        if self._hears and self._line is not None and text.startswith(self._line):
+            signal.raise_signal(signal.SIGUSR1)
+
+    def update(self, record: dict[str, Any]) -> None:
+        if self._hears and record["step"] == self._step:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _flip(path: Path) -> None:
@@ -121,6 +137,9 @@ def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
     results["back"] = _run(root, "branch", resume="checkpoint-6", stop_after=7, train=rotate)
     results["nan"] = _poison(root)
     _queue(root, results)
+    results["in-save"] = _run(root, "in-save", told=Told(rank=1, line="saved "))
+    held = {"data": {"validation_fraction": 0.25}, "train": {"eval_steps": 3}}
+    results["in-eval"] = _run(root, "in-eval", told=Told(step=3), **held)
     results["apart"] = _apart(root)
     windows = {"logging_steps": 3, "weight_decay": 0.1}
     results["windows"] = _run(root, "windows", train=windows)
@@ -266,6 +285,15 @@ def test_the_same_call_where_no_checkpoint_is_sound(root: Path, results: dict[st
     assert curve(folder) == curve(root / "whole-2")
     assert (folder / "damaged-checkpoint-2" / "state.json").exists(), "nothing is lost"
     assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_a_stop_during_a_save_or_an_evaluation_ends_the_run_at_that_step(root: Path, results: dict[str, Any]) -> None:
+    """On all ranks, whichever heard it: no step and no save more, and no evaluation to its end."""
+    for name, step in (("in-save", 4), ("in-eval", 3)):
+        assert (results[name].step, results[name].interrupted) == (step, True)
+        assert [path.name for path in list_checkpoints(root / name)] == [f"checkpoint-{step}"]
+        assert sorted(curve(root / name)) == list(range(1, step + 1))
+    assert [record for record in records(root / "in-eval") if "eval_loss" in record] == []
 
 
 def test_ranks_that_do_not_share_the_output_folder(root: Path, results: dict[str, Any]) -> None:
