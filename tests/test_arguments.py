@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 import toolkit as tk
-from toolkit.arguments import Positive, checks_arguments
+from toolkit.arguments import Positive, checks_arguments, each_fitting
 from toolkit.engine.run import Run
 from toolkit.errors import SpecError
 from toolkit.spec.loader import load_job
@@ -230,6 +230,26 @@ def test_each_kind_of_hint_has_its_words(keywords: dict[str, Any], words: str) -
     with pytest.raises(SpecError) as caught:
         function("job.yaml", **keywords)
     assert words in str(caught.value)
+
+
+def test_members_that_can_be_gone_through_once_are_held_against_the_hint_as_they_come() -> None:
+    members = each_fitting(function, "batches", iter([{"a": 1}, 3]))
+    assert next(members) == {"a": 1}
+    for given in (members, each_fitting(function, "batches", 3)):  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="batches=3") as caught:
+            next(given)
+        assert caught.value.codes == ("ARGUMENT",)
+
+
+def test_values_of_a_mapping_are_held_against_the_hint() -> None:
+    @checks_arguments
+    def takes(sources: Mapping[str, Sequence[int]]) -> None:
+        pass
+
+    takes({"a": (1, 2)})
+    for wrong in ({"a": 1.5}, {"a": {"b": 1}}, {1: (1,)}):
+        with pytest.raises(SpecError, match="sources"):
+            takes(wrong)  # type: ignore[arg-type]
 
 
 def test_what_fits_is_taken_and_all_that_does_not_is_told_at_once() -> None:

@@ -55,6 +55,23 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+def each_fitting(function: Callable[..., Any], name: str, values: Iterable[R]) -> Iterator[R]:
+    """Gives the members of an argument that can be gone through only once, each held against the function's hint.
+
+    Raises:
+        SpecError: ARGUMENT, at the first that does not fit, or where nothing can be gone through.
+    """
+    hint = _hints(function)[name]
+    try:
+        members = iter(values)
+    except TypeError:  # a tensor of no dimension has __iter__ all the same
+        raise SpecError(_wrong(function, name, values, f"Give {_described(hint)}")) from None
+    for member in members:
+        if not _fits(member, get_args(hint)[0]):
+            raise SpecError(_wrong(function, name, member, f"Give {_described(hint)}"))
+        yield member
+
+
 def shown(value: object) -> str:
     """Gives the beginning of a value's repr, or its type where it has none."""
     try:
@@ -112,11 +129,15 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, origin) and not isinstance(value, str | bytes | Mapping) and _all_fit(value, inner)
     if origin is not None:
         matches = isinstance(value, origin)
-        return matches and (origin is not Mapping or all(_fits(key, inner[0]) for key in value))
+        return matches and (origin is not Mapping or _entries_fit(value, *inner))
     if hint in (int, float):
         wanted: Any = int if hint is int else int | float
         return isinstance(value, wanted) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+def _entries_fit(value: Mapping[Any, Any], key_hint: Any, value_hint: Any) -> bool:
+    return all(_fits(key, key_hint) and _fits(each, value_hint) for key, each in value.items())
 
 
 def _all_fit(value: Any, inner: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.arguments import Positive, checks_arguments
+from toolkit.arguments import Positive, checks_arguments, each_fitting
 from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
@@ -245,7 +245,7 @@ class Run:
         self._check_whole()
         self.engine.eval()
         try:
-            for batch in batches:
+            for batch in each_fitting(Run.outputs, "batches", batches):
                 moved = {key: value.to(self.world.device, non_blocking=True) for key, value in batch.items()}
                 with torch.no_grad():
                     outputs = self._passes.outputs(moved)
