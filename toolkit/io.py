@@ -26,7 +26,7 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
         sync: Forces it to disk.
     """
     # Ranks of several machines may write one file at once, where neither process id nor host name is unique.
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    partial = path.parent / f".{path.name}.{secrets.token_hex(8)}"  # with_name refuses "." and "/", which are folders
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -204,6 +204,24 @@ def test_a_plan_nested_too_deep(tmp_path):
     assert "nested too deep" in caught.value.problems[0].message
 
 
+def test_a_plan_with_what_is_no_json_number(plan, tmp_path):
+    stored = plan.to_dict()
+    stored["choices"][0]["value"] = float("nan")
+    (tmp_path / "plan.json").write_text(json.dumps(stored))
+    with pytest.raises(PlanError, match="not JSON") as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert caught.value.codes == ("PLAN_UNREADABLE",)
+
+
+@pytest.mark.parametrize("name", [".", "/".join("a" * 1500)])
+def test_a_place_where_no_file_can_be_written(plan, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError) as caught:
+        plan.save(name)
+    assert caught.value.codes == ("EMIT_UNWRITABLE",)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_failed_write_leaves_nothing(plan, tmp_path):
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(RunError, match=r"plan\.json cannot be written") as caught:

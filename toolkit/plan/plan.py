@@ -176,6 +176,7 @@ class Plan(Draft):
         if wrong := sorted(keys ^ value.keys()):
             raise refusal(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown")
         with _read("", refusal):
+            json.dumps({**value}, allow_nan=False)  # what is no JSON, such as NaN, could not be written again
             plan = cls(
                 job=Job.model_validate(value["job"]),
                 model=ModelSpec.from_dict(value["model"]),
@@ -201,11 +202,11 @@ class Plan(Draft):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_text(target, text)
-        except OSError as error:
+        except (OSError, RecursionError) as error:  # pathlib makes one folder inside another by calling itself
             raise RunError.of(
                 code="EMIT_UNWRITABLE",
                 key=str(target),
-                message=f"{target} cannot be written: {error.strerror or error}",
+                message=f"{target} cannot be written: {getattr(error, 'strerror', None) or error}",
                 fix="Name a file that you may write, on a disk with room",
             ) from error
 
@@ -238,7 +239,7 @@ def _read(part: str, refusal: Callable[[str], PlanError]) -> Iterator[None]:
         raise
     except ValidationError as error:
         raise refusal("; ".join(_found(detail, part or error.title) for detail in error.errors())) from error
-    except (KeyError, TypeError, ValueError, AttributeError, ToolkitError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, ToolkitError) as error:
         raise refusal(f"{part}: {error}" if part else str(error)) from error
 
 
