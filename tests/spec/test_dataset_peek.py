@@ -331,6 +331,17 @@ def test_a_damaged_saved_folder(tmp_path: Path, files: dict[str, str]) -> None:
     assert "save_to_disk" in problem.fix
 
 
+def test_a_saved_folder_whose_texts_lie_nowhere(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["one", "three"]}).save_to_disk(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    offsets = b"".join(number.to_bytes(4, "little") for number in (0, 3, 8))
+    assert file.read_bytes().count(offsets) == 1
+    file.write_bytes(file.read_bytes().replace(offsets, offsets[:4] + b"\xff\xff\xff\xff" + offsets[8:]))
+    assert "save_to_disk" in only(peek(Data(train=str(tmp_path / "saved")))[1], "DATA_READ").fix
+
+
 def test_links_in_a_circle_and_pipes(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("b.jsonl")
     (tmp_path / "b.jsonl").symlink_to("a.jsonl")

@@ -214,7 +214,9 @@ def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache
             return _load_hub(source.name, data, key=key, split=split)
         if source.kind == "saved":
             saved = datasets.load_from_disk(str(source.path))
-            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            documents = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            documents.data.table.validate(full=True)  # offsets of a damaged file may point anywhere
+            return documents
         options: dict[str, Any] = {}
         if source.kind == "csv":
             options = _csv_options(source.columns)

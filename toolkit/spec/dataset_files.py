@@ -313,7 +313,9 @@ def _read_saved(path: Path, key: str, split: str) -> Head:
     for entry in state["_data_files"]:
         with pyarrow.memory_map(str(path / entry["filename"])) as source:
             for batch in pyarrow.ipc.open_stream(source):
-                rows += batch.slice(0, PEEK_RECORDS - len(rows)).to_pylist()
+                head = batch.slice(0, PEEK_RECORDS - len(rows))
+                head.validate(full=True)  # offsets of a damaged file may point anywhere
+                rows += head.to_pylist()
                 if len(rows) >= PEEK_RECORDS:
                     break
     if not isinstance(info["features"], dict):  # by name, as `Features` of `datasets` writes itself
