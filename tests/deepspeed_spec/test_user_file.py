@@ -108,6 +108,8 @@ def test_spellings_that_deepspeed_takes_too():
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ["DEEPSPEED_VALUE"]),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["DEEPSPEED_VALUE"]),
         ({"train_batch_size": "8"}, ["DEEPSPEED_VALUE"]),
+        ({"train_batch_size": float("inf")}, ["DEEPSPEED_VALUE"]),
+        ({"fp16": {"enabled": True, "loss_scale": 10**310}}, ["DEEPSPEED_VALUE"]),
         ({"train_micro_batch_size_per_gpu": 1.5}, ["DEEPSPEED_VALUE"]),
         ({"communication_data_type": "auto"}, ["DEEPSPEED_AUTO"]),
         (zero(stage="auto"), ["DEEPSPEED_AUTO"]),

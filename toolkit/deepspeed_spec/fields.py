@@ -67,7 +67,7 @@ def _index(value: Any) -> int:
 
 def _whole_number(value: Any) -> int:
     what = "a whole number above 0"
-    return int(_number(value, what=what, accepts=lambda number: number > 0 and float(number).is_integer()))
+    return int(_number(value, what=what, accepts=lambda number: number > 0 and number % 1 == 0))
 
 
 def _switch(value: Any) -> bool:

@@ -18,7 +18,7 @@ from toolkit.deepspeed_spec.fields import PositiveCount, Section
 def _loss_scale(value: Any) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # a whole number may be larger than any float
         number = math.nan
     if not math.isfinite(number) or number < 0:
         raise ValueError("Input should be a number of at least 0; 0 scales dynamically")
