@@ -11,6 +11,7 @@ import typer
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_json, print_table
 from toolkit.errors import CheckError, CheckpointError
+from toolkit.spec.paths import is_folder
 from toolkit.units import format_bytes
 
 _GROUP = typer.Typer(no_args_is_help=True, help="List and verify checkpoints.")
@@ -34,7 +35,7 @@ def list_command(
     """
     from toolkit.checkpoint.locate import list_checkpoints
 
-    if not output_dir.is_dir():
+    if not is_folder(output_dir, key=str(output_dir)):
         raise CheckpointError.of(
             code="CHECKPOINT_NOT_FOUND",
             key=str(output_dir),
