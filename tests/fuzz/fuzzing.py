@@ -232,12 +232,13 @@ def command(case: Case, *arguments: Any) -> tuple[int, str, str]:
     assert code in (0, 1, 2, 3), code
     assert "Traceback" not in err
     assert code != 3 or "[SYSTEM]" not in err, "the operating system's refusal came through"
-    if "--json" in words and words[words.index("--json") - 1] != "--set":
+    helped = {"-h", "--help", "--version"} & set(words)
+    if "--json" in words and words[words.index("--json") - 1] != "--set" and not helped:
         value = json.loads(out, parse_constant=_no_constant)
         if code >= 2:
             assert value["problems"], out
             check_problems(tuple(Problem(**problem) for problem in value["problems"]))
-    elif code == 2:
+    elif code == 2 and words:  # without any, the help is shown
         assert re.search(r"\[[A-Z0-9_]+\]$", err.replace("\nhint", ""), re.MULTILINE), err
         assert set(re.findall(r"\[([A-Z][A-Z0-9_]+)\]$", err, re.MULTILINE)) <= DOCUMENTED
     return code, out, err

@@ -68,7 +68,7 @@ def bases(root: Path) -> list[Tree]:
 
 def typical(rng: random.Random, annotation: Any, name: str = "") -> Any:
     """A value of a field's own kind, as people write it."""
-    if name == "gpu":
+    if name == "gpu" and rng.random() < 0.7:
         return rng.choice(GPUS)
     if name in ("train", "eval", "chat_template", "tokenizer", "nvme_path", "output_dir"):
         return rng.choice(("data.jsonl", "model", "missing", ".", "run/deeper", "chatml"))

@@ -295,6 +295,31 @@ def copy_sound(saved: Saved, target: Path) -> None:
     shutil.copytree(saved.sound, target)
 
 
+def add_neighbour(rng: random.Random, output_dir: Path) -> str:
+    """Puts something beside the checkpoints that is called like one; gives its name."""
+    names = (
+        "checkpoint-5",
+        "checkpoint-0002",
+        "checkpoint-²",
+        "checkpoint-٣",
+        "checkpoint-" + "9" * 200,
+        ".checkpoint-7.partial",
+        ".checkpoint-1.removed",
+        "checkpoint-",
+    )
+    path = output_dir / rng.choice(names)
+    ways: tuple[Callable[[], Any], ...] = (
+        path.mkdir,
+        path.touch,
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to(path),
+        lambda: path.symlink_to("nowhere"),
+        lambda: path.symlink_to("/dev/zero"),
+    )
+    rng.choice(ways)()
+    return path.name
+
+
 def write_runs(root: Path) -> tuple[Saved, ...]:
     """One run a ZeRO stage."""
     write_inputs(root, num_documents=10)

@@ -11,7 +11,17 @@ import pytest
 import torch
 from fuzzing import FULL_COUNT, Case, attempt, command, is_chosen, run_cases, tree
 from safetensors.torch import load_file
-from saved_run import MARK, Damage, Saved, copy_sound, damage, unchanged_environment, weights_of, write_runs
+from saved_run import (
+    MARK,
+    Damage,
+    Saved,
+    add_neighbour,
+    copy_sound,
+    damage,
+    unchanged_environment,
+    weights_of,
+    write_runs,
+)
 
 import toolkit as tk
 from toolkit.engine.run import Run
@@ -46,7 +56,12 @@ def _checkpoint_case(case: Case, runs: tuple[Saved, ...], live: tuple[Saved, Run
     folder, mark = saved.output_dir / "checkpoint-2", saved.root / MARK
     copy_sound(saved, folder)
     mark.unlink(missing_ok=True) if not mark.is_dir() else mark.rmdir()
+    for path in saved.output_dir.iterdir():
+        if path.name not in ("checkpoint-1", "checkpoint-2"):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     found = damage(rng, folder, mark)
+    if rng.random() < 0.2:
+        case.note(add_neighbour(rng, saved.output_dir))
     case.note(f"stage {saved.stage}, {found.file}, sealed={found.sealed}: {found.what}")
     before = tree(saved.root)
     case.outcome = "refused"

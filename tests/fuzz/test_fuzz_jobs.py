@@ -12,12 +12,15 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from deepspeed_takes import assert_deepspeed_takes
+from estimates import assert_report_adds_up
 from fuzzing import FULL_COUNT, Case, assert_finite, attempt, command, is_chosen, run_cases, tree
 from job_grammar import KEYS, bases, draw_file
 from mutations import WORDS, Tree, odd_value
 from train_jobs import write_inputs
 
 from toolkit.cli.options import read_plan
+from toolkit.memory.case import Case as MemoryCase
+from toolkit.memory.estimator import Estimator
 from toolkit.plan.plan import Plan
 
 
@@ -76,6 +79,18 @@ def _emit(case: Case, words: list[str]) -> Plan | None:
     return plan
 
 
+def _assert_estimated(case: Case, words: list[str]) -> None:
+    """The figures of an estimate add up; of small models alone, whose traces are quick."""
+    plan = read_plan(Path("job.yaml"), words[1::2])
+    if (plan.model.num_parameters or 10**9) > 10**7 or plan.settings.sequence_length > 4096:
+        return
+    report, refused = attempt(lambda: Estimator().estimate(MemoryCase.of(plan.job)))
+    case.outcome = "estimated" if refused is None else "sound, not estimated"
+    case.note(refused)
+    if report is not None:
+        assert_report_adds_up(report)
+
+
 def _job_case(case: Case, root: Path, sound: list[Tree]) -> None:
     rng = case.rng
     raw = draw_file(rng, sound)
@@ -90,7 +105,9 @@ def _job_case(case: Case, root: Path, sound: list[Tree]) -> None:
         _assert_sound(case, Path("job.yaml"), words)
         if other < 0.15:
             assert _emit(case, words) == read_plan(Path("job.yaml"), words[1::2])
-        elif other < 0.3:
+        elif other < 0.25:
+            _assert_estimated(case, words)
+        elif other < 0.4:
             command(case, "train", "job.yaml", "--dry-run", *rng.choice(([], ["--json"])), *words)
     else:
         assert code == 2

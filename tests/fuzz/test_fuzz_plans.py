@@ -109,7 +109,7 @@ def _plan_case(case: Case, root: Path, sound: list[Tree]) -> None:
     elif other < 0.6:
         assert command(case, "train", "plan.json", "--dry-run")[0] in ((0, 2) if code == 0 else (2,))
     elif other < 0.7:
-        assert command(case, "topology", "plan.json")[0] in ((0, 2) if code == 0 else (2,))
+        assert command(case, "topology", "plan.json")[0] in (0, 2)  # which asks of its ranks alone
     assert tree(root) == before
 
 
