@@ -246,6 +246,8 @@ RULES: dict[str, Rule] = {
     "cluster.host_memory_gib": _FREE,
     "cluster.nvme_path": _FREE,
     "cluster.master_port": _FREE,
+    "cluster.transformers": _FREE,
+    "cluster.kernel_packages": _FREE,
     # How DeepSpeed moves data and what it prints; its shards are the same.
     **{
         f"deepspeed.zero_optimization.{name}": _TOLD
