@@ -1,5 +1,7 @@
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from toolkit.errors import SpecError
@@ -196,3 +198,10 @@ def test_what_came_into_a_job_past_its_checks_is_found_by_a_second_look():
     assert {problem.key for problem in caught.value.problems} == {"paralell", "train.max_steps"}
     assert SMALL.checked() == SMALL
     assert SMALL.checked().train.model_fields_set == SMALL.train.model_fields_set
+
+
+@pytest.mark.parametrize("wrong", [np.array([1, 2]), np.array(2), iter([]), iter([1]), {1, 2}], ids=repr)
+def test_values_that_no_file_can_hold_are_problems_too(wrong: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        Data(train="a.jsonl", eval=wrong)
+    assert set(caught.value.codes) == {"KEY_VALUE"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +80,10 @@ def problems_of(error: ValidationError, kind: type[BaseModel] = Job) -> list[Pro
     place = path_of(kind)
     details: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
-        if detail["type"] == "too_short" and detail["input"]:
+        given = detail["input"]
+        if (
+            detail["type"] == "too_short" and isinstance(given, Sized) and len(given)
+        ):  # an array has no truth of its own
             continue  # a list whose items are wrong counts as empty, too
         details.setdefault(_key((*place, *detail["loc"])), []).append(detail)
     problems: list[Problem] = []

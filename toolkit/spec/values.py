@@ -69,7 +69,7 @@ def _written(value: Any) -> Any:
 
 
 def _filled(value: Any) -> Any:
-    if value == "":
+    if isinstance(value, str) and not value:
         raise ValueError("it is empty: give a value or leave the key out")
     return value
 
