@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.io import open_plain, plain_file, read_plain, read_plain_object, write_json
+from toolkit.io import open_plain, plain_file, read_plain, read_plain_object, read_text, write_json
 
 
 def test_a_file_is_replaced_whole_or_left_as_it_is(tmp_path: Path) -> None:
@@ -61,3 +61,12 @@ def test_what_is_no_object_is_a_value_error(tmp_path: Path, content: bytes) -> N
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError):
         read_plain_object(tmp_path, "a.json")
+
+
+def test_a_text_without_end_is_not_read_to_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("é".encode() * 4)
+    assert read_text(tmp_path / "a.txt", max_bytes=8) == "éééé"
+    with pytest.raises(ValueError, match="more than 7 bytes"):
+        read_text(tmp_path / "a.txt", max_bytes=7)
+    with pytest.raises(ValueError, match="more than 4096 bytes"):
+        read_text(Path("/dev/zero"), max_bytes=4096)

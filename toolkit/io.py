@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 
 # Above every manifest and configuration: that of a checkpoint of 10,000 ranks has some 30,000 files, 130 bytes each.
 MAX_TEXT_BYTES = 64 * 2**20
+# Bytes of a text that others wrote and a person names, which are read: some times the largest published tokenizer.json.
+MAX_FOREIGN_BYTES = 256 * 2**20
 
 _TOO_DEEP = "lists or objects are nested too deep"
 # Kinds of entries that a read would wait on, or never come to the end of.
@@ -85,13 +87,27 @@ def parse_json_at(text: str, at: int) -> tuple[Any, int]:
         raise ValueError(_TOO_DEEP) from None
 
 
+def read_text(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> str:
+    """Reads a file of UTF-8 text to its end, if that comes: a device has none.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not UTF-8, or larger than `max_bytes`.
+    """
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return content.decode("utf-8")
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Reads a file that holds one JSON object.
 
     Raises:
         OSError, ValueError: It cannot be read, is not JSON, or holds another value.
     """
-    return _object(parse_json(path.read_text(encoding="utf-8")))
+    return _object(parse_json(read_text(path)))
 
 
 def read_plain_object(folder: Path, name: str) -> dict[str, Any]:

@@ -204,11 +204,12 @@ def test_a_plan_nested_too_deep(tmp_path):
     assert "nested too deep" in caught.value.problems[0].message
 
 
-def test_a_plan_with_what_is_no_json_number(plan, tmp_path):
+@pytest.mark.parametrize(("value", "says"), [(float("nan"), "not JSON"), ("\ud800", "surrogates")])
+def test_a_plan_with_what_cannot_be_written_again(plan, tmp_path, value, says):
     stored = plan.to_dict()
-    stored["choices"][0]["value"] = float("nan")
+    stored["choices"][0]["value"] = value
     (tmp_path / "plan.json").write_text(json.dumps(stored))
-    with pytest.raises(PlanError, match="not JSON") as caught:
+    with pytest.raises(PlanError, match=says) as caught:
         Plan.load(tmp_path / "plan.json")
     assert caught.value.codes == ("PLAN_UNREADABLE",)
 

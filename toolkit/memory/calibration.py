@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, with_config
 
 from toolkit.errors import SpecError
-from toolkit.io import parse_json, write_json
+from toolkit.io import parse_json, read_text, write_json
 from toolkit.memory.account import PHASES
 from toolkit.units import format_bytes
 
@@ -109,7 +109,7 @@ def read_run(path: Path) -> MeasuredRun:
         SpecError: METRICS_UNREADABLE, METRICS_NO_MEMORY.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_text(path).split("\n")
         records = [parse_json(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise SpecError.of(
@@ -173,7 +173,7 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
     if not path.exists():
         return {}
     try:
-        return _FILE.validate_json(path.read_text(encoding="utf-8"), strict=True)
+        return _FILE.validate_json(read_text(path), strict=True)
     except (OSError, ValueError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise SpecError.of(

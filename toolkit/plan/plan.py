@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from toolkit.arguments import checks_arguments, shown
 from toolkit.errors import PlanError, RunError, ToolkitError
-from toolkit.io import parse_json, write_text
+from toolkit.io import MAX_TEXT_BYTES, parse_json, read_text, write_text
 from toolkit.plan.accelerate_config import accelerate_config
 from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
 from toolkit.plan.draft import Draft
@@ -176,7 +176,8 @@ class Plan(Draft):
         if wrong := sorted(keys ^ value.keys()):
             raise refusal(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown")
         with _read("", refusal):
-            json.dumps({**value}, allow_nan=False)  # what is no JSON, such as NaN, could not be written again
+            # What is no JSON, such as NaN, or no text, such as half a surrogate pair, could not be written again.
+            json.dumps({**value}, allow_nan=False, ensure_ascii=False).encode()
             plan = cls(
                 job=Job.model_validate(value["job"]),
                 model=ModelSpec.from_dict(value["model"]),
@@ -219,7 +220,7 @@ class Plan(Draft):
             PlanError: PLAN_UNREADABLE.
         """
         try:
-            value = parse_json(Path(path).read_text(encoding="utf-8"))
+            value = parse_json(read_text(Path(path), max_bytes=MAX_TEXT_BYTES))
         except (OSError, ValueError) as error:
             raise _unreadable(f"{path}: {error}") from None
         if not isinstance(value, dict):
