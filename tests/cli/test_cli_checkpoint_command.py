@@ -102,6 +102,11 @@ def test_list_of_nothing(tmp_path, capsys):
     assert "CHECKPOINT_NOT_FOUND" in captured.err
 
 
+def test_a_name_that_the_system_refuses_is_bad_input(capsys):
+    assert main(["checkpoint", "list", "x" * 300]) == 2
+    assert "[PATH_UNREADABLE]" in capsys.readouterr().err
+
+
 def test_verify(run, capsys):
     assert main(["checkpoint", "verify", str(run / "checkpoint-9")]) == 0
     assert "is complete: 3 files, 1.00 MiB, every checksum right" in capsys.readouterr().out
