@@ -138,6 +138,8 @@ def put_key(document: Tree, path: str, value: Tree) -> None:
 def draw_document(rng: random.Random, sound: list[Tree]) -> Tree:
     """A job as a tree: a sound one with a few changes, most of them within the schema."""
     document = copy.deepcopy(rng.choice(sound))
+    if rng.random() < 0.15:
+        return document  # so that what a sound job leads to is tried in every run
     while True:
         way = rng.random()
         key = rng.choice(KEYS)
