@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.io import open_plain, plain_file, read_plain, read_plain_object, read_text, write_json
+from toolkit.io import open_plain, plain_file, read_plain, read_plain_object, read_text, write_json, write_text
 
 
 def test_a_file_is_replaced_whole_or_left_as_it_is(tmp_path: Path) -> None:
@@ -20,6 +20,21 @@ def test_a_file_is_replaced_whole_or_left_as_it_is(tmp_path: Path) -> None:
         write_json(path, {"b": "\ud800"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"é": 1}
     assert list(tmp_path.iterdir()) == [path], "nothing is left aside"
+
+
+def test_no_file_takes_the_place_of_a_device_or_a_pipe(tmp_path: Path) -> None:
+    master, terminal = os.openpty()
+    try:
+        write_text(Path(os.ttyname(terminal)), "whole\n")
+        assert Path(os.ttyname(terminal)).is_char_device()
+        assert os.read(master, 100).split() == [b"whole"]
+    finally:
+        os.close(master)
+        os.close(terminal)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is no file"):
+        write_text(tmp_path / "pipe", "x")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_only_plain_files_inside_the_folder_are_opened(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -23,10 +24,18 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
     """Writes a file whole or not at all.
 
     Args:
-        path: Replaced if it exists.
+        path: Replaced if it is a file; a character device such as a terminal or /dev/null is written to and stays one.
         text: Written as UTF-8.
         sync: Forces it to disk.
+
+    Raises:
+        OSError: It cannot be written, or is a pipe, a socket or a disk, which a file may not take the place of.
     """
+    if (mode := _special_mode(path)) is not None:
+        if not stat.S_ISCHR(mode):
+            raise OSError(errno.EINVAL, "is no file", str(path))
+        path.write_text(text, encoding="utf-8")
+        return
     # Ranks of several machines may write one file at once, where neither process id nor host name is unique.
     partial = path.parent / f".{path.name}.{secrets.token_hex(8)}"  # with_name refuses "." and "/", which are folders
     try:
@@ -39,6 +48,15 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _special_mode(path: Path) -> int | None:
+    """The mode of what lies at a path and is neither a file nor a folder; None for these and for nothing."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # writing says why, where it matters
+        return None
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else mode
 
 
 def write_json(
