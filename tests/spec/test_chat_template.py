@@ -65,6 +65,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ("{% frobnicate %}", "unknown tag 'frobnicate'"),
         ("{% generation %}{{ messages }}", "line 1: Unexpected end of template"),
         ("{{ messages | shout }}", "No filter named 'shout'"),
+        ("{% break %}", "'break' outside loop"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deep"),
     ],
 )

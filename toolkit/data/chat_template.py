@@ -7,12 +7,20 @@ from typing import Any
 
 import jinja2
 
-from toolkit.errors import DataError
-from toolkit.spec.chat_template import CHATML, chat_template_problem, read_chat_template
+from toolkit.errors import DataError, raise_all
+from toolkit.spec.chat_template import CHATML, chat_template_problem, read_chat_template, template_problems
 from toolkit.spec.job import Data
 
 # A template is a program: what rendering one raises, by its own word (`raise_exception`) or by a slip in it.
-TEMPLATE_FAULTS = (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 def reason_of(error: BaseException) -> str:
@@ -34,13 +42,12 @@ def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -
     if name is None:
         return
     template = read_chat_template(name, base=base)
+    raise_all(DataError, template_problems(name, template))
     if name == CHATML and _begins_texts(tokenizer):  # apply_chat_template adds no mark by itself
         template = "{{ bos_token }}" + template
     tokenizer.chat_template = template
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    except jinja2.TemplateSyntaxError as error:
-        raise DataError(chat_template_problem(name, f"line {error.lineno}: {reason_of(error)}")) from None
     except RecursionError:
         raise DataError(chat_template_problem(name, "it is nested too deep")) from None
     except TEMPLATE_FAULTS:

@@ -157,6 +157,8 @@ def template_problems(name: str, text: str) -> list[Problem]:
         _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         return [chat_template_problem(name, f"line {error.lineno}: {(error.message or 'it is no Jinja').rstrip('.')}")]
+    except SyntaxError as error:  # Python's, of what Jinja makes of it, such as a break outside of a loop
+        return [chat_template_problem(name, error.msg)]
     except RecursionError:
         return [chat_template_problem(name, "it is nested too deep")]
     return []
