@@ -36,9 +36,8 @@ for stage in (0, 3, 2, 3):
 assert not any("mixtral" in name and "modeling" in name for name in sys.modules)
 for stage in (3, 3, 0):
     found["mixtral"].append(course(tiny_plan("mixtral", ranks=1, parallel={"zero_stage": stage})))
-wrong = tiny_plan(ranks=1, train={"method": "lora", "lora": {"target_modules": ["nothing"]}})
 try:
-    tk.initialize(wrong)
+    tk.initialize(tiny_plan(ranks=1, train={"method": "lora", "lora": {"target_modules": ["nothing"]}}))
 except tk.ToolkitError as error:
     found["codes"] = error.codes
 found["left after an error"] = not torch.distributed.is_initialized()
