@@ -170,7 +170,7 @@ ELSEWHERE = {
     ),
     "TOKENIZER_NOT_FOUND": "../emit/test_emit_commands.py",
     "TRAIN_NO_DATA": "../cli/test_cli_emit.py",
-    "ACCELERATE_FILE": "../deepspeed_spec/test_accelerate_config.py",
+    "ACCELERATE_FILE": "../deepspeed_spec/test_config_files.py",
     "PLAN_UNREADABLE": "test_plan.py",
     "EMIT_UNWRITABLE": "test_plan.py",
     "CONSUMER_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",

@@ -200,7 +200,16 @@ def test_what_came_into_a_job_past_its_checks_is_found_by_a_second_look():
     assert SMALL.checked().train.model_fields_set == SMALL.train.model_fields_set
 
 
-@pytest.mark.parametrize("wrong", [np.array([1, 2]), np.array(2), iter([]), iter([1]), {1, 2}], ids=repr)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(np.array([1, 2]), id="array"),
+        pytest.param(np.array(2), id="scalar"),
+        pytest.param(iter([]), id="empty-iterator"),
+        pytest.param(iter([1]), id="iterator"),
+        pytest.param({1, 2}, id="set"),
+    ],
+)
 def test_values_that_no_file_can_hold_are_problems_too(wrong: Any) -> None:
     with pytest.raises(SpecError) as caught:
         Data(train="a.jsonl", eval=wrong)
