@@ -132,6 +132,7 @@ def test_a_configuration_without_a_causal_model_is_refused() -> None:
         ("hidden_size", 17, "17"),
         ("tie_word_embeddings", None, "tie_word_embeddings"),
         ("dtype", "int9", "int9"),
+        ("dtype", [], "IndexError"),
     ],
 )
 def test_a_config_json_that_transformers_refuses_is_named(tmp_path: Path, key: str, value: Any, named: str) -> None:
