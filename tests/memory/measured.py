@@ -19,13 +19,13 @@ MODEL_TYPES = {"LlamaConfig": "llama", "Qwen2Config": "qwen2", "Qwen3Config": "q
 
 @cache
 def measured_runs() -> tuple[dict[str, Any], ...]:
-    """Gives the measured runs, without those of DeepSpeed's own AutoTP."""
+    """Return the measured runs, without those of DeepSpeed's own AutoTP."""
     lines = (Path(__file__).parents[1] / "data" / "h100.jsonl").read_text(encoding="utf-8").splitlines()
     return tuple(run for run in map(json.loads, lines) if not run["case"].get("autotp"))
 
 
 def plan_of(run: dict[str, Any], folder: Path) -> Plan:
-    """Gives the plan of a measured run; its config.json is written into `folder`."""
+    """Return the plan of a measured run; its config.json is written into `folder`."""
     model = dict(run["model"])
     name, config_class = model.pop("name"), model.pop("config_class")
     path = folder / name

@@ -53,7 +53,7 @@ def staged_job(
     deepspeed: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Job:
-    """Gives a job whose pipeline takes H100s, of one of the small models."""
+    """Return a job whose pipeline takes H100s, of one of the small models."""
     path = folder / "config.json"
     path.write_text(json.dumps(config_of(name, **(config or {})).to_dict()), encoding="utf-8")
     settings = {
@@ -77,7 +77,7 @@ def staged_job(
 
 
 def staged_plan(folder: Path, name: str = "llama", **values: Any) -> Plan:
-    """Gives the plan of such a job."""
+    """Return the plan of such a job."""
     return resolve(staged_job(folder, name, **values))
 
 
@@ -97,7 +97,7 @@ class Bare(Replay):
 
 
 def predicted(plan: Plan, pp_rank: int, *, traces: tuple[Trace, ...] | None = None) -> dict[str, int]:
-    """Gives the peaks of a rank's passes as the estimate has them, bytes."""
+    """Return the peaks of a rank's passes as the estimate has them, bytes."""
     trace = (traces or trace_ranks(plan, marks_modules=False))[pp_rank]
     return peaks_of(trace, engine_settings(plan), course_of(plan, pp_rank))
 

@@ -49,7 +49,7 @@ def job_of(*, model="llama-3.2-1b", gpu="h100-sxm-80gb", ranks=2, deepspeed=None
 
 
 def resolved(config, **job):
-    """Gives the plan and the configuration without "auto"."""
+    """Return the plan and the configuration without "auto"."""
     file = DeepSpeedFile(user=read_user_config(config))
     plan = Case.of(job_of(**job), file=file).plan()
     return plan, file.resolved(plan)

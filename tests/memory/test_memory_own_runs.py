@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def runs_of(name, num_gpus):
-    """Gives our runs of a file: what the file says of all, the row, the cards."""
+    """Return our runs of a file: what the file says of all, the row, the cards."""
     header, *rows = map(json.loads, (RESULTS / name).read_text(encoding="utf-8").splitlines())
     return [(header, row, num_gpus) for row in rows if row.get("mode") == "toolkit"]
 

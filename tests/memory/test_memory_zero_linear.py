@@ -10,7 +10,7 @@ from toolkit.memory.zero_linear import inputs_kept
 
 
 def run(linear, *, frozen, bias):
-    """Gives the output, the gradients and the shapes of what was kept for them."""
+    """Return the output, the gradients and the shapes of what was kept for them."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, 3, 8, generator=generator, requires_grad=True)
     weight = torch.randn(5, 8, generator=generator).requires_grad_(not frozen)

@@ -116,7 +116,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str, **overrides: Any) -> PreTrainedConfig:
-    """Gives a configuration; `overrides` win."""
+    """Return a configuration; `overrides` win."""
     model_type = name.partition("-")[0]
     common = _COMMON
     if model_type == "gpt2":
@@ -134,7 +134,7 @@ def traced(name: str, way: str = "plain", *, all_layers: bool = False, **overrid
 
 
 def peaks(trace: Trace) -> dict[str, int]:
-    """Gives the highest level of each pass, gradients left out, bytes."""
+    """Return the highest level of each pass, gradients left out, bytes."""
     account = Account()
     for phase, events in (("forward", trace.forward), ("backward", trace.backward)):
         account.enter(phase)

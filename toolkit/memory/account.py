@@ -54,7 +54,7 @@ class Account:
         self.total -= self._live.pop(cause, 0)
 
     def held(self, cause: str) -> int:
-        """Gives the live bytes of a cause."""
+        """Return the live bytes of a cause."""
         return self._live.get(cause, 0)
 
     @contextmanager
@@ -80,7 +80,7 @@ class Account:
             self._observe(self.total, ())
 
     def live(self) -> dict[str, int]:
-        """Gives what lives now, by cause."""
+        """Return what lives now, by cause."""
         return {cause: size for cause, size in self._live.items() if size}
 
     def _observe(self, level: int, extra: tuple[tuple[str, int], ...]) -> None:
@@ -95,5 +95,5 @@ class Account:
 
 
 def in_blocks(size: float) -> int:
-    """Gives what the allocator takes for `size` bytes: whole blocks."""
+    """Return what the allocator takes for `size` bytes: whole blocks."""
     return -(-int(size) // BLOCK_BYTES) * BLOCK_BYTES

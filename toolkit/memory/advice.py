@@ -90,7 +90,7 @@ class Saving:
     tight: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the saving as a JSON object; `set` is what `--set` takes."""
+        """Return the saving as a JSON object; `set` is what `--set` takes."""
         return {
             "change": self.text,
             "set": {key: self.change.values[key] for key in self.change.shown},
@@ -106,7 +106,7 @@ class Saving:
 def find_savings(
     estimator: Estimator, case: Case, *, plan: Plan, report: MemoryReport, at_most: int = 3
 ) -> tuple[Saving, ...]:
-    """Gives the changes that save most of a card's memory: those that make the job fit first, then the largest.
+    """Return the changes that save most of a card's memory: those that make the job fit first, then the largest.
 
     Args:
         plan: What the case resolved to.
@@ -162,7 +162,7 @@ def _fits_cheaply(savings: Iterable[Saving]) -> bool:
 
 
 def _bound(change: Change, report: MemoryReport) -> float:
-    """Gives what a change can save at most, bytes: of one to the passes, all that they hold at the peak, and its slack."""
+    """Return what a change can save at most, bytes: of one to the passes, all that they hold at the peak, and its slack."""
     if change.kind not in _TRACED_KINDS:
         return math.inf
     rank = report.fullest
@@ -206,7 +206,7 @@ def _is_idle(change: Change, plan: Plan, report: MemoryReport) -> bool:
 def _largest_that_fits(
     estimator: Estimator, case: Case, pinned: Case, *, plan: Plan, report: MemoryReport, smallest: Saving
 ) -> Saving:
-    """Gives the largest micro batch that makes the job fit, where one of one sequence does.
+    """Return the largest micro batch that makes the job fit, where one of one sequence does.
 
     Memory grows about linearly with the micro batch: on that line the largest two are estimated, and one has to fit.
     """
@@ -224,7 +224,7 @@ def _largest_that_fits(
 
 
 def candidates(plan: Plan) -> Iterator[Change]:
-    """Gives every change that leaves the task as it is: the model, the sequence and the global batch."""
+    """Yield every change that leaves the task as it is: the model, the sequence and the global batch."""
     settings = plan.settings
     if settings.gradient_checkpointing < 1:
         yield _one("checkpointing", "train.gradient_checkpointing", True)
@@ -264,7 +264,7 @@ def _kernel_packages(plan: Plan) -> Iterator[Change]:
 
 
 def _loss_bytes(report: MemoryReport) -> int:
-    """Gives the loss's part in the peak."""
+    """Return the loss's part in the peak."""
     rank = report.fullest
     return rank.phases[rank.limiting_phase].causes.get(LOSS, 0)
 
@@ -341,7 +341,7 @@ def _more_gpus(plan: Plan) -> Iterator[Change]:
 
 
 def _decided(plan: Plan, case: Case) -> dict[str, Any]:
-    """Gives what the plan decided, by key of the job."""
+    """Return what the plan decided, by key of the job."""
     settings, batch = plan.settings, plan.settings.batch
     decided: dict[str, Any] = {
         "train.per_device_train_batch_size": batch.micro,

@@ -63,12 +63,12 @@ class MeasuredRun:
         return self.device_used_bytes - self.reserved_bytes
 
     def errors(self) -> dict[str, float]:
-        """Gives predicted over measured, less one, of each phase and of the peak."""
+        """Return predicted over measured, less one, of each phase and of the peak."""
         phases = {phase: self.predicted[phase] / size - 1 for phase, size in self.measured.items() if size}
         return {"peak": max(self.predicted.values()) / max(self.measured.values()) - 1, **phases}
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the object that metrics.jsonl keeps."""
+        """Return the object that metrics.jsonl keeps."""
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
@@ -143,7 +143,7 @@ def read_run(path: Path) -> MeasuredRun:
 def learn(
     runs: Iterable[MeasuredRun], known: Mapping[str, Calibration], *, context_bytes: int
 ) -> dict[str, Calibration]:
-    """Gives what runs teach of each card, on top of what was known; the largest figure counts.
+    """Return what runs teach of each card, on top of what was known; the largest figure counts.
 
     Args:
         runs: Finished runs.

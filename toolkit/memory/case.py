@@ -71,7 +71,7 @@ class Case:
         )
 
     def changed(self, values: Mapping[str, Any]) -> Case:
-        """Gives the case with other values under dotted keys of the job; None leaves a key open.
+        """Return the case with other values under dotted keys of the job; None leaves a key open.
 
         Raises:
             SpecError: A key or a value is not one of a job.
@@ -155,7 +155,7 @@ class Outcome:
         return self.report is not None and self.report.tight
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the figures of a row as a JSON object."""
+        """Return the figures of a row as a JSON object."""
         report, plan = self.report, self.plan
         return {
             "fits": self.fits,
@@ -172,7 +172,7 @@ class Outcome:
 
 
 def value_text(value: Any) -> str:
-    """Gives a value of the job as a person writes it."""
+    """Return a value of the job as a person writes it."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(value_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -27,7 +27,7 @@ _HEADS = ("lm_head", "embed_out", "score", "classifier", "cls", "qa_outputs")
 
 
 def of_passes(causes: Mapping[str, int]) -> int:
-    """Gives how much of some causes a forward or backward pass holds, bytes; the rest is the engine's."""
+    """Return how much of some causes a forward or backward pass holds, bytes; the rest is the engine's."""
     names = (MODEL, LOSS, BACKWARD, EMBEDDINGS, RECEIVED, SENT)
     return sum(size for cause, size in causes.items() if cause in names or cause.startswith(LAYERS))
 

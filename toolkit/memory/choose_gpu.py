@@ -63,7 +63,7 @@ class Choice:
         return self.count.total * (self.gpu.memory_bytes or 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the choice as a JSON object; the counts are None where the job fits on none that were tried."""
+        """Return the choice as a JSON object; the counts are None where the job fits on none that were tried."""
         figures, fits = self.outcome.to_dict(), self.outcome.fits
         required, capacity = figures["required_bytes"], self.gpu.memory_bytes
         return {
@@ -138,7 +138,7 @@ def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[
 
 
 def counts(gpu: Gpu, *, tensor: int = 1, pipeline: int = 1) -> tuple[Count, ...]:
-    """Gives the counts that are tried, ascending: what one rents, as far as tensor groups of a size fill its machines.
+    """Return the counts that are tried, ascending: what one rents, as far as tensor groups of a size fill its machines.
 
     With stages, as far as each of them has as many cards.
 
@@ -156,7 +156,7 @@ def counts(gpu: Gpu, *, tensor: int = 1, pipeline: int = 1) -> tuple[Count, ...]
 
 
 def batch_on(plan: Plan, count: Count) -> Batch:
-    """Gives the batch of a job on so many cards: its global batch, or the nearest that its own micro batch allows.
+    """Return the batch of a job on so many cards: its global batch, or the nearest that its own micro batch allows.
 
     A micro batch that the job leaves open becomes smaller where that keeps the global batch.
     """

@@ -16,7 +16,7 @@ ROUNDS = 4
 
 
 def course_of(plan: Plan, pp_rank: int) -> Course:
-    """Gives what a rank of a plan's pipeline does in one step; of fewer micro-batches where these need as much."""
+    """Return what a rank of a plan's pipeline does in one step; of fewer micro-batches where these need as much."""
     settings = plan.settings
     schedule = build_schedule(
         settings.pipeline_schedule,
@@ -33,7 +33,7 @@ def course_of(plan: Plan, pp_rank: int) -> Course:
 
 
 def fewest(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
-    """Gives how many micro-batches show the memory of a step.
+    """Return how many micro-batches show the memory of a step.
 
     >>> fewest("1f1b", pp=4, micro_batches=64), fewest("interleaved", pp=4, micro_batches=64)
     (7, 16)
@@ -48,7 +48,7 @@ def fewest(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
 
 
 def course_of_evaluation(plan: Plan, pp_rank: int) -> Course:
-    """Gives what a rank does in an evaluation: one batch after the other goes through its chunks (engine/pipeline.py outputs)."""
+    """Return what a rank does in an evaluation: one batch after the other goes through its chunks (engine/pipeline.py outputs)."""
     schedule = Schedule(
         name="gpipe", pp=plan.grid.pp, micro_batches=STEADY, virtual_stages=plan.settings.virtual_stages, order=()
     )

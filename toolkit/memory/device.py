@@ -51,14 +51,14 @@ class Overhead:
 
 
 def workspace_bytes(capability: float) -> int:
-    """Gives the cuBLAS workspace of each thread that multiplies, bytes."""
+    """Return the cuBLAS workspace of each thread that multiplies, bytes."""
     return WORKSPACE_BYTES_HOPPER if capability >= 9.0 else WORKSPACE_BYTES
 
 
 def overhead(
     peak_allocated_bytes: int, *, num_communicators: int, allocator: Allocator, calibration: Calibration | None = None
 ) -> Overhead:
-    """Gives what a card must have beside the peak.
+    """Return what a card must have beside the peak.
 
     Args:
         peak_allocated_bytes: What torch allocates at most.

@@ -191,7 +191,7 @@ def tells_of_older(plan: Plan, traces: Traces) -> bool:
 
 
 def before_contraction(plan: Plan) -> Software:
-    """Gives the machine that trains with the last transformers whose Mamba-2 layers multiply their chunks out."""
+    """Return the machine that trains with the last transformers whose Mamba-2 layers multiply their chunks out."""
     return replace(Software.of(plan), transformers=MULTIPLIES_CHUNKS)
 
 

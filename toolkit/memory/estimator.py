@@ -99,7 +99,7 @@ class Estimator:
             return Outcome(plan=plan, problems=error.problems)
 
     def stages(self, plan: Plan) -> StageRequirements:
-        """Gives what the stages of a plan's pipeline need, under any cut."""
+        """Return what the stages of a plan's pipeline need, under any cut."""
         keeps_inputs = keeps_frozen_inputs(plan, engine_settings(plan))
         evaluated = None
         if plan.settings.eval_steps is not None:
@@ -197,7 +197,7 @@ class StageRequirements:
         return self._tracer.layers_are_alike
 
     def required_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Gives what the cards of a stage must have that holds the layers start … stop - 1."""
+        """Return what the cards of a stage must have that holds the layers start … stop - 1."""
         part = StagePart(chunks=(range(start, stop),), num_layers=sum(self._plan.settings.partition))
         key = stage, self._tracer.kind(part)
         if key not in self._known:

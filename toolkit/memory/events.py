@@ -241,7 +241,7 @@ def join(events: Iterable[Placed]) -> list[Placed]:
 
 
 def held(events: Iterable[Placed]) -> dict[str, int]:
-    """Gives what runs leave behind, by cause, bytes."""
+    """Return what runs leave behind, by cause, bytes."""
     level: dict[str, int] = {}
     for placed in events:
         if isinstance(placed.event, Run):
@@ -250,7 +250,7 @@ def held(events: Iterable[Placed]) -> dict[str, int]:
 
 
 def _after(first: Run, second: Run) -> Run:
-    """Gives two consecutive runs as one."""
+    """Return two consecutive runs as one."""
     net = dict(first.net)
     start = sum(net.values())
     peak_bytes, peak = first.peak_bytes, first.peak

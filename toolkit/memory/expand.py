@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def expand(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: bool) -> tuple[Placed, ...]:
-    """Gives the events of the whole model.
+    """Return the events of the whole model.
 
     Args:
         segments: Of the pruned model, in the order in which they ran.
@@ -52,7 +52,7 @@ def _stretch(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: 
 
 
 def _as_traced(segment: Segment, stacks: Sequence[Stack]) -> Iterator[Placed]:
-    """Gives a segment of a model whose layers were all traced."""
+    """Yield a segment of a model whose layers were all traced."""
     for event in segment.events:
         if isinstance(event, Release):
             yield _released(event, 1)
@@ -101,12 +101,12 @@ def _layers(
 
 
 def _placed(mark: Mark, stacks: Sequence[Stack], at: int | None, layer: int) -> Placed:
-    """Gives a mark its absolute name, which says all that its place among the traced layers did."""
+    """Return a mark its absolute name, which says all that its place among the traced layers did."""
     return Placed(replace(mark, place=None), _name(mark, stacks, at, layer))
 
 
 def _name(mark: Mark, stacks: Sequence[Stack], at: int | None, layer: int) -> str:
-    """Gives a mark's absolute name, where layer `layer` of stack `at` runs."""
+    """Return a mark's absolute name, where layer `layer` of stack `at` runs."""
     if mark.place is not None:
         stack = stacks[mark.place[0]]
         owner = f"{stack.prefix}.{stack.kept[mark.place[1]]}"
@@ -122,12 +122,12 @@ def _released(release: Release, times: int) -> Placed:
 
 
 def _count(birth: Owner, stacks: Sequence[Stack]) -> int:
-    """Gives how often the whole model allocates what the pruned one allocates once."""
+    """Return how often the whole model allocates what the pruned one allocates once."""
     return 1 if birth is None else stacks[birth[0]].count(birth[1])
 
 
 def expand_parameters(model: Any, stacks: Sequence[Stack]) -> tuple[Parameter, ...]:
-    """Gives the whole model's parameters in its own order: a layer's are those of the layer that stands for it."""
+    """Return the whole model's parameters in its own order: a layer's are those of the layer that stands for it."""
     shards = parameter_shards(model)
     named = ((name, _parameter(parameter, shards.get(name))) for name, parameter in model.named_parameters())
     return tuple(
@@ -136,17 +136,17 @@ def expand_parameters(model: Any, stacks: Sequence[Stack]) -> tuple[Parameter, .
 
 
 def expand_buffers(model: Any, stacks: Sequence[Stack]) -> int:
-    """Gives the bytes of the whole model's buffers."""
+    """Return the bytes of the whole model's buffers."""
     return sum(buffer.nbytes for _, buffer in _repeated(model.named_buffers(), stacks))
 
 
 def expand_paths(paths: Iterable[str], stacks: Sequence[Stack]) -> tuple[str, ...]:
-    """Gives the paths of modules in the whole model."""
+    """Return the paths of modules in the whole model."""
     return tuple(path.rstrip(".") for path, _ in _repeated(((path, None) for path in paths), stacks))
 
 
 def expand_host_copies(copies: Iterable[tuple[Owner, int]], stacks: Sequence[Stack]) -> tuple[int, ...]:
-    """Gives the bytes of each tensor that the whole model keeps on the host."""
+    """Return the bytes of each tensor that the whole model keeps on the host."""
     return tuple(size for owner, size in copies for _ in range(_count(owner, stacks)))
 
 

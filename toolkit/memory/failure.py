@@ -14,7 +14,7 @@ _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException"
 
 
 def trace_failed(error: BaseException, model: nn.Module | None, *, backward: bool = False) -> PlanError:
-    """Gives the problem of an exception that was raised while a model ran on fake tensors.
+    """Return the problem of an exception that was raised while a model ran on fake tensors.
 
     Args:
         error: As raised.
@@ -44,7 +44,7 @@ def trace_failed(error: BaseException, model: nn.Module | None, *, backward: boo
 
 
 def _deepest_module(error: BaseException, model: nn.Module) -> str:
-    """Gives the path and class of the innermost module whose forward pass was running."""
+    """Return the path and class of the innermost module whose forward pass was running."""
     names = {id(module): name for name, module in model.named_modules()}
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_locals.get("self")
@@ -55,7 +55,7 @@ def _deepest_module(error: BaseException, model: nn.Module) -> str:
 
 
 def unknown_architecture(error: Exception, name: str, *, trust_remote_code: bool) -> SpecError:
-    """Gives the problem of a configuration that transformers has no model for."""
+    """Return the problem of a configuration that transformers has no model for."""
     reason = error.problems[0].message if isinstance(error, SpecError) else (str(error).splitlines() or [""])[0]
     return SpecError.of(
         code="MODEL_CLASS",

@@ -46,7 +46,7 @@ def shard(model: Any, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = 
 
 
 def on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantized: bool) -> Any:
-    """Gives the pruned model storage on the fake device, then adapters, in the order of `modeling.build`."""
+    """Return the pruned model storage on the fake device, then adapters, in the order of `modeling.build`."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     checkpointed = [layer for layer in layers if layer.gradient_checkpointing]
     for layer in checkpointed:
@@ -84,7 +84,7 @@ def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def in_adapters(model: nn.Module, stack: Stack) -> Stack:
-    """Gives a stack's path inside adapters, which wrap the model."""
+    """Return a stack's path inside adapters, which wrap the model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and (name == stack.prefix or name.endswith(f".{stack.prefix}")):
             return replace(stack, prefix=name)

@@ -50,7 +50,7 @@ class HostReport:
 
 
 def pinned(size: float) -> int:
-    """Gives what torch page-locks for `size` bytes: the next power of two.
+    """Return what torch page-locks for `size` bytes: the next power of two.
 
     Source:
         aten/src/ATen/core/CachingHostAllocator.h: sizes are rounded by PowerOf2Ceil.
@@ -77,7 +77,7 @@ class HostMemory:
         self._observe()
 
     def free(self, cause: str, size: float) -> None:
-        """Gives pageable memory back to the system."""
+        """Releases pageable memory."""
         self._live[cause] -= int(size)
 
     @contextmanager

@@ -63,13 +63,13 @@ class Loading:
 
 
 def checkpoint_dtype(plan: Plan) -> Dtype:
-    """Gives the number format of a model's files: that of its config.json, else the run's."""
+    """Return the number format of a model's files: that of its config.json, else the run's."""
     dtype = getattr(model_config(plan).get_text_config(decoder=True), "dtype", None)
     return _NAMES.get(dtype, plan.settings.dtype) if isinstance(dtype, torch.dtype) else plan.settings.dtype
 
 
 def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
-    """Gives what each rank's `from_pretrained` holds.
+    """Return what each rank's `from_pretrained` holds.
 
     What is cast is cast by threads that run ahead of the merging, so that all of it may be there before the first of it goes.
 
@@ -102,7 +102,7 @@ def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
 
 
 def _distinct_layers(targets: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """Gives the weights of one of the layers that are alike, and how many those are; what lies around the layers is one more."""
+    """Yield the weights of one of the layers that are alike, and how many those are; what lies around the layers is one more."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, weight in targets.items():
         match = re.match(r".*?\.\d+\.", name)
@@ -120,7 +120,7 @@ def _distinct_layers(targets: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, 
 def _own_bytes(
     group: ConversionGroup, made: Mapping[str, Tensor], tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> int:
-    """Gives the bytes of the model's tensors that are no pages of the file."""
+    """Return the bytes of the model's tensors that are no pages of the file."""
     if group.converter is None and tensors[group.keys[0]].dtype == targets[group.name].dtype:
         return 0
     return sum(value.numel() * targets[name].itemsize for name, value in made.items() if name in targets)
@@ -129,7 +129,7 @@ def _own_bytes(
 def _freed(
     group: ConversionGroup, made: Mapping[str, Tensor], tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> Iterator[int]:
-    """Gives the blocks that a conversion makes and frees: the cast tensors of the files, and what lies between two operations."""
+    """Yield the blocks that a conversion makes and frees: the cast tensors of the files, and what lies between two operations."""
     if group.converter is None:
         return
     itemsize = targets[group.name].itemsize

@@ -25,7 +25,7 @@ def host_report(
     ranks: Sequence[RankReport],
     loaded: Loading | None = None,
 ) -> HostReport:
-    """Gives the host memory of the fullest node.
+    """Return the host memory of the fullest node.
 
     Args:
         plan: What will run.

@@ -55,7 +55,7 @@ def replay_stage12(memory: HostMemory, trace: Trace, settings: EngineSettings) -
 
 
 def _accumulated(trace: Trace, settings: EngineSettings) -> list[int]:
-    """Gives the sizes of the gradients that the fullest rank adds up: those of the parameters that touch its partition."""
+    """Return the sizes of the gradients that the fullest rank adds up: those of the parameters that touch its partition."""
     trainable = [parameter for parameter in trace.parameters if parameter.trainable]
     partition = partition_numel(sum(parameter.numel for parameter in trainable), settings.dp_size)
     held: dict[int, list[int]] = {}
@@ -140,7 +140,7 @@ def _make_optimizer_state(memory: HostMemory, engine: Stage3, settings: EngineSe
 
 
 def _holder(memory: HostMemory, pins: bool) -> Callable[[str, float], None]:
-    """Gives what makes a buffer that stays: pageable, or filled there and then copied into a page-locked block."""
+    """Return what makes a buffer that stays: pageable, or filled there and then copied into a page-locked block."""
 
     def hold(cause: str, size: float) -> None:
         if not pins:

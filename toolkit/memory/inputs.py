@@ -35,7 +35,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def auto_class(task: Task) -> Any:
-    """Gives the class of transformers that builds a task's model."""
+    """Return the class of transformers that builds a task's model."""
     return {
         "causal-lm": AutoModelForCausalLM,
         "sequence-classification": AutoModelForSequenceClassification,
@@ -104,7 +104,7 @@ def loss_of(
     *,
     tp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Gives the loss that the engine differentiates: ours for causal language models, else the model's own.
+    """Return the loss that the engine differentiates: ours for causal language models, else the model's own.
 
     Args:
         task: What the model does.

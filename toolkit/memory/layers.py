@@ -37,7 +37,7 @@ class Stack:
         return len(self.stands_for)
 
     def count(self, position: int) -> int:
-        """Gives how many layers a traced one represents; 0 if it only gives others their neighbour."""
+        """Return how many layers a traced one represents; 0 if it only gives others their neighbour."""
         return self.stands_for.count(position)
 
 
@@ -64,14 +64,14 @@ def find_stacks(model: nn.Module, *, all_layers: bool = False, only: str | None 
 
 
 def kinds_of(model: nn.Module, layers: nn.ModuleList) -> list[Hashable]:
-    """Gives what tells the layers of a list apart: their structure, and what the configuration's lists say of them."""
+    """Return what tells the layers of a list apart: their structure, and what the configuration's lists say of them."""
     numbering = _numbering(layers)
     types = layer_types(model, len(layers))
     return [(_structure(layer, numbering), types[index]) for index, layer in enumerate(layers)]
 
 
 def shorten(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Gives few layers among which every layer finds its like between like neighbours.
+    """Return few layers among which every layer finds its like between like neighbours.
 
     The kept layers are the original sequence with loops cut out: what lies between two layers that are alike, with
     like neighbours, can go if nothing in it is seen there for the first time.
@@ -122,14 +122,14 @@ def prune(model: nn.Module, stacks: Sequence[Stack]) -> None:
 
 
 def _config_of(model: nn.Module, path: str) -> Any:
-    """Gives the configuration of the innermost module around a path that has one."""
+    """Return the configuration of the innermost module around a path that has one."""
     parts = path.split(".")
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     return next((module.config for module in reversed(around) if hasattr(module, "config")), None)
 
 
 def _layer_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Gives the outermost lists of layers that transformers can checkpoint."""
+    """Yield the outermost lists of layers that transformers can checkpoint."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2 or name.startswith(tuple(inside)):
@@ -151,7 +151,7 @@ def _numbering(layers: nn.ModuleList) -> Numbering:
 
 
 def _plain(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Gives the plain attributes of a layer's modules."""
+    """Yield the plain attributes of a layer's modules."""
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, bool | int | float | str) and name != "training":
@@ -180,13 +180,13 @@ def _select(config: Any, stack: Stack) -> None:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Gives the distinct configuration objects of a model's modules."""
+    """Return the distinct configuration objects of a model's modules."""
     found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return list(found.values())
 
 
 def layer_types(model: nn.Module, count: int) -> list[tuple[str, ...]]:
-    """Gives what the configuration's lists say of each layer."""
+    """Return what the configuration's lists say of each layer."""
     lists = [
         value
         for config in _configs(model)

@@ -76,7 +76,7 @@ def replaced_kernels(model: nn.Module, software: Software) -> Iterator[Recurrenc
 
 
 def _fallback(value: Any) -> tuple[Callable[..., Any], str, str] | None:
-    """Gives the PyTorch code of a function that may be another package's, its name there and the package; None for all others."""
+    """Return the PyTorch code of a function that may be another package's, its name there and the package; None for all others."""
     while isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
         around = _closed_over(value)
         package = around.get("package")
@@ -88,7 +88,7 @@ def _fallback(value: Any) -> tuple[Callable[..., Any], str, str] | None:
 
 
 def _closed_over(function: FunctionType) -> dict[str, Any]:
-    """Gives what a function has from the one around it; a cell may be empty, as after torch.compile's imports."""
+    """Return what a function has from the one around it; a cell may be empty, as after torch.compile's imports."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
@@ -128,7 +128,7 @@ def multiplied_out() -> Iterator[None]:
 
 
 def _multiply_out(equation: str, first: Tensor, second: Tensor) -> Tensor:
-    """Gives a contraction of two tensors by way of their product.
+    """Return a contraction of two tensors by way of their product.
 
     >>> left, right = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
     >>> torch.equal(_multiply_out("ij,jk->ik", left, right), left @ right)

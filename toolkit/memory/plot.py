@@ -149,7 +149,7 @@ def plot_heat_map(
 
 
 def new_figure(*, width: float, height: float) -> Figure:
-    """Gives an empty figure; sizes in inches."""
+    """Return an empty figure; sizes in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -162,7 +162,7 @@ def _square(column: int, row: int, colour: str) -> Any:
 
 
 def _stacked(report: MemoryReport) -> dict[str, list[float]]:
-    """Gives GiB a phase for the largest causes of the fullest rank, and for the rest together."""
+    """Return GiB a phase for the largest causes of the fullest rank, and for the rest together."""
     phases = report.fullest.phases
     largest: dict[str, int] = {}
     for phase in phases.values():
@@ -225,7 +225,7 @@ td + td {{ text-align: right; font-variant-numeric: tabular-nums; }}
 
 
 def _svg(figure: Figure) -> str:
-    """Gives the picture as SVG: the same estimate gives the same text, without a date and with the same ids."""
+    """Return the picture as SVG: the same estimate gives the same text, without a date and with the same ids."""
     import matplotlib
 
     drawn = io.StringIO()

@@ -30,7 +30,7 @@ MAX_RANK_KINDS = 8
 
 
 def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., Replay]:
-    """Gives what wraps the optimizer; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
+    """Return what wraps the optimizer; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
     if strategy != "zero":
         return Ddp if strategy == "ddp" else Fsdp2
     if settings.zero_stage == 0:
@@ -47,7 +47,7 @@ def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Call
 def phases_of_ranks(
     plan: Plan, traces: Traces, settings: EngineSettings, *, evaluation: bool = False
 ) -> dict[tuple[int, int], dict[str, PhaseReport]]:
-    """Gives the peak of each phase by pipeline and data-parallel rank; of an engine that runs evaluations, its own phases."""
+    """Return the peak of each phase by pipeline and data-parallel rank; of an engine that runs evaluations, its own phases."""
     replayed: dict[tuple[int, Course | None], dict[int, dict[str, PhaseReport]]] = {}
     found: dict[tuple[int, int], dict[str, PhaseReport]] = {}
     for pp_rank, events in enumerate(traces):
@@ -87,7 +87,7 @@ def stage_required_bytes(
     tied: bool,
     calibration: Calibration | None = None,
 ) -> int:
-    """Gives what the cards of one pipeline rank must have, were its layers those that were traced.
+    """Return what the cards of one pipeline rank must have, were its layers those that were traced.
 
     Args:
         plan: What will run, under whatever cut.

@@ -28,9 +28,9 @@ FLA_CHUNK = 64
 # selective_scan.cpp keeps the state after each stretch of so many tokens.
 SCAN_STRETCH = 2048
 
-# Gives the result and what is saved for the backward pass; what is allocated beside them is gone when it returns.
+# Returns the result and what is saved for the backward pass; what is allocated beside them is gone when it returns.
 Forward: TypeAlias = Callable[..., tuple[Tensor, Sequence[Tensor]]]
-# Gives what lives beside the gradients, from what was saved and the gradient of the result.
+# Returns what lives beside the gradients, from what was saved and the gradient of the result.
 Backward: TypeAlias = Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]
 
 

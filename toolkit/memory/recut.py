@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def find_cut(estimator: Estimator, plan: Plan) -> tuple[int, ...] | None:
-    """Gives the layers of each stage under which all of them fit; None where no cut does, or the plan's own does.
+    """Return the layers of each stage under which all of them fit; None where no cut does, or the plan's own does.
 
     Chunks of virtual stages share a card, so that no chunk can be judged by itself: such pipelines are left as they are.
     """
@@ -49,7 +49,7 @@ class _Room:
         self._most: dict[int, int] = {}
 
     def bytes_of(self, stage: int, start: int, stop: int) -> float:
-        """Gives the bytes of a stage that holds the layers start … stop - 1; of like layers, too few or too many."""
+        """Return the bytes of a stage that holds the layers start … stop - 1; of like layers, too few or too many."""
         if not self._stages.layers_are_alike:
             return float(self._stages.required_bytes(stage, start, stop))
         if stage not in self._most:
@@ -57,7 +57,7 @@ class _Room:
         return 0.0 if stop - start <= self._most[stage] else 2.0 * self._capacity
 
     def _find_most(self, stage: int) -> int:
-        """Gives the most layers that a stage can hold, by bisection: more of them never take less."""
+        """Return the most layers that a stage can hold, by bisection: more of them never take less."""
         fits, fails = 0, self._num_layers - self._num_stages + 2
         while fails - fits > 1:
             middle = (fits + fails) // 2

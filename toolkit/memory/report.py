@@ -143,7 +143,7 @@ class MemoryReport:
         plot_report(self, Path(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the JSON object of `toolkit estimate --json`."""
+        """Return the JSON object of `toolkit estimate --json`."""
         return {
             "fits": self.fits,
             "fits_gpu": self.fits_gpu,

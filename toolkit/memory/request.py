@@ -44,7 +44,7 @@ from toolkit.spec.job import Fp8, Kernels, Lora, Loss, Packing
 
 @contextlib.contextmanager
 def tensor_group(size: int) -> Iterator[dist.ProcessGroup | None]:
-    """Gives a group of tensor ranks, beside any real groups of this process; None for one rank."""
+    """Yield a group of tensor ranks, beside any real groups of this process; None for one rank."""
     if size == 1:
         yield None
         return
@@ -367,7 +367,7 @@ def _size(tensor: torch.Tensor | None) -> int:
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Gives the modules that share a parameter with one that comes before them, and the parameter's name there."""
+    """Yield the modules that share a parameter with one that comes before them, and the parameter's name there."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)

@@ -49,7 +49,7 @@ class LoopedExperts:
         self._shares: Iterator[int] = iter(())
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Gives the result of an operation whose result depends on the routing; NotImplemented for any other."""
+        """Return the result of an operation whose result depends on the routing; NotImplemented for any other."""
         aten = torch.ops.aten
         if function is aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else next(self._shares, 0)
@@ -64,7 +64,7 @@ class LoopedExperts:
         return mask.new_empty((self._rows(mask.shape), mask.ndim), dtype=torch.int64)
 
     def _share_out(self, num_tokens: int, num_experts: int) -> Iterator[int]:
-        """Gives how many rows each expert gets, one expert after the other; what asks has to do with experts."""
+        """Yield how many rows each expert gets, one expert after the other; what asks has to do with experts."""
         rows = num_tokens * self._num_choices
         for expert in range(num_experts):
             self.asked = True
@@ -109,7 +109,7 @@ def collects_router_logits(config: PreTrainedConfig) -> bool:
 
 
 def _expert_counts(config: PreTrainedConfig) -> set[int]:
-    """Gives how many experts a layer chooses from, under whatever name."""
+    """Return how many experts a layer chooses from, under whatever name."""
     return {value for name, value in _numbers(config) if name.endswith("experts") and value > 1}
 
 

@@ -67,7 +67,7 @@ class Locator:
         self._stacks = stacks
 
     def __call__(self, path: str) -> tuple[int, int, str] | None:
-        """Gives stack, position among its traced layers and path inside the layer; None outside the layers."""
+        """Return stack, position among its traced layers and path inside the layer; None outside the layers."""
         for index, stack in enumerate(self._stacks):
             if path.startswith(f"{stack.prefix}."):
                 number, _, rest = path[len(stack.prefix) + 1 :].partition(".")
@@ -315,7 +315,7 @@ def _share(one: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:
-    """Gives the first floating-point tensor of nested arguments."""
+    """Return the first floating-point tensor of nested arguments."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf

@@ -99,7 +99,7 @@ class Dropout(torch.autograd.Function):
 
 
 def liger_stand_in(*, sums_in_place: bool) -> Callable[..., torch.Tensor]:
-    """Gives what stands for `toolkit.modeling.liger.liger_cross_entropy`.
+    """Return what stands for `toolkit.modeling.liger.liger_cross_entropy`.
 
     Args:
         sums_in_place: Whether the head's gradient is summed by products into it, rather than through a product of its

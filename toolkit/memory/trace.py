@@ -89,7 +89,7 @@ def stage_tracer(
     evaluation: bool = False,
     software: Software | None = None,
 ) -> StageTracer:
-    """Gives what traces the stages of a plan's model, whatever their cut; arguments and errors are those of `trace`."""
+    """Return what traces the stages of a plan's model, whatever their cut; arguments and errors are those of `trace`."""
     options = _options(
         plan,
         device=device,
@@ -124,7 +124,7 @@ def _options(
     evaluation: bool,
     software: Software | None,
 ) -> dict[str, Any]:
-    """Gives what `trace_model` takes of a plan, but for the model's configuration."""
+    """Return what `trace_model` takes of a plan, but for the model's configuration."""
     train, settings, data = plan.job.train, plan.settings, plan.job.data
     return {
         "task": "causal-lm",
@@ -266,7 +266,7 @@ def trace_model(
 def _requested(
     config: PreTrainedConfig, *, attention: str, device: Device, packing: Packing, tensor: int, **values: Any
 ) -> Iterator[tuple[PreTrainedConfig, Request]]:
-    """Gives a copy of a configuration and what traces it, where kernels are a card's and tensor ranks are there."""
+    """Yield a copy of a configuration and what traces it, where kernels are a card's and tensor ranks are there."""
     own = copy.deepcopy(config)
     own._attn_implementation = attention
     packed = packing == "separated"
@@ -311,7 +311,7 @@ class StageTracer:
         return self._traces[key]
 
     def kind(self, part: StagePart) -> Hashable:
-        """Gives what tells a rank's part apart: those of one kind need the same memory."""
+        """Return what tells a rank's part apart: those of one kind need the same memory."""
         return part.first, part.last, tuple(tuple(self._kinds[index] for index in chunk) for chunk in part.chunks)
 
     def _make(self, part: StagePart) -> Trace:
@@ -348,7 +348,7 @@ class StageTracer:
         return [index in chosen for index in range(part.num_layers)]
 
     def _read_layers(self) -> tuple[str, list[int], list[Hashable]]:
-        """Gives the path of the layers, a number for the kind of each, and what the configuration says of each."""
+        """Return the path of the layers, a number for the kind of each, and what the configuration says of each."""
         with self._requested() as (config, request):
             model = build_empty(config, request.task, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
             prefix = find_layers(model)

@@ -85,7 +85,7 @@ def trace_ranks(
 def engine_settings(
     plan: Plan, deepspeed_config: Mapping[str, Any] | None = None, *, built_partitioned: bool = True
 ) -> EngineSettings:
-    """Gives what the engine's memory depends on, from a DeepSpeed configuration or from the plan's own."""
+    """Return what the engine's memory depends on, from a DeepSpeed configuration or from the plan's own."""
     if deepspeed_config is not None:
         return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, built_partitioned=built_partitioned)
     settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, built_partitioned=built_partitioned)
@@ -99,7 +99,7 @@ def engine_settings(
 
 
 def capability(gpu: Gpu) -> float:
-    """Gives a card's CUDA compute capability; 8.0 for AMD's, which have flash attention too, and for CPU processes."""
+    """Return a card's CUDA compute capability; 8.0 for AMD's, which have flash attention too, and for CPU processes."""
     text = gpu.compute_capability or ""
     try:
         return float(text)

@@ -12,7 +12,7 @@ collectives: Any = torch.ops._c10d_functional
 
 
 class Answer(Protocol):
-    """Gives the result of an operation from its arguments; NotImplemented where it has nothing to say."""
+    """Return the result of an operation from its arguments; NotImplemented where it has nothing to say."""
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
 
@@ -36,7 +36,7 @@ def no_chance(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Gives collectives that write to their input, and the wait for one, the memory of their input, as they have it.
+    """Return collectives that write to their input, and the wait for one, the memory of their input, as they have it.
 
     Of `wait_tensor` fake tensors would make another one. On the host (but not on a card) ranks draw the seed of their own
     dropout.

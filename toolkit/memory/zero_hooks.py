@@ -30,7 +30,7 @@ def hook_modules(model: nn.Module, note: Note) -> list[Any]:
 
 
 def find_leaves(model: nn.Module) -> Iterator[str]:
-    """Gives the modules whose parameters, those of their children too, are gathered as one: no hook fires inside them.
+    """Yield the modules whose parameters, those of their children too, are gathered as one: no hook fires inside them.
 
     Source:
         deepspeed utils/z3_leaf_module.py set_z3_leaf_modules.

@@ -16,7 +16,7 @@ from toolkit.plan.rules.consumers import consumer_problems
 def accelerate_config(
     draft: Draft, *, deepspeed_config_file: str, main_process_ip: str | None = None
 ) -> dict[str, Any]:
-    """Gives the mapping; precision, accumulation and clipping live in the DeepSpeed file alone.
+    """Return the mapping; precision, accumulation and clipping live in the DeepSpeed file alone.
 
     Args:
         deepspeed_config_file: Path of the JSON for Accelerate scripts, as `accelerate launch` will open it.

@@ -86,7 +86,7 @@ def solve_batch(
 
 
 def default_micro(sequence_length: int) -> int:
-    """Gives the largest power of two of sequences that stays within the target tokens of a forward pass.
+    """Return the largest power of two of sequences that stays within the target tokens of a forward pass.
 
     >>> default_micro(2048), default_micro(8192)
     (2, 1)

@@ -15,7 +15,7 @@ def leaves_frozen_out(draft: Draft) -> bool:
 
 
 def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
-    """Gives the size of one checkpoint over all ranks, bytes.
+    """Return the size of one checkpoint over all ranks, bytes.
 
     Args:
         draft: Stage, precision and optimizer.
@@ -32,7 +32,7 @@ def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
 
 
 def written_bytes(draft: Draft, *, total: int, trainable: int) -> int:
-    """Gives the size of one checkpoint over all ranks, bytes, as `checkpoint_bytes` does where ranks hold different numbers.
+    """Return the size of one checkpoint over all ranks, bytes, as `checkpoint_bytes` does where ranks hold different numbers.
 
     Args:
         draft: Stage, precision and optimizer.
@@ -75,7 +75,7 @@ class DiskUse:
         return self.num_checkpoints * self.checkpoint_bytes + self.export_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the figures as a JSON object."""
+        """Return the figures as a JSON object."""
         return {
             "checkpoint_bytes": self.checkpoint_bytes,
             "num_checkpoints": self.num_checkpoints,
@@ -85,7 +85,7 @@ class DiskUse:
 
 
 def disk_use(draft: Draft, *, total: int, trainable: int) -> DiskUse:
-    """Gives what a run keeps on disk; arguments as those of `checkpoint_bytes`.
+    """Return what a run keeps on disk; arguments as those of `checkpoint_bytes`.
 
     Source:
         toolkit checkpoint/locate.py rotate: the oldest goes once the new one is whole; export/contents.py: all weights, or
@@ -105,7 +105,7 @@ def disk_use(draft: Draft, *, total: int, trainable: int) -> DiskUse:
 
 
 def foreseen_disk_use(draft: Draft) -> DiskUse | None:
-    """Gives the same from the model's dimensions alone; None where the architecture is unknown."""
+    """Return the same from the model's dimensions alone; None where the architecture is unknown."""
     own, trainable = draft.model.num_parameters, trainable_parameters(draft.job, draft.model)
     if own is None or trainable is None:
         return None

@@ -66,7 +66,7 @@ class Chooser:
         self.choices.append(Choice(key=key, value=value, source=source, reason=reason))
 
     def choose(self, key: str, given: T | None, default: T, reason: str, *, others: Sequence[T] = ()) -> T:
-        """Gives what the job says, or the default, and notes the reason.
+        """Return what the job says, or the default, and note the reason.
 
         Args:
             key: Dotted path as in the job file.
@@ -92,7 +92,7 @@ class Chooser:
 
 
 def other_defaults(others: Mapping[str, Sequence[Any]], problems: Iterable[Problem]) -> Iterator[dict[str, Any]]:
-    """Gives what to try in place of the defaults that problems speak of: one key changed, then two.
+    """Yield what to try in place of the defaults that problems speak of: one key changed, then two.
 
     A rule names the values that it refuses, as `<name>=<value>`, or names the key in its fix.
 

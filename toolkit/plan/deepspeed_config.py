@@ -18,7 +18,7 @@ Consumer = Literal["toolkit", "trainer", "accelerate"]
 
 
 def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
-    """Gives the configuration that `consumer` needs.
+    """Return the configuration that `consumer` needs.
 
     `toolkit` holds the optimizer, and no scheduler: ours knows the number of steps only once the data is read.
     `trainer` holds the same optimizer, equal to `TrainingArguments`. `accelerate` holds none: the script has one.
@@ -66,7 +66,7 @@ def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives `base` with the keys of `over` laid over it, section by section."""
+    """Return `base` with the keys of `over` laid over it, section by section."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)

@@ -19,12 +19,12 @@ SUB_GROUP_SIZE = 1_000_000_000
 
 
 def dp_size_of(job: Job) -> int:
-    """Gives the replicas of the model that a job trains; 1 where the ranks are too few, which a rule refuses."""
+    """Return the replicas of the model that a job trains; 1 where the ranks are too few, which a rule refuses."""
     return job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline) or 1
 
 
 def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
-    """Gives the stage and the reason for it, as a sentence's end."""
+    """Return the stage and the reason for it, as a sentence's end."""
     if job.parallel.strategy != "zero":
         stages = {"ddp": (0, "DDP replicates everything"), "fsdp2": (3, "FSDP2 shards everything")}
         return stages[job.parallel.strategy]

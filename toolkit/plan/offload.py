@@ -113,7 +113,7 @@ PROFILES: dict[str, OffloadProfile] = {
 
 
 def parameter_buffer_size(*, largest_parameter: int, num_parameters: int | None, dp_size: int) -> int:
-    """Gives the elements of an NVMe swap buffer: it must hold a rank's share of any parameter.
+    """Return the elements of an NVMe swap buffer: it must hold a rank's share of any parameter.
 
     DeepSpeed's default, or more where a parameter is larger; never more than a rank's share of the whole model, since
     five of them are locked into memory.
@@ -128,7 +128,7 @@ def parameter_buffer_size(*, largest_parameter: int, num_parameters: int | None,
 def offload_section(
     profile: OffloadProfile, *, ratio: float, nvme_path: str | None, pin_memory: bool, swap_buffer_size: int
 ) -> dict[str, Any]:
-    """Gives the offload keys of DeepSpeed's `zero_optimization`.
+    """Return the offload keys of DeepSpeed's `zero_optimization`.
 
     Args:
         ratio: Share of the optimizer state on the CPU, used by the partial profile.

@@ -24,5 +24,5 @@ STATE_BYTES: dict[Optimizer, int] = {name: MASTER_BYTES + math.ceil(size) for na
 
 
 def moment_bytes(train: Train) -> float:
-    """Gives the bytes of moments a parameter; SGD has none without momentum."""
+    """Return the bytes of moments a parameter; SGD has none without momentum."""
     return 0 if train.optimizer == "sgd" and not train.momentum else MOMENT_BYTES[train.optimizer]

@@ -12,7 +12,7 @@ from toolkit.spec.parameters import count_parameters
 
 
 def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int, virtual_stages: int) -> tuple[int, ...]:
-    """Gives the decoder layers of each stage, first to last; empty without a pipeline, or where stages outnumber layers.
+    """Return the decoder layers of each stage, first to last; empty without a pipeline, or where stages outnumber layers.
 
     Args:
         job: Names the stages and the way to balance them.
@@ -37,7 +37,7 @@ def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int, virtua
 
 
 def operations(model: ModelSpec, *, sequence_length: int) -> tuple[list[float], float]:
-    """Gives the multiplications of each layer for one token, and of the head; those of like layers where they are not known."""
+    """Return the multiplications of each layer for one token, and of the head; those of like layers where they are not known."""
     counted = count_parameters(model.config)
     if counted is None:
         return [1.0] * model.num_hidden_layers, 0.0

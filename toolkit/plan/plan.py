@@ -77,7 +77,7 @@ class Plan(Draft):
 
     @checks_arguments
     def deepspeed_config(self, consumer: Consumer = "toolkit") -> dict[str, Any]:
-        """Gives DeepSpeed's JSON.
+        """Return DeepSpeed's JSON.
 
         Args:
             consumer: `toolkit`: for our engine; `trainer`: for `transformers.Trainer`; `accelerate`: for a plain Accelerate
@@ -95,13 +95,13 @@ class Plan(Draft):
         deepspeed_config_file: str | Path = "deepspeed-accelerate.json",
         main_process_ip: str | None = None,
     ) -> dict[str, Any]:
-        """Gives the YAML of `accelerate launch --config_file`, as a mapping; several nodes need `main_process_ip`."""
+        """Return the YAML of `accelerate launch --config_file`, as a mapping; several nodes need `main_process_ip`."""
         return accelerate_config(
             self, deepspeed_config_file=str(deepspeed_config_file), main_process_ip=main_process_ip
         )
 
     def training_arguments(self) -> dict[str, Any]:
-        """Gives keyword arguments of `transformers.TrainingArguments`, DeepSpeed's configuration included."""
+        """Return keyword arguments of `transformers.TrainingArguments`, DeepSpeed's configuration included."""
         return training_arguments(self)
 
     def explain(self) -> str:
@@ -127,7 +127,7 @@ class Plan(Draft):
         return _FP8 + ("" if self.job.train.torch_compile else _UNFUSED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives a JSON object that `from_dict` reads back into an equal plan."""
+        """Return a JSON object that `from_dict` reads back into an equal plan."""
         return {
             "schema_version": SCHEMA_VERSION,
             "job": self.job.model_dump(mode="json", exclude_unset=True, warnings=False),
@@ -139,7 +139,7 @@ class Plan(Draft):
         }
 
     def to_json(self) -> str:
-        """Gives the text of plan.json, after reading it back into an equal plan.
+        """Return the text of plan.json, after reading it back into an equal plan.
 
         Raises:
             SpecError: The job holds a value that no job file could.
@@ -154,7 +154,7 @@ class Plan(Draft):
         return text
 
     def checked(self) -> Plan:
-        """Gives an equal plan, read back from what `to_json` writes; raises as it does."""
+        """Return an equal plan, read back from what `to_json` writes; raises as it does."""
         return Plan.from_dict(parse_json(self.to_json()))
 
     @classmethod

@@ -37,7 +37,7 @@ def _line(of_names: Sequence[Sequence[Problem]]) -> str:
 
 
 def _reason(problem: Problem, *, anonymous: bool) -> str:
-    """Gives the first clause of a problem, which says what of the job is ours alone."""
+    """Return the first clause of a problem, which says what of the job is ours alone."""
     reason = problem.message.partition(": ")[0]
     for name in NAMES.values() if anonymous else ():
         reason = reason.replace(name, "either")

@@ -117,7 +117,7 @@ def _close(job: Job, model: ModelSpec, gpu: Gpu) -> _Closed:
 def _better(
     job: Job, model: ModelSpec, gpu: Gpu, best: _Closed, instead: Mapping[str, Instead]
 ) -> tuple[dict[str, Any], _Closed] | None:
-    """Gives the change of defaults that leaves the fewest problems; None where none leaves fewer."""
+    """Return the change of defaults that leaves the fewest problems; None where none leaves fewer."""
     found = None
     for changed in other_defaults(best.chooser.others, best.problems):
         if found is not None and (len(changed) > len(found[0]) or not found[1].problems):
@@ -156,7 +156,7 @@ def _one_spelling(job: Job) -> Job:
 
 
 def with_torch_adam(plan: Plan, reason: str) -> Plan:
-    """Gives a plan in which torch's AdamW steps in place of DeepSpeed's, with all that follows from it.
+    """Return a plan in which torch's AdamW steps in place of DeepSpeed's, with all that follows from it.
 
     Args:
         plan: One whose job leaves the optimizer open, or names DeepSpeed's.
@@ -300,13 +300,13 @@ def _default_precision(job: Job, gpu: Gpu) -> tuple[Precision, str]:
 
 
 def _plain_precisions(job: Job, gpu: Gpu) -> tuple[Precision, ...]:
-    """Gives what may stand in for fp8, of which a section speaks. No other precision changes unasked: 16 bit and 32 differ."""
+    """Return what may stand in for fp8, of which a section speaks. No other precision changes unasked: 16 bit and 32 differ."""
     plain: tuple[Precision, ...] = ("bf16", "fp16")
     return () if job.train.fp8 is None else tuple(precision for precision in plain if gpu.supports(precision))
 
 
 def _spoken_of(job: Job) -> tuple[Precision, str] | None:
-    """Gives the precision that another key of the job is about; None where no key is, or keys are of two."""
+    """Return the precision that another key of the job is about; None where no key is, or keys are of two."""
     if job.train.fp8 is not None:
         return "fp8", "train.fp8 says how it rounds"
     summed = job.train.gradient_accumulation_dtype
@@ -442,7 +442,7 @@ def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: 
 
 
 def _written(job: Job, key: str) -> int | None:
-    """Gives a size of the job's own DeepSpeed section, which wins over ours; the rules check it."""
+    """Return a size of the job's own DeepSpeed section, which wins over ours; the rules check it."""
     zero = job.deepspeed.get("zero_optimization")
     value = zero.get(key) if isinstance(zero, dict) else None
     return value if type(value) is int and value > 0 else None

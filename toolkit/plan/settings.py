@@ -109,7 +109,7 @@ class Settings:
         return self.gradient_accumulation_dtype == "fp32" and self.dtype != "fp32"
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives a JSON object; `from_dict` reads it back."""
+        """Return a JSON object; `from_dict` reads it back."""
         return asdict(self)
 
     @classmethod

@@ -50,7 +50,7 @@ class RankLayers:
 
 
 def layers_of_ranks(partition: Sequence[int], *, pp: int) -> tuple[RankLayers, ...]:
-    """Gives what each rank of a pipeline holds, first to last.
+    """Return what each rank of a pipeline holds, first to last.
 
     >>> [str(part) for part in layers_of_ranks((2, 2, 2, 1), pp=2)]
     ['embedding, layers 0-1, 4-5', 'layers 2-3, 6, norm, head']
@@ -64,7 +64,7 @@ def layers_of_ranks(partition: Sequence[int], *, pp: int) -> tuple[RankLayers, .
 
 
 def bubble_of(draft: Draft) -> float:
-    """Gives the share of a step in which the ranks of the job's pipeline idle, were all stages equal: 0 to 1."""
+    """Return the share of a step in which the ranks of the job's pipeline idle, were all stages equal: 0 to 1."""
     settings = draft.settings
     return bubble_fraction(
         settings.pipeline_schedule,
@@ -75,7 +75,7 @@ def bubble_of(draft: Draft) -> float:
 
 
 def describe_pipeline(draft: Draft) -> str:
-    """Gives stages, schedule and bubble of a job with a pipeline in a line."""
+    """Return stages, schedule and bubble of a job with a pipeline in a line."""
     pp, settings = draft.job.parallel.pipeline, draft.settings
     virtual = f" × {settings.virtual_stages} virtual" if settings.virtual_stages > 1 else ""
     count = settings.batch.accumulation
@@ -86,7 +86,7 @@ def describe_pipeline(draft: Draft) -> str:
 
 
 def describe_tensor(draft: Draft) -> str:
-    """Gives the ranks that share each layer of a job with tensor parallelism, and what they hold of a sequence, in a line."""
+    """Return the ranks that share each layer of a job with tensor parallelism, and what they hold of a sequence, in a line."""
     held = (
         "a piece of every sequence between the sharded layers (sequence_parallel)"
         if draft.settings.sequence_parallel
@@ -119,7 +119,7 @@ def bubble_warning(draft: Draft) -> Iterator[str]:
 def micro_batches_below(
     bubble: float, name: PipelineSchedule, *, pp: int, virtual_stages: int, at_least: int = 1
 ) -> int:
-    """Gives the fewest micro-batches of a step with which a schedule idles for less than a share of it.
+    """Return the fewest micro-batches of a step with which a schedule idles for less than a share of it.
 
     >>> micro_batches_below(0.2, "1f1b", pp=4, virtual_stages=1)
     13
@@ -131,7 +131,7 @@ def micro_batches_below(
 
 
 def _counts(partition: Sequence[int]) -> str:
-    """Gives the layers of all stages, as one number where they are alike."""
+    """Return the layers of all stages, as one number where they are alike."""
     alike = len(set(partition)) == 1
     counts = str(partition[0]) if alike else ", ".join(map(str, partition))
     return f"{counts} layer{'' if set(partition) == {1} else 's'}"

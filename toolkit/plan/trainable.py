@@ -42,7 +42,7 @@ def data_section_problems(job: Job) -> Iterator[Problem]:
 
 
 def tokenizer_source(job: Job, model: ModelSpec) -> str:
-    """Gives the hub id or folder that the tokenizer is read from; needs no transformers.
+    """Return the hub id or folder that the tokenizer is read from; needs no transformers.
 
     Raises:
         SpecError: TOKENIZER_NOT_FOUND when the job names dimensions only.

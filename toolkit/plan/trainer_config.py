@@ -28,7 +28,7 @@ LIGER_KERNELS = {
 
 
 def training_arguments(draft: Draft) -> dict[str, Any]:
-    """Gives the keyword arguments of the installed version, with the DeepSpeed configuration under `deepspeed`.
+    """Return the keyword arguments of the installed version, with the DeepSpeed configuration under `deepspeed`.
 
     Raises:
         PlanError: The plan cannot be carried by Trainer.
@@ -78,7 +78,7 @@ def _schedule_arguments(min_learning_rate_ratio: float | None) -> dict[str, Any]
 
 
 def checkpointing_argument() -> str:
-    """Gives the name by which the installed transformers knows `train.gradient_checkpointing`.
+    """Return the name by which the installed transformers knows `train.gradient_checkpointing`.
 
     Read from package metadata, which imports nothing. Where transformers is absent it is the older name, which every
     version 5 takes.

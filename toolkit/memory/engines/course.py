@@ -25,7 +25,7 @@ class Course:
     sums_in_fp32: bool = False
 
     def following_phases(self) -> list[str]:
-        """Gives for each action the phase that it leaves behind, that of the next compute, as the engine measures it."""
+        """Return for each action the phase that it leaves behind, that of the next compute, as the engine measures it."""
         found: list[str] = []
         phase = "backward"
         for action in reversed(self.actions):
@@ -35,7 +35,7 @@ class Course:
         return found[::-1]
 
     def most_held(self, sizes: Sequence[int]) -> int:
-        """Gives the most that is held at once, where each chunk holds `sizes` from its forward to its backward pass."""
+        """Return the most that is held at once, where each chunk holds `sizes` from its forward to its backward pass."""
         most = level = 0
         for action in self.actions:
             if isinstance(action, Forward):

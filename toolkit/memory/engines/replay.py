@@ -268,7 +268,7 @@ class Replay(ABC):
         self.end_backward(first=False, last=False)
 
     def _unseen_losses(self, course: Course) -> int:
-        """Gives the losses of the micro-batches that need not be followed."""
+        """Return the losses of the micro-batches that need not be followed."""
         followed = sum(isinstance(action, Forward) and action.chunk == 0 for action in course.actions)
         return max(0, course.num_micro_batches - followed) * sum(chunk.reported_bytes for chunk in self.trace.chunks)
 

@@ -19,12 +19,12 @@ ALIGNMENT = 2
 
 
 def partition_numel(numel: int, dp_size: int) -> int:
-    """Gives the elements of each rank's partition of a flat, aligned buffer."""
+    """Return the elements of each rank's partition of a flat, aligned buffer."""
     return -(-numel // (ALIGNMENT * dp_size)) * ALIGNMENT
 
 
 def owners(parameters: Iterable[Parameter], partition: int) -> Iterator[tuple[Parameter, range]]:
-    """Gives the ranks whose partitions each parameter touches, in the order of the flat buffer."""
+    """Yield the ranks whose partitions each parameter touches, in the order of the flat buffer."""
     offset = 0
     for parameter in parameters:
         end = offset + parameter.numel
@@ -33,7 +33,7 @@ def owners(parameters: Iterable[Parameter], partition: int) -> Iterator[tuple[Pa
 
 
 def gradient_bytes(trace: Trace, settings: EngineSettings) -> list[int]:
-    """Gives, for each rank, the bytes of the whole 16-bit gradients of the parameters that touch its partition."""
+    """Return, for each rank, the bytes of the whole 16-bit gradients of the parameters that touch its partition."""
     trainable = [parameter for parameter in trace.parameters if parameter.trainable]
     partition = partition_numel(sum(parameter.numel for parameter in trainable), settings.dp_size)
     found = [0] * settings.dp_size

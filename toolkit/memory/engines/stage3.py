@@ -314,7 +314,7 @@ class Stage3(Replay):
 
 
 def _gathered_by(module: str, leaves: Collection[str]) -> str:
-    """Gives the leaf around a module, else the module itself (parameter_offload.py iter_params, recurse=z3_leaf_module)."""
+    """Return the leaf around a module, else the module itself (parameter_offload.py iter_params, recurse=z3_leaf_module)."""
     parts = module.split(".")
     around = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return next((path for path in around if path in leaves), module)

@@ -23,7 +23,7 @@ LIGER_MODEL_TYPES = frozenset(
 
 
 def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
-    """Gives every reason for which `consumer` cannot carry the plan; none for `toolkit`."""
+    """Yield every reason for which `consumer` cannot carry the plan; none for `toolkit`."""
     if consumer == "toolkit":
         return
     name, train = NAMES[consumer], draft.job.train

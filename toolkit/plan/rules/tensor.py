@@ -65,7 +65,7 @@ def whole_heads(draft: Draft) -> Iterator[Problem]:
 
 
 def _inner_width(draft: Draft) -> tuple[str, int, int]:
-    """Gives the name and length of what the ranks share of a feed-forward layer, and what a rank's share is a multiple of."""
+    """Return the name and length of what the ranks share of a feed-forward layer, and what a rank's share is a multiple of."""
     model = draft.model
     if not model.num_experts:
         return "intermediate_size", model.intermediate_size, 1

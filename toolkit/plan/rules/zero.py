@@ -135,7 +135,7 @@ def offload_host_memory(draft: Draft) -> Iterator[Problem]:
 
 
 def offloaded_bytes(draft: Draft, trainable: int) -> float:
-    """Gives what a CPU profile puts into one node's RAM, bytes, before rounding and without the processes' own.
+    """Return what a CPU profile puts into one node's RAM, bytes, before rounding and without the processes' own.
 
     Master copy 4, moments 8, fp32 gradient 4, staging 2 a parameter, and 2 more with accumulation or offloaded
     parameters, shared by the ranks (deepspeed runtime/zero/stage_1_and_2.py, stage3.py).
