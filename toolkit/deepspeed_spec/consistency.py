@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from toolkit.deepspeed_spec.findings import Finding
+from toolkit.deepspeed_spec.findings import Finding, refused
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 
 _ERROR_CHECK = "deepspeed runtime/config.py _do_error_check"
@@ -21,15 +21,10 @@ def contradictions(keys: DeepSpeedConfig) -> Iterator[Finding]:
         yield from check(keys)
 
 
-def _refused(path: str, message: str, fix: str, source: str) -> Finding:
-    return Finding(code="DEEPSPEED_VALUE", path=path, message=message, fix=fix, outcome="refused", source=source)
-
-
 def _precisions(keys: DeepSpeedConfig) -> Iterator[Finding]:
     if keys.fp16.enabled and keys.bf16.enabled:
-        yield _refused(
-            "bf16.enabled", "=true and fp16.enabled=true", "Enable one of them", "deepspeed runtime/config.py"
-        )
+        source = "deepspeed runtime/config.py"
+        yield refused("bf16.enabled", "=true and fp16.enabled=true", "Enable one of them", source=source)
 
 
 def _dynamic_scale(keys: DeepSpeedConfig) -> Iterator[Finding]:
@@ -38,33 +33,33 @@ def _dynamic_scale(keys: DeepSpeedConfig) -> Iterator[Finding]:
         return
     for name, value in (("loss_scale_window", fp16.loss_scale_window), ("min_loss_scale", fp16.min_loss_scale)):
         if value <= 0:
-            yield _refused(
+            yield refused(
                 f"fp16.{name}",
                 f"={value} with loss_scale=0, which scales dynamically",
                 "Set it above 0",
-                "deepspeed runtime/precision_config.py DeepSpeedFP16Config",
+                source="deepspeed runtime/precision_config.py DeepSpeedFP16Config",
             )
 
 
 def _gradient_norm(keys: DeepSpeedConfig) -> Iterator[Finding]:
     zero = keys.zero_optimization
     if not zero.compute_grad_norm and zero.stage not in (1, 2):
-        yield _refused(
+        yield refused(
             "zero_optimization.compute_grad_norm",
             f"=false with stage={zero.stage}: only stages 1 and 2 can do without the norm",
             "Remove it",
-            _ZERO,
+            source=_ZERO,
         )
 
 
 def _partial_offload(keys: DeepSpeedConfig) -> Iterator[Finding]:
     zero = keys.zero_optimization
     if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1 and zero.stage != 3:
-        yield _refused(
+        yield refused(
             "zero_optimization.offload_optimizer.ratio",
             f"={zero.offload_optimizer.ratio:g} with stage={zero.stage}: only stage 3 offloads a part",
             "Set stage to 3, or ratio to 1",
-            _ZERO,
+            source=_ZERO,
         )
 
 
@@ -77,13 +72,13 @@ def _low_precision_master(keys: DeepSpeedConfig) -> Iterator[Finding]:
     }
     for path, is_on in switches.items():
         if is_on and stage == 0:
-            yield _refused(path, "=true with stage=0", "Set zero_optimization.stage to 1, 2 or 3", _ERROR_CHECK)
+            yield refused(path, "=true with stage=0", "Set zero_optimization.stage to 1, 2 or 3", source=_ERROR_CHECK)
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        yield _refused(
+        yield refused(
             "bf16.bf16_optimizer_states",
             "=true without bf16_master_weights_and_grads",
             "Set both, or neither",
-            _ERROR_CHECK,
+            source=_ERROR_CHECK,
         )
 
 
@@ -97,7 +92,7 @@ def _summed_gradients(keys: DeepSpeedConfig) -> Iterator[Finding]:
     }
     for name, is_there in beside.items():
         if is_there:
-            yield _refused("gradient_allreduce_op", f"=sum with {name}", "Set it to mean", _ERROR_CHECK)
+            yield refused("gradient_allreduce_op", f"=sum with {name}", "Set it to mean", source=_ERROR_CHECK)
 
 
 _CHECKS: tuple[Callable[[DeepSpeedConfig], Iterator[Finding]], ...] = (

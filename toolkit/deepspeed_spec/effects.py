@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.deepspeed_spec.facts import EngineFacts, OffloadDevice
-from toolkit.deepspeed_spec.findings import Finding
+from toolkit.deepspeed_spec.findings import Finding, ineffective
 from toolkit.deepspeed_spec.nested import has_path, lookup, subsection
 from toolkit.deepspeed_spec.schema import is_default
 
@@ -17,20 +17,12 @@ _SOURCE = "deepspeed runtime/engine.py _configure_zero_optimizer"
 
 # ZeRO stages whose optimizer takes the key; stage 3 alone takes the rest.
 _STAGES: Mapping[str, tuple[int, ...]] = {
-    "contiguous_gradients": (1, 2, 3),
-    "reduce_scatter": (1, 2, 3),
-    "reduce_bucket_size": (1, 2, 3),
-    "overlap_comm": (1, 2, 3),
-    "offload_optimizer": (1, 2, 3),
-    "zenflow": (1, 2, 3),
-    "load_from_fp32_weights": (1, 2, 3),
-    "allgather_bucket_size": (1, 2),
-    "round_robin_gradients": (1, 2),
-    "use_multi_rank_bucket_allreduce": (1, 2),
-    "ignore_unused_parameters": (1, 2),
-    "parameter_alignment": (1, 2),
-    "compute_grad_norm": (1, 2),
-    "elastic_checkpoint": (1, 2),
+    **dict.fromkeys(("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm"), (1, 2, 3)),
+    **dict.fromkeys(("offload_optimizer", "zenflow", "load_from_fp32_weights"), (1, 2, 3)),
+    **dict.fromkeys(("allgather_bucket_size", "round_robin_gradients", "use_multi_rank_bucket_allreduce"), (1, 2)),
+    **dict.fromkeys(
+        ("ignore_unused_parameters", "parameter_alignment", "compute_grad_norm", "elastic_checkpoint"), (1, 2)
+    ),
 }
 # Keys that mean something at every stage.
 _ALL_STAGES = ("stage", "legacy_stage1")
@@ -71,14 +63,8 @@ def ineffective_keys(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[
         path, equals, value = said.partition("=")
         if not facts.is_job and not equals and is_default(path, lookup(config, path)):
             continue  # a file often spells out what happens anyway
-        yield Finding(
-            code="DEEPSPEED_IGNORED",
-            path=path,
-            message=f"{equals}{value} has no effect with {because}",
-            fix=f"{fix}, or remove it" if fix else "Remove it",
-            outcome="other",
-            source=_SOURCE,
-        )
+        fix = f"{fix}, or remove it" if fix else "Remove it"
+        yield ineffective(path, because, fix, value=equals + value, source=_SOURCE)
 
 
 def _ineffective(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[tuple[str, str, str]]:
@@ -173,11 +159,8 @@ def _of_zero_key(
 
 
 def _readers(stages: tuple[int, ...]) -> str:
-    return (
-        f": only stage {stages[0]} reads it"
-        if len(stages) == 1
-        else f": only stages {' and '.join(map(str, stages))} read it"
-    )
+    said = "stage {} reads" if len(stages) == 1 else "stages {} read"
+    return f": only {said.format(' and '.join(map(str, stages)))} it"
 
 
 def _optimizer_of(facts: EngineFacts) -> str:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
+from toolkit.deepspeed_spec.effects import ineffective_keys
 from toolkit.deepspeed_spec.facts import EngineFacts
-from toolkit.deepspeed_spec.findings import Finding, Outcome
-from toolkit.deepspeed_spec.nested import lookup, subsection
+from toolkit.deepspeed_spec.findings import Finding, refused
+from toolkit.deepspeed_spec.schema import DeepSpeedConfig
+from toolkit.deepspeed_spec.validation import Reading
+from toolkit.deepspeed_spec.zero import OffloadOptimizer
 from toolkit.topology.grid import divisors, join
 
 # Adam swaps its master copy, two moments and the gradient at once (swap_tensor/partitioned_optimizer_swapper.py).
 _SWAPPED_TENSORS = 4
 
 
-def engine_findings(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
-    """Says what the engine would make of a configuration that its parser takes.
-
-    Args:
-        config: As `read_config` gave it.
-        facts: Of the run.
-    """
-    for check in _CHECKS:
-        yield from check(config, facts)
+def run_findings(reading: Reading, facts: EngineFacts) -> list[Finding]:
+    """Return what has no effect in a given run, and what its engine would make of the rest."""
+    engine = (finding for check in _CHECKS for finding in check(reading.keys, facts))
+    return [*ineffective_keys(reading.config, facts), *engine]
 
 
-def _scaled_reduction(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
+def _scaled_reduction(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
     """Prescaling and predivision need all-reduce: stages 2 and 3 assert it, stage 1 ignores them without it."""
-    stage, factor = facts.zero_stage, config.get("gradient_predivide_factor", 1.0)
-    predivided = isinstance(factor, int | float) and factor != 1
-    scatters = subsection(config, "zero_optimization").get("reduce_scatter", True)
-    if predivided and stage == 3 and factor == facts.dp_size:
+    stage, factor = facts.zero_stage, keys.gradient_predivide_factor
+    if factor != 1 and stage == 3 and factor == facts.dp_size:
         yield Finding(
             code="DEEPSPEED_PREDIVIDE",
             path="gradient_predivide_factor",
@@ -42,27 +38,27 @@ def _scaled_reduction(config: Mapping[str, Any], facts: EngineFacts) -> Iterator
             outcome="other",
             source="deepspeed runtime/zero/stage3.py __avg_scatter_contiguous_grads, _gradient_averaging_world_size",
         )
-    for path in ("prescale_gradients", "gradient_predivide_factor"):
-        is_on = predivided if path == "gradient_predivide_factor" else config.get(path) is True
-        if is_on and scatters is True and stage > 0 and not facts.uses_bf16_optimizer:
-            yield Finding(
-                code="DEEPSPEED_PRESCALE",
-                path=path,
-                message=" with reduce_scatter=true: stages 2 and 3 refuse it, stage 1 ignores it",
-                fix="Set zero_optimization.reduce_scatter to false, or remove it",
-                outcome="other" if stage == 1 else "refused",
-                source="deepspeed runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer",
-            )
+    if not keys.zero_optimization.reduce_scatter or stage == 0 or facts.uses_bf16_optimizer:
+        return
+    scaled = {"prescale_gradients": keys.prescale_gradients, "gradient_predivide_factor": factor != 1}
+    for path in (path for path, is_on in scaled.items() if is_on):
+        yield Finding(
+            code="DEEPSPEED_PRESCALE",
+            path=path,
+            message=" with reduce_scatter=true: stages 2 and 3 refuse it, stage 1 ignores it",
+            fix="Set zero_optimization.reduce_scatter to false, or remove it",
+            outcome="other" if stage == 1 else "refused",
+            source="deepspeed runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer",
+        )
 
 
-def _secondary_partition(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
+def _secondary_partition(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
     """The secondary partition of ZeRO++ divides the world; a larger one is cut without a word."""
-    path = "zero_optimization.zero_hpz_partition_size"
-    size, ranks = lookup(config, path), facts.num_ranks
-    if facts.zero_stage == 3 and isinstance(size, int) and size > 0 and ranks is not None and ranks % size:
+    size, ranks = keys.zero_optimization.zero_hpz_partition_size, facts.num_ranks
+    if facts.zero_stage == 3 and size > 0 and ranks is not None and ranks % size:
         yield Finding(
             code="DEEPSPEED_HPZ",
-            path=path,
+            path="zero_optimization.zero_hpz_partition_size",
             message=f"={size} does not divide the world of {ranks} ranks",
             fix=f"Set it to one of {join(divisors(ranks))}; the cards of a node are what it is meant for",
             outcome="other" if size > ranks else "refused",
@@ -70,21 +66,19 @@ def _secondary_partition(config: Mapping[str, Any], facts: EngineFacts) -> Itera
         )
 
 
-def _groups_of_neighbours(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
+def _groups_of_neighbours(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
     """hpZ and quantized gradients make groups of the world's neighbours, which may hold other shards or other layers."""
-    if not facts.split:
-        return
-    zero, shown = (
-        subsection(config, "zero_optimization"),
-        " and ".join(f"{name}={size}" for name, size in facts.split.items()),
-    )
-    without_groups = {"zero_hpz_partition_size": (None, 0, 1), "zero_quantized_gradients": (None, False)}
-    for name, values in without_groups.items():
-        if zero.get(name) not in values:
+    zero, sizes = keys.zero_optimization, " and ".join(f"{name}={size}" for name, size in facts.split.items())
+    grouped = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    for name, is_on in grouped.items():
+        if facts.split and is_on:
             yield Finding(
                 code="DEEPSPEED_GROUPS",
                 path=f"zero_optimization.{name}",
-                message=f"={str(zero[name]).lower()} with {shown}: DeepSpeed groups neighbouring ranks of the world, which need "
+                message=f"={str(getattr(zero, name)).lower()} with {sizes}: DeepSpeed groups neighbouring ranks of the world, which need "
                 "not hold the same part of the model here",
                 fix=f"Remove {name}, or set {' and '.join(f'parallel.{key}' for key in facts.split)} to 1",
                 outcome="refused",
@@ -92,11 +86,11 @@ def _groups_of_neighbours(config: Mapping[str, Any], facts: EngineFacts) -> Iter
             )
 
 
-def _cuda_kernels(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
+def _cuda_kernels(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
     """Quantized communication and GPUDirect storage are CUDA code."""
     wanted = ("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients", "aio.use_gds")
     for path in wanted if facts.on_cpu else ():
-        if lookup(config, path):
+        if attrgetter(path)(keys):
             yield Finding(
                 code="DEEPSPEED_CARD",
                 path=path,
@@ -107,9 +101,9 @@ def _cuda_kernels(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Fin
             )
 
 
-def _quantized_gradients(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
-    zero = subsection(config, "zero_optimization")
-    if facts.zero_stage == 3 and zero.get("zero_quantized_gradients") and zero.get("reduce_scatter") is False:
+def _quantized_gradients(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
+    zero = keys.zero_optimization
+    if facts.zero_stage == 3 and zero.zero_quantized_gradients and not zero.reduce_scatter:
         yield Finding(
             code="DEEPSPEED_QUANTIZED",
             path="zero_optimization.reduce_scatter",
@@ -120,15 +114,14 @@ def _quantized_gradients(config: Mapping[str, Any], facts: EngineFacts) -> Itera
         )
 
 
-def _swap_buffers(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
+def _swap_buffers(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
     """An NVMe swap needs a buffer for each state at once, and once more for each pipelined direction."""
-    optimizer = subsection(config, "zero_optimization.offload_optimizer")
     if facts.zero_stage != 3 or facts.optimizer_device != "nvme":
         return
-    pipelined = (optimizer.get("pipeline_read") is True) + (optimizer.get("pipeline_write") is True)
-    needed = _SWAPPED_TENSORS * (1 + pipelined)
-    count = optimizer.get("buffer_count", _SWAPPED_TENSORS)
-    if isinstance(count, int) and count < needed:
+    optimizer = keys.zero_optimization.offload_optimizer or OffloadOptimizer()
+    pipelined = optimizer.pipeline_read + optimizer.pipeline_write
+    needed, count = _SWAPPED_TENSORS * (1 + pipelined), optimizer.buffer_count
+    if count < needed:
         yield Finding(
             code="DEEPSPEED_BUFFERS",
             path="zero_optimization.offload_optimizer.buffer_count",
@@ -140,58 +133,51 @@ def _swap_buffers(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Fin
         )
 
 
-def _swap_folder(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
-    devices = {"offload_optimizer": facts.optimizer_device, "offload_param": facts.parameter_device}
-    for name, device in devices.items():
-        path = f"zero_optimization.{name}.nvme_path"
-        if not facts.is_job and facts.zero_stage == 3 and device == "nvme" and lookup(config, path) is None:
-            yield _fails(
-                path,
+def _swap_folder(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
+    """A job has its folder in the cluster's section, which a rule of its own asks for."""
+    zero = keys.zero_optimization
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if facts.zero_stage == 3 and section is not None and section.device == "nvme" and section.nvme_path is None:
+            yield refused(
+                f"zero_optimization.{name}.nvme_path",
                 " is left out with device=nvme: the engine fails on a path of None",
                 "Set it to a folder on a local NVMe disk",
                 source="deepspeed runtime/zero/stage3.py _configure_tensor_swapping",
             )
 
 
-def _aligned_bucket(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
-    path = "zero_optimization.allgather_bucket_size"
-    size = lookup(config, path)
-    if facts.zero_stage in (1, 2) and isinstance(size, int) and size % 2 and facts.uses_bf16_optimizer is False:
-        yield _fails(
-            path,
+def _aligned_bucket(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
+    size = keys.zero_optimization.allgather_bucket_size
+    if facts.zero_stage in (1, 2) and size % 2 and facts.uses_bf16_optimizer is False:
+        yield refused(
+            "zero_optimization.allgather_bucket_size",
             f"={size} (int) is not valid: stages 1 and 2 need an even size",
             f"Set it to {size + 1}",
             source="deepspeed runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer",
         )
 
 
-def _first_stage_1(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
-    path = "zero_optimization.legacy_stage1"
-    if lookup(config, path) and facts.zero_stage > 0:
-        yield _fails(
-            path,
+def _first_stage_1(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
+    if keys.zero_optimization.legacy_stage1 and facts.zero_stage > 0:
+        yield refused(
+            "zero_optimization.legacy_stage1",
             "=true: this DeepSpeed has no such optimizer any more",
             "Remove it",
             source="deepspeed runtime/engine.py _configure_zero_optimizer",
         )
 
 
-def _clipping_of_the_optimizer(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
-    path = "optimizer.params.max_grad_norm"
-    if lookup(config, path) is not None:
-        yield _fails(
-            path,
+def _clipping_of_the_optimizer(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
+    if keys.optimizer_params.get("max_grad_norm") is not None:
+        yield refused(
+            "optimizer.params.max_grad_norm",
             " is no parameter of an optimizer any more",
             "Set gradient_clipping instead",
             source="deepspeed runtime/engine.py _configure_basic_optimizer",
         )
 
 
-def _fails(path: str, message: str, fix: str, *, source: str, outcome: Outcome = "refused") -> Finding:
-    return Finding(code="DEEPSPEED_VALUE", path=path, message=message, fix=fix, outcome=outcome, source=source)
-
-
-_CHECKS: tuple[Callable[[Mapping[str, Any], EngineFacts], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[DeepSpeedConfig, EngineFacts], Iterator[Finding]], ...] = (
     _scaled_reduction,
     _secondary_partition,
     _groups_of_neighbours,

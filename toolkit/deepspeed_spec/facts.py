@@ -46,26 +46,8 @@ class EngineFacts:
     is_job: bool = False
 
     @classmethod
-    def of_config(
-        cls,
-        keys: DeepSpeedConfig,
-        *,
-        dtype: str | None,
-        num_ranks: int | None = None,
-        dp_size: int | None = None,
-        on_cpu: bool | None = None,
-        split: Mapping[str, int] | None = None,
-    ) -> EngineFacts:
-        """Reads them from a user's configuration.
-
-        Args:
-            keys: The configuration.
-            dtype: Training precision, None if it is "auto".
-            num_ranks: Of the run, if it is known.
-            dp_size: Data-parallel ranks, if they are known.
-            on_cpu: Whether the ranks are CPU processes, if it is known.
-            split: Sizes above 1 of the axes along which the model is split.
-        """
+    def of_config(cls, keys: DeepSpeedConfig, *, dtype: str | None) -> EngineFacts:
+        """Reads them from a user's configuration, which says nothing of the ranks; `dtype` is None if it is "auto"."""
         zero = keys.zero_optimization
         optimizer, parameters = (
             None if section is None or section.device == "none" else section.device
@@ -80,10 +62,6 @@ class EngineFacts:
             optimizer_device=optimizer,
             parameter_device=parameters,
             uses_bf16_optimizer=False if not candidate else None if dtype is None else dtype == "bf16",
-            num_ranks=num_ranks,
-            dp_size=dp_size,
-            on_cpu=on_cpu,
-            split=split or {},
             precision_words=f"precision={dtype}",
             accumulation_words=f"grad_accum_dtype={accumulation}",
             offload_words=f"offload_optimizer.device={optimizer or 'none'} and offload_param.device={parameters or 'none'}",

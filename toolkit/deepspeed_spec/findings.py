@@ -36,12 +36,19 @@ class Finding:
     source: str = "deepspeed runtime/config.py"
 
 
-def ineffective(path: str, because: str, fix: str, *, source: str = "deepspeed runtime/config.py") -> Finding:
-    """Says that a key has no effect."""
+def refused(path: str, message: str, fix: str, *, source: str) -> Finding:
+    """Says that DeepSpeed raises on a value."""
+    return Finding(code="DEEPSPEED_VALUE", path=path, message=message, fix=fix, outcome="refused", source=source)
+
+
+def ineffective(
+    path: str, because: str, fix: str, *, value: str = "", source: str = "deepspeed runtime/config.py"
+) -> Finding:
+    """Says that a key, or the `=value` that it has, has no effect."""
     return Finding(
         code="DEEPSPEED_IGNORED",
         path=path,
-        message=f" has no effect with {because}",
+        message=f"{value} has no effect with {because}",
         fix=fix,
         outcome="other",
         source=source,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.deepspeed_spec.effects import NEVER_READ, ineffective_keys
-from toolkit.deepspeed_spec.engine_checks import engine_findings
+from toolkit.deepspeed_spec.effects import NEVER_READ
+from toolkit.deepspeed_spec.engine_checks import run_findings
 from toolkit.deepspeed_spec.facts import EngineFacts
 from toolkit.deepspeed_spec.findings import Place
 from toolkit.deepspeed_spec.nested import is_inside, paths, without
 from toolkit.deepspeed_spec.schema import schema_paths
-from toolkit.deepspeed_spec.validation import read_config
+from toolkit.deepspeed_spec.validation import Reading, read_config
 from toolkit.errors import Problem
 
 # Keys that the job file sets, and where. A second home could disagree with the first.
@@ -108,21 +108,21 @@ def job_keys() -> Iterator[str]:
             yield path
 
 
-def check_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def check_section(section: Mapping[str, Any]) -> tuple[Reading, list[Problem]]:
     """Checks the keys of a section: each must exist, be of DeepSpeed's own type, and have no other home.
 
     Returns:
-        What is sound of it, one name for each key and DeepSpeed's own types; and what is wrong with the rest.
+        What DeepSpeed makes of what is sound; and what is wrong with the rest.
     """
     placed = sorted(path for path in set(paths(section)) if path in HOMES or path in UNSUPPORTED)
     reading = read_config(without(section, placed))
     problems = [_misplaced(path) for path in placed]
-    return reading.config, problems + [_PLACE.problem(finding) for finding in reading.findings]
+    return reading, problems + [_PLACE.problem(finding) for finding in reading.findings]
 
 
-def run_problems(config: Mapping[str, Any], facts: EngineFacts) -> list[Problem]:
+def run_problems(reading: Reading, facts: EngineFacts) -> list[Problem]:
     """Says which sound keys would have no effect in a job's run, or stop its engine."""
-    return [_PLACE.problem(found) for found in (*ineffective_keys(config, facts), *engine_findings(config, facts))]
+    return [_PLACE.problem(finding) for finding in run_findings(reading, facts)]
 
 
 def _misplaced(path: str) -> Problem:

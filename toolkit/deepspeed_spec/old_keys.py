@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.arguments import shown
 from toolkit.deepspeed_spec.fields import is_auto
-from toolkit.deepspeed_spec.findings import Finding, ineffective
+from toolkit.deepspeed_spec.findings import Finding, ineffective, refused
 from toolkit.deepspeed_spec.nested import has_path
 
 # runtime/config.py _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS: refused even when disabled.
@@ -99,12 +99,10 @@ def replace_deprecated(config: dict[str, Any]) -> Iterator[Finding]:
             continue
         value = zero.pop(old)
         if new in zero:
-            yield Finding(
-                code="DEEPSPEED_VALUE",
-                path=f"zero_optimization.{old}",
-                message=f"={shown(value)} with {new}, the key of today for the same",
-                fix="Remove it",
-                outcome="refused",
+            yield refused(
+                f"zero_optimization.{old}",
+                f"={shown(value)} with {new}, the key of today for the same",
+                "Remove it",
                 source="deepspeed runtime/config_utils.py _process_deprecated_field",
             )
         elif value:

@@ -112,6 +112,11 @@ class DeepSpeedConfig(LooseSection):
     comet: Comet = Field(default_factory=Comet)
     autotuning: Autotuning = Field(default_factory=Autotuning)
 
+    @property
+    def optimizer_params(self) -> Mapping[str, Any]:
+        """What goes to the optimizer's class, where the configuration has an optimizer."""
+        return (self.optimizer and self.optimizer.params) or {}
+
 
 # Other forms of keys above: DeepSpeed reads them as what they once were.
 OLD_KEYS: Mapping[str, str] = {"bfloat16": "bf16", "allgather_size": "zero_optimization.allgather_bucket_size"}

@@ -9,8 +9,7 @@ from typing import Any
 
 from toolkit.arguments import shown
 from toolkit.deepspeed_spec.accelerate_config import made_config
-from toolkit.deepspeed_spec.effects import ineffective_keys
-from toolkit.deepspeed_spec.engine_checks import engine_findings
+from toolkit.deepspeed_spec.engine_checks import run_findings
 from toolkit.deepspeed_spec.facts import EngineFacts
 from toolkit.deepspeed_spec.findings import Finding, Place
 from toolkit.deepspeed_spec.json_text import parse_object, read_text
@@ -97,7 +96,7 @@ def read_user_config(source: Mapping[str, Any] | str | Path) -> UserConfig:
         _open_stage(found) if found.path == _STAGE and found.code == "DEEPSPEED_AUTO" else found
         for found in reading.findings
     ]
-    effects = _run_findings(reading.config, EngineFacts.of_config(reading.keys, dtype=_dtype(reading.keys, filled)))
+    effects = run_findings(reading, EngineFacts.of_config(reading.keys, dtype=_dtype(reading.keys, filled)))
     raise_all(SpecError, _problems([*findings, *effects, *unpriced(reading.config)], place))
     config = reading.config
     for path in sorted(filled):
@@ -124,7 +123,7 @@ def notes_of_run(
         PlanError: With every key that DeepSpeed or its engine refuses in this run.
     """
     place, reading = Place(label=f"{user.name}: "), read_config(config)
-    effects = _run_findings(reading.config, facts(reading.keys))
+    effects = run_findings(reading, facts(reading.keys))
     raise_all(PlanError, _problems([*reading.findings, *effects], place))
     return (*user.reading_notes, *_notes(effects, place))
 
@@ -163,10 +162,6 @@ def _open_stage(finding: Finding) -> Finding:
     return replace(
         finding, message='="auto", which is 0 to DeepSpeed and 2 to Accelerate', fix="Write the stage", outcome="meant"
     )
-
-
-def _run_findings(config: Mapping[str, Any], facts: EngineFacts) -> list[Finding]:
-    return [*ineffective_keys(config, facts), *engine_findings(config, facts)]
 
 
 def _problems(findings: Iterable[Finding], place: Place) -> Iterator[Problem]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.deepspeed_spec.facts import EngineFacts
 from toolkit.deepspeed_spec.nested import auto_paths, with_value, without
+from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.user_file import UserConfig, notes_of_run, read_user_config
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.plan.deepspeed_config import merge
@@ -167,15 +167,16 @@ class DeepSpeedFile:
         Raises:
             PlanError: With every key that DeepSpeed or its engine refuses in this run.
         """
-        sizes = {"tensor": plan.job.parallel.tensor, "pipeline": plan.job.parallel.pipeline}
-        facts = partial(
-            EngineFacts.of_config,
-            dtype=plan.settings.dtype,
-            num_ranks=plan.job.cluster.num_ranks,
-            dp_size=plan.grid.dp,
-            on_cpu=plan.on_cpu,
-            split={name: size for name, size in sizes.items() if size > 1},
-        )
+
+        def facts(keys: DeepSpeedConfig) -> EngineFacts:
+            return replace(
+                EngineFacts.of_config(keys, dtype=plan.settings.dtype),
+                num_ranks=plan.job.cluster.num_ranks,
+                dp_size=plan.grid.dp,
+                on_cpu=plan.on_cpu,
+                split=plan.split,
+            )
+
         return notes_of_run(self.user, self.resolved(plan), facts=facts)
 
     def notes(self, plan: Plan, job: Job) -> tuple[str, ...]:

@@ -39,6 +39,12 @@ class Draft:
         return self.gpu.backend == "gloo"
 
     @property
+    def split(self) -> dict[str, int]:
+        """Sizes above 1 of the axes along which the model is split, by the job's names."""
+        sizes = {"tensor": self.job.parallel.tensor, "pipeline": self.job.parallel.pipeline}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
     def uses_torch_adam(self) -> bool:
         """Whether Adam is torch's own: asked for, or on CPU, where DeepSpeed's kernels would be compiled first."""
         optimizer = self.job.train.optimizer

@@ -151,8 +151,8 @@ def _one_spelling(job: Job) -> Job:
         return job
     from toolkit.deepspeed_spec.job_section import check_section
 
-    config, problems = check_section(job.deepspeed)
-    return job if problems else job.model_copy(update={"deepspeed": config})
+    reading, problems = check_section(job.deepspeed)
+    return job if problems else job.model_copy(update={"deepspeed": reading.config})
 
 
 def with_torch_adam(plan: Plan, reason: str) -> Plan:

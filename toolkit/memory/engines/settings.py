@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from toolkit.deepspeed_spec.loose_sections import Optimizer
+from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
 from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam
 from toolkit.plan.optimizer_state import MOMENT_BYTES
@@ -131,8 +131,8 @@ class EngineSettings:
             accumulation_steps=accumulation_steps,
             immediate_grad_update=keys.bf16.immediate_grad_update,
             adds_up_on_host=accumulation_steps > 1,
-            optimizer=_optimizer_kind(keys.optimizer),
-            momentum=bool(((keys.optimizer and keys.optimizer.params) or {}).get("momentum", 0.0)),
+            optimizer=_optimizer_kind(keys),
+            momentum=bool(keys.optimizer_params.get("momentum", 0.0)),
             # stage_1_and_2.py sets it under offload, whatever the file says.
             contiguous_gradients=zero.contiguous_gradients or (zero.stage in (1, 2) and optimizer.device != "none"),
             reduce_scatter=zero.reduce_scatter,
@@ -165,11 +165,11 @@ def _device(section: OffloadOptimizer | OffloadParam) -> Literal["cpu", "nvme"] 
     return None if section.device == "none" else section.device
 
 
-def _optimizer_kind(optimizer: Optimizer | None) -> OptimizerKind:
+def _optimizer_kind(keys: DeepSpeedConfig) -> OptimizerKind:
     """Names what runs for an optimizer section (engine.py _configure_basic_optimizer)."""
-    name = str((optimizer and optimizer.type) or "AdamW").lower()
+    name = str((keys.optimizer and keys.optimizer.type) or "AdamW").lower()
     if name == "lion":
         return "fused_lion"
     if name == "sgd":
         return "sgd"
-    return "torch_adamw" if ((optimizer and optimizer.params) or {}).get("torch_adam") else "fused_adam"
+    return "torch_adamw" if keys.optimizer_params.get("torch_adam") else "fused_adam"
