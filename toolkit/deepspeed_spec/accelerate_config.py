@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.deepspeed_spec.json_text import parse_object, read_text
+from toolkit.deepspeed_spec.json_text import KIND, parse_object
 from toolkit.deepspeed_spec.nested import subsection
 from toolkit.errors import SpecError
+from toolkit.spec.yaml_text import read_named
 
 # Keys of its section that become DeepSpeed's.
 _ZERO = (
@@ -58,7 +59,9 @@ def made_config(document: Mapping[str, Any], *, name: str) -> tuple[dict[str, An
         )
     _check_splits(document, name=name)
     file = section.get("deepspeed_config_file")
-    config = _of_section(section) if file is None else parse_object(read_text(Path(str(file))), name=str(file))
+    config = (
+        _of_section(section) if file is None else parse_object(read_named(Path(str(file)), kind=KIND), name=str(file))
+    )
     return _with_precision(config, document), tuple(_notes(section, name=name))
 
 

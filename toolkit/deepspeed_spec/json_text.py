@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from toolkit.errors import SpecError
-from toolkit.units import format_bytes
 
-# Bytes of a file that are read: a thousand times what configurations take, and /dev/zero ends.
-_MAX_FILE_BYTES = 16 * 2**20
-
-
-def read_text(path: Path) -> str:
-    """Reads a file of UTF-8 text.
-
-    Raises:
-        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE.
-    """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_FILE_BYTES + 1)
-        if len(raw) > _MAX_FILE_BYTES:
-            raise ValueError(f"it holds more than {format_bytes(_MAX_FILE_BYTES)}, and is no configuration")
-        return raw.decode("utf-8")
-    except FileNotFoundError:
-        raise SpecError.of(
-            code="FILE_NOT_FOUND", key=str(path), message=f"{path} does not exist", fix="Check the path"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise SpecError.of(
-            code="FILE_UNREADABLE",
-            key=str(path),
-            message=f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
-            fix="Name a DeepSpeed configuration: JSON text in UTF-8",
-        ) from None
+# What a file should be, for errors.
+KIND = "a DeepSpeed configuration: JSON"
 
 
 def parse_object(text: str, *, name: str) -> dict[str, Any]:

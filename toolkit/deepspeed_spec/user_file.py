@@ -12,14 +12,14 @@ from toolkit.deepspeed_spec.accelerate_config import made_config
 from toolkit.deepspeed_spec.engine_checks import run_findings
 from toolkit.deepspeed_spec.facts import EngineFacts
 from toolkit.deepspeed_spec.findings import Finding, Place
-from toolkit.deepspeed_spec.json_text import parse_object, read_text
+from toolkit.deepspeed_spec.json_text import KIND, parse_object
 from toolkit.deepspeed_spec.nested import auto_paths, with_value, without
 from toolkit.deepspeed_spec.priced import unpriced
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
 from toolkit.errors import PlanError, Problem, SpecError, one_line, raise_all
 from toolkit.spec.accelerate_file import is_accelerate_file
-from toolkit.spec.yaml_text import parse_yaml
+from toolkit.spec.yaml_text import parse_yaml, read_named
 
 # What messages call a configuration that is no file.
 UNNAMED = "deepspeed_config"
@@ -132,7 +132,7 @@ def _read(source: object) -> tuple[str, dict[str, Any], tuple[str, ...]]:
     """Return the name of a source, what it says, and notes of how it was read."""
     if isinstance(source, str | Path):
         path = Path(source)
-        name, text = path.name, read_text(path)
+        name, text = path.name, read_named(path, kind=KIND)
         if path.suffix in (".yaml", ".yml") and is_accelerate_file(document := parse_yaml(text, name=name)):
             return name, *made_config(document, name=name)
         document = parse_object(text, name=name)

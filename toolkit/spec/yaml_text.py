@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from toolkit.errors import SpecError
+from toolkit.io import read_text
 from toolkit.spec.suggestions import nearest
-from toolkit.units import format_bytes
 
-# Bytes of a job file that are read: a thousand times what jobs take, and /dev/zero ends.
+# Bytes of a file that are read: a thousand times what jobs and configurations take, and /dev/zero ends.
 _MAX_FILE_BYTES = 16 * 2**20
 # Values of a document once its aliases are written out: a few lines of nested aliases can stand for billions.
 _MAX_VALUES = 100_000
@@ -68,12 +68,21 @@ def load_yaml(path: Path) -> dict[str, Any]:
         SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE or
             YAML_NOT_MAPPING.
     """
+    return parse_yaml(read_named(path, kind="a job file: YAML"), name=str(path))
+
+
+def read_named(path: Path, *, kind: str) -> str:
+    """Reads a file of text that a user named.
+
+    Args:
+        path: Of the file.
+        kind: What it should be, for the error.
+
+    Raises:
+        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE.
+    """
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_FILE_BYTES + 1)
-        if len(raw) > _MAX_FILE_BYTES:
-            raise ValueError(f"it holds more than {format_bytes(_MAX_FILE_BYTES)}, and is no job")
-        text = raw.decode("utf-8")
+        return read_text(path, max_bytes=_MAX_FILE_BYTES)
     except FileNotFoundError:
         near = nearest(path.name, _siblings(path))
         fix = f"Did you mean {path.parent / near[0]}" if near else "Check the path"
@@ -83,9 +92,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
             code="FILE_UNREADABLE",
             key=str(path),
             message=f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
-            fix="Name a job file: YAML text in UTF-8",
+            fix=f"Name {kind} text in UTF-8",
         ) from None
-    return parse_yaml(text, name=str(path))
 
 
 def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
