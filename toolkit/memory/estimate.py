@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from toolkit.arguments import checks_arguments
 from toolkit.deepspeed_spec import read_user_config
@@ -24,7 +24,7 @@ from toolkit.memory.linear_attention import older_transformers
 from toolkit.memory.quantized import ASSUMPTION as NF4
 from toolkit.memory.ranks import phases_of_ranks, rank_report
 from toolkit.memory.report import MemoryReport
-from toolkit.memory.trace import Trace
+from toolkit.memory.trace import Trace, TraceOptions
 from toolkit.memory.traces import Traces, engine_settings, keeps_frozen_inputs, trace_ranks
 from toolkit.plan.checkpoint_size import DiskUse, disk_use
 from toolkit.plan.plan import Plan
@@ -89,12 +89,19 @@ def estimate(
     plan = given if isinstance(given, Plan) and file is None else case.plan()
     check_zero_init(plan, built_partitioned=built_partitioned, load_dtype=load_dtype)
     check_pipeline(plan, with_file=file is not None)
+
+    def trace(plan: Plan, **options: Unpack[TraceOptions]) -> Traces:
+        known = None if "software" in options else traced
+        if options.get("routing") == "worst":
+            known = worst
+        elif options.get("evaluation"):
+            known = evaluated
+        return (known,) if isinstance(known, Trace) else known or trace_ranks(plan, **options)
+
     report = report_of(
         plan,
+        trace=trace,
         deepspeed_config=None if file is None else file.resolved(plan),
-        traced=traced,
-        worst=worst,
-        evaluated=evaluated,
         calibration=calibration,
         built_partitioned=built_partitioned,
         load_dtype=load_dtype,
@@ -112,36 +119,33 @@ def _case_of(given: Job | Plan, file: DeepSpeedFile | None, *, built_partitioned
 def report_of(
     plan: Plan,
     *,
+    trace: Callable[..., Traces],
     deepspeed_config: Mapping[str, Any] | None = None,
-    traced: Trace | Traces | None = None,
-    worst: Traces | None = None,
-    evaluated: Traces | None = None,
-    older: Traces | None = None,
     calibration: Calibration | None = None,
     built_partitioned: bool = True,
     load_dtype: Dtype | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
-    """Does what `estimate` does, for a plan, and a configuration that is checked and without "auto".
+    """Does what `estimate` does, for a plan, a configuration that is checked and without "auto", and what traces it.
 
     Raises:
         PlanError: TRACE_FAILED.
     """
     settings = engine_settings(plan, deepspeed_config, built_partitioned=built_partitioned)
     traces = partial(
-        trace_ranks, plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
+        trace, plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
     )
-    events: Traces = (traced,) if isinstance(traced, Trace) else traced or traces()
+    events = traces()
     phases = phases_of_ranks(plan, events, settings)
     if plan.settings.eval_steps is not None:
-        evaluations = phases_of_ranks(plan, evaluated or traces(evaluation=True), settings, evaluation=True)
+        evaluations = phases_of_ranks(plan, traces(evaluation=True), settings, evaluation=True)
         for place, found in phases.items():
             saved = found.pop("save")
             found |= {"evaluation": evaluations[place]["forward"], "save": saved}
     peak = max(phase.allocated_bytes for found in phases.values() for phase in found.values())
     worst_peak = peak if any(each.has_experts for each in events) else None
     if any(each.depends_on_routing for each in events):
-        unbalanced = phases_of_ranks(plan, worst or traces(routing="worst"), settings)
+        unbalanced = phases_of_ranks(plan, traces(routing="worst"), settings)
         worst_peak = max(phase.allocated_bytes for found in unbalanced.values() for phase in found.values())
     ranks = tuple(
         rank_report(
@@ -158,8 +162,9 @@ def report_of(
         for place in [plan.grid.coordinate(rank)]
     )
     told = []
-    if tells_of_older(plan, events):
-        before = phases_of_ranks(plan, older or traces(software=before_contraction(plan)), settings)
+    if any(each.contracts for each in events) and plan.job.cluster.transformers is None:
+        software = replace(Software.of(plan), transformers=MULTIPLIES_CHUNKS)
+        before = phases_of_ranks(plan, traces(software=software), settings)
         told = [older_transformers(max(phase.allocated_bytes for found in before.values() for phase in found.values()))]
     loaded = None if settings.built_partitioned else loading(plan, dtype=load_dtype)
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
@@ -183,16 +188,6 @@ def report_of(
             *_assumptions(plan, settings, allocator or plan.allocator),
         ),
     )
-
-
-def tells_of_older(plan: Plan, traces: Traces) -> bool:
-    """Whether an older transformers would need much more, and the job does not say which one its cluster has."""
-    return any(each.contracts for each in traces) and plan.job.cluster.transformers is None
-
-
-def before_contraction(plan: Plan) -> Software:
-    """Return the machine that trains with the last transformers whose Mamba-2 layers multiply their chunks out."""
-    return replace(Software.of(plan), transformers=MULTIPLIES_CHUNKS)
 
 
 def check_pipeline(plan: Plan, *, with_file: bool) -> None:

@@ -6,19 +6,18 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.launch.software import Software
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
-from toolkit.memory.estimate import before_contraction, check_pipeline, report_of, tells_of_older
+from toolkit.memory.estimate import check_pipeline, report_of
 from toolkit.memory.kernels import Device
 from toolkit.memory.ranks import stage_required_bytes
 from toolkit.memory.report import MemoryReport
-from toolkit.memory.routing import Routing
-from toolkit.memory.trace import StageTracer, stage_tracer
+from toolkit.memory.trace import StageTracer, TraceOptions, stage_tracer
 from toolkit.memory.traces import Traces, capability, engine_settings, keeps_frozen_inputs, trace_ranks
 from toolkit.modeling.build import stage_part
 from toolkit.pipeline_parallel import StagePart
@@ -65,16 +64,10 @@ class Estimator:
         """Estimates a plan that `case` resolved to."""
         check_pipeline(plan, with_file=case.file is not None)
         calibration = self._calibrations.get(plan.gpu.name)
-        config = None if case.file is None else case.file.resolved(plan)
-        trace = partial(self._trace, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan, config)))
-        traced = trace()
         report = report_of(
             plan,
-            deepspeed_config=config,
-            traced=traced,
-            worst=trace(routing="worst") if any(each.depends_on_routing for each in traced) else None,
-            evaluated=None if plan.settings.eval_steps is None else trace(evaluation=True),
-            older=trace(software=before_contraction(plan)) if tells_of_older(plan, traced) else None,
+            trace=self._trace,
+            deepspeed_config=None if case.file is None else case.file.resolved(plan),
             calibration=calibration,
             built_partitioned=case.built_partitioned,
             load_dtype=case.load_dtype,
@@ -100,72 +93,33 @@ class Estimator:
 
     def stages(self, plan: Plan) -> StageRequirements:
         """Return what the stages of a plan's pipeline need, under any cut."""
-        keeps_inputs = keeps_frozen_inputs(plan, engine_settings(plan))
-        evaluated = None
-        if plan.settings.eval_steps is not None:
-            evaluated = self._tracer(plan, keeps_inputs=keeps_inputs, evaluation=True)
+        tracer = partial(self._tracer, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan)))
         return StageRequirements(
             plan,
-            tracer=self._tracer(plan, keeps_inputs=keeps_inputs),
-            evaluated=evaluated,
+            tracer=tracer(),
+            evaluated=None if plan.settings.eval_steps is None else tracer(evaluation=True),
             calibration=self._calibrations.get(plan.gpu.name),
         )
 
-    def _trace(
-        self,
-        plan: Plan,
-        *,
-        keeps_inputs: bool,
-        routing: Routing = "balanced",
-        evaluation: bool = False,
-        software: Software | None = None,
-    ) -> Traces:
-        used = software or Software.of(plan)
-        key = _key(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation, software=used)
+    def _trace(self, plan: Plan, **options: Unpack[TraceOptions]) -> Traces:
+        options = _written_out(plan, options)
+        key = _key(plan, options)
         cut = f"{key} {plan.settings.partition} {plan.settings.virtual_stages}"
         if cut not in self._traces:
             settings = plan.settings
-            micro = settings.per_device_eval_batch_size if evaluation else settings.batch.micro
+            micro = settings.per_device_eval_batch_size if options.get("evaluation") else settings.batch.micro
             stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
             self._notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
-            tracer = None
-            if plan.grid.pp > 1:
-                tracer = self._tracer(
-                    plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation, software=used
-                )
-            # Always with ZeRO-3's marks, so that one trace serves every stage (with adapters, all but the third).
-            self._traces[cut] = trace_ranks(
-                plan,
-                marks_modules=True,
-                keeps_inputs=keeps_inputs,
-                routing=routing,
-                evaluation=evaluation,
-                software=used,
-                tracer=tracer,
-            )
+            tracer = self._tracer(plan, **options) if plan.grid.pp > 1 else None
+            self._traces[cut] = trace_ranks(plan, tracer=tracer, **options)
         return self._traces[cut]
 
-    def _tracer(
-        self,
-        plan: Plan,
-        *,
-        keeps_inputs: bool,
-        routing: Routing = "balanced",
-        evaluation: bool = False,
-        software: Software | None = None,
-    ) -> StageTracer:
-        used = software or Software.of(plan)
-        key = _key(plan, keeps_inputs=keeps_inputs, routing=routing, evaluation=evaluation, software=used)
+    def _tracer(self, plan: Plan, **options: Unpack[TraceOptions]) -> StageTracer:
+        options = _written_out(plan, options)
+        key = _key(plan, options)
         if key not in self._tracers:
-            self._tracers[key] = stage_tracer(
-                plan,
-                device=Device(capability=capability(plan.gpu)),
-                marks_modules=True,
-                keeps_inputs=keeps_inputs,
-                routing=routing,
-                evaluation=evaluation,
-                software=used,
-            )
+            device = Device(capability=capability(plan.gpu))
+            self._tracers[key] = stage_tracer(plan, device=device, **options)
         return self._tracers[key]
 
 
@@ -212,9 +166,14 @@ class StageRequirements:
         return self._known[key]
 
 
-def _key(plan: Plan, *, keeps_inputs: bool, routing: Routing, evaluation: bool, software: Software) -> str:
-    evaluated = plan.settings.per_device_eval_batch_size if evaluation else 0
-    return f"{keeps_inputs} {routing} {evaluated} {software} {trace_key(plan)}"
+def _written_out(plan: Plan, options: TraceOptions) -> TraceOptions:
+    """Return options with the machine's software and always ZeRO-3's marks: one trace serves every stage (with adapters, all but the third)."""
+    return {"software": Software.of(plan), **options, "marks_modules": True}
+
+
+def _key(plan: Plan, options: TraceOptions) -> str:
+    evaluated = plan.settings.per_device_eval_batch_size if options.get("evaluation") else 0
+    return f"{evaluated} {sorted(options.items())} {trace_key(plan)}"
 
 
 def trace_key(plan: Plan) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -66,31 +66,57 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to trace; `trace_model` explains each, but for `flatten`: whether a micro-batch of separated documents is one row."""
+    """What to trace.
 
-    task: Task
+    Args:
+        micro_batch: Sequences, or images.
+        sequence_length: Tokens of a sequence.
+        flatten: Whether a micro-batch of separated documents is one row.
+        tp_group: Ranks that share each layer, of which one is traced: all have shards of the same sizes.
+        task: Which `AutoModelFor…` builds the model, and what a batch holds.
+        dtype: Of the parameters.
+        fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
+        fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
+        packing: As in `data.packing`: with `none` rows are padded and have a mask.
+        checkpointing: Share of the layers that recompute, 0 to 1.
+        offload_inputs: Whether the inputs of those wait in host memory.
+        loss: How a causal language model computes its loss.
+        kernels: Which compute norms and gated activations; all are traced as `eager`.
+        lora: Adapters; None trains everything.
+        quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
+        marks_modules: Whether to mark the hooks of ZeRO-3.
+        keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
+        routing: How tokens spread over experts that run one after the other; others do not depend on it.
+        evaluation: Runs forward alone, without gradients and in evaluation mode.
+        trust_remote_code: Whether the model's own code may run.
+        sequence_parallel: Whether tensor ranks also hold pieces of the sequence between the sharded layers.
+        splits_backward: Whether a stage gives the gradients of weights apart from those of its input.
+        software: Of the machine that trains; what is installed here when left out.
+    """
+
     micro_batch: int
     sequence_length: int
-    dtype: torch.dtype
-    fp8: Fp8 | None
-    fp8_emulated: bool
-    packing: Packing
     flatten: bool
-    checkpointing: float
-    offload_inputs: bool
-    loss: Loss
-    kernels: Kernels
-    lora: Lora | None
-    quantized: bool
-    marks_modules: bool
-    keeps_inputs: bool
-    routing: Routing
-    evaluation: bool
-    trust_remote_code: bool
     tp_group: dist.ProcessGroup | None
-    sequence_parallel: bool
-    splits_backward: bool
-    software: Software
+    task: Task = "causal-lm"
+    dtype: torch.dtype = torch.bfloat16
+    fp8: Fp8 | None = None
+    fp8_emulated: bool = False
+    packing: Packing = "wrapped"
+    checkpointing: float = 0.0
+    offload_inputs: bool = False
+    loss: Loss = "full"
+    kernels: Kernels = "eager"
+    lora: Lora | None = None
+    quantized: bool = False
+    marks_modules: bool = False
+    keeps_inputs: bool = False
+    routing: Routing = "balanced"
+    evaluation: bool = False
+    trust_remote_code: bool = False
+    sequence_parallel: bool = False
+    splits_backward: bool = False
+    software: Software = field(default_factory=Software.here)
 
     def trace(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> Trace | None:
         """Traces all layers, or few; gives None where few cannot stand for all."""
@@ -156,18 +182,16 @@ class Request:
                     *([f"kernels={self.kernels} leaves as they are: {', '.join(left)}"] if left else []),
                 )
                 asked = looped is not None and looped.asked
-                return Ran(
-                    model=model,
-                    stacks=stacks,
-                    runs=runs,
-                    assumed=assumed,
-                    has_experts=asked or runs_grouped(model),
-                    depends_on_routing=asked,
-                    contracts=recurrence.contracted,
-                    num_replicas=num_replicas,
-                    copies=() if info is None else tuple(info.tied_copy),
-                    shared=None if info is None else info.tied_key,
-                )
+                noted = {
+                    "assumptions": assumed,
+                    "has_experts": asked or runs_grouped(model),
+                    "depends_on_routing": asked,
+                    "contracts": recurrence.contracted,
+                    "num_replicas": num_replicas,
+                    "copies": () if info is None else tuple(info.tied_copy),
+                    "shared": None if info is None else info.tied_key,
+                }
+                return Ran(model=model, stacks=stacks, runs=runs, noted=noted)
         except ToolkitError:
             raise
         except Exception as error:
@@ -260,6 +284,7 @@ class Request:
             return loss * 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
     """What a run of few layers noted, to be repeated for all that they stand for.
 
@@ -267,28 +292,13 @@ class Ran:
         model: That ran.
         stacks: Its layers.
         runs: For each chunk of a pipeline's rank, or for the whole model, what was noted and what its neighbours gave.
-        assumed: What the sizes suppose.
-        has_experts: As in `Trace`, like all below.
+        noted: Fields of the `Trace` that are the same for all layers.
     """
 
-    def __init__(
-        self,
-        *,
-        model: Any,
-        stacks: list[Stack],
-        runs: list[tuple[Segmenter, Ends | None]],
-        assumed: tuple[str, ...],
-        has_experts: bool,
-        depends_on_routing: bool,
-        contracts: bool,
-        num_replicas: int,
-        copies: tuple[str, ...],
-        shared: str | None,
-    ) -> None:
-        self.stacks = stacks
-        self._model, self._runs, self._assumed = model, runs, assumed
-        self._has_experts, self._depends_on_routing, self._contracts = has_experts, depends_on_routing, contracts
-        self._num_replicas, self._copies, self._shared = num_replicas, copies, shared
+    model: Any
+    stacks: list[Stack]
+    runs: list[tuple[Segmenter, Ends | None]]
+    noted: Mapping[str, Any]
 
     def expanded(self, stacks: Sequence[Stack]) -> Trace | None:
         """Repeats the traced layers for those that they stand for; None if they did not run in order or it does not add up.
@@ -297,7 +307,7 @@ class Ran:
         """
         few = any(len(stack.kept) < stack.num_layers for stack in stacks)
         passes = []
-        for tracing, _ in self._runs:
+        for tracing, _ in self.runs:
             if few and not tracing.in_order:
                 return None
             made = (
@@ -312,30 +322,24 @@ class Ran:
             passes.append(made)
         chunks = tuple(
             _chunk(*made, ends, expand_host_copies(tracing.host_copies, stacks))
-            for made, (tracing, ends) in zip(passes, self._runs, strict=True)
+            for made, (tracing, ends) in zip(passes, self.runs, strict=True)
             if ends is not None
         )
         forward, backward, after = ((), (), ()) if chunks else passes[0][:3]
-        copies = [] if chunks else self._runs[0][0].host_copies
+        copies = [] if chunks else self.runs[0][0].host_copies
         return Trace(
-            parameters=expand_parameters(self._model, stacks),
-            buffers_bytes=expand_buffers(self._model, stacks),
+            parameters=expand_parameters(self.model, stacks),
+            buffers_bytes=expand_buffers(self.model, stacks),
             forward=forward,
             backward=backward,
             after=after,
             num_traced_layers=sum(len(stack.kept) for stack in stacks),
             num_layers=sum(stack.num_layers for stack in stacks),
-            tied=tuple(_tied(self._model)),
+            tied=tuple(_tied(self.model)),
             host_copies=expand_host_copies(copies, stacks),
-            assumptions=self._assumed,
-            leaves=expand_paths(find_leaves(self._model), stacks),
-            has_experts=self._has_experts,
-            depends_on_routing=self._depends_on_routing,
-            contracts=self._contracts,
-            num_replicas=self._num_replicas,
+            leaves=expand_paths(find_leaves(self.model), stacks),
             chunks=chunks,
-            copies=self._copies,
-            shared=self._shared,
+            **self.noted,
         )
 
 

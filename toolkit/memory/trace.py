@@ -10,9 +10,8 @@ import contextlib
 import copy
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, TypedDict, Unpack, final
 
-import torch
 from transformers import PreTrainedConfig
 
 from toolkit.errors import SpecError
@@ -20,7 +19,6 @@ from toolkit.launch.software import Software
 from toolkit.memory.events import Parameter, Trace
 from toolkit.memory.failure import unknown_architecture
 from toolkit.memory.fake_model import build_empty
-from toolkit.memory.inputs import Task
 from toolkit.memory.kernels import Device, cuda_kernels
 from toolkit.memory.layers import kinds_of, layer_types
 from toolkit.memory.request import Ran, Request, quiet, tensor_group
@@ -31,33 +29,38 @@ from toolkit.modeling.checkpointing import evenly_spaced
 from toolkit.pipeline_parallel import StagePart
 from toolkit.pipeline_parallel.anatomy import find_layers
 from toolkit.plan.plan import Plan
-from toolkit.spec.job import Fp8, Kernels, Lora, Loss, Packing
+from toolkit.spec.job import Fp8, Lora
 
 __all__ = ["Parameter", "Trace", "trace", "trace_model"]
 
 
-def trace(
-    plan: Plan,
-    *,
-    device: Device,
-    marks_modules: bool | None = None,
-    keeps_inputs: bool = False,
-    routing: Routing = "balanced",
-    evaluation: bool = False,
-    software: Software | None = None,
-    all_layers: bool = False,
-) -> Trace:
+class TraceOptions(TypedDict, total=False):
+    """What a trace depends on beside the plan and its card.
+
+    Args:
+        marks_modules: Whether to mark the hooks of ZeRO-3, which changes no figure of the lower stages; by default if the
+            plan's stage is 3.
+        keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
+        routing: How tokens spread over experts.
+        evaluation: Traces a micro-batch of validation data: no gradients.
+        software: Of the machine that trains; what the plan says of it when left out.
+    """
+
+    marks_modules: bool
+    keeps_inputs: bool
+    routing: Routing
+    evaluation: bool
+    software: Software
+
+
+def trace(plan: Plan, *, device: Device, all_layers: bool = False, **options: Unpack[TraceOptions]) -> Trace:
     """Traces one micro-batch of a plan without stages.
 
     Args:
         plan: What runs.
         device: Card, which decides on kernels.
-        marks_modules: Whether to mark the hooks of ZeRO-3; by default if the plan's stage is 3.
-        keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
-        routing: How tokens spread over experts.
-        evaluation: Traces a micro-batch of validation data: no gradients.
-        software: Of the machine that trains; what the plan says of it when left out.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
+        options: As in `TraceOptions`.
 
     Raises:
         SpecError: MODEL_CLASS when transformers does not know the architecture; MODEL_CONFIG_INVALID.
@@ -66,40 +69,12 @@ def trace(
     """
     if plan.grid.pp > 1:
         raise ValueError("no rank of a pipeline holds the whole model: `stage_tracer` traces its stages")
-    config = _config(plan)
-    options = _options(
-        plan,
-        device=device,
-        marks_modules=plan.settings.zero_stage == 3 if marks_modules is None else marks_modules,
-        keeps_inputs=keeps_inputs,
-        routing=routing,
-        evaluation=evaluation,
-        software=software,
-    )
-    return trace_model(config, **options, all_layers=all_layers)
+    return trace_model(_config(plan), device=device, all_layers=all_layers, **_requested_of(plan, options))
 
 
-def stage_tracer(
-    plan: Plan,
-    *,
-    device: Device,
-    marks_modules: bool,
-    keeps_inputs: bool = False,
-    routing: Routing = "balanced",
-    evaluation: bool = False,
-    software: Software | None = None,
-) -> StageTracer:
+def stage_tracer(plan: Plan, *, device: Device, **options: Unpack[TraceOptions]) -> StageTracer:
     """Return what traces the stages of a plan's model, whatever their cut; arguments and errors are those of `trace`."""
-    options = _options(
-        plan,
-        device=device,
-        marks_modules=marks_modules,
-        keeps_inputs=keeps_inputs,
-        routing=routing,
-        evaluation=evaluation,
-        software=software,
-    )
-    return StageTracer(_config(plan), **options)
+    return StageTracer(_config(plan), device=device, **_requested_of(plan, options))
 
 
 def _config(plan: Plan) -> PreTrainedConfig:
@@ -114,27 +89,17 @@ def _config(plan: Plan) -> PreTrainedConfig:
     return config
 
 
-def _options(
-    plan: Plan,
-    *,
-    device: Device,
-    marks_modules: bool,
-    keeps_inputs: bool,
-    routing: Routing,
-    evaluation: bool,
-    software: Software | None,
-) -> dict[str, Any]:
-    """Return what `trace_model` takes of a plan, but for the model's configuration."""
+def _requested_of(plan: Plan, options: TraceOptions) -> dict[str, Any]:
+    """Return what `trace_model` takes of a plan, but for the model's configuration and the card."""
     train, settings, data = plan.job.train, plan.settings, plan.job.data
     return {
         "task": "causal-lm",
-        "micro_batch": settings.per_device_eval_batch_size if evaluation else settings.batch.micro,
+        "micro_batch": settings.per_device_eval_batch_size if options.get("evaluation") else settings.batch.micro,
         "sequence_length": settings.sequence_length,
         "dtype": DTYPES[settings.dtype],
         "fp8": (train.fp8 or Fp8()) if settings.precision == "fp8" else None,
         "fp8_emulated": plan.on_cpu,
         "attention": settings.attention,
-        "device": device,
         "packing": data.packing if data is not None else "wrapped",
         "checkpointing": settings.gradient_checkpointing,
         "offload_inputs": plan.profile.activations,
@@ -142,47 +107,25 @@ def _options(
         "kernels": settings.kernels,
         "lora": None if train.method == "full" else train.lora or Lora(),
         "quantized": train.method == "qlora",
-        "marks_modules": marks_modules,
-        "keeps_inputs": keeps_inputs,
-        "routing": routing,
-        "evaluation": evaluation,
         "trust_remote_code": plan.job.model.trust_remote_code,
         "tensor": plan.grid.tp,
         "sequence_parallel": settings.sequence_parallel,
         "splits_backward": settings.splits_backward,
-        "software": software or Software.of(plan),
+        "software": Software.of(plan),
+        "marks_modules": settings.zero_stage == 3,
+        **options,
     }
 
 
 def trace_model(
     config: PreTrainedConfig,
     *,
-    task: Task = "causal-lm",
-    micro_batch: int,
-    sequence_length: int,
-    dtype: torch.dtype = torch.bfloat16,
-    fp8: Fp8 | None = None,
-    fp8_emulated: bool = False,
-    attention: str = "sdpa",
     device: Device,
-    packing: Packing = "wrapped",
-    checkpointing: float = 0.0,
-    offload_inputs: bool = False,
-    loss: Loss = "full",
-    kernels: Kernels = "eager",
-    lora: Lora | None = None,
-    quantized: bool = False,
-    marks_modules: bool = False,
-    keeps_inputs: bool = False,
-    routing: Routing = "balanced",
-    evaluation: bool = False,
-    trust_remote_code: bool = False,
+    attention: str = "sdpa",
     tensor: int = 1,
-    sequence_parallel: bool = False,
-    splits_backward: bool = False,
-    software: Software | None = None,
     part: StagePart | None = None,
     all_layers: bool = False,
+    **request: Any,
 ) -> Trace:
     """Traces one micro-batch of any model that transformers builds from a configuration.
 
@@ -195,64 +138,18 @@ def trace_model(
 
     Args:
         config: Of the model; it is left as it is.
-        task: Which `AutoModelFor…` builds it, and what a batch holds.
-        micro_batch: Sequences, or images.
-        sequence_length: Tokens of a sequence.
-        dtype: Of the parameters.
-        fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
-        fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
-        attention: `eager`, `sdpa` or `flash_attention_2`.
         device: Card, which decides on kernels.
-        packing: As in `data.packing`: with `none` rows are padded and have a mask.
-        checkpointing: Share of the layers that recompute, 0 to 1.
-        offload_inputs: Whether the inputs of those wait in host memory.
-        loss: How a causal language model computes its loss.
-        kernels: Which compute norms and gated activations; all are traced as `eager`.
-        lora: Adapters; None trains everything.
-        quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
-        marks_modules: Whether to mark the hooks of ZeRO-3.
-        keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
-        routing: How tokens spread over experts that run one after the other; others do not depend on it.
-        evaluation: Runs forward alone, without gradients and in evaluation mode.
-        trust_remote_code: Whether the model's own code may run.
-        tensor: Ranks that share each layer, of which one is traced: all have shards of the same sizes.
-        sequence_parallel: Whether they also hold pieces of the sequence between the sharded layers.
-        splits_backward: Whether a stage gives the gradients of weights apart from those of its input.
-        software: Of the machine that trains; what is installed here when left out.
+        attention: `eager`, `sdpa` or `flash_attention_2`.
+        tensor: Ranks that share each layer.
         part: The layers of a pipeline's rank; None for the whole model.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
+        request: As in `Request`.
 
     Raises:
         PlanError: TRACE_FAILED; and what `build_model`, `apply_tensor_parallel` and `cut_model` raise.
     """
-    request = _requested(
-        config,
-        task=task,
-        micro_batch=micro_batch,
-        sequence_length=sequence_length,
-        dtype=dtype,
-        fp8=fp8,
-        fp8_emulated=fp8_emulated,
-        attention=attention,
-        device=device,
-        packing=packing,
-        checkpointing=checkpointing,
-        offload_inputs=offload_inputs,
-        loss=loss,
-        kernels=kernels,
-        lora=lora,
-        quantized=quantized,
-        marks_modules=marks_modules,
-        keeps_inputs=keeps_inputs,
-        routing=routing,
-        evaluation=evaluation,
-        trust_remote_code=trust_remote_code,
-        tensor=tensor,
-        sequence_parallel=sequence_parallel,
-        splits_backward=splits_backward,
-        software=software or Software.here(),
-    )
-    with request as (own, made):
+    requested = _requested(config, device=device, attention=attention, tensor=tensor, **request)
+    with requested as (own, made):
         if not all_layers and not collects_router_logits(own):
             traced = made.trace(copy.deepcopy(own), part=part, all_layers=False)
             if traced is not None:
@@ -264,14 +161,14 @@ def trace_model(
 
 @contextlib.contextmanager
 def _requested(
-    config: PreTrainedConfig, *, attention: str, device: Device, packing: Packing, tensor: int, **values: Any
+    config: PreTrainedConfig, *, device: Device, attention: str = "sdpa", tensor: int = 1, **values: Any
 ) -> Iterator[tuple[PreTrainedConfig, Request]]:
     """Yield a copy of a configuration and what traces it, where kernels are a card's and tensor ranks are there."""
     own = copy.deepcopy(config)
     own._attn_implementation = attention
-    packed = packing == "separated"
+    packed = values.get("packing") == "separated"
     with quiet(), cuda_kernels(device, packed=packed), tensor_group(tensor) as tp_group:
-        yield own, Request(packing=packing, flatten=attention == "flash_attention_2", tp_group=tp_group, **values)
+        yield own, Request(flatten=attention == "flash_attention_2", tp_group=tp_group, **values)
 
 
 @final

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
-from toolkit.launch.software import Software
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.kernels import Device
-from toolkit.memory.routing import Routing
-from toolkit.memory.trace import StageTracer, Trace, stage_tracer, trace
+from toolkit.memory.trace import StageTracer, Trace, TraceOptions, stage_tracer, trace
 from toolkit.modeling.build import stage_part
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import Gpu
@@ -25,60 +23,29 @@ def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:
     return partitioned and plan.job.parallel.strategy == "zero" and plan.job.train.method != "full"
 
 
-def trace_plan(
-    plan: Plan,
-    *,
-    marks_modules: bool,
-    keeps_inputs: bool = False,
-    routing: Routing = "balanced",
-    evaluation: bool = False,
-    software: Software | None = None,
-) -> Trace:
-    """Traces the whole model of a plan on its card; marks serve every ZeRO stage and change no figure of the lower ones.
+def trace_plan(plan: Plan, **options: Unpack[TraceOptions]) -> Trace:
+    """Traces the whole model of a plan on its card.
 
     Raises:
         PlanError: TRACE_FAILED.
     """
-    device = Device(capability=capability(plan.gpu))
-    return trace(
-        plan,
-        device=device,
-        marks_modules=marks_modules,
-        keeps_inputs=keeps_inputs,
-        routing=routing,
-        evaluation=evaluation,
-        software=software,
-    )
+    return trace(plan, device=Device(capability=capability(plan.gpu)), **options)
 
 
-def trace_ranks(
-    plan: Plan,
-    *,
-    marks_modules: bool,
-    keeps_inputs: bool = False,
-    routing: Routing = "balanced",
-    evaluation: bool = False,
-    software: Software | None = None,
-    tracer: StageTracer | None = None,
-) -> Traces:
-    """Traces the model of a plan, or each rank of its pipeline; arguments are those of `trace_plan`.
+def trace_ranks(plan: Plan, *, tracer: StageTracer | None = None, **options: Unpack[TraceOptions]) -> Traces:
+    """Traces the model of a plan, or each rank of its pipeline.
 
     Args:
+        plan: What runs.
         tracer: Of the same model, batch and checkpointing under any cut.
+        options: As in `TraceOptions`.
 
     Raises:
         PlanError: TRACE_FAILED.
     """
-    values: dict[str, Any] = {
-        "marks_modules": marks_modules,
-        "keeps_inputs": keeps_inputs,
-        "routing": routing,
-        "evaluation": evaluation,
-        "software": software,
-    }
     if plan.grid.pp == 1:
-        return (trace_plan(plan, **values),)
-    own = tracer or stage_tracer(plan, device=Device(capability=capability(plan.gpu)), **values)
+        return (trace_plan(plan, **options),)
+    own = tracer or stage_tracer(plan, device=Device(capability=capability(plan.gpu)), **options)
     return tuple(own.trace(stage_part(plan, pp_rank)) for pp_rank in range(plan.grid.pp))
 
 
