@@ -102,9 +102,9 @@ def test_a_resolved_file_is_read_by_the_ledger():
     plan, config = resolved(DOCUMENTED)
     settings = EngineSettings.read(config, dp_size=2)
     width = plan.model.hidden_size
-    assert settings.reduce_bucket_size == width * width
-    assert settings.prefetch_bucket_size == int(0.9 * width * width)
-    assert settings.persistence_threshold == 10 * width
+    assert settings.zero.reduce_bucket_size == width * width
+    assert settings.zero.prefetch_bucket_size == int(0.9 * width * width)
+    assert settings.zero.param_persistence_threshold == 10 * width
     assert (settings.offload_optimizer, settings.offload_param, settings.itemsize) == ("cpu", "cpu", 2)
 
 

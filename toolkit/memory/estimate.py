@@ -247,7 +247,7 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
                 f"the last {UNDER_WAY} messages that a rank has sent are taken to be under way: beside virtual stages it "
                 "cannot wait for those before"
             )
-    if settings.quantized_weights:
+    if settings.zero.zero_quantized_weights:
         yield "zero_quantized_weights is priced as if gathers were not quantized"
     if allocator == "expandable":
         yield TIGHT_EXPANDABLE

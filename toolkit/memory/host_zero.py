@@ -33,7 +33,7 @@ def replay_stage12(memory: HostMemory, trace: Trace, settings: EngineSettings) -
     if not settings.offload_optimizer:
         memory.start_passes()
         return
-    hold = _holder(memory, settings.pin_memory)
+    hold = _holder(memory, settings.state_offload.pin_memory)
     trainable = [parameter for parameter in trace.parameters if parameter.trainable]
     numel = sum(parameter.numel for parameter in trainable)
     partition = partition_numel(numel, settings.dp_size)
@@ -43,7 +43,7 @@ def replay_stage12(memory: HostMemory, trace: Trace, settings: EngineSettings) -
     hold("master parameters", master)
     # The pageable copy of the staging buffer is a variable of the constructor, and goes with it.
     memory.allocate(BEING_PINNED, staging)
-    (memory.pin if settings.pin_memory else memory.allocate)("parameter staging", staging)
+    (memory.pin if settings.state_offload.pin_memory else memory.allocate)("parameter staging", staging)
     hold("gradient staging", settings.itemsize * largest)
     hold(GRADIENTS, master)
     memory.free(BEING_PINNED, staging)
@@ -78,11 +78,11 @@ def replay_stage3(memory: HostMemory, engine: Stage3, settings: EngineSettings) 
         _make_optimizer_state(memory, engine, settings)
     elif settings.offload_optimizer == "nvme":
         master = settings.master_itemsize * engine.largest_group
-        memory.allocate("optimizer swap buffers", settings.nvme_optimizer_buffers * master)
+        memory.allocate("optimizer swap buffers", settings.state_offload.buffer_count * master)
         memory.allocate(GRADIENTS, master)
     if settings.offload_optimizer:
         numel = sum(engine.sub_groups)
-        _holder(memory, settings.pin_memory)("gradient partition", settings.accumulation_itemsize * numel)
+        _holder(memory, settings.state_offload.pin_memory)("gradient partition", settings.accumulation_itemsize * numel)
     memory.start_passes()
     if settings.offload_optimizer == "cpu":
         memory.allocate("optimizer state", settings.state_bytes * sum(engine.host_groups))
@@ -101,16 +101,17 @@ def _partition_parameters(memory: HostMemory, engine: Stage3, settings: EngineSe
     if settings.offload_param is None:
         with memory.temporary("parameter partitions at the start", trained):  # defragment() sends them through the host
             return
+    offload = settings.parameter_offload
     if settings.offload_param == "nvme":
-        buffers = settings.nvme_param_buffers * settings.nvme_param_buffer_size * settings.itemsize
-        (memory.pin if settings.pin_parameters else memory.allocate)("parameter swap buffers", buffers)
+        buffers = offload.buffer_count * offload.buffer_size * settings.itemsize
+        (memory.pin if offload.pin_memory else memory.allocate)("parameter swap buffers", buffers)
         stored = sum(engine.partition(parameter) * parameter.itemsize for parameter in engine.trace.parameters)
-        memory.allocate("parameters kept in memory", min(settings.max_in_cpu * settings.itemsize, stored))
+        memory.allocate("parameters kept in memory", min(offload.max_in_cpu * settings.itemsize, stored))
         return
     # A small one, which stays whole, has its partition on the card.
     moved = [parameter for parameter in engine.trace.parameters if parameter.name not in engine.persistent]
     sizes = {parameter.name: engine.partition(parameter) * parameter.itemsize for parameter in moved}
-    take, release = (memory.pin, memory.unpin) if settings.pin_parameters else (memory.allocate, memory.free)
+    take, release = (memory.pin, memory.unpin) if offload.pin_memory else (memory.allocate, memory.free)
     tied = [sizes[name] for _, name in engine.trace.tied if name in sizes and settings.built_partitioned]
     for size in (*sizes.values(), *tied):  # a head is partitioned before it is tied
         take(PARTITIONS, size)
@@ -130,11 +131,11 @@ def _make_optimizer_state(memory: HostMemory, engine: Stage3, settings: EngineSe
         with memory.temporary("master parameters being cast", master):
             memory.allocate("master parameters", master)
     sizes = [settings.master_itemsize * group for group in engine.sub_groups]
-    hold = _holder(memory, settings.pin_memory)
+    hold = _holder(memory, settings.state_offload.pin_memory)
     with memory.temporary("gradient of the largest sub-group", max(sizes, default=0)):
         for size in islice(sizes, on_card):
             hold(GRADIENTS, size)
-            (memory.unpin if settings.pin_memory else memory.free)(GRADIENTS, size)
+            (memory.unpin if settings.state_offload.pin_memory else memory.free)(GRADIENTS, size)
         for size in islice(sizes, on_card, None):
             hold(GRADIENTS, size)
 

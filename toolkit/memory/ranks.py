@@ -180,7 +180,7 @@ def _count_communicators(grid: Grid, settings: EngineSettings, rank: int, *, num
     neighbours = 0 if grid.pp == 1 else 2 if wraps else (stage > 0) + (stage < grid.pp - 1)
     channels = 2 * neighbours
     return (
-        of_axes + channels + int(replicas) + int(settings.hpz_partition_size > 1)
+        of_axes + channels + int(replicas) + int(settings.zero.zero_hpz_partition_size > 1)
     )  # hpZ gathers over groups of its own
 
 

@@ -19,7 +19,7 @@ Traces: TypeAlias = Sequence[Trace]
 
 def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:
     """Tells whether linear modules under adapters keep what only a gradient of their frozen weight would need."""
-    partitioned = settings.zero_stage == 3 and settings.memory_efficient_linear
+    partitioned = settings.zero_stage == 3 and settings.zero.memory_efficient_linear
     return partitioned and plan.job.parallel.strategy == "zero" and plan.job.train.method != "full"
 
 

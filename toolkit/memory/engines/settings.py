@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
-from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam
+from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam, Zero
 from toolkit.plan.optimizer_state import MOMENT_BYTES
 from toolkit.spec.job import Optimizer as JobOptimizer
 
@@ -50,7 +50,15 @@ class EngineSettings:
         adds_up_on_host: Whether gradients whose optimizer state is offloaded add up in host memory.
         optimizer: What steps.
         momentum: Whether SGD keeps a buffer.
+        contiguous_gradients: Whether gradients are copied into a bucket.
+        overlap_comm: Whether a second bucket fills while the first is reduced.
+        offload_optimizer: Where the optimizer's state waits; None for the card.
+        offload_param: Where parameters wait; None for the card.
+        low_precision_master: Whether master parameters have the training precision.
         built_partitioned: Whether the model is built under `zero.Init`.
+        zero: The section as DeepSpeed reads it, for what counts as it is written there.
+        state_offload: Its part on the optimizer's state; DeepSpeed's defaults where there is none.
+        parameter_offload: Its part on parameters; likewise.
     """
 
     zero_stage: int
@@ -65,29 +73,14 @@ class EngineSettings:
     optimizer: OptimizerKind
     momentum: bool
     contiguous_gradients: bool
-    reduce_scatter: bool
-    reduce_bucket_size: int
     overlap_comm: bool
-    sub_group_size: int
-    prefetch_bucket_size: int
-    persistence_threshold: int
-    max_live_parameters: int
-    max_reuse_distance: int
-    allgather_sequential: bool
-    hpz_partition_size: int
-    quantized_weights: bool
     offload_optimizer: Literal["cpu", "nvme"] | None
-    offload_ratio: float
     offload_param: Literal["cpu", "nvme"] | None
-    pin_memory: bool
-    pin_parameters: bool
-    nvme_optimizer_buffers: int
-    nvme_param_buffers: int
-    nvme_param_buffer_size: int
-    max_in_cpu: int
     low_precision_master: bool
-    memory_efficient_linear: bool
     built_partitioned: bool
+    zero: Zero
+    state_offload: OffloadOptimizer
+    parameter_offload: OffloadParam
 
     @property
     def state_bytes(self) -> float:
@@ -135,29 +128,14 @@ class EngineSettings:
             momentum=bool(keys.optimizer_params.get("momentum", 0.0)),
             # stage_1_and_2.py sets it under offload, whatever the file says.
             contiguous_gradients=zero.contiguous_gradients or (zero.stage in (1, 2) and optimizer.device != "none"),
-            reduce_scatter=zero.reduce_scatter,
-            reduce_bucket_size=zero.reduce_bucket_size,
             overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
-            sub_group_size=zero.sub_group_size,
-            prefetch_bucket_size=zero.prefetch_bucket_size,
-            persistence_threshold=zero.param_persistence_threshold,
-            max_live_parameters=zero.max_live_parameters,
-            max_reuse_distance=zero.max_reuse_distance,
-            allgather_sequential=zero.allgather_sequential,
-            hpz_partition_size=zero.zero_hpz_partition_size,
-            quantized_weights=zero.zero_quantized_weights,
             offload_optimizer=_device(optimizer) if zero.stage else None,
-            offload_ratio=optimizer.ratio,
             offload_param=_device(parameters) if zero.stage == 3 else None,
-            pin_memory=optimizer.pin_memory,
-            pin_parameters=parameters.pin_memory,
-            nvme_optimizer_buffers=optimizer.buffer_count,
-            nvme_param_buffers=parameters.buffer_count,
-            nvme_param_buffer_size=parameters.buffer_size,
-            max_in_cpu=parameters.max_in_cpu,
             low_precision_master=keys.bf16.bf16_master_weights_and_grads or keys.fp16.fp16_master_weights_and_grads,
-            memory_efficient_linear=zero.memory_efficient_linear,
             built_partitioned=built_partitioned,
+            zero=zero,
+            state_offload=optimizer,
+            parameter_offload=parameters,
         )
 
 

@@ -124,16 +124,18 @@ class Stage12(Replay):
             return
         self._ready = True
         count = 2 if self.settings.overlap_comm else 1
-        self.account.allocate("reduction buckets", count * self.settings.reduce_bucket_size * self._staged_itemsize)
+        self.account.allocate(
+            "reduction buckets", count * self.settings.zero.reduce_bucket_size * self._staged_itemsize
+        )
 
     def _into_bucket(self, parameter: Parameter, cause: str, size: int) -> None:
         """Copies what is held under `cause` into the bucket; a gradient larger than that stays where it is."""
         settings = self.settings
-        if self._elements + parameter.numel > settings.reduce_bucket_size:
+        if self._elements + parameter.numel > settings.zero.reduce_bucket_size:
             self._flush()
-        if parameter.numel > settings.reduce_bucket_size and settings.offload_optimizer:
+        if parameter.numel > settings.zero.reduce_bucket_size and settings.offload_optimizer:
             self.account.spike("reduction buffer", size)  # a clone, that takes its place
-        if parameter.numel <= settings.reduce_bucket_size and settings.contiguous_gradients:
+        if parameter.numel <= settings.zero.reduce_bucket_size and settings.contiguous_gradients:
             self.account.free(cause, size)
             size = 0
         self._filled.append(_Filled(parameter=parameter, cause=cause, size=size))
@@ -167,7 +169,7 @@ class Stage12(Replay):
         settings = self.settings
         touched = {rank for filled in self._filled for rank in self._owners[filled.parameter.name]}
         num_slices = len(touched) - bool(mine) + len(mine) if self._compact else len(touched)
-        flattens = (settings.reduce_scatter and num_slices > 1) or not settings.contiguous_gradients
+        flattens = (settings.zero.reduce_scatter and num_slices > 1) or not settings.contiguous_gradients
         casts = settings.communication_itemsize != self._staged_itemsize
         flat = self._elements * self._staged_itemsize if flattens else 0
         cast = self._elements * settings.communication_itemsize if casts else 0

@@ -47,7 +47,7 @@ class Stage3(Replay):
                 self._leaf_of[parameter.name] = by
         for module, name in trace.tied:
             self._modules.setdefault(_gathered_by(module, leaves), []).append(self.by_name[name])
-        self._persistent = {p.name for p in trace.parameters if p.numel <= settings.persistence_threshold}
+        self._persistent = {p.name for p in trace.parameters if p.numel <= settings.zero.param_persistence_threshold}
         groups = self._group()
         self._sub_groups = [sum(self._partitions[parameter.name] for parameter in group) for group in groups]
         self._on_nvme = self._find_on_nvme(groups)
@@ -68,7 +68,7 @@ class Stage3(Replay):
         for parameter in self.trainable:
             groups[-1].append(parameter)
             partition += self._partitions[parameter.name]
-            if partition >= self.settings.sub_group_size:
+            if partition >= self.settings.zero.sub_group_size:
                 groups.append([])
                 partition = 0
         return groups if groups[-1] else groups[:-1]
@@ -84,7 +84,7 @@ class Stage3(Replay):
         kept, offset = set(), 0
         for group in groups:
             offset += sum(self._partitions[parameter.name] for parameter in group)
-            if offset <= self.settings.max_in_cpu:
+            if offset <= self.settings.parameter_offload.max_in_cpu:
                 kept |= {parameter.name for parameter in group}
         return self.by_name.keys() - kept
 
@@ -120,7 +120,7 @@ class Stage3(Replay):
         else:
             account.spike("gradients in fp32 at the step", self.largest_group * settings.master_itemsize)
         if settings.contiguous_gradients:
-            account.allocate("reduction buckets", settings.reduce_bucket_size * settings.communication_itemsize)
+            account.allocate("reduction buckets", settings.zero.reduce_bucket_size * settings.communication_itemsize)
         if not self._offloaded:
             account.allocate("gradient partition", self._numel * settings.accumulation_itemsize)
         # create_reduce_and_remove_grad_hooks gathers one parameter at a time; a partition on the host is copied first.
@@ -136,7 +136,7 @@ class Stage3(Replay):
             return self._sub_groups
         if self.settings.offload_optimizer == "nvme":
             return []
-        return self._sub_groups[: int((1 - self.settings.offload_ratio) * len(self._sub_groups))]
+        return self._sub_groups[: int((1 - self.settings.state_offload.ratio) * len(self._sub_groups))]
 
     @property
     def host_groups(self) -> list[int]:
@@ -189,9 +189,9 @@ class Stage3(Replay):
     def _into_bucket(self, parameter: Parameter, size: int) -> None:
         """__add_grad_to_ipg_bucket: copied into the bucket, or kept whole if larger than it."""
         settings = self.settings
-        if self._elements and self._elements + parameter.numel > settings.reduce_bucket_size:
+        if self._elements and self._elements + parameter.numel > settings.zero.reduce_bucket_size:
             self._flush()
-        if settings.contiguous_gradients and self._elements + parameter.numel <= settings.reduce_bucket_size:
+        if settings.contiguous_gradients and self._elements + parameter.numel <= settings.zero.reduce_bucket_size:
             self.account.free("gradients", size)
         else:
             self._kept += size
@@ -283,7 +283,7 @@ class Stage3(Replay):
         Source:
             partition_parameters.py _partition_param_sec.
         """
-        size = self.settings.hpz_partition_size
+        size = self.settings.zero.zero_hpz_partition_size
         if size > 1 and parameter.name not in self._secondary:
             self._secondary.add(parameter.name)
             self.account.allocate("secondary partitions", math.ceil(parameter.numel / size) * parameter.itemsize)
@@ -414,9 +414,9 @@ class _Fetcher:
 
     def _prefetch(self) -> None:
         settings = self._settings
-        if not settings.prefetch_bucket_size:
+        if not settings.zero.prefetch_bucket_size:
             return
-        room = min(settings.max_live_parameters - self._num_available, settings.prefetch_bucket_size)
+        room = min(settings.zero.max_live_parameters - self._num_available, settings.zero.prefetch_bucket_size)
         chosen: dict[str, Parameter] = {}
         numel = 0
         while self._queue and numel < room:
@@ -449,7 +449,7 @@ class _Fetcher:
 
     def _find_released(self, parameters: list[Parameter]) -> set[str]:
         """__params_to_release."""
-        reach = self._traversed[min(self._step, len(self._traversed) - 1)] + self._settings.max_reuse_distance
+        reach = self._traversed[min(self._step, len(self._traversed) - 1)] + self._settings.zero.max_reuse_distance
         found = set()
         for parameter in parameters:
             name = parameter.name
@@ -498,7 +498,7 @@ class _Fetcher:
 
     def _gather(self, parameters: list[Parameter]) -> None:
         self._num_available += sum(parameter.numel for parameter in parameters)
-        sequential = self._settings.allgather_sequential or len(parameters) == 1
+        sequential = self._settings.zero.allgather_sequential or len(parameters) == 1
         groups = [[parameter] for parameter in parameters] if sequential else [parameters]
         for group in groups:
             gather = _Gather(self._engine, group, copies=not sequential)
