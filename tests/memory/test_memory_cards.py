@@ -4,22 +4,17 @@
 """
 
 import statistics
-import sys
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+from card_runs import CARDS, Reports, quick  # which puts the benchmarks on the import path
 
 from toolkit.memory.device import COMMUNICATOR_BYTES, CONTEXT_BYTES, FURTHER_COMMUNICATOR_BYTES
-from toolkit.memory.estimator import Estimator
 from toolkit.units import GIB
 
-ROOT = Path(__file__).parents[2]
-CARDS = ROOT / "tests" / "data" / "cards"
-sys.path.append(str(ROOT / "benchmarks"))
-
-from estimate import read_runs, time_over_uncapped  # noqa: E402
-from measure import estimated_case, read_cases  # noqa: E402
+from estimate import read_runs, time_over_uncapped  # isort: skip
+from measure import estimated_case, read_cases  # isort: skip
 
 CASES = {case["id"]: case for case in read_cases(CARDS / "cases.yaml")}
 FREE, CAPPED = read_runs()
@@ -35,26 +30,13 @@ QUICK = {
 }
 
 
-def of(names):
-    """Names of runs for `parametrize`."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in names]
-
-
-class Reports(dict):
-    """Estimates by the run's name, each made when it is asked for."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder, self.estimator = folder, Estimator()
-
-    def __missing__(self, name):
-        self[name] = self.estimator.estimate(estimated_case(CASES[name], self.folder))
-        return self[name]
+of = partial(quick, chosen=QUICK)
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    return Reports(tmp_path_factory.mktemp("models"))
+    folder = tmp_path_factory.mktemp("models")
+    return Reports(lambda name: estimated_case(CASES[name], folder))
 
 
 def peak(run):

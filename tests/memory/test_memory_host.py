@@ -4,31 +4,26 @@
 the libraries', which are in what the estimate calls the process, and the weights', which nobody has to have room for.
 """
 
-import json
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from card_runs import CARDS, Reports, host_runs, quick  # which puts the benchmarks on the import path
 from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
 
 import toolkit as tk
 from toolkit.memory.estimate import estimate
-from toolkit.memory.estimator import Estimator
 from toolkit.memory.host import UNUSED, HostMemory, pinned
 from toolkit.memory.host_loading import loading
 from toolkit.units import GIB
 
-ROOT = Path(__file__).parents[2]
-CARDS = ROOT / "tests" / "data" / "cards"
-sys.path.append(str(ROOT / "benchmarks"))
-
-from measure import estimated_case, read_cases  # noqa: E402
+from measure import estimated_case, read_cases  # isort: skip
 
 CASES = {case["id"]: case for case in read_cases(CARDS / "host_cases.yaml")}
-RUNS = {run["id"]: run for run in map(json.loads, (CARDS / "host_runs.jsonl").read_text(encoding="utf-8").splitlines())}
+RUNS = host_runs()
 # State-space layers are of the transformers that ran: test_memory_linear_attention.py.
 NAMES = [name for name in RUNS if not name.startswith("slow-")]
 LOADED = [name for name in NAMES if CASES[name]["kind"] == "load"]
@@ -52,32 +47,19 @@ QUICK = {
 }
 
 
-def of(names):
-    """Names of runs for `parametrize`."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in names]
-
-
-class Reports(dict):
-    """Estimates by the run's name, each made when it is asked for."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder, self.estimator = folder, Estimator()
-
-    def __missing__(self, name):
-        case = CASES[name]
-        job = estimated_case(
-            {**case, "config": case["config"] and {**case["config"], "dtype": "bfloat16"}}, self.folder
-        )
-        if case["kind"] == "load":
-            job = replace(job, built_partitioned=False, load_dtype=case["dtype"])
-        self[name] = self.estimator.estimate(job)
-        return self[name]
+of = partial(quick, chosen=QUICK)
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    return Reports(tmp_path_factory.mktemp("models"))
+    folder = tmp_path_factory.mktemp("models")
+
+    def case_of(name):
+        row = CASES[name]
+        case = estimated_case({**row, "config": row["config"] and {**row["config"], "dtype": "bfloat16"}}, folder)
+        return replace(case, built_partitioned=False, load_dtype=row["dtype"]) if row["kind"] == "load" else case
+
+    return Reports(case_of)
 
 
 def taken(run):
@@ -105,9 +87,8 @@ def test_from_pretrained_takes_no_more_than_foreseen_and_not_much_less(reports, 
 def test_the_card_takes_what_is_foreseen(reports, name):
     report, run = reports[name], RUNS[name]
     assert report.peak_allocated_bytes == pytest.approx(run["peak_allocated_bytes"], rel=0.012)
-    own = (
-        CASES[name]["kind"] == "toolkit"
-    )  # which gathers each weight to draw it, and steps when the pass has been measured
+    # It gathers each weight to draw it, and steps when the pass has been measured.
+    own = CASES[name]["kind"] == "toolkit"
     for phase, measured in run["peak_bytes"].items():
         if not own or phase in ("forward", "backward"):
             assert report.ranks[0].phases[phase].allocated_bytes == pytest.approx(measured, rel=0.012), phase

@@ -1,24 +1,19 @@
 """State-space layers and linear attention, priced as the machine that trains runs them, against an H200 and with kernels."""
 
-import json
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
+from card_runs import CARDS, host_runs, quick  # which puts the benchmarks on the import path
 
 from toolkit.memory.case import Case
 from toolkit.memory.estimator import Estimator
 from toolkit.memory.linear_attention import multiplied_out
 
-ROOT = Path(__file__).parents[2]
-CARDS = ROOT / "tests" / "data" / "cards"
-sys.path.append(str(ROOT / "benchmarks"))
-
-from measure import estimated_case, read_cases  # noqa: E402
+from measure import estimated_case, read_cases  # isort: skip
 
 CASES = {case["id"]: case for case in read_cases(CARDS / "host_cases.yaml") if case["id"].startswith("slow-")}
-RUNS = {run["id"]: run for run in map(json.loads, (CARDS / "host_runs.jsonl").read_text(encoding="utf-8").splitlines())}
+RUNS = host_runs()
 # Their scan is a loop over tokens, whose trace takes half a minute; an addition that autograd does in place on a card is not there.
 LOOPS = {"slow-mamba", "slow-jamba"}
 QUICK = {"slow-falcon-h1", "slow-mamba2", "slow-qwen3-next"}
@@ -39,8 +34,7 @@ def case_of(name, folder, **cluster) -> Case:
     return estimated_case(CASES[name], folder).changed({f"cluster.{key}": value for key, value in cluster.items()})
 
 
-def names(all_names):
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in all_names]
+names = partial(quick, chosen=QUICK)
 
 
 @pytest.mark.parametrize("name", names(CASES))

@@ -1,0 +1,42 @@
+"""Runs that `benchmarks/measure.py` measured on cards, and their estimates."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.memory.case import Case
+from toolkit.memory.estimator import Estimator
+from toolkit.memory.report import MemoryReport
+
+ROOT = Path(__file__).parents[2]
+CARDS = ROOT / "tests" / "data" / "cards"
+sys.path.append(str(ROOT / "benchmarks"))
+
+
+def host_runs() -> dict[str, dict[str, Any]]:
+    """Return the runs whose processes were followed on the host, by name."""
+    lines = (CARDS / "host_runs.jsonl").read_text(encoding="utf-8").splitlines()
+    return {run["id"]: run for run in map(json.loads, lines)}
+
+
+def quick(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
+    """Return names for `parametrize`; those that are not among the chosen are `full`."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.full) for name in names]
+
+
+class Reports(dict[str, MemoryReport]):
+    """Estimates by the run's name, each made when it is first asked for; runs that a trace serves share it."""
+
+    def __init__(self, case_of: Callable[[str], Case]) -> None:
+        super().__init__()
+        self._case_of, self._estimator = case_of, Estimator()
+
+    def __missing__(self, name: str) -> MemoryReport:
+        self[name] = self._estimator.estimate(self._case_of(name))
+        return self[name]
