@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from zero3_file import BOTH_OFFLOADS, ZERO_3
 
-from toolkit.deepspeed_spec import read_user_config
 from toolkit.errors import PlanError, ToolkitError
 from toolkit.memory.case import Case
 from toolkit.memory.deepspeed_file import DeepSpeedFile
@@ -50,7 +49,7 @@ def job_of(*, model="llama-3.2-1b", gpu="h100-sxm-80gb", ranks=2, deepspeed=None
 
 def resolved(config, **job):
     """Return the plan and the configuration without "auto"."""
-    file = DeepSpeedFile(user=read_user_config(config))
+    file = DeepSpeedFile.read(config)
     plan = Case.of(job_of(**job), file=file).plan()
     return plan, file.resolved(plan)
 
@@ -180,9 +179,7 @@ def test_a_deepspeed_section_beside_the_file():
 
 
 def test_changes_go_where_the_file_is_their_home():
-    file = DeepSpeedFile(
-        user=read_user_config({"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}})
-    )
+    file = DeepSpeedFile.read({"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}})
     values = {
         "parallel.zero_stage": 3,
         "parallel.offload": "full-cpu",
@@ -208,13 +205,13 @@ def test_changes_go_where_the_file_is_their_home():
 
 
 def test_an_offload_to_nvme_names_the_folder_of_the_job():
-    file = DeepSpeedFile(user=read_user_config({"zero_optimization": {"stage": 3}}))
+    file = DeepSpeedFile.read({"zero_optimization": {"stage": 3}})
     changed, _ = file.changed({"parallel.offload": "optimizer-nvme"}, nvme_path=Path("/local"))
     assert changed.config["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": "/local"}
 
 
 def notes_of(config, **job):
-    case = Case.of(job_of(**job), file=DeepSpeedFile(user=read_user_config(config)))
+    case = Case.of(job_of(**job), file=DeepSpeedFile.read(config))
     return " | ".join(case.file.notes(case.plan(), case.job))
 
 

@@ -57,7 +57,7 @@ def test_a_configuration_of_one_s_own_is_priced_as_its_file_is(plan: tk.Plan, tm
     path = tmp_path / "deepspeed_config"  # by its name in messages
     path.write_text(json.dumps(CONFIG), encoding="utf-8")
     estimator = Estimator()
-    wanted = estimator.estimate(Case.of(JOB, file=DeepSpeedFile(user=read_user_config(path))))
+    wanted = estimator.estimate(Case.of(JOB, file=DeepSpeedFile.read(path)))
     traced = estimator._trace(plan, keeps_inputs=False)
     for given in (JOB, plan):
         for config in (CONFIG, path, str(path)):

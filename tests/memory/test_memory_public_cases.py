@@ -7,7 +7,6 @@ from torch.nn import functional
 from zero3_file import BOTH_OFFLOADS, ZERO_3
 
 import toolkit as tk
-from toolkit.deepspeed_spec import read_user_config
 from toolkit.memory.case import Case
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.estimate import estimate
@@ -127,7 +126,7 @@ def test_llama_3_8b_in_full_on_8_cards_of_24_gb():
     }
     estimator, found = Estimator(), {}
     for name, zero in {"none": ZERO_3, "both": ZERO_3 | BOTH_OFFLOADS}.items():
-        file = DeepSpeedFile(user=read_user_config({**common, "zero_optimization": zero}))
+        file = DeepSpeedFile.read({**common, "zero_optimization": zero})
         found[name] = estimator.estimate(Case.of(tk.Job.model_validate(job), file=file))
     assert not found["none"].fits_gpu
     assert found["none"].peak_allocated_bytes + found["none"].context_and_nccl_bytes > found["none"].gpu_capacity_bytes

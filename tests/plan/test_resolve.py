@@ -4,7 +4,8 @@ import pytest
 from plan_jobs import CPU, TOY, V100, gpu_of, job_of, model_of, plan_of
 
 from toolkit.errors import PlanError, SpecError
-from toolkit.plan.resolve import MAX_REDUCE_BUCKET, resolve, resolve_with
+from toolkit.plan.decide import MAX_REDUCE_BUCKET
+from toolkit.plan.resolve import resolve, resolve_with
 
 
 def choice(plan, key):

@@ -36,9 +36,9 @@ class DeepSpeedFile:
     user: UserConfig
 
     @classmethod
-    def read(cls, path: Path) -> DeepSpeedFile:
-        """Reads a file; raises as `read_user_config` does."""
-        return cls(user=read_user_config(path))
+    def read(cls, source: Mapping[str, Any] | str | Path) -> DeepSpeedFile:
+        """Reads and checks it; arguments and errors are those of `read_user_config`."""
+        return cls(user=read_user_config(source))
 
     @property
     def name(self) -> str:

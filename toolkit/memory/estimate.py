@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from toolkit.arguments import checks_arguments
-from toolkit.deepspeed_spec import read_user_config
 from toolkit.errors import PlanError
 from toolkit.groups.channels import UNDER_WAY
 from toolkit.launch.software import MULTIPLIES_CHUNKS, Software
@@ -84,8 +83,11 @@ def estimate(
             TRACE_FAILED.
     """
     given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
-    file = None if deepspeed_config is None else DeepSpeedFile(user=read_user_config(deepspeed_config))
-    case = _case_of(given, file, built_partitioned=built_partitioned)
+    file = None if deepspeed_config is None else DeepSpeedFile.read(deepspeed_config)
+    if isinstance(given, Job):
+        case = Case.of(given, file=file)
+    else:
+        case = Case.of(given.job, model=given.model, gpu=given.gpu, file=file)
     plan = given if isinstance(given, Plan) and file is None else case.plan()
     check_zero_init(plan, built_partitioned=built_partitioned, load_dtype=load_dtype)
     check_pipeline(plan, with_file=file is not None)
@@ -108,12 +110,6 @@ def estimate(
         allocator=allocator or (None if file is None else "native"),
     )
     return report if file is None else replace(report, assumptions=(*report.assumptions, *file.notes(plan, case.job)))
-
-
-def _case_of(given: Job | Plan, file: DeepSpeedFile | None, *, built_partitioned: bool) -> Case:
-    if isinstance(given, Job):
-        return Case.of(given, file=file, built_partitioned=built_partitioned)
-    return Case.of(given.job, model=given.model, gpu=given.gpu, file=file, built_partitioned=built_partitioned)
 
 
 def report_of(
