@@ -1,4 +1,4 @@
-"""Gives a tokenizer the chat template that the job names."""
+"""Returns a tokenizer the chat template that the job names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE_FAULTS = (
 
 
 def reason_of(error: BaseException) -> str:
-    """Gives the first line of what a template raised, or the name of its class where it says nothing."""
+    """Returns the first line of what a template raised, or the name of its class where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 

@@ -91,7 +91,7 @@ class ChatTokeniser:
         return rendered
 
     def _blocks(self, messages: Messages, tools: Any, upto: int) -> Spans:
-        """Gives what a template marks with `{% generation %}` in the first messages."""
+        """Returns what a template marks with `{% generation %}` in the first messages."""
         if not upto:
             return []
         _, [blocks] = render_jinja_template(
@@ -106,7 +106,7 @@ class ChatTokeniser:
     def _blocks_of(
         self, messages: Messages, tools: Any, blocks: Spans, chosen: Collection[int], *, where: str
     ) -> Spans:
-        """Gives the blocks that are of some messages: those by which a conversation that ends with the message has more."""
+        """Returns the blocks that are of some messages: those by which a conversation that ends with the message has more."""
         found: Spans = []
         for at in sorted(chosen):
             before, after = (len(self._blocks(messages, tools, upto)) for upto in (at, at + 1))
@@ -136,7 +136,7 @@ def _overlaps(token: tuple[int, int], spans: Iterable[tuple[int, int]]) -> bool:
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """Gives the template that `apply_chat_template` uses, or None when the tokenizer has none."""
+    """Returns the template that `apply_chat_template` uses, or None when the tokenizer has none."""
     try:
         template: str = tokenizer.get_chat_template()
     except (ValueError, AttributeError):

@@ -82,7 +82,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
 
 
 def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
-    """Gives the targets as peft reads them: its `all-linear` would pass over our sharded layers."""
+    """Returns the targets as peft reads them: its `all-linear` would pass over our sharded layers."""
     if not isinstance(targets, str):
         return list(targets)
     sharded = any(isinstance(module, ShardedLinear) for module in model.modules())
@@ -103,7 +103,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
-    """Gives the last part of each linear layer's name, once."""
+    """Returns the last part of each linear layer's name, once."""
     named = model.named_modules()
     kinds = torch.nn.Linear | ShardedLinear
     return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, kinds)})

@@ -87,7 +87,7 @@ def _draw_apart(
 
 
 def _own_weights(unit: list[tuple[str, nn.Module, Any]]) -> dict[str, nn.Parameter]:
-    """Gives the weights of some modules themselves, by name in the model."""
+    """Returns the weights of some modules themselves, by name in the model."""
     return {key: weight for name, module, _ in unit for key, weight in module.named_parameters(name, recurse=False)}
 
 
@@ -207,7 +207,7 @@ def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
 
 
 def _units(model: nn.Module) -> Callable[[tuple[str, nn.Module, Any]], str]:
-    """Gives the name of what a module is drawn with: its decoder layer, since some rules reach below their module."""
+    """Returns the name of what a module is drawn with: its decoder layer, since some rules reach below their module."""
     layers = {name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
     def unit_of(member: tuple[str, nn.Module, Any]) -> str:
@@ -222,7 +222,7 @@ def _units(model: nn.Module) -> Callable[[tuple[str, nn.Module, Any]], str]:
 def _materialized(
     modules: Iterable[nn.Module], device: torch.device, *, but: AbstractSet[nn.Parameter]
 ) -> Iterator[None]:
-    """Gives the modules' own weights storage on a device, but some, and takes it from them again at the end."""
+    """Puts the modules' own weights on a device, but some, and takes them off it again at the end."""
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:

@@ -1,4 +1,4 @@
-"""Gives a model that was made on the meta device its storage, whole or partitioned, with all that its weights carry."""
+"""Returns a model that was made on the meta device its storage, whole or partitioned, with all that its weights carry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def allocate(
     dp_group: dist.ProcessGroup | None = None,
     mpu: Any = None,
 ) -> None:
-    """Gives each weight and buffer of a meta model storage on `device`, with nothing in it yet.
+    """Allocates each weight and buffer of a meta model on `device`, with nothing in it yet.
 
     Weights that modules share stay one. What has been set on a weight stays on it, its hooks too, which `to_empty`
     would lose: they sum the gradients of what several ranks of a tensor group hold.

@@ -67,7 +67,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def find_layers(model: nn.Module) -> str:
-    """Gives the name of a model's one list of decoder layers.
+    """Returns the name of a model's one list of decoder layers.
 
     Raises:
         PlanError: PIPELINE_LAYERS.
@@ -95,12 +95,12 @@ def find_layers(model: nn.Module) -> str:
 
 
 def base_of(model: PreTrainedModel) -> Any:
-    """Gives what of a causal language model runs the layers: the model inside it, or itself."""
+    """Returns the module of a causal language model that runs the layers: the model inside it, or itself."""
     return getattr(model, model.base_model_prefix, model)
 
 
 def width_of(model: PreTrainedModel) -> int:
-    """Gives the width of the hidden states between layers."""
+    """Returns the width of the hidden states between layers."""
     return int(model.config.get_text_config(decoder=True).hidden_size)
 
 

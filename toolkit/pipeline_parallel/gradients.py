@@ -45,7 +45,7 @@ class Fp32Gradients:
         parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Gives a parameter's sum of this step; None where it has none."""
+        """Returns a parameter's sum of this step; None where it has none."""
         return self._sums.get(parameter)
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class HeldBack:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Gives the sum back as the gradient of the parameter, to be reduced inside; the next step begins anew."""
+        """Makes the sum the parameter's gradient again, to be reduced inside; the next step begins anew."""
         parameter, total = self._parameter, self.total
         if parameter.grad is None:
             parameter.grad = total.to(parameter.dtype)

@@ -44,7 +44,7 @@ _MAX_CHARACTERS = 1_000_000
 
 
 def read_chat_template(name: str, *, base: Path | None = None) -> str:
-    """Gives the text of `data.chat_template`.
+    """Returns the text of `data.chat_template`.
 
     Args:
         name: `chatml`, or a file.
@@ -94,7 +94,7 @@ class ChatTemplate:
         return _environment().from_string(self.text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """Gives the text of a conversation.
+        """Returns the text of a conversation.
 
         Raises:
             TemplateRefusalError: By the template's own word, or because it is no Jinja.
@@ -145,7 +145,7 @@ def _tojson(
 
 
 def template_problems(name: str, text: str) -> list[Problem]:
-    """Gives DATA_CHAT_TEMPLATE_FILE where a template is no Jinja.
+    """Returns DATA_CHAT_TEMPLATE_FILE where a template is not valid Jinja.
 
     Args:
         name: As the job has it.
@@ -165,7 +165,7 @@ def template_problems(name: str, text: str) -> list[Problem]:
 
 
 def chat_template_problem(name: str, what: str) -> Problem:
-    """Gives DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is no template."""
+    """Returns DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is no template."""
     return Problem(
         code="DATA_CHAT_TEMPLATE_FILE",
         key="data.chat_template",
@@ -175,7 +175,7 @@ def chat_template_problem(name: str, what: str) -> Problem:
 
 
 def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
-    """Gives DATA_CHAT_TEMPLATE: a template does not take a conversation.
+    """Returns DATA_CHAT_TEMPLATE: a template does not take a conversation.
 
     Args:
         reason: What it says.
@@ -191,7 +191,7 @@ def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
 
 
 def unused_chat_template(data: Data, format_: Format) -> list[Problem]:
-    """Gives DATA_CHAT_TEMPLATE_UNUSED where no conversation is rendered."""
+    """Returns DATA_CHAT_TEMPLATE_UNUSED where no conversation is rendered."""
     if data.chat_template is None or format_ == "messages":
         return []
     return [

@@ -71,7 +71,7 @@ _FORMS = {
 
 
 def problems_of(error: ValidationError, kind: type[BaseModel] = Job) -> list[Problem]:
-    """Gives one problem a key: the members of a union complain one by one, and a list item by item.
+    """Returns one problem for each key, although pydantic reports each member of a union and each item of a list.
 
     Args:
         error: Of a job, or of a section of it that was made by itself.
@@ -126,7 +126,7 @@ def _problem(key: str, detail: Any) -> Problem:
 
 
 def _key(location: tuple[int | str, ...]) -> str:
-    """Gives the dotted path of a pydantic location, without the union members and item numbers that end it."""
+    """Returns the dotted path of a pydantic location, without the union members and item numbers that end it."""
     section: type[BaseModel] | None = Job
     parts: list[str] = []
     for part in location:

@@ -62,7 +62,7 @@ def expanded(name: str) -> Path:
 
 
 def shown(path: Path | str) -> str:
-    """Gives a path for an error: the beginning of a long one."""
+    """Returns a path for an error: the beginning of a long one."""
     text = str(path)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 

@@ -127,7 +127,7 @@ def template_fault(template: Any) -> str | None:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Gives the default chat template, and whether there are others by name."""
+    """Returns the default chat template, and whether there are others by name."""
     others = any((folder / "additional_chat_templates").glob("*.jinja"))
     path = folder / "chat_template.jinja"
     if is_file(path, key=_KEY):

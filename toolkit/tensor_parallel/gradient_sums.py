@@ -47,7 +47,7 @@ def register_gradient_sums(model: nn.Module) -> None:
 
 
 def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Gives a parameter that takes the place of another its gradient hooks; one that is frozen has no gradient to sum."""
+    """Registers the gradient hooks of another parameter on the one that takes its place; a frozen one has no gradient to sum."""
     if not new.requires_grad:
         return
     for hook in (old._backward_hooks or {}).values():
@@ -57,7 +57,7 @@ def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def summed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Gives the whole parameters of a sharded model whose gradients are summed over ranks, by name."""
+    """Returns the whole parameters of a sharded model whose gradients are summed over ranks, by name."""
     return {
         inside(name, own): module.get_parameter(own)
         for name, module in model.named_modules()

@@ -153,7 +153,7 @@ def _ranks_of(mesh: DeviceMesh) -> list[int]:
 
 
 def _shared(ranks: list[int], tp_group: dist.ProcessGroup) -> list[int]:
-    """Gives the ranks of a wrapper that hold different shards of one model; none where it is only this one."""
+    """Returns the ranks of a wrapper that hold different shards of one model; none where it is only this one."""
     shared = sorted(set(ranks) & set(dist.get_process_group_ranks(tp_group)))
     return shared if len(shared) > 1 else []
 
