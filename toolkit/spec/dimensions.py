@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from toolkit.arguments import shown
 from toolkit.errors import Problem, SpecError
 from toolkit.spec.values import MAX_COUNT
 
@@ -20,9 +21,10 @@ MAX_LAYERS = 10_000
 
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "hidden_size": ("n_embd", "n_embed", "d_model"),
+        "vocab_size": ("n_words",),
+        "hidden_size": ("n_embd", "n_embed", "d_model", "emb_dim"),
         "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-        "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+        "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
         "num_key_value_heads": ("num_kv_heads", "n_head_kv", "n_kv_heads"),
         "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
         "max_position_embeddings": ("n_positions", "max_seq_len", "max_sequence_length"),
@@ -165,6 +167,8 @@ _OWN_NAMES: Mapping[str, frozenset[str]] = {
     "opt": frozenset({"intermediate_size"}),
     "falcon": frozenset({"intermediate_size", "num_key_value_heads"}),
 }
+# State-space and recurrent layers alone: what some of these call heads are those of the state.
+_WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 # These compute the head width and read no `head_dim`.
 _FIXED_HEAD_DIM = frozenset({"gpt2", "gpt_neox", "opt", "falcon"})
 
@@ -176,6 +180,7 @@ class Dimensions:
     Args:
         model_type: The outermost `model_type` of the config.
         architecture: First of `architectures`, else the family's causal language model; None if neither is known.
+        num_attention_heads: Query heads; 0 for a model without attention, as are the key heads and their width.
         head_dim: Width of a query and key head; for DeepSeek's latent attention `qk_nope_head_dim + qk_rope_head_dim`.
         intermediate_size: Width of the dense MLP (of experts too, where the config has no `moe_intermediate_size`).
         max_position_embeddings: Longest sequence, tokens; None if nothing bounds it.
@@ -228,6 +233,9 @@ class Fields:
             **(default_fields(self.text_type) or {}),
             **_canonical(inner, _OWN_NAMES.get(self.text_type, frozenset())),
         }
+        kinds = inner.get("layers_block_type")  # of which configuration_nemotron_h.py counts the layers
+        if isinstance(kinds, list) and self.values.get("num_hidden_layers") is None:
+            self.values["num_hidden_layers"] = len(kinds)
         # A wrapper around a text model has a flag and a default of its own; its class often copies the inner one.
         if self.is_wrapper and "tie_word_embeddings" in config:
             self.values["tie_word_embeddings"] = config["tie_word_embeddings"]
@@ -241,14 +249,15 @@ class Fields:
 
     def invalid(self, key: str, got: Any, why: str, want: str) -> SpecError:
         """Builds the error of one key that is missing or unusable."""
-        state = f"{key} is missing" if got is None else f"{key}={got!r} is not usable"
+        state = f"{key} is missing" if got is None else f"{key}={shown(got)} is not usable"
+        fix = f"Set {key} to {want}, or download config.json again"
+        if key != "model_type" and self.text_type not in _DEFAULTS and not isinstance(got, int):
+            # A sound file of an architecture that calls a size otherwise, or has one for each layer.
+            why = f"the sizes of model_type={self.text_type} cannot be read, so this architecture is not supported as it is"
+            known = ", ".join(sorted(_DEFAULTS))
+            fix = f"Name a model of another architecture, such as {known}, or set {key} to {want} if config.json has lost it"
         return SpecError(
-            Problem(
-                code="MODEL_CONFIG_INVALID",
-                key=self.source,
-                message=f"{state} in {self.source}: {why}",
-                fix=f"Set {key} to {want}, or download config.json again",
-            )
+            Problem(code="MODEL_CONFIG_INVALID", key=self.source, message=f"{state} in {self.source}: {why}", fix=fix)
         )
 
     def size(self, key: str, *, zero: bool = False) -> int:
@@ -275,15 +284,15 @@ class Fields:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
-        return self.size("num_attention_heads")
+        """Query heads; 0 without attention."""
+        return 0 if self.text_type in _WITHOUT_ATTENTION else self.size("num_attention_heads")
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads; Falcon counts them by its switches (FalconAttention.__init__)."""
         if self.text_type == "falcon" and not self.flag("new_decoder_architecture"):
             return 1 if self.flag("multi_query") else self.heads
-        if self.text_type in _FIXED_HEAD_DIM and self.text_type != "falcon":
+        if not self.heads or (self.text_type in _FIXED_HEAD_DIM and self.text_type != "falcon"):
             return self.heads
         shared = self.size_or("num_key_value_heads", self.heads)
         if self.heads % shared:
@@ -296,6 +305,8 @@ class Fields:
         """Width of a query and key head."""
         if self.values.get("kv_lora_rank") is not None:
             return self.size("qk_nope_head_dim") + self.size("qk_rope_head_dim")
+        if not self.heads:
+            return 0
         computed = max(1, self.hidden // self.heads)
         return computed if self.text_type in _FIXED_HEAD_DIM else self.size_or("head_dim", computed)
 

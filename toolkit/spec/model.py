@@ -41,6 +41,7 @@ class ModelSpec:
         has_weights: Whether pretrained weights are at hand: whole safetensors files of a folder, or a hub model (if the
             hub is out of reach, one whose weights are in the cache).
         architecture: Model class; None if the config names none and the type is not declared.
+        num_attention_heads: Query heads; 0 for a model without attention, as are the key heads and their width.
         head_dim: Width of a query and key head.
         max_position_embeddings: Longest sequence, tokens; None if nothing bounds it.
         num_experts: Routed experts of a sparse layer; 0 for a dense model.
@@ -58,9 +59,9 @@ class ModelSpec:
     architecture: str | None
     hidden_size: PositiveInt
     num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
+    num_attention_heads: NonNegativeInt
+    num_key_value_heads: NonNegativeInt
+    head_dim: NonNegativeInt
     intermediate_size: PositiveInt
     vocab_size: PositiveInt
     max_position_embeddings: PositiveInt | None
