@@ -61,6 +61,7 @@ def test_a_described_card_is_planned_for_and_what_is_left_out_is_explained() -> 
             "gfx90a",
             ("bf16", "fp16", "fp32"),
         ),
+        ({"name": "mi", "memory_gib": 60, "compute_capability": "gfx90a"}, "gfx90a", ("bf16", "fp16", "fp32")),
     ],
 )
 def test_what_a_card_computes_in_follows_from_its_generation(
@@ -69,6 +70,7 @@ def test_what_a_card_computes_in_follows_from_its_generation(
     found = find_gpu(Card(**gpu))
     assert (found.compute_capability, found.precisions) == (capability, precisions)
     assert (found.known_capability is None) == ("compute_capability" not in gpu)
+    assert found.vendor == ("amd" if capability.startswith("gfx") else "nvidia")
 
 
 def test_a_card_of_the_catalogue_may_be_changed() -> None:
@@ -98,6 +100,8 @@ def test_set_reaches_into_a_card() -> None:
         ({"name": "l20"}, "GPU_DESCRIPTION", "cluster.gpu", "its memory is not given"),
         ({"name": "cpu", "memory_gib": 4}, "GPU_DESCRIPTION", "cluster.gpu", "cpu is no card"),
         ({**L20, "compute_capability": "8.6", "fp8_tflops": 9}, "GPU_DESCRIPTION", "cluster.gpu", "has no fp8"),
+        ({**L20, "vendor": "amd"}, "GPU_DESCRIPTION", "cluster.gpu", "vendor=amd has no compute_capability=8.9"),
+        ({"name": "l40s-48gb", "vendor": "amd"}, "GPU_DESCRIPTION", "cluster.gpu", "vendor=amd has no"),
         ({**L20, "compute_capability": "sm_89"}, "KEY_VALUE", "cluster.gpu.compute_capability", 'such as "8.9"'),
         ({**L20, "memory_gib": -1}, "KEY_VALUE", "cluster.gpu.memory_gib", "greater than 0"),
         ({**L20, "memory_gb": 48}, "KEY_UNKNOWN", "cluster.gpu.memory_gb", "cluster.gpu.memory_gib"),

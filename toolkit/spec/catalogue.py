@@ -194,52 +194,50 @@ def describe_gpu(card: Card, base: Gpu | None = None) -> Gpu:
     """
     name = re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-")
     if base is not None and base.vendor == "cpu":
-        raise _bad_description(card, "cpu is no card", "Write gpu: cpu alone, or the name of a card")
+        raise _bad_description("cpu is no card", "Write gpu: cpu alone, or the name of a card")
     if not name or (base is None and card.memory_gib is None):
         why = f"gpu={card.name} is not in the catalogue, and its memory is not given"
-        raise _bad_description(card, why, f"Set cluster.gpu.memory_gib to what a process sees of it, or {_DESCRIBE}")
-    tflops: dict[GpuPrecision, float | None] = {
-        "bf16": card.bf16_tflops, "fp16": card.fp16_tflops, "fp8": card.fp8_tflops, "fp32": card.fp32_tflops,
-    }  # fmt: skip
-    capability, assumed = card.compute_capability, {}
-    vendor = card.vendor or (base.vendor if base is not None else "nvidia")
-    if base is not None:
-        capability = capability or base.compute_capability
-    elif card.vendor is None:
-        assumed["vendor"] = "most cards are NVIDIA's"
+        raise _bad_description(why, f"Set cluster.gpu.memory_gib to what a process sees of it, or {_DESCRIBE}")
+    tflops: dict[GpuPrecision, float | None] = {each: getattr(card, f"{each}_tflops") for each in PRECISIONS}
+    capability, assumed = card.compute_capability or (base.compute_capability if base is not None else None), {}
+    gfx = capability is not None and capability.startswith("gfx")
+    vendor = card.vendor or (base.vendor if base is not None else "amd" if gfx else "nvidia")
+    if base is None and card.vendor is None:
+        assumed["vendor"] = f"compute_capability={capability} is AMD's" if gfx else "most cards are NVIDIA's"
     if capability is None:
-        capability, why = ("gfx942", "that of the MI300") if vendor == "amd" else _assumed_capability(tflops)
+        capability, why = _assumed_capability(vendor, tflops)
         assumed["compute_capability"] = why
+    elif gfx != (vendor == "amd"):
+        why = f"vendor={vendor} has no compute_capability={capability}"
+        raise _bad_description(why, "Correct cluster.gpu.vendor or cluster.gpu.compute_capability")
     same = base is not None and base.compute_capability == capability
     precisions = base.precisions if base is not None and same else _precisions_of(vendor, capability)
-    if wrong := [precision for precision, rate in tflops.items() if rate is not None and precision not in precisions]:
-        why = f"{wrong[0]}_tflops is given, and compute_capability={capability} has no {wrong[0]}"
-        raise _bad_description(card, why, f"Remove {wrong[0]}_tflops, or correct cluster.gpu.compute_capability")
-    figures: dict[str, Any] = {} if base is None else base.model_dump()
-    for precision in precisions:
-        if tflops[precision] is None and figures.get(f"dense_{precision}_flops_per_second") is None:
+    figures: dict[str, Any] = {"architecture": "described"} if base is None else base.model_dump()
+    for precision, rate in tflops.items():
+        field = f"dense_{precision}_flops_per_second"
+        if precision not in precisions:
+            figures[field] = None
+            if rate is not None:
+                why = f"{precision}_tflops is given, and compute_capability={capability} has no {precision}"
+                fix = f"Remove {precision}_tflops, or correct cluster.gpu.compute_capability"
+                raise _bad_description(why, fix)
+        elif rate is not None:
+            figures[field] = rate * 1e12
+        elif figures.get(field) is None:
             assumed[f"{precision}_tflops"] = f"left out: metrics hold no share of the peak (mfu) in {precision}"
-    figures |= {f"dense_{precision}_flops_per_second": rate * 1e12 for precision, rate in tflops.items() if rate}
-    figures |= {f"dense_{precision}_flops_per_second": None for precision in PRECISIONS if precision not in precisions}
     if card.memory_gib is not None:
         figures["memory_bytes"] = int(card.memory_gib * GIB)
     figures |= {"name": name, "vendor": vendor, "compute_capability": capability, "precisions": precisions}
-    figures |= {
-        "architecture": figures.get("architecture", "described"),
-        "described": True,
-        "assumed": assumed,
-        "sources": {},
-    }
+    figures |= {"described": True, "assumed": assumed, "sources": {}}
     return Gpu.model_validate(figures)
 
 
-def _assumed_capability(tflops: dict[GpuPrecision, float | None]) -> tuple[str, str]:
+def _assumed_capability(vendor: str, tflops: dict[GpuPrecision, float | None]) -> tuple[str, str]:
+    if vendor == "amd":
+        return "gfx942", "that of the MI300"
     if tflops["fp8"] is not None:
         return "8.9", "the first with float8 units, of which fp8_tflops speaks"
-    return (
-        "8.6",
-        "that of most cards for graphics of Ampere, and no more than later ones have",
-    )
+    return "8.6", "that of most cards for graphics of Ampere, and no more than later ones have"
 
 
 def _precisions_of(vendor: str, capability: str) -> tuple[GpuPrecision, ...]:
@@ -255,7 +253,7 @@ def _precisions_of(vendor: str, capability: str) -> tuple[GpuPrecision, ...]:
     return newest if version >= (8, 9) else newest[:3] if version >= (8, 0) else newest[1:3]
 
 
-def _bad_description(card: Card, why: str, fix: str) -> SpecError:
+def _bad_description(why: str, fix: str) -> SpecError:
     return SpecError.of(
         code="GPU_DESCRIPTION", key="cluster.gpu", message=f"cluster.gpu does not describe a card: {why}", fix=fix
     )
