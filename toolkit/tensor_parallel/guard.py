@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -64,49 +63,45 @@ def guard_part(model: nn.Module, *, held_part: str, tp_group: dist.ProcessGroup 
         held_part: What this rank holds of it, for messages.
         tp_group: Ranks that hold the other shards of its layers.
     """
+    if isinstance(model, PartOfModel):
+        return
+    part: Any = model
     kind: Any = type(model)
-    if not isinstance(model, PartOfModel):
-        model.__class__ = _guarded(kind)
-        model.held_part = held_part  # type: ignore[assignment]
-        model.tensor_group = tp_group  # type: ignore[assignment]
+    part.__class__ = _guarded(kind)
+    part.held_part, part.tensor_group = held_part, tp_group
 
 
 @cache
 def _guarded(kind: Any) -> Any:
     own: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own |= {name: refusal(name) for name, refusal in _REFUSALS.items() if callable(getattr(kind, name, None))}
+    own |= {name: _refusal(name) for name in _REFUSED if callable(getattr(kind, name, None))}
     return type(kind.__name__, (PartOfModel, kind), own)
 
 
-def _refused_save(name: str) -> Callable[..., None]:
+# Reason and fix of each method that takes the part for the whole.
+_SAVE = (
+    "no `from_pretrained` could join the parts of all ranks",
+    "Save the run with `tk.save` and write the whole model with `tk.export`; in a loop of your own join each sharded weight by "
+    "`parameter_shards(model)[name].gather(weight, tp_group=tp_group)`",
+)
+_GENERATE = (
+    "not all scores from which a token is chosen",
+    "Write the whole model with `tk.export` and generate with that; in a loop of your own over tensor-parallel ranks choose "
+    "tokens from `gather_scores` of the logits",
+)
+_REFUSED = {"save_pretrained": _SAVE, "push_to_hub": _SAVE, "generate": _GENERATE}
+
+
+def _refusal(name: str) -> Callable[..., None]:
+    why, fix = _REFUSED[name]
+
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        message = f"{name} of {type(self).__name__}: this rank holds {self.held_part}, and {why}"
         raise PlanError.of(
-            code="PART_SAVE",
-            key=name,
-            message=f"{name} of {type(self).__name__}: this rank holds {self.held_part}, and no `from_pretrained` could join the "
-            "parts of all ranks",
-            fix="Save the run with `tk.save` and write the whole model with `tk.export`; in a loop of your own join each sharded "
-            "weight by `parameter_shards(model)[name].gather(weight, tp_group=tp_group)`",
+            code="PART_GENERATE" if _REFUSED[name] is _GENERATE else "PART_SAVE", key=name, message=message, fix=fix
         )
 
     return refuse
-
-
-def _refused_generate(name: str) -> Callable[..., None]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise PlanError.of(
-            code="PART_GENERATE",
-            key=name,
-            message=f"{name} of {type(self).__name__}: this rank holds {self.held_part}, and not all scores from which a token is "
-            "chosen",
-            fix="Write the whole model with `tk.export` and generate with that; in a loop of your own over tensor-parallel ranks "
-            "choose tokens from `gather_scores` of the logits",
-        )
-
-    return refuse
-
-
-_REFUSALS = {"save_pretrained": _refused_save, "push_to_hub": _refused_save, "generate": _refused_generate}
 
 
 def _check_callers(frame: FrameType | None, tp_group: dist.ProcessGroup) -> None:
@@ -139,17 +134,15 @@ def _check_placement(module: nn.Module, tp_group: dist.ProcessGroup) -> None:
     """Refuses shards that `fully_shard` has cut again, over ranks that hold other shards."""
     parameters: dict[str, Any] = module._parameters
     for parameter in parameters.values():
-        if isinstance(parameter, DTensor) and (shared := _shared(_ranks_of(parameter.device_mesh), tp_group)):
+        if isinstance(parameter, DTensor) and (
+            shared := _shared(parameter.device_mesh.mesh.flatten().tolist(), tp_group)
+        ):
             raise _replicated("fully_shard", shared, "mesh=")
 
 
 def _is_engine(wrapper: object) -> bool:
     engine = sys.modules.get("deepspeed.runtime.engine")  # whoever makes one has imported it
     return engine is not None and isinstance(wrapper, engine.DeepSpeedEngine)
-
-
-def _ranks_of(mesh: DeviceMesh) -> list[int]:
-    return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
 def _shared(ranks: list[int], tp_group: dist.ProcessGroup) -> list[int]:
