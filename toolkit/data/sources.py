@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -178,33 +178,30 @@ def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Pat
             raise DataError.of(code="DATA_TYPE", key="data", message=message, fix=fix)
         return convert(record)
 
-    parts = (str(_LAYOUT_VERSION), documents._fingerprint, layout.name, layout.format)
-    fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    return documents.map(
-        converted,
-        with_indices=True,
-        remove_columns=documents.column_names,
-        cache_file_name=str(cache_dir / f"{layout.name}-{fingerprint}.arrow"),
-        new_fingerprint=fingerprint,  # else of the function, which is another one in each call
-        desc=f"Reading {layout.name}",
-    )
+    return _mapped(documents, converted, layout.name, layout.format, desc=f"Reading {layout.name}", cache_dir=cache_dir)
 
 
 def _as_text(documents: Any, *, cache_dir: Path) -> Any:
     """Makes one column of JSON out of conversations, whose keys differ from file to file where tables cannot."""
 
-    def written(record: dict[str, Any]) -> dict[str, str]:
+    def written(record: dict[str, Any], _: int) -> dict[str, str]:
         return {CONVERSATION: json.dumps(dict(record), ensure_ascii=False, default=str)}
 
-    fingerprint = hashlib.sha256(f"{_LAYOUT_VERSION}\0{documents._fingerprint}\0text".encode()).hexdigest()[:16]
+    return _mapped(documents, written, "conversations", "text", desc="Joining conversations", cache_dir=cache_dir)
+
+
+def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str, cache_dir: Path) -> Any:
+    """Maps records to other columns, kept in a file that is called after what they were and what `kind` makes of them."""
+    parts = (str(_LAYOUT_VERSION), documents._fingerprint, *kind)
+    fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     cache_dir.mkdir(parents=True, exist_ok=True)
     return documents.map(
-        written,
+        function,
+        with_indices=True,
         remove_columns=documents.column_names,
-        cache_file_name=str(cache_dir / f"conversations-{fingerprint}.arrow"),
-        new_fingerprint=fingerprint,
-        desc="Joining conversations",
+        cache_file_name=str(cache_dir / f"{kind[0]}-{fingerprint}.arrow"),
+        new_fingerprint=fingerprint,  # else of the function, which is another one in each call
+        desc=desc,
     )
 
 
@@ -217,18 +214,15 @@ def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache
             documents = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             documents.data.table.validate(full=True)  # offsets of a damaged file may point anywhere
             return documents
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"data_files": [str(source.path)], "split": "train", "cache_dir": str(cache_dir)}
         if source.kind == "csv":
-            options = _csv_options(source.columns)
+            options |= _csv_options(source.columns)
         if source.kind == "txt":
-            options = {"encoding": "utf-8-sig"}  # the mark that may begin a file is no part of its first document
-        files = [str(source.path)]
-        builder = _BUILDERS[source.kind]
+            options["encoding"] = "utf-8-sig"  # the mark that may begin a file is no part of its first document
         with wide_cells(), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Both a converter and dtype were specified"
-            )  # of one mind, in `_csv_options`
-            return datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(cache_dir), **options)
+            # `_csv_options` gives both, which agree.
+            warnings.filterwarnings("ignore", "Both a converter and dtype were specified")
+            return datasets.load_dataset(_BUILDERS[source.kind], **options)
     except DataError:
         raise
     except Exception as error:  # libraries below raise dozens of types here, and each means: it cannot be read
