@@ -34,7 +34,7 @@ def test_vocabulary_and_marks_equal_the_loaded_tokenizer(tmp_path: Path, kind: s
     facts = read_tokenizer_facts(tmp_path)
     assert facts is not None
     assert facts.vocab_size == max(loaded.get_vocab().values()) + 1 == 5
-    assert (facts.eos_token, facts.pad_token) == (loaded.eos_token, loaded.pad_token) == ("</s>", "<pad>")
+    assert facts.eos_token == loaded.eos_token == "</s>"
     assert not facts.has_chat_template
 
 
@@ -49,15 +49,14 @@ def test_ids_with_holes_reach_the_largest(tmp_path: Path) -> None:
     assert facts.vocab_size == 100
 
 
-@pytest.mark.parametrize(("template", "marks"), [(PLAIN, False), (MARKED, True)])
-def test_a_saved_chat_template_is_found(tmp_path: Path, template: str, marks: bool) -> None:
+def test_a_saved_chat_template_is_found(tmp_path: Path) -> None:
     made = tokenizer()
-    made.chat_template = template
+    made.chat_template = MARKED
     made.save_pretrained(tmp_path)
     assert (tmp_path / "chat_template.jinja").is_file()
     facts = read_tokenizer_facts(tmp_path)
     assert facts is not None
-    assert (facts.has_chat_template, facts.chat_template_marks_assistant) == (True, marks)
+    assert (facts.has_chat_template, facts.chat_template) == (True, MARKED)
 
 
 def test_several_templates_are_judged_by_the_default(tmp_path: Path) -> None:
@@ -66,25 +65,25 @@ def test_several_templates_are_judged_by_the_default(tmp_path: Path) -> None:
     made.save_pretrained(tmp_path)
     facts = read_tokenizer_facts(tmp_path)
     assert facts is not None
-    assert (facts.has_chat_template, facts.chat_template_marks_assistant) == (True, False)
+    assert (facts.has_chat_template, facts.chat_template) == (True, PLAIN)
 
 
 @pytest.mark.parametrize(
     ("declared", "expected"),
     [
-        (MARKED, (True, True)),
-        ([{"name": "default", "template": MARKED}], (True, True)),
-        ([{"name": "tool_use", "template": MARKED}], (True, False)),
-        (None, (False, False)),
+        (MARKED, (True, MARKED)),
+        ([{"name": "default", "template": MARKED}], (True, MARKED)),
+        ([{"name": "tool_use", "template": MARKED}], (True, None)),
+        (None, (False, None)),
     ],
 )
-def test_templates_of_the_old_form(tmp_path: Path, declared: object, expected: tuple[bool, bool]) -> None:
-    content = {"chat_template": declared, "eos_token": {"content": "<eos>"}, "pad_token": None}
+def test_templates_of_the_old_form(tmp_path: Path, declared: object, expected: tuple[bool, str | None]) -> None:
+    content = {"chat_template": declared, "eos_token": {"content": "<eos>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     facts = read_tokenizer_facts(tmp_path)
     assert facts is not None
-    assert (facts.has_chat_template, facts.chat_template_marks_assistant) == expected
-    assert (facts.eos_token, facts.pad_token, facts.vocab_size) == ("<eos>", None, None)
+    assert (facts.has_chat_template, facts.chat_template) == expected
+    assert (facts.eos_token, facts.vocab_size) == ("<eos>", None)
 
 
 def test_a_slow_vocabulary_with_added_tokens(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,9 @@ from toolkit.spec.chat_messages import (
     tools_of,
 )
 from toolkit.spec.chat_template import refused_problem
-from toolkit.spec.tokenizer import GENERATION_MARK
 
+# Jinja's block marks, with the whitespace control that templates in use carry.
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # (start, stop) in characters of a rendered conversation.
 Spans = list[tuple[int, int]]
 
@@ -81,7 +83,7 @@ class ChatTokeniser:
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if self.loss_on == "all":
             return self._marked(text, [(0, len(text))], but=message_spans(messages, render, left_out))
-        if GENERATION_MARK.search(chat_template(self.tokenizer) or "") is None:
+        if _GENERATION.search(chat_template(self.tokenizer) or "") is None:
             return self._marked(text, message_spans(messages, render, [at for at in answers if at not in left_out]))
         blocks = self._blocks(messages, tools, len(messages))
         return self._marked(text, blocks, but=self._blocks_of(messages, tools, blocks, left_out, where=where))
@@ -167,11 +169,12 @@ def message_spans(messages: Messages, render: Callable[..., str], chosen: Collec
         start = len(opened)
         stop = len(closed) if whole.startswith(closed) else _stop_by_content(whole, closed, message, start)
         if not whole.startswith(opened) or stop is None:
-            message_text = (
-                f"the chat template rewrites turn {index + 1} as the conversation goes on, so that it cannot be found"
+            raise DataError.of(
+                code="DATA_CHAT_TEMPLATE",
+                key="data.loss_on",
+                message=f"the chat template rewrites turn {index + 1} as the conversation goes on, so that it cannot be found",
+                fix="Put {% generation %} around the assistant's turns in the template, or set data.loss_on to all",
             )
-            fix = "Put {% generation %} around the assistant's turns in the template, or set data.loss_on to all"
-            raise DataError.of(code="DATA_CHAT_TEMPLATE", key="data.loss_on", message=message_text, fix=fix)
         spans.append((start, stop))
     return spans
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,6 @@ from toolkit.spec.paths import is_file
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
 _KEY = "model.tokenizer"
-# Jinja's block marks, with the whitespace control that templates in use carry.
-GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +23,13 @@ class TokenizerFacts:
         vocab_size: Largest token id + 1; None where only loading the tokenizer can tell (a bare SentencePiece model).
         has_chat_template: Whether `messages` can be rendered.
         chat_template: The default template; None where there is none, or only others by name.
-        chat_template_marks_assistant: Whether the default template marks what the assistant says with
-            `{% generation %}`, which loss on assistant tokens alone needs.
         eos_token: End mark; None if the tokenizer has none.
-        pad_token: Padding mark; None if it has none.
     """
 
     vocab_size: int | None
     has_chat_template: bool
     chat_template: str | None
-    chat_template_marks_assistant: bool
     eos_token: str | None
-    pad_token: str | None
 
 
 def read_tokenizer_facts(folder: Path) -> TokenizerFacts | None:
@@ -61,9 +53,7 @@ def read_tokenizer_facts(folder: Path) -> TokenizerFacts | None:
         vocab_size=_vocab_size(folder, config),
         has_chat_template=template is not None or other_templates,
         chat_template=template,
-        chat_template_marks_assistant=template is not None and GENERATION_MARK.search(template) is not None,
         eos_token=_token(special.get("eos_token")),
-        pad_token=_token(special.get("pad_token")),
     )
 
 
