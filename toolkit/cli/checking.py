@@ -23,7 +23,7 @@ from toolkit.spec.dataset import DatasetFacts, peek
 from toolkit.spec.dataset_formats import Format
 from toolkit.spec.job import Job
 from toolkit.spec.model import ModelSpec, resolve_model
-from toolkit.spec.paths import expanded, is_folder, path_kind, shown
+from toolkit.spec.paths import is_folder, path_kind, shown
 from toolkit.spec.tokenizer import TokenizerFacts, read_tokenizer_facts
 
 _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
@@ -112,7 +112,7 @@ def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
     name = job.model.tokenizer
     if name is None:
         return model.path if model is not None and model.origin == "folder" else None
-    folder = expanded(name)
+    folder = Path(name)
     if is_folder(folder, key="model.tokenizer"):
         return folder
     if name.startswith((".", "/", "~")):

@@ -58,7 +58,7 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
     path = (base or Path.cwd()) / name
     try:
         if (kind := path_kind(path, key="data.chat_template")) != "file":
-            raise ValueError("there is no such file" if kind == "absent" else "it is no file")
+            raise ValueError("there is no such file" if kind == "absent" else "it is not a file")
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)
         if not text.strip():
@@ -89,15 +89,16 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        if problems := template_problems("", self.text):
-            raise TemplateRefusalError(problems[0].message.partition(": ")[2])
-        return _environment().from_string(self.text)
+        compiled = _compile(self.text)
+        if isinstance(compiled, str):
+            raise TemplateRefusalError(compiled)
+        return compiled
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
         """Returns the text of a conversation.
 
         Raises:
-            TemplateRefusalError: By the template's own word, or because it is no Jinja.
+            TemplateRefusalError: By the template's own word, or because it is not valid Jinja.
             Exception: Whatever else a program raises.
         """
         marks = {} if self.eos_token is None else {"eos_token": self.eos_token}
@@ -151,17 +152,22 @@ def template_problems(name: str, text: str) -> list[Problem]:
         name: As the job has it.
         text: Its content.
     """
+    compiled = _compile(text)
+    return [chat_template_problem(name, compiled)] if isinstance(compiled, str) else []
+
+
+def _compile(text: str) -> jinja2.Template | str:
+    """Compiles a template, or says what is wrong with it."""
     import jinja2
 
     try:
-        _environment().from_string(text)
+        return _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
-        return [chat_template_problem(name, f"line {error.lineno}: {(error.message or 'it is no Jinja').rstrip('.')}")]
+        return f"line {error.lineno}: {(error.message or 'it is not Jinja').rstrip('.')}"
     except SyntaxError as error:  # Python's, of what Jinja makes of it, such as a break outside of a loop
-        return [chat_template_problem(name, error.msg)]
+        return error.msg
     except RecursionError:
-        return [chat_template_problem(name, "it is nested too deep")]
-    return []
+        return "it is nested too deep"
 
 
 def chat_template_problem(name: str, what: str) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from toolkit.spec.dataset_files import SUFFIXES, Head, Kind, read_head
 from toolkit.spec.dataset_formats import Format, as_format, loss_on_problem
 from toolkit.spec.dataset_layouts import Layout, unread_columns
 from toolkit.spec.job import Data
-from toolkit.spec.paths import PathKind, expanded, is_file, is_folder, num_bytes, path_kind, shown
+from toolkit.spec.paths import PathKind, is_file, is_folder, num_bytes, path_kind, shown
 from toolkit.spec.suggestions import nearest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -151,14 +151,13 @@ def _look_at(
     template: ChatTemplate | None,
     problems: list[Problem],
 ) -> SourceFacts | None:
-    path = root / expanded(name)
+    path = root / name
     try:
         found = path_kind(path, key=key)
         path = Path(os.path.realpath(path))  # Path.resolve raises for links in a circle before Python 3.13
         if found == "absent":
             if is_hub_id(name):
-                format_ = None if data.format == "auto" else as_format(data.format)
-                return SourceFacts(name=name, kind="hub", path=None, columns=(), format=format_, num_bytes=None)
+                return SourceFacts(name=name, kind="hub", path=None, columns=(), format=_wanted(data), num_bytes=None)
             problems.append(_not_found(name, path, key=key))
             return None
         kind = _local_kind(path, found, key=key)
@@ -186,33 +185,25 @@ def _facts_of(
     problems: list[Problem],
 ) -> SourceFacts:
     problems += head.problems
-    format_ = None if data.format == "auto" else as_format(data.format)
-    unread: tuple[str, ...] = ()
+    facts = SourceFacts(name=name, kind=kind, path=path, columns=head.columns, format=_wanted(data), num_bytes=size)
+    if not head.columns:
+        return facts
+    layout = resolve_layout(head.columns, data.format, key=key, name=name)
+    if isinstance(layout, Problem):
+        problems.append(layout)
+        return replace(facts, format=None)
+    problems += _type_problems(head.records, layout, key=key, name=name)
+    problems += _blank_problems(head.records, layout.format, key=key, name=name)
     unread_keys = None
-    if head.columns:
-        resolved = resolve_layout(head.columns, data.format, key=key, name=name)
-        if isinstance(resolved, Problem):
-            problems.append(resolved)
-            format_ = None
-        else:
-            format_ = resolved.format
-            problems += _type_problems(head.records, resolved, key=key, name=name)
-            problems += _blank_problems(head.records, format_, key=key, name=name)
-            unread = _unread(resolved, head)
-        if not isinstance(resolved, Problem) and format_ == "messages":
-            problems += conversation_problems(head.records, resolved, data.loss_on, template, key=key, name=name)
-            said = [record.get(resolved.needed[0]) for _, record in head.records]
-            unread_keys = unread_key_warning(name, said, template=None if template is None else template.text)
-    return SourceFacts(
-        name=name,
-        kind=kind,
-        path=path,
-        columns=head.columns,
-        format=format_,
-        num_bytes=size,
-        unread=unread,
-        unread_keys=unread_keys,
-    )
+    if layout.format == "messages":
+        problems += conversation_problems(head.records, layout, data.loss_on, template, key=key, name=name)
+        said = [record.get(layout.needed[0]) for _, record in head.records]
+        unread_keys = unread_key_warning(name, said, template=None if template is None else template.text)
+    return replace(facts, format=layout.format, unread=_unread(layout, head), unread_keys=unread_keys)
+
+
+def _wanted(data: Data) -> Format | None:
+    return None if data.format == "auto" else as_format(data.format)
 
 
 def _not_found(name: str, path: Path, *, key: str) -> Problem:

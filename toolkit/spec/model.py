@@ -19,7 +19,7 @@ from toolkit.spec.configs import configs_root, read_config
 from toolkit.spec.dimensions import read_dimensions
 from toolkit.spec.job import Model
 from toolkit.spec.parameters import count_parameters
-from toolkit.spec.paths import expanded, is_file, path_kind, shown
+from toolkit.spec.paths import is_file, path_kind, shown
 from toolkit.spec.values import adapter_of
 from toolkit.spec.weights import Weights, count_stored_parameters, find_weights
 
@@ -157,7 +157,7 @@ def resolve_model(model: Model) -> ModelSpec:
             MODEL_REVISION_UNUSED.
     """
     name = model.name
-    path = expanded(name)
+    path = Path(name)
     kind = path_kind(path, key=_KEY)
     if kind == "file":
         return _from_file(model, path)

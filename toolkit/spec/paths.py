@@ -56,11 +56,6 @@ def num_bytes(path: Path, *, key: str) -> int:
         raise _refused(path, key, error) from None
 
 
-def expanded(name: str) -> Path:
-    """Writes out a leading ~; that of an unknown user stays, where `Path.expanduser` raises."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111
-
-
 def shown(path: Path | str) -> str:
     """Returns a path for an error: the beginning of a long one."""
     text = str(path)
