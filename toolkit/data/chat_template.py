@@ -36,7 +36,7 @@ def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -
         data: The job's data section.
         base: Folder that a relative path starts from; the working directory when None.
     Raises:
-        DataError: DATA_CHAT_TEMPLATE_FILE, if there is none, or it is no Jinja.
+        DataError: DATA_CHAT_TEMPLATE_FILE, if there is none, or it is not valid Jinja.
     """
     name = data.chat_template
     if name is None:

@@ -279,7 +279,7 @@ def _load_problem(source: SourceFacts, error: Exception, *, key: str) -> Problem
     cause = error.__cause__ or error
     reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
     if source.kind == "hub":
-        message = f"{key}={source.name} is no local path, and as a hub data set it does not load: {reason}"
+        message = f"{key}={source.name} is not a local path, and as a hub data set it does not load: {reason}"
         fix = "Check the id, data.name, data.revision and data.split, log in for a gated set (hf auth login), or name local files"
         return Problem(code="DATA_HUB", key=key, message=message, fix=fix, source="datasets.load_dataset")
     if source.kind in ("jsonl", "json") and source.path is not None:

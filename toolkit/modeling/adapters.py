@@ -117,7 +117,7 @@ def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:
             yield Problem(
                 code="LORA_SAVE",
                 key="train.lora.modules_to_save",
-                message=f"modules_to_save={wanted} is no module of {type(model).__name__}, so nothing would be trained in full",
+                message=f"modules_to_save={wanted} is not a module of {type(model).__name__}, so nothing would be trained in full",
                 fix=f"Name modules of the model, such as {_name_of(model, model.get_output_embeddings())}, or leave it out",
                 source="peft utils/other.py _set_trainable",
             )

@@ -194,7 +194,7 @@ def describe_gpu(card: Card, base: Gpu | None = None) -> Gpu:
     """
     name = re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-")
     if base is not None and base.vendor == "cpu":
-        raise _bad_description("cpu is no card", "Write gpu: cpu alone, or the name of a card")
+        raise _bad_description("cpu is not a card", "Write gpu: cpu alone, or the name of a card")
     if not name or (base is None and card.memory_gib is None):
         why = f"gpu={card.name} is not in the catalogue, and its memory is not given"
         raise _bad_description(why, f"Set cluster.gpu.memory_gib to what a process sees of it, or {_DESCRIBE}")

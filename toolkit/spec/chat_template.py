@@ -50,7 +50,7 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
         name: `chatml`, or a file.
         base: Folder that a relative path starts from; the working directory when None.
     Raises:
-        DataError: DATA_CHAT_TEMPLATE_FILE, if it is no readable text, or empty.
+        DataError: DATA_CHAT_TEMPLATE_FILE, if it is not readable text, or empty.
         SpecError: PATH_UNREADABLE.
     """
     if name == CHATML:
@@ -171,7 +171,7 @@ def _compile(text: str) -> jinja2.Template | str:
 
 
 def chat_template_problem(name: str, what: str) -> Problem:
-    """Returns DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is no template."""
+    """Returns DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is not a template."""
     return Problem(
         code="DATA_CHAT_TEMPLATE_FILE",
         key="data.chat_template",

@@ -215,7 +215,7 @@ def _not_found(name: str, path: Path, *, key: str) -> Problem:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that is no local path reads as `org/name` or a bare name on the hub."""
+    """Whether a name that is not a local path reads as `org/name` or a bare name on the hub."""
     suffix = Path(name).suffix.lower()
     return _HUB_ID.fullmatch(name) is not None and suffix not in SUFFIXES and suffix not in _FILE_SUFFIXES
 
@@ -234,7 +234,7 @@ def _odd_kind(name: str, path: Path, found: PathKind, *, key: str) -> Problem:
     return Problem(
         code="DATA_SUFFIX",
         key=key,
-        message=f"{key}={name} is of no kind that is read: {what}",
+        message=f"{key}={name} is not a kind of file that is read: {what}",
         fix=f"Name a file ending in {', '.join(SUFFIXES)}, or a folder written by Dataset.save_to_disk",
     )
 

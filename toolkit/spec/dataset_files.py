@@ -120,7 +120,7 @@ def _encoding_problem(path: Path, key: str, found: str, encoding: str) -> Proble
 def _unreadable(path: Path, kind: Kind, key: str, error: Exception) -> Problem:
     reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
     if kind == "saved":
-        message = f"{path} is no whole folder of `datasets`: {reason}"
+        message = f"{path} is not a complete folder of `datasets`: {reason}"
         return Problem(code="DATA_READ", key=key, message=message, fix="Write it again with Dataset.save_to_disk")
     message = f"{path} cannot be read as {kind}: {reason}"
     fix = "Name a .jsonl, .json, .txt, .csv or .parquet file whose content matches its suffix"

@@ -234,7 +234,7 @@ def _download_config(model: Model, *, offline: bool) -> Path:
         ) from error
     except (errors.HFValidationError, errors.RepositoryNotFoundError) as error:
         raise _not_found(
-            name, f"model={shown(name)} is no local path, no catalogue name and no hub repository you can see"
+            name, f"model={shown(name)} is not a local path, a catalogue name or a hub repository you can see"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise _not_found(name, f"model={shown(name)} has no revision {model.revision}") from error

@@ -133,7 +133,7 @@ def count_lora_parameters(
         arXiv 2106.09685; peft 0.19, tuners/tuners_utils.py, check_target_module_exists and
         _maybe_include_all_linear_layers; utils/transformers_weight_conversion.py for fused experts.
     Raises:
-        SpecError: MODEL_CONFIG_INVALID; LORA_TARGETS_INVALID, if a string is no regular expression.
+        SpecError: MODEL_CONFIG_INVALID; LORA_TARGETS_INVALID, if a string is not a regular expression.
     """
     if (known := _known(config)) is None:
         return None
@@ -247,7 +247,7 @@ def _matches(pattern: str, name: str) -> bool:
         raise SpecError.of(
             code="LORA_TARGETS_INVALID",
             key="train.lora.target_modules",
-            message=f"target_modules={pattern!r} is no regular expression: {error}",
+            message=f"target_modules={pattern!r} is not a regular expression: {error}",
             fix="Write all-linear, a list such as [q_proj, v_proj], or a regular expression for whole module names",
             source="peft, tuners/tuners_utils.py: check_target_module_exists",
         ) from error

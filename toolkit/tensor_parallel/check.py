@@ -64,7 +64,7 @@ def _no_style(pattern: str, value: object) -> Problem:
     return Problem(
         code="TP_STYLE_KIND",
         key=pattern,
-        message=f"{pattern} is given {value!r} in the table of styles, which is no style",
+        message=f"{pattern} is given {value!r} in the table of styles, which is not a style",
         fix=f"Give it one of {kinds}, of toolkit.tensor_parallel",
     )
 
