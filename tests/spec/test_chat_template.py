@@ -36,7 +36,7 @@ def test_no_template(tmp_path: Path, content: Any, says: str) -> None:
     with pytest.raises(DataError, match=says) as caught:
         read_chat_template("mine.jinja", base=tmp_path)
     assert caught.value.codes == ("DATA_CHAT_TEMPLATE_FILE",)
-    with pytest.raises(DataError, match="it is no file"):
+    with pytest.raises(DataError, match="it is not a file"):
         read_chat_template(".", base=tmp_path)
 
 

@@ -129,7 +129,7 @@ class StepLoader:
 
 
 class EvalLoader:
-    """Returns every row exactly once over all ranks, in order, as micro-batches.
+    """Iterates over every row exactly once over all ranks, in order, as micro-batches.
 
     All ranks get the same number of micro-batches of the same number of rows, so that their collectives match; what
     is missing at the end is filled with a row whose labels are all -100.

@@ -81,10 +81,9 @@ def problems_of(error: ValidationError, kind: type[BaseModel] = Job) -> list[Pro
     details: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         given = detail["input"]
-        if (
-            detail["type"] == "too_short" and isinstance(given, Sized) and len(given)
-        ):  # an array has no truth of its own
-            continue  # a list whose items are wrong counts as empty, too
+        # A list whose items are wrong counts as empty, too; an array has a length, but no truth of its own.
+        if detail["type"] == "too_short" and isinstance(given, Sized) and len(given):
+            continue
         details.setdefault(_key((*place, *detail["loc"])), []).append(detail)
     problems: list[Problem] = []
     for key, found in details.items():
@@ -141,9 +140,7 @@ def _key(location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a section"
-    return shown(value)
+    return "a section" if isinstance(value, dict) else shown(value)
 
 
 def _unknown_key(key: str, value: Any) -> Problem:
