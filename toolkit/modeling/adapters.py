@@ -104,9 +104,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
     """Returns the last part of each linear layer's name, once."""
-    named = model.named_modules()
-    kinds = torch.nn.Linear | ShardedLinear
-    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, kinds)})
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
 
 
 def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:

@@ -60,9 +60,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     if trial.problem is not None:  # of two refusals, that of the run which came further
         raise _refused(model, max(plain, trial, key=lambda one: len(one.calls)).problem or trial.problem)
     before = tuple(name for name in ends if trial.is_before(name))
-    behind = tuple(
-        name for name in ends if name not in before
-    )  # what the base model does not call, such as the head, too
+    behind = tuple(name for name in ends if name not in before)  # also what the base model does not call: the head
     return Anatomy(layers=layers, before=before, behind=behind, gives_tuple=trial is not plain)
 
 
@@ -142,9 +140,8 @@ class _Trial:
         stack: Any = model.get_submodule(layers)
         self._num_layers = len(stack)
         passage = Passage(num_layers=self._num_layers, gives_tuple=gives_tuple)
-        held = StageLayers(
-            stack, frozenset(range(len(stack))), passage
-        )  # none is run, but a model may ask for its dtype
+        # None is run, but a model may ask for its dtype.
+        held = StageLayers(stack, frozenset(range(len(stack))), passage)
         stand_ins = {name: StandIn(passage) for name in ends}
         for name, stand_in in stand_ins.items():
             stand_in.register_forward_pre_hook(lambda module, args, name=name: self.calls.append(name))

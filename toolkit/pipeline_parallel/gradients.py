@@ -33,9 +33,7 @@ class Fp32Gradients:
     def add(self, parameter: nn.Parameter) -> None:
         """Moves what a parameter's gradient holds to its sum; each backward pass does so by itself."""
         gradient = parameter.grad
-        if (
-            gradient is None or parameter.dtype == torch.float32
-        ):  # torch calls it as well where a backward pass gives none
+        if gradient is None or parameter.dtype == torch.float32:  # torch calls this without a gradient, too
             return
         known = self._sums.get(parameter)
         if known is None:

@@ -15,7 +15,7 @@ Records = Sequence[tuple[int, dict[str, Any]]]
 
 
 def conversations(records: Records, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Returns the records that are conversations without a fault, by our own columns, with their lines."""
+    """Yields the records that are conversations without a fault, by our own columns, with their lines."""
     for line, record in records:
         if layout.format == "messages" and layout.fault(record) is None:
             yield line, record if layout.convert is None else layout.convert(record)

@@ -267,7 +267,7 @@ def sharded_parameter(dense: nn.Parameter, shard: Shard, *, tp_group: dist.Proce
 
 
 def _replicated(layout: Layout, group: dist.ProcessGroup) -> Iterator[range]:
-    """Returns the ranges of this rank's shard, counted in the shard, that other ranks hold too."""
+    """Yields the ranges of this rank's shard, counted in the shard, that other ranks hold too."""
     start = 0
     owners = layout.owners(group.size())
     for own, count in zip(layout.ranges(group.rank(), group.size()), owners, strict=True):
