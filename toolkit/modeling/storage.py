@@ -1,4 +1,4 @@
-"""Returns a model that was made on the meta device its storage, whole or partitioned, with all that its weights carry."""
+"""Storage for a model that was made on the meta device, whole or partitioned, with all that its weights carry."""
 
 from __future__ import annotations
 

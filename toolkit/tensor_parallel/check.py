@@ -84,24 +84,22 @@ def _head_problems(heads: Heads, found: Mapping[str, Style], num_ranks: int) -> 
     used = {feature for style in found.values() if isinstance(style, Column) for feature in style.parts}
     if not used & {"query", "key_value"}:
         return
-    if heads.query % num_ranks or (heads.key_value % num_ranks and num_ranks % heads.key_value):
-        valid = [size for size in divisors(heads.query) if heads.key_value % size == 0 or size % heads.key_value == 0]
-        number = (
-            f"num_attention_heads={heads.query}"
-            if heads.query % num_ranks
-            else f"num_key_value_heads={heads.key_value}"
+    if heads.query % num_ranks:
+        number, why = f"num_attention_heads={heads.query}", "a rank must own whole heads"
+    elif heads.key_value % num_ranks and num_ranks % heads.key_value:
+        number, why = (
+            f"num_key_value_heads={heads.key_value}",
+            "a key head must lie on equally many ranks as the others",
         )
-        why = (
-            "a rank must own whole heads"
-            if heads.query % num_ranks
-            else "a key head must lie on equally many ranks as the others"
-        )
-        yield Problem(
-            code="TP_HEADS",
-            key=_KEY,
-            message=f"tensor={num_ranks} does not divide {number}: {why}",
-            fix=f"Set tensor to one of {join(valid)}",
-        )  # fmt: skip
+    else:
+        return
+    valid = [size for size in divisors(heads.query) if heads.key_value % size == 0 or size % heads.key_value == 0]
+    yield Problem(
+        code="TP_HEADS",
+        key=_KEY,
+        message=f"tensor={num_ranks} does not divide {number}: {why}",
+        fix=f"Set tensor to one of {join(valid)}",
+    )
 
 
 def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads, num_ranks: int) -> Iterator[Problem]:
