@@ -1,4 +1,4 @@
-"""Returns a tokenizer the chat template that the job names."""
+"""Sets the chat template that the job names on a tokenizer."""
 
 from __future__ import annotations
 
