@@ -24,7 +24,7 @@ TEMPLATE_FAULTS = (
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the first line of what a template raised, or the name of its class where it says nothing."""
+    """Return the first line of what a template raised, or the name of its class where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 

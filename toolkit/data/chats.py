@@ -93,7 +93,7 @@ class ChatTokeniser:
         return rendered
 
     def _blocks(self, messages: Messages, tools: Any, upto: int) -> Spans:
-        """Returns what a template marks with `{% generation %}` in the first messages."""
+        """Return what a template marks with `{% generation %}` in the first messages."""
         if not upto:
             return []
         _, [blocks] = render_jinja_template(
@@ -108,7 +108,7 @@ class ChatTokeniser:
     def _blocks_of(
         self, messages: Messages, tools: Any, blocks: Spans, chosen: Collection[int], *, where: str
     ) -> Spans:
-        """Returns the blocks that are of some messages: those by which a conversation that ends with the message has more."""
+        """Return the blocks that are of some messages: those by which a conversation that ends with the message has more."""
         found: Spans = []
         for at in sorted(chosen):
             before, after = (len(self._blocks(messages, tools, upto)) for upto in (at, at + 1))
@@ -138,7 +138,7 @@ def _overlaps(token: tuple[int, int], spans: Iterable[tuple[int, int]]) -> bool:
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """Returns the template that `apply_chat_template` uses, or None when the tokenizer has none."""
+    """Return the template that `apply_chat_template` uses, or None when the tokenizer has none."""
     try:
         template: str = tokenizer.get_chat_template()
     except (ValueError, AttributeError):

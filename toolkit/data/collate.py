@@ -41,7 +41,7 @@ class Collator:
 
     @classmethod
     def of(cls, dataset: PackedDataset, *, flatten: bool = False) -> Collator:
-        """Returns the collator for a data set's rows."""
+        """Return the collator for a data set's rows."""
         return cls(
             packing=dataset.packing,
             sequence_length=dataset.sequence_length,

@@ -29,7 +29,7 @@ _JOIN_SECONDS = 10.0  # a fetch in flight ends well within it
 
 
 def num_steps(num_sequences: int, train_batch_size: int, epochs: float) -> int:
-    """Returns the optimizer steps of so many epochs, the last one filled from the next epoch.
+    """Return the optimizer steps of so many epochs, the last one filled from the next epoch.
 
     >>> num_steps(10, 4, 1), num_steps(10, 4, 2), num_steps(30, 3, 0.1)
     (3, 5, 1)
@@ -50,7 +50,7 @@ class EpochOrder:
         self._permutation = np.empty(0, np.int64)
 
     def slice(self, start: int, stop: int) -> list[int]:
-        """Returns the rows at positions [start, stop) of the stream."""
+        """Return the rows at positions [start, stop) of the stream."""
         rows: list[int] = []
         while start < stop:
             epoch, within = divmod(start, self._num_sequences)

@@ -79,7 +79,7 @@ class PackedDataset:
         return len(self._pieces.rows) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Returns row `index`: `input_ids` and `labels`, and for `separated` also `position_ids`; int64.
+        """Return row `index`: `input_ids` and `labels`, and for `separated` also `position_ids`; int64.
 
         `wrapped` and `separated` rows have sequence_length tokens, `none` rows at most so many.
         """
@@ -172,7 +172,7 @@ _PACKERS = {"wrapped": wrap, "separated": separate, "none": truncate}
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Returns the row of each length; rows are numbered as they open."""
+    """Return the row of each length; rows are numbered as they open."""
     rooms: list[int] = []  # sorted, each the room left in at least one row
     rows_by_room: dict[int, list[int]] = {}
     assigned, num_rows = [], 0

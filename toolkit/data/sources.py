@@ -110,7 +110,7 @@ def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[np.ndarray
 
 
 def shuffled(num_rows: int, *, seed: int, stream: int) -> np.ndarray:
-    """Returns a permutation of `range(num_rows)` that depends on its arguments alone.
+    """Return a permutation of `range(num_rows)` that depends on its arguments alone.
 
     It sorts raw 64-bit words of PCG64: numpy keeps those the same across versions, which it does not promise of
     `Generator.permutation` (NEP 19).

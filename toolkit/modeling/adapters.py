@@ -82,7 +82,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
 
 
 def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
-    """Returns the targets as peft reads them: its `all-linear` would pass over our sharded layers."""
+    """Return the targets as peft reads them: its `all-linear` would pass over our sharded layers."""
     if not isinstance(targets, str):
         return list(targets)
     sharded = any(isinstance(module, ShardedLinear) for module in model.modules())
@@ -103,7 +103,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
-    """Returns the last part of each linear layer's name, once."""
+    """Return the last part of each linear layer's name, once."""
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
 
 

@@ -57,7 +57,7 @@ def agree(
 def _of_any(
     failure: BaseException | None, group: dist.ProcessGroup, device: torch.device | None
 ) -> BaseException | None:
-    """Returns this rank's failure, else that of another rank; what it was is sent only where there is one."""
+    """Return this rank's failure, else that of another rank; what it was is sent only where there is one."""
     failed = all_reduce(torch.tensor([failure is not None], dtype=torch.int32, device=device), group=group, op="max")
     if not failed.item():
         return None

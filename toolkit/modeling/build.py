@@ -128,7 +128,7 @@ def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, worl
 
 
 def stage_part(plan: Plan, pp_rank: int) -> StagePart:
-    """Returns the layers of a rank of the pipeline: those of every pp-th stage from its own on."""
+    """Return the layers of a rank of the pipeline: those of every pp-th stage from its own on."""
     held = layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)[pp_rank]
     return StagePart(chunks=held.chunks, num_layers=held.num_layers)
 
@@ -170,7 +170,7 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
 
 
 def model_config(plan: Plan) -> PreTrainedConfig:
-    """Returns the transformers configuration of the plan's model, with the plan's attention.
+    """Return the transformers configuration of the plan's model, with the plan's attention.
 
     Raises:
         SpecError: MODEL_CLASS; MODEL_CONFIG_INVALID for values that transformers refuses and planning does not read.
@@ -289,7 +289,7 @@ def gather_as_one(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the layers that transformers checkpoints one by one."""
+    """Return the layers that transformers checkpoints one by one."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

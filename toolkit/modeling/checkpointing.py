@@ -51,7 +51,7 @@ def apply_gradient_checkpointing(model: nn.Module, *, fraction: float, offload_i
 
 
 def evenly_spaced(count: int, fraction: float) -> frozenset[int]:
-    """Returns the indices of a share of `count` layers, spread evenly, at least one.
+    """Return the indices of a share of `count` layers, spread evenly, at least one.
 
     >>> sorted(evenly_spaced(8, 0.5))
     [0, 2, 4, 6]

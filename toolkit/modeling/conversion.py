@@ -106,7 +106,7 @@ def convert_group(
 
 
 def source_shards(group: ConversionGroup, shard: Shard) -> dict[str, Shard] | None:
-    """Returns how to cut a group's checkpoint tensors so that they convert to the shard of its only model tensor.
+    """Return how to cut a group's checkpoint tensors so that they convert to the shard of its only model tensor.
 
     Stacking and joining are known to commute with a cut: of experts stacked along a new dim, each is cut along the dim
     behind; of tensors joined along the dim that is cut, each is one part of the layout.
@@ -130,7 +130,7 @@ def source_shards(group: ConversionGroup, shard: Shard) -> dict[str, Shard] | No
 
 
 def _before(operation: Any, cuts: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Returns the cuts of what goes into an operation, by pattern, from those of what comes out; none where not known."""
+    """Return the cuts of what goes into an operation, by pattern, from those of what comes out; none where not known."""
     shard = next(iter(cuts.values()))
     if type(operation) is MergeModulelist and 0 <= operation.dim < shard.dim:
         return {pattern: replace(cut, dim=cut.dim - 1) for pattern, cut in cuts.items()}

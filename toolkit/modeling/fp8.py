@@ -118,7 +118,7 @@ def without_fp8(model: nn.Module) -> Iterator[None]:
 
 
 def fp8_layers(model: nn.Module) -> Iterator[Fp8Linear]:
-    """Yields the layers that `apply_fp8` has made."""
+    """Yield the layers that `apply_fp8` has made."""
     for module in model.modules():
         if hasattr(module, "in_fp8"):  # the class cannot be named: its module needs torchao, and no other model has one
             yield cast("Fp8Linear", module)

@@ -95,7 +95,7 @@ class _Cast:
         self._config = config
 
     def __call__(self, matrix: torch.Tensor, kind: CastConfig, role: GemmInputRole, *, dim: int) -> torch.Tensor:
-        """Returns the matrix in float8, with one scale, or one along `dim`, which is that of the product's sum."""
+        """Return the matrix in float8, with one scale, or one along `dim`, which is that of the product's sum."""
         if kind.scaling_type is ScalingType.DISABLED:
             return matrix
         rounded: torch.Tensor = hp_tensor_to_float8_dynamic(

@@ -219,7 +219,7 @@ class _Reversed(nn.Module):
 
 
 def _probe(dtype: torch.dtype) -> torch.Tensor:
-    """Returns rows of numbers of several sizes and both signs, none of them round. Shape (4, width)."""
+    """Return rows of numbers of several sizes and both signs, none of them round. Shape (4, width)."""
     row_D = torch.sin(torch.arange(_PROBE_WIDTH, device="cpu") * 2.3 + 0.7)
     return (torch.tensor(_PROBE_SCALES, device="cpu").unsqueeze(-1) * row_D).to(dtype)
 

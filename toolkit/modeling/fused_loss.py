@@ -177,7 +177,7 @@ def _head_path(model: PreTrainedModel, loss: Loss) -> str:
 
 
 def _head_loss(head: Any, mapped: LogitMap, loss: Loss) -> HeadLoss:
-    """Returns the function that computes the loss through the head's own call."""
+    """Return the function that computes the loss through the head's own call."""
     linear = _trained_linear(head)
     if linear is not None:
         linear.forward = MethodType(_forward_with_targets, linear)  # type: ignore[method-assign]
@@ -196,7 +196,7 @@ def _head_loss(head: Any, mapped: LogitMap, loss: Loss) -> HeadLoss:
 
 
 def _trained_linear(head: Any) -> nn.Linear | None:
-    """Returns the linear layer that a head is, or that peft trains in its place (`modules_to_save`); else None."""
+    """Return the linear layer that a head is, or that peft trains in its place (`modules_to_save`); else None."""
     if hasattr(head, "modules_to_save"):
         head = head.modules_to_save[head.active_adapters[0]]
     return head if type(head) is nn.Linear else None
@@ -209,7 +209,7 @@ def _forward_with_targets(
     mapped: LogitMap | None = None,
     fused: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the loss where targets are given: inside the head's own call ZeRO-3 has gathered its weights."""
+    """Return the loss where targets are given: inside the head's own call ZeRO-3 has gathered its weights."""
     if targets_T is None or fused is None:
         return functional.linear(hidden, self.weight, self.bias)
     return fused(hidden, self.weight, self.bias, targets_T, mapped)

@@ -87,7 +87,7 @@ def _draw_apart(
 
 
 def _own_weights(unit: list[tuple[str, nn.Module, Any]]) -> dict[str, nn.Parameter]:
-    """Returns the weights of some modules themselves, by name in the model."""
+    """Return the weights of some modules themselves, by name in the model."""
     return {key: weight for name, module, _ in unit for key, weight in module.named_parameters(name, recurse=False)}
 
 
@@ -207,7 +207,7 @@ def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
 
 
 def _units(model: nn.Module) -> Callable[[tuple[str, nn.Module, Any]], str]:
-    """Returns the name of what a module is drawn with: its decoder layer, since some rules reach below their module."""
+    """Return the name of what a module is drawn with: its decoder layer, since some rules reach below their module."""
     layers = {name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
     def unit_of(member: tuple[str, nn.Module, Any]) -> str:

@@ -36,14 +36,14 @@ class LogitMap:
     cap: float | None = None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the scores in fp32."""
+        """Return the scores in fp32."""
         scores = logits.float()
         if self.scale != 1:
             scores = scores * self.scale
         return scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap
 
     def pull_back(self, gradient: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of the head's output from that of the scores, in place."""
+        """Return the gradient of the head's output from that of the scores, in place."""
         if self.cap is not None:
             gradient.mul_(1 - (scores / self.cap) ** 2)
         return gradient.mul_(self.scale) if self.scale != 1 else gradient
@@ -152,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _log_sum(scores_Tv: torch.Tensor) -> torch.Tensor:
-    """Returns `scores_Tv.logsumexp(1)`, which would make a copy, and overwrites the scores."""
+    """Return `scores_Tv.logsumexp(1)`, which would make a copy, and overwrites the scores."""
     top_T = scores_Tv.amax(dim=1)
     return scores_Tv.sub_(top_T[:, None]).exp_().sum(dim=1).log_().add_(top_T)
 
@@ -167,7 +167,7 @@ def _block_gradient(
     factor_T1: torch.Tensor,
     rows: slice,
 ) -> torch.Tensor:
-    """Returns the gradient of the head's output for one block, fp32: softmax less one at the target, times the factor."""
+    """Return the gradient of the head's output for one block, fp32: softmax less one at the target, times the factor."""
     scores_Tv = mapped.apply(_logits(hidden_TD, weight_VD, bias_V, rows))
     keeps_scores = mapped.cap is not None
     shifted_Tv = scores_Tv - log_sum_T[:, None] if keeps_scores else scores_Tv.sub_(log_sum_T[:, None])
@@ -182,7 +182,7 @@ def _logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tens
 
 
 def _inside(targets_T: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which targets lie in a block, and their place there; 0 for the others."""
+    """Return which targets lie in a block, and their place there; 0 for the others."""
     inside_T = (targets_T >= rows.start) & (targets_T < rows.stop)
     return inside_T, torch.where(inside_T, targets_T - rows.start, 0)
 

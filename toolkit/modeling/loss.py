@@ -56,7 +56,7 @@ def shifted(labels_BS: torch.Tensor) -> torch.Tensor:
 def token_loss(
     outputs: Any, labels_BS: torch.Tensor, *, cross_entropy: CrossEntropy = summed_cross_entropy
 ) -> torch.Tensor:
-    """Returns the summed cross entropy of a model's outputs: from its logits, or as it computed it from the labels itself.
+    """Return the summed cross entropy of a model's outputs: from its logits, or as it computed it from the labels itself.
 
     Args:
         outputs: Of a model that was called without labels, or, under `fused_loss.apply_loss`, with them.
@@ -68,7 +68,7 @@ def token_loss(
 
 
 def cross_entropy_over(tp_group: dist.ProcessGroup | None, *, vocab_size: int) -> CrossEntropy:
-    """Returns what computes `summed_cross_entropy` of logits whose vocabulary lies on the ranks of a group.
+    """Return what computes `summed_cross_entropy` of logits whose vocabulary lies on the ranks of a group.
 
     Args:
         tp_group: Those ranks; None where the logits are whole.
@@ -86,7 +86,7 @@ def cross_entropy_over(tp_group: dist.ProcessGroup | None, *, vocab_size: int) -
 
 
 def auxiliary_loss(outputs: Any, config: Any) -> torch.Tensor | None:
-    """Returns the weighted router loss of a mixture-of-experts model that computes one, else None.
+    """Return the weighted router loss of a mixture-of-experts model that computes one, else None.
 
     Source:
         arXiv 2101.03961, section 2.2; transformers models/mixtral/modeling_mixtral.py.

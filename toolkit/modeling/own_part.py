@@ -55,11 +55,11 @@ class OwnPart:
         )
 
     def own_key(self, key: str) -> str | None:
-        """Returns this rank's key for a key of the whole model; `None` where another rank has it."""
+        """Return this rank's key for a key of the whole model; `None` where another rank has it."""
         return key if self.own_keys is None else self.own_keys.get(key)
 
     def take(self, key: str, whole: Tensor) -> Tensor:
-        """Returns this rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor."""
         shard = self.shards.get(key)
         if shard is None:
             return whole
@@ -105,7 +105,7 @@ class OwnPart:
         dense: nn.Module,
         targets: Mapping[str, Tensor],
     ) -> dict[str, Shard] | None:
-        """Returns how to cut each tensor of a group; `None` where it must be read whole. Both ways are tried on shapes."""
+        """Return how to cut each tensor of a group; `None` where it must be read whole. Both ways are tried on shapes."""
         cut = [key for key in keys if key in self.shards]
         if not cut or len(keys) > 1:
             return None

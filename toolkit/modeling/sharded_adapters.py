@@ -115,7 +115,7 @@ def draw_adapters(model: nn.Module, *, seed: int) -> None:
 
 
 def _linear_adapters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the name and module of each A matrix, and the tensor group of the layer that it adapts."""
+    """Yield the name and module of each A matrix, and the tensor group of the layer that it adapts."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             for adapter in module.lora_A:

@@ -239,7 +239,7 @@ def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, grou
 
 
 def _gatherable(targets: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-    """Returns what may be gathered at once: all, or one where each waits on NVMe and takes one of a few swap buffers.
+    """Return what may be gathered at once: all, or one where each waits on NVMe and takes one of a few swap buffers.
 
     Source:
         deepspeed, runtime/swap_tensor/partitioned_param_swapper.py, AsyncPartitionedParameterSwapper.swap_in.

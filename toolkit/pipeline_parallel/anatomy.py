@@ -65,7 +65,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def find_layers(model: nn.Module) -> str:
-    """Returns the name of a model's one list of decoder layers.
+    """Return the name of a model's one list of decoder layers.
 
     Raises:
         PlanError: PIPELINE_LAYERS.
@@ -93,12 +93,12 @@ def find_layers(model: nn.Module) -> str:
 
 
 def base_of(model: PreTrainedModel) -> Any:
-    """Returns the module of a causal language model that runs the layers: the model inside it, or itself."""
+    """Return the module of a causal language model that runs the layers: the model inside it, or itself."""
     return getattr(model, model.base_model_prefix, model)
 
 
 def width_of(model: PreTrainedModel) -> int:
-    """Returns the width of the hidden states between layers."""
+    """Return the width of the hidden states between layers."""
     return int(model.config.get_text_config(decoder=True).hidden_size)
 
 

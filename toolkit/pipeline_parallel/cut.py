@@ -93,7 +93,7 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
 
 
 def _tied_ends(model: PreTrainedModel, anatomy: Anatomy) -> tuple[str, str] | None:
-    """Returns the keys of the one weight that embedding and head share, in this order; None where they share none.
+    """Return the keys of the one weight that embedding and head share, in this order; None where they share none.
 
     Raises:
         PlanError: PIPELINE_SHARED for any other weight that two parts share.

@@ -43,7 +43,7 @@ class Fp32Gradients:
         parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns a parameter's sum of this step; None where it has none."""
+        """Return a parameter's sum of this step; None where it has none."""
         return self._sums.get(parameter)
 
     @torch.no_grad()

@@ -82,7 +82,7 @@ class StageInfo:
 
 
 def stage_info(model: Any) -> StageInfo | None:
-    """Returns what `cut_model` made of a model; None where it is whole.
+    """Return what `cut_model` made of a model; None where it is whole.
 
     Args:
         model: A `PreTrainedModel`, a `peft.PeftModel` around one, or an engine around either.
@@ -92,7 +92,7 @@ def stage_info(model: Any) -> StageInfo | None:
 
 
 def inner_model(model: Any) -> Any:
-    """Returns the transformers model inside an engine, adapters or both."""
+    """Return the transformers model inside an engine, adapters or both."""
     while not isinstance(model, PreTrainedModel):
         model = model.module if hasattr(model, "module") else model.get_base_model()
     return model

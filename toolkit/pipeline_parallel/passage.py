@@ -78,7 +78,7 @@ class Passage:
         return self._under_way.blank
 
     def pass_on(self, position: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what a layer that is not run gives in this call."""
+        """Return what a layer that is not run gives in this call."""
         call = self._under_way
         region = None if self.pieces is None else self.pieces.random_region
         if position == call.enters_at:
@@ -173,7 +173,7 @@ class StageLayers(nn.ModuleList):
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the hidden states that a decoder layer is called with, first in all of transformers."""
+    """Return the hidden states that a decoder layer is called with, first in all of transformers."""
     hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden
 

@@ -52,7 +52,7 @@ def run_stage(model: Any, batch: Mapping[str, Any], *, chunk: int = 0, received:
 
 
 def hidden_shape(model: Any, batch: Mapping[str, Any]) -> torch.Size:
-    """Returns the shape of the hidden states that stages send each other for a micro-batch: (batch, sequence, width).
+    """Return the shape of the hidden states that stages send each other for a micro-batch: (batch, sequence, width).
 
     With sequence parallelism the sequence is a rank's piece.
 
@@ -69,7 +69,7 @@ def hidden_shape(model: Any, batch: Mapping[str, Any]) -> torch.Size:
 
 
 def hidden_dtype(model: Any) -> torch.dtype:
-    """Returns the dtype of the hidden states that stages send each other: that of the layers' weights."""
+    """Return the dtype of the hidden states that stages send each other: that of the layers' weights."""
     layers: nn.Module = inner_model(model).get_submodule(_info(model).layers)
     return next(weight.dtype for weight in layers.parameters() if weight.is_floating_point())
 

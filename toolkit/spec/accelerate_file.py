@@ -44,7 +44,7 @@ def refuse_accelerate_file(document: Mapping[str, Any], *, name: str) -> None:
 
 
 def job_sections(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the sections of a job that say what a configuration of Accelerate says of training."""
+    """Return the sections of a job that say what a configuration of Accelerate says of training."""
     deepspeed = _section(document, "deepspeed_config")
     nodes, processes = document.get("num_machines"), document.get("num_processes")
     cards = None

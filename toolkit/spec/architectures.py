@@ -95,7 +95,7 @@ def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: b
 
 
 def no_class(model_type: str, architectures: Sequence[str] = (), *, brings_code: bool = False) -> Problem:
-    """Returns MODEL_CLASS: the installed transformers has no causal language model of a type."""
+    """Return MODEL_CLASS: the installed transformers has no causal language model of a type."""
     named = f" ({', '.join(architectures)})" if architectures else ""
     own = (
         ", or set model.trust_remote_code to true, which runs the code that its repository brings"
@@ -123,7 +123,7 @@ def _other_task(name: str, architecture: str, why: str, fix: str) -> Problem:
 
 @lru_cache(maxsize=1)
 def causal_lm_types() -> Mapping[str, str]:
-    """Returns the class of each model type that has a causal language model; empty where transformers is not installed.
+    """Return the class of each model type that has a causal language model; empty where transformers is not installed.
 
     Source:
         transformers models/auto/modeling_auto.py MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, which `AutoModelForCausalLM` looks up.
@@ -172,7 +172,7 @@ def _architecture(name: str, text: str, root: Path | None) -> Architecture:
 
 
 def _flags(name: str, text: str, root: Path | None) -> dict[str, Any]:
-    """Returns the flags that a class sets or inherits within the model files; its bases first, as it overrides them."""
+    """Return the flags that a class sets or inherits within the model files; its bases first, as it overrides them."""
     block = _block(text, name)
     if block is None:
         return {}
@@ -192,7 +192,7 @@ def _flags(name: str, text: str, root: Path | None) -> dict[str, Any]:
 
 
 def _block(text: str, name: str) -> tuple[list[str], str] | None:
-    """Returns the names of a class's bases and its source; None where the module has no such class."""
+    """Return the names of a class's bases and its source; None where the module has no such class."""
     start = re.search(rf"^class {re.escape(name)}\(([^)]*)\):", text, re.MULTILINE)
     if start is None:
         return None
@@ -202,7 +202,7 @@ def _block(text: str, name: str) -> tuple[list[str], str] | None:
 
 
 def _imported(text: str, name: str, root: Path | None) -> str | None:
-    """Returns the source of the model file that a class is imported from."""
+    """Return the source of the model file that a class is imported from."""
     pattern = rf"^from \.+(?:models\.)?(\w+)\.(modeling_\w+) import (?:\([^)]*\b{name}\b|[^(\n]*\b{name}\b)"
     found = re.search(pattern, text, re.MULTILINE)
     return None if found is None or root is None else _text(root / found[1] / f"{found[2]}.py")
@@ -210,7 +210,7 @@ def _imported(text: str, name: str, root: Path | None) -> str | None:
 
 @cache
 def _module_of(model_type: str) -> str:
-    """Returns the folder below `models` that holds a type (configuration_auto.py model_type_to_module_name)."""
+    """Return the folder below `models` that holds a type (configuration_auto.py model_type_to_module_name)."""
     root = _models()
     named: dict[str, str] = {}
     for file in ("auto_mappings.py", "configuration_auto.py"):

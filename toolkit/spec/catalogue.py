@@ -165,7 +165,7 @@ def load_catalogue(folder: Path | None = None) -> dict[str, Gpu]:
 
 
 def find_gpu(card: str | Card) -> Gpu:
-    """Returns the card that `cluster.gpu` names or describes; in a name case, spaces, underscores and hyphens do not matter.
+    """Return the card that `cluster.gpu` names or describes; in a name case, spaces, underscores and hyphens do not matter.
 
     Raises:
         SpecError: GPU_UNKNOWN, with the closest names; GPU_DESCRIPTION, for one that leaves out what nothing else tells;
@@ -241,7 +241,7 @@ def _assumed_capability(vendor: str, tflops: dict[GpuPrecision, float | None]) -
 
 
 def _precisions_of(vendor: str, capability: str) -> tuple[GpuPrecision, ...]:
-    """Returns the number formats of a card's matrix units.
+    """Return the number formats of a card's matrix units.
 
     Source:
         CUDA C++ Programming Guide, compute capabilities: tensor cores from 7.0, bf16 from 8.0, float8 from 8.9.

@@ -85,7 +85,7 @@ def is_left_out(message: Mapping[str, Any]) -> bool:
 
 
 def for_template(messages: Iterable[Mapping[str, Any]]) -> Messages:
-    """Returns messages as a template takes them: without nulls and keys of the loss, thoughts under each name.
+    """Return messages as a template takes them: without nulls and keys of the loss, thoughts under each name.
 
     Nulls inside tool calls are left out as well: Arrow fills them in where another record has a key.
     """
@@ -101,7 +101,7 @@ def for_template(messages: Iterable[Mapping[str, Any]]) -> Messages:
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Returns the descriptions of tools that a record offers, which may be a list or its JSON text; None without any.
+    """Return the descriptions of tools that a record offers, which may be a list or its JSON text; None without any.
 
     Raises:
         ValueError: It is neither.
@@ -178,7 +178,7 @@ def _renders(render: Render, messages: Messages, tools: Any) -> str | None:
 
 
 def dropped_problem(part: str, *, where: str, key: str) -> Problem:
-    """Returns DATA_CHAT_DROPPED: a template leaves out a part of a conversation.
+    """Return DATA_CHAT_DROPPED: a template leaves out a part of a conversation.
 
     Args:
         part: As `dropped` names it.

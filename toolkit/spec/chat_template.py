@@ -44,7 +44,7 @@ _MAX_CHARACTERS = 1_000_000
 
 
 def read_chat_template(name: str, *, base: Path | None = None) -> str:
-    """Returns the text of `data.chat_template`.
+    """Return the text of `data.chat_template`.
 
     Args:
         name: `chatml`, or a file.
@@ -95,7 +95,7 @@ class ChatTemplate:
         return compiled
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """Returns the text of a conversation.
+        """Return the text of a conversation.
 
         Raises:
             TemplateRefusalError: By the template's own word, or because it is not valid Jinja.
@@ -146,7 +146,7 @@ def _tojson(
 
 
 def template_problems(name: str, text: str) -> list[Problem]:
-    """Returns DATA_CHAT_TEMPLATE_FILE where a template is not valid Jinja.
+    """Return DATA_CHAT_TEMPLATE_FILE where a template is not valid Jinja.
 
     Args:
         name: As the job has it.
@@ -171,7 +171,7 @@ def _compile(text: str) -> jinja2.Template | str:
 
 
 def chat_template_problem(name: str, what: str) -> Problem:
-    """Returns DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is not a template."""
+    """Return DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is not a template."""
     return Problem(
         code="DATA_CHAT_TEMPLATE_FILE",
         key="data.chat_template",
@@ -181,7 +181,7 @@ def chat_template_problem(name: str, what: str) -> Problem:
 
 
 def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
-    """Returns DATA_CHAT_TEMPLATE: a template does not take a conversation.
+    """Return DATA_CHAT_TEMPLATE: a template does not take a conversation.
 
     Args:
         reason: What it says.
@@ -197,7 +197,7 @@ def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
 
 
 def unused_chat_template(data: Data, format_: Format) -> list[Problem]:
-    """Returns DATA_CHAT_TEMPLATE_UNUSED where no conversation is rendered."""
+    """Return DATA_CHAT_TEMPLATE_UNUSED where no conversation is rendered."""
     if data.chat_template is None or format_ == "messages":
         return []
     return [

@@ -25,7 +25,7 @@ def read_config(path: Path) -> Any:
 
 
 def configs_root(package: Path = _PACKAGE) -> Path:
-    """Returns the folder that holds `hardware/`, `models/` and `jobs/`.
+    """Return the folder that holds `hardware/`, `models/` and `jobs/`.
 
     A wheel carries it inside the package as `_configs`; a checkout keeps it beside the package as `configs`.
 

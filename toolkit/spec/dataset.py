@@ -127,7 +127,7 @@ def peek(
 
 
 def check_data(data: Data, *, base: Path | None = None) -> DatasetFacts:
-    """Returns the facts of `peek`, or raises DataError with all its problems."""
+    """Return the facts of `peek`, or raises DataError with all its problems."""
     facts, problems = peek(data, base=base)
     raise_all(DataError, problems)
     return facts
@@ -318,7 +318,7 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
 
 
 def _template(data: Data, root: Path, own: ChatTemplate | None) -> tuple[ChatTemplate | None, tuple[Problem, ...]]:
-    """Returns what renders messages, if it is at hand, and what is wrong with the job's own template."""
+    """Return what renders messages, if it is at hand, and what is wrong with the job's own template."""
     name = data.chat_template
     if name is None:
         return own, ()

@@ -15,7 +15,7 @@ Records = Sequence[tuple[int, dict[str, Any]]]
 
 
 def conversations(records: Records, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the records that are conversations without a fault, by our own columns, with their lines."""
+    """Yield the records that are conversations without a fault, by our own columns, with their lines."""
     for line, record in records:
         if layout.format == "messages" and layout.fault(record) is None:
             yield line, record if layout.convert is None else layout.convert(record)
@@ -24,7 +24,7 @@ def conversations(records: Records, layout: Layout) -> Iterator[tuple[int, dict[
 def conversation_problems(
     records: Records, layout: Layout, loss_on: str, template: ChatTemplate | None, *, key: str, name: str
 ) -> list[Problem]:
-    """Returns what keeps conversations from being learned whole, as far as their files and their template tell.
+    """Return what keeps conversations from being learned whole, as far as their files and their template tell.
 
     Args:
         records: The head of a source.

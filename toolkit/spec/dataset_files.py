@@ -136,7 +136,7 @@ def _json_problem(path: Path, key: str, found: str) -> Problem:
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | str:
-    """Returns the object of one line, or what is wrong with it."""
+    """Return the object of one line, or what is wrong with it."""
     try:
         value = parse_json(line.decode("utf-8-sig"))  # of bytes, the json module would guess another encoding
     except UnicodeDecodeError as error:

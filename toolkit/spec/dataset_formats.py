@@ -34,7 +34,7 @@ def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
 
 
 def loss_on_problem(loss_on: str, format_: Format) -> Problem | None:
-    """Returns DATA_LOSS_ON when the format has no tokens of the kind that `data.loss_on` names."""
+    """Return DATA_LOSS_ON when the format has no tokens of the kind that `data.loss_on` names."""
     needed = LOSS_ON_FORMAT.get(loss_on, format_)
     if needed == format_:
         return None

@@ -63,7 +63,7 @@ class Layout:
 
 
 def fitting_layouts(columns: tuple[str, ...], wanted: str) -> list[Layout]:
-    """Returns the layouts that the columns have, our own first, at most one a format.
+    """Return the layouts that the columns have, our own first, at most one a format.
 
     Alpaca's columns make prompts and completions, or messages where `wanted` says so.
     """

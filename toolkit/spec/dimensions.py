@@ -202,7 +202,7 @@ class Dimensions:
 
 
 def default_fields(model_type: str) -> dict[str, Any] | None:
-    """Returns what the configuration class of a declared `model_type` fills in, by canonical name; None if undeclared."""
+    """Return what the configuration class of a declared `model_type` fills in, by canonical name; None if undeclared."""
     if model_type not in _DEFAULTS:
         return None
     _, sizes, others = _DEFAULTS[model_type]
@@ -261,7 +261,7 @@ class Fields:
         )
 
     def size(self, key: str, *, zero: bool = False) -> int:
-        """Returns a size, 1 to 2**31 - 1 (0 too where `zero` allows it), else raises MODEL_CONFIG_INVALID."""
+        """Return a size, 1 to 2**31 - 1 (0 too where `zero` allows it), else raises MODEL_CONFIG_INVALID."""
         value = self.values.get(key)
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
         if isinstance(value, bool) or not isinstance(value, int) or not (0 if zero else 1) <= value <= most:
@@ -270,11 +270,11 @@ class Fields:
         return value
 
     def size_or(self, key: str, default: int) -> int:
-        """Returns a size, or `default` where the config has none."""
+        """Return a size, or `default` where the config has none."""
         return default if self.values.get(key) is None else self.size(key)
 
     def flag(self, key: str) -> bool:
-        """Returns a switch; absent and null are off."""
+        """Return a switch; absent and null are off."""
         return bool(self.values.get(key))
 
     @property
@@ -324,7 +324,7 @@ def _canonical(config: Mapping[str, Any], ignored: frozenset[str]) -> dict[str, 
 
 
 def read_dimensions(config: Mapping[str, Any], *, source: str = "config.json") -> Dimensions:
-    """Returns the sizes of the model that a `config.json` describes.
+    """Return the sizes of the model that a `config.json` describes.
 
     Args:
         config: Its content.

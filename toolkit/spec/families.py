@@ -101,7 +101,7 @@ def _decoder(
     head_norms: bool = False,
     width_norms: bool = False,
 ) -> LayerBuilder:
-    """Returns the layer of a family with separate q, k, v, o; `qkv_bias=None` reads `attention_bias` for all four."""
+    """Return the layer of a family with separate q, k, v, o; `qkv_bias=None` reads `attention_bias` for all four."""
 
     def layer(f: Fields, index: int) -> Layer:
         q, kv = f.heads * f.head_dim, f.kv_heads * f.head_dim

@@ -376,7 +376,7 @@ class Job(Section):
 
     @checks_arguments
     def with_(self, *changes: str | Mapping[str, Any], **sections: Any) -> Job:
-        """Returns a job with other values, checked like a job file; this one stays as it is.
+        """Return a job with other values, checked like a job file; this one stays as it is.
 
             job.with_("train.learning_rate=1e-4", "parallel.zero_stage=3")
             job.with_({"train.learning_rate": 1e-4, "data.eval": None})
@@ -395,7 +395,7 @@ class Job(Section):
         return change_job(self, (*changes, sections))
 
     def checked(self) -> Job:
-        """Returns an equal job, every value of which has been checked again, however it came to be there.
+        """Return an equal job, every value of which has been checked again, however it came to be there.
 
         Raises:
             SpecError: As for a job file.

@@ -71,7 +71,7 @@ _FORMS = {
 
 
 def problems_of(error: ValidationError, kind: type[BaseModel] = Job) -> list[Problem]:
-    """Returns one problem for each key, although pydantic reports each member of a union and each item of a list.
+    """Return one problem for each key, although pydantic reports each member of a union and each item of a list.
 
     Args:
         error: Of a job, or of a section of it that was made by itself.
@@ -125,7 +125,7 @@ def _problem(key: str, detail: Any) -> Problem:
 
 
 def _key(location: tuple[int | str, ...]) -> str:
-    """Returns the dotted path of a pydantic location, without the union members and item numbers that end it."""
+    """Return the dotted path of a pydantic location, without the union members and item numbers that end it."""
     section: type[BaseModel] | None = Job
     parts: list[str] = []
     for part in location:

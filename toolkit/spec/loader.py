@@ -92,7 +92,7 @@ def _apply_values(document: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _place(document: dict[str, Any], key: str, *, given: str) -> tuple[dict[str, Any], str]:
-    """Returns the section that holds a dotted key, made where it is absent, and the key's last word."""
+    """Return the section that holds a dotted key, made where it is absent, and the key's last word."""
     if not isinstance(key, str) or not all(key.split(".")):
         raise _bad_key(str(key), given)
     *parents, leaf = key.split(".")

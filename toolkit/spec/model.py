@@ -75,7 +75,7 @@ class ModelSpec:
         return cast(dict[str, Any], json.loads(self.config_json))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the spec as a JSON object; `from_dict` reads it back."""
+        """Return the spec as a JSON object; `from_dict` reads it back."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "config_json"}
         return {**values, "path": None if self.path is None else str(self.path), "config": self.config}
 
@@ -123,7 +123,7 @@ class CatalogueModel(BaseModel):
 
 
 def model_names() -> tuple[str, ...]:
-    """Returns every name in the catalogue of models, sorted."""
+    """Return every name in the catalogue of models, sorted."""
     return tuple(sorted(path.stem for path in (configs_root() / "models").glob("*.yaml")))
 
 

@@ -145,7 +145,7 @@ def count_lora_parameters(
 def names_without_target(
     config: Mapping[str, Any], target_modules: str | tuple[str, ...] = "all-linear"
 ) -> tuple[str, ...]:
-    """Returns the last words of the names that adapters can have, where none of them is a target.
+    """Return the last words of the names that adapters can have, where none of them is a target.
 
     Args:
         config: Content of config.json.
@@ -182,7 +182,7 @@ def float8_layers(config: Mapping[str, Any]) -> bool | None:
 
 
 def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]) -> LoraLayers | None:
-    """Returns where LoRA puts adapters.
+    """Return where LoRA puts adapters.
 
     Args:
         config: Content of config.json.
@@ -210,7 +210,7 @@ def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]
 
 
 def _lora_targets(f: Fields, family: Family, target_modules: str | tuple[str, ...]) -> set[Linear] | None:
-    """Returns the modules that get adapters; None where only building the model can tell."""
+    """Return the modules that get adapters; None where only building the model can tell."""
     linears = list(_linears(f, family))
     routed = any(family.layer(f, index).experts for index in range(f.size("num_hidden_layers")))
     if isinstance(target_modules, str) and routed:
@@ -234,7 +234,7 @@ def _adaptable(f: Fields, family: Family) -> list[Linear]:
 
 
 def _patterns(target_modules: str | tuple[str, ...]) -> list[str]:
-    """Returns targets as expressions for whole module names."""
+    """Return targets as expressions for whole module names."""
     if isinstance(target_modules, str):
         return [target_modules]
     return [rf"(.*\.)?{re.escape(target)}" for target in target_modules]

@@ -57,7 +57,7 @@ def num_bytes(path: Path, *, key: str) -> int:
 
 
 def shown(path: Path | str) -> str:
-    """Returns a path for an error: the beginning of a long one."""
+    """Return a path for an error: the beginning of a long one."""
     text = str(path)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 

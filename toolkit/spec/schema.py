@@ -11,7 +11,7 @@ from toolkit.spec.job import Job
 
 
 def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> tuple[str, ...]:
-    """Returns the dotted path of every key that a job file may hold."""
+    """Return the dotted path of every key that a job file may hold."""
     paths: list[str] = []
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
@@ -23,7 +23,7 @@ def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> tuple[str, .
 
 
 def path_of(section: type[BaseModel], within: type[BaseModel] = Job) -> tuple[str, ...]:
-    """Returns the keys that lead to a section: ("train", "lora") for `Lora`, none for the job itself."""
+    """Return the keys that lead to a section: ("train", "lora") for `Lora`, none for the job itself."""
     for name, field in within.model_fields.items():
         inner = section_of(field.annotation)
         if inner is section:
@@ -34,7 +34,7 @@ def path_of(section: type[BaseModel], within: type[BaseModel] = Job) -> tuple[st
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section that a field of this annotation holds; None where it holds a value."""
+    """Return the section that a field of this annotation holds; None where it holds a value."""
     for member in members_of(annotation):
         if isinstance(member, type) and issubclass(member, BaseModel):
             return member
@@ -48,7 +48,7 @@ def wants_number(annotation: Any) -> bool:
 
 
 def members_of(annotation: Any) -> tuple[Any, ...]:
-    """Returns the types that a field of this annotation takes: those of a union, without what validates them."""
+    """Return the types that a field of this annotation takes: those of a union, without what validates them."""
     if get_origin(annotation) in (Union, UnionType):
         return tuple(inner for member in get_args(annotation) for inner in members_of(member))
     if hasattr(annotation, "__metadata__"):

@@ -44,7 +44,7 @@ class Section(BaseModel):
             super().__setattr__(name, value)
 
     def written(self) -> dict[str, Any]:
-        """Returns what was written of the section, as a mapping that `model_validate` takes.
+        """Return what was written of the section, as a mapping that `model_validate` takes.
 
         What got into it past all checks, as by `model_copy(update=...)`, is there too, whatever it is.
         """

@@ -13,7 +13,7 @@ _MIN_BEGINNING = 5
 
 
 def nearest(name: str, known: Iterable[str], *, n: int = 1) -> list[str]:
-    """Returns the known names that `name` is a slip of, best first; none when it is merely another word.
+    """Return the known names that `name` is a slip of, best first; none when it is merely another word.
 
     Args:
         name: As written; upper and lower case are the same.

@@ -117,7 +117,7 @@ def template_fault(template: Any) -> str | None:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Returns the default chat template, and whether there are others by name."""
+    """Return the default chat template, and whether there are others by name."""
     others = any((folder / "additional_chat_templates").glob("*.jinja"))
     path = folder / "chat_template.jinja"
     if is_file(path, key=_KEY):

@@ -26,7 +26,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """Returns pydantic's reader of a type, made once: that takes milliseconds."""
+    """Return pydantic's reader of a type, made once: that takes milliseconds."""
     return _adapter_of(kind)
 
 
@@ -64,7 +64,7 @@ def _of_somebody(value: Path) -> Path:
 
 
 def _written(value: Any) -> Any:
-    """Returns a path as the text that a job file would hold."""
+    """Return a path as the text that a job file would hold."""
     return str(value) if isinstance(value, Path) else value
 
 

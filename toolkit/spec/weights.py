@@ -77,7 +77,7 @@ def _shards(index: Path) -> list[str] | None:
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """Returns the header of a safetensors file, tensor name to dtype, shape and offsets; None if the file is not whole.
+    """Return the header of a safetensors file, tensor name to dtype, shape and offsets; None if the file is not whole.
 
     Args:
         path: The file; only its header is read.
@@ -98,7 +98,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
 
 
 def _end(tensor: dict[str, Any]) -> int:
-    """Returns the offset past a tensor's bytes; ValueError unless the entry has all that readers use."""
+    """Return the offset past a tensor's bytes; ValueError unless the entry has all that readers use."""
     begin, end = tensor["data_offsets"]
     sizes = [begin, end, *tensor["shape"]]
     if not isinstance(tensor["dtype"], str) or any(type(size) is not int or size < 0 for size in sizes):

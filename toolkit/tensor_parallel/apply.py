@@ -117,7 +117,7 @@ def _join_regions(model: nn.Module, found: dict[str, Style], tp_group: dist.Proc
 
 
 def parameter_shards(model: nn.Module) -> dict[str, Shard]:
-    """Returns how each sharded parameter of a model is cut, by name; those that are whole are left out."""
+    """Return how each sharded parameter of a model is cut, by name; those that are whole are left out."""
     return {
         inside(name, own): shard
         for name, module in model.named_modules()
@@ -127,7 +127,7 @@ def parameter_shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def dense_shards(model: nn.Module, styles: Styles, *, num_ranks: int) -> dict[str, Shard]:
-    """Returns how `apply_tensor_parallel` would cut each parameter of a dense model, by name; whole ones are left out.
+    """Return how `apply_tensor_parallel` would cut each parameter of a dense model, by name; whole ones are left out.
 
     Args:
         model: On any device, meta included; it is left as it is.
@@ -165,7 +165,7 @@ def _shards_of(module: Any, style: Style, heads: Heads, num_ranks: int) -> dict[
 
 
 def _layout(module: nn.Module, style: Column | Row | FeatureNorm | Vocabulary, heads: Heads, num_ranks: int) -> Layout:
-    """Returns the layout of the dimension along which a style cuts a module."""
+    """Return the layout of the dimension along which a style cuts a module."""
     match style:
         case Column():
             return style.layout(output_features(module), heads)

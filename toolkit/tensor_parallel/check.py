@@ -33,7 +33,7 @@ _KERNEL_BYTES = 16
 
 
 def problems(model: nn.Module, styles: Styles, *, num_ranks: int) -> Iterator[Problem]:
-    """Yields what is wrong with a table for a model, and with the number of ranks; once for all layers alike."""
+    """Yield what is wrong with a table for a model, and with the number of ranks; once for all layers alike."""
     if not styles.table:
         yield Problem(
             code="TP_STYLE_UNUSED",
@@ -191,7 +191,7 @@ def _neighbour_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterato
 
 
 def _whole_beside(model: nn.Module, parent: str, found: Mapping[str, Style]) -> Iterator[str]:
-    """Yields the parameters of a module itself, and its children that have some and are not in the table at any depth."""
+    """Yield the parameters of a module itself, and its children that have some and are not in the table at any depth."""
     module = model.get_submodule(parent)
     yield from module._parameters
     for child, inner in module.named_children():

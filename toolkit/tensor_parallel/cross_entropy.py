@@ -35,7 +35,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """Returns each token's loss: (1 − ε)·(L − z_target) + ε·(L − mean z) + ζ·L², with L = log Σ exp z.
+    """Return each token's loss: (1 − ε)·(L − z_target) + ε·(L − mean z) + ζ·L², with L = log Σ exp z.
 
     Args:
         scores: This rank's z. Shape (…, padded vocabulary / tp), any floating dtype.
@@ -83,7 +83,7 @@ class VocabParallelCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Returns the mean over the tokens that count, or their sum divided by `num_items_in_batch`."""
+        """Return the mean over the tokens that count, or their sum divided by `num_items_in_batch`."""
         if shift_labels is None:
             shift_labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
         losses = vocab_parallel_cross_entropy(
@@ -108,7 +108,7 @@ class _Settings:
         return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
     def place(self, targets_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns which targets this rank holds, and their place there; 0 for the others."""
+        """Return which targets this rank holds, and their place there; 0 for the others."""
         here_T = (targets_T >= self.rows.start) & (targets_T < self.rows.stop) & (targets_T != self.ignore_index)
         return here_T, torch.where(here_T, targets_T - self.rows.start, 0)
 
@@ -160,7 +160,7 @@ class _CrossEntropy(Function):
 def _statistics(
     scores_Tv: torch.Tensor, targets_T: torch.Tensor, settings: _Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns log Σ exp z, z_target (0 where another rank holds it) and, with smoothing, Σ z of this rank's classes, in fp32.
+    """Return log Σ exp z, z_target (0 where another rank holds it) and, with smoothing, Σ z of this rank's classes, in fp32.
 
     Each score is read from memory as often as it must be, and written once: `logsumexp` of a copy in fp32 would move half
     as much again.

@@ -38,7 +38,7 @@ class Decoder:
     drops: bool
 
     def reads(self, region: Region) -> Reads:
-        """Returns what the columns of a region are called with."""
+        """Return what the columns of a region are called with."""
         if region.parent in self.gathering:
             return "gathered"
         return "piece" if region.parent in self.layers else "whole"
@@ -151,7 +151,7 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _stack_of(name: str) -> str:
-    """Returns the list in which a module's layer stands: all before the first number of its name.
+    """Return the list in which a module's layer stands: all before the first number of its name.
 
     >>> _stack_of("model.layers.3.mlp.experts.0"), _stack_of("head")
     ('model.layers', '')

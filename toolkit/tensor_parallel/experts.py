@@ -44,7 +44,7 @@ def shard_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
 
 
 def expert_shards(experts: nn.Module) -> dict[str, Shard]:
-    """Returns how the parameters of stacked experts are cut."""
+    """Return how the parameters of stacked experts are cut."""
     inner = experts.get_parameter("down_proj").shape[2]
     half = Part(num_units=inner)
     return {

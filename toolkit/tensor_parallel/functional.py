@@ -49,7 +49,7 @@ def column_linears(
     reduces: bool = True,
     gradients: WeightGradients | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the outputs of several columns of one input.
+    """Return the outputs of several columns of one input.
 
     Args:
         x: Whole on each rank, shape (…, in); or where `whole` is given this rank's piece of it, shape (…, seq / tp, in),
@@ -79,7 +79,7 @@ def row_linear(
     to_piece: bool = False,
     gradients: WeightGradients | None = None,
 ) -> torch.Tensor:
-    """Returns the output of a row from this rank's part of its input.
+    """Return the output of a row from this rank's part of its input.
 
     Args:
         x: Shape (…, in / tp).
@@ -221,7 +221,7 @@ def _input_gradient(
 def _parameter_gradients(
     x: torch.Tensor, columns: Sequence[ColumnSpec], grads_TO: dict[int, torch.Tensor], wanted: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Returns the gradients of columns' weights and biases, those of replicated features summed.
+    """Return the gradients of columns' weights and biases, those of replicated features summed.
 
     Args:
         x: Their input, whole. Shape (…, in).
@@ -250,18 +250,18 @@ def _later(
     wanted: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> list[torch.Tensor]:
-    """Returns what has waited, of columns' input or where a group is given of this rank's piece of it."""
+    """Return what has waited, of columns' input or where a group is given of this rank's piece of it."""
     whole = x if group is None else start_all_gather(x, dim=SEQUENCE_DIM, group=group).wait()
     return _parameter_gradients(whole, columns, grads_TO, wanted)
 
 
 def weight_gradient(x_TI: torch.Tensor, grad_TO: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    """Returns the gradient of a linear layer's weight: shape (O, I), or (I, O) where transposed."""
+    """Return the gradient of a linear layer's weight: shape (O, I), or (I, O) where transposed."""
     return x_TI.t() @ grad_TO if transposed else grad_TO.t() @ x_TI
 
 
 def weight_gradient_in_time(ctx: Any, x_TI: torch.Tensor, grad_TO: torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient of the one weight of a function's `ctx`, or leaves it to be computed later and gives None.
+    """Return the gradient of the one weight of a function's `ctx`, or leaves it to be computed later and gives None.
 
     Args:
         ctx: With `transposed`, `gradients` and, where these are not None, `parameter`: the weight as a parameter, since

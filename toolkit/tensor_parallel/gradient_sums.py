@@ -57,7 +57,7 @@ def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def summed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the whole parameters of a sharded model whose gradients are summed over ranks, by name."""
+    """Return the whole parameters of a sharded model whose gradients are summed over ranks, by name."""
     return {
         inside(name, own): module.get_parameter(own)
         for name, module in model.named_modules()

@@ -37,7 +37,7 @@ class PartOfModel(nn.Module):
     tensor_group: Any = None
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yields what `nn.Module.named_modules` does, on which `parameters` and the like build.
+        """Yield what `nn.Module.named_modules` does, on which `parameters` and the like build.
 
         Raises:
             PlanError: TP_REPLICATED where a wrapper that asks would give this rank's shards to another rank of its tensor group.
@@ -146,7 +146,7 @@ def _is_engine(wrapper: object) -> bool:
 
 
 def _shared(ranks: list[int], tp_group: dist.ProcessGroup) -> list[int]:
-    """Returns the ranks of a wrapper that hold different shards of one model; none where it is only this one."""
+    """Return the ranks of a wrapper that hold different shards of one model; none where it is only this one."""
     shared = sorted(set(ranks) & set(dist.get_process_group_ranks(tp_group)))
     return shared if len(shared) > 1 else []
 

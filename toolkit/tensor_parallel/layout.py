@@ -144,7 +144,7 @@ class Shard:
         return torch.cat(pieces, self.dim)
 
     def gather(self, local: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
-        """Returns the dense tensor of which `local` is this rank's shard.
+        """Return the dense tensor of which `local` is this rank's shard.
 
         Collectives:
             all-gather, the size of the dense tensor times the ranks that hold the same.

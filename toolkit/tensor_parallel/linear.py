@@ -106,7 +106,7 @@ class ColumnParallelLinear(ShardedLinear):
         return self._shared.reads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's output features. Shapes (…, in) to (…, out / tp)."""
+        """Return this rank's output features. Shapes (…, in) to (…, out / tp)."""
         return self._shared.output_of(self, x)
 
 
@@ -131,7 +131,7 @@ class RowParallelLinear(ShardedLinear):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output. Shapes (…, seq, in / tp) to (…, seq, out), or (…, seq / tp, out) with `sequence_parallel`."""
+        """Return the output. Shapes (…, seq, in / tp) to (…, seq, out), or (…, seq / tp, out) with `sequence_parallel`."""
         return row_linear(
             x,
             self.weight,
@@ -175,7 +175,7 @@ class SharedInput:
         return whole
 
     def output_of(self, column: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        """Returns a column's output for `x`, and keeps it no longer."""
+        """Return a column's output for `x`, and keeps it no longer."""
         version, place = _version(x), column.place
         if x is not self._input or version != self._version or not self._outputs or self._outputs[place] is None:
             self._input, self._version = x, version
@@ -225,17 +225,17 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def output_features(dense: nn.Module) -> int:
-    """Returns the length of a linear layer's output."""
+    """Return the length of a linear layer's output."""
     return dense.get_parameter("weight").shape[1 if isinstance(dense, Conv1D) else 0]
 
 
 def input_features(dense: nn.Module) -> int:
-    """Returns the length of a linear layer's input."""
+    """Return the length of a linear layer's input."""
     return dense.get_parameter("weight").shape[0 if isinstance(dense, Conv1D) else 1]
 
 
 def column_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
-    """Returns how the parameters of a linear layer are cut by a layout of its output features."""
+    """Return how the parameters of a linear layer are cut by a layout of its output features."""
     length = output_features(dense)
     return {
         "weight": Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=length),
@@ -244,7 +244,7 @@ def column_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
 
 
 def row_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
-    """Returns how the weight of a linear layer is cut by a layout of its input features; its bias stays whole."""
+    """Return how the weight of a linear layer is cut by a layout of its input features; its bias stays whole."""
     return {"weight": Shard(dim=0 if isinstance(dense, Conv1D) else 1, layout=layout, dense_length=layout.length)}
 
 
@@ -267,7 +267,7 @@ def sharded_parameter(dense: nn.Parameter, shard: Shard, *, tp_group: dist.Proce
 
 
 def _replicated(layout: Layout, group: dist.ProcessGroup) -> Iterator[range]:
-    """Yields the ranges of this rank's shard, counted in the shard, that other ranks hold too."""
+    """Yield the ranges of this rank's shard, counted in the shard, that other ranks hold too."""
     start = 0
     owners = layout.owners(group.size())
     for own, count in zip(layout.ranges(group.rank(), group.size()), owners, strict=True):

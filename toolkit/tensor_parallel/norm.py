@@ -20,7 +20,7 @@ from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
 
 
 def norm_shards(layout: Layout) -> dict[str, Shard]:
-    """Returns how the weight of a norm over all features is cut by their layout."""
+    """Return how the weight of a norm over all features is cut by their layout."""
     return {"weight": Shard(dim=0, layout=layout, dense_length=layout.length)}
 
 
@@ -62,7 +62,7 @@ class ParallelRMSNorm(nn.Module):
             sum_gradients(self, ["weight"], group=replica_group)
 
     def forward(self, x_d: torch.Tensor) -> torch.Tensor:
-        """Returns the normed features, computed in fp32. Shapes (…, d) to (…, d)."""
+        """Return the normed features, computed in fp32. Shapes (…, d) to (…, d)."""
         scaled_d = x_d.float()
         squares_1 = reduce_from_region(scaled_d.square().sum(-1, keepdim=True), tp_group=self.tp_group)
         mean_1 = copy_to_region(squares_1, tp_group=self.tp_group) / self._counted_features

@@ -98,5 +98,5 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _mix(*numbers: int) -> int:
-    """Returns a seed of 64 bits that has nothing in common with those of neighbouring numbers."""
+    """Return a seed of 64 bits that has nothing in common with those of neighbouring numbers."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big")

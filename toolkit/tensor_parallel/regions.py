@@ -33,7 +33,7 @@ SEQUENCE_DIM = -2
 
 
 def copy_to_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns `x` as it is; its gradient is the sum of what the ranks' shards ask for.
+    """Return `x` as it is; its gradient is the sum of what the ranks' shards ask for.
 
     Collectives:
         forward: none; backward: all-reduce, the size of `x`.
@@ -42,7 +42,7 @@ def copy_to_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Ten
 
 
 def reduce_from_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the sum of the ranks' partial sums.
+    """Return the sum of the ranks' partial sums.
 
     Collectives:
         forward: all-reduce, the size of `x`; backward: none.
@@ -51,7 +51,7 @@ def reduce_from_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch
 
 
 def scatter_to_region(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns this rank's piece of `x`, which all ranks hold, along `dim`.
+    """Return this rank's piece of `x`, which all ranks hold, along `dim`.
 
     Collectives:
         forward: none; backward: all-gather, the size of `x`.
@@ -78,7 +78,7 @@ def gather_from_sequence(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGro
 
 
 def reduce_scatter_to_sequence(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns this rank's piece, along the sequence, of the sum of the ranks' partial sums.
+    """Return this rank's piece, along the sequence, of the sum of the ranks' partial sums.
 
     Collectives:
         forward: reduce-scatter, the size of `x`; backward: all-gather of as much.

@@ -27,11 +27,11 @@ class Heads:
     key_value: int
 
     def on_rank(self, num_ranks: int) -> Heads:
-        """Returns the heads that one rank computes; a key head that several ranks hold counts on each."""
+        """Return the heads that one rank computes; a key head that several ranks hold counts on each."""
         return Heads(query=self.query // num_ranks, key_value=max(1, self.key_value // num_ranks))
 
     def count(self, feature: Feature) -> int:
-        """Returns the number of heads of a kind; for features of no heads, 1."""
+        """Return the number of heads of a kind; for features of no heads, 1."""
         return {"query": self.query, "key_value": self.key_value, "width": 1}[feature]
 
 
@@ -48,7 +48,7 @@ class Column:
     interleaved: bool = False
 
     def layout(self, length: int, heads: Heads) -> Layout:
-        """Returns the layout of `length` output features.
+        """Return the layout of `length` output features.
 
         >>> Column(parts=("query", "key_value", "key_value")).layout(80, Heads(query=6, key_value=2)).parts[1]
         Part(num_units=2, unit_size=8)
@@ -72,7 +72,7 @@ class Row:
     part: Feature
 
     def layout(self, length: int, heads: Heads) -> Layout:
-        """Returns the layout of `length` input features; ValueError as `Column.layout`."""
+        """Return the layout of `length` input features; ValueError as `Column.layout`."""
         return Column(parts=(self.part,)).layout(length, heads)
 
 
@@ -99,7 +99,7 @@ class FeatureNorm:
     rounds_before_weight: bool = False
 
     def layout(self, length: int, heads: Heads) -> Layout:
-        """Returns the layout of `length` features; ValueError as `Column.layout`."""
+        """Return the layout of `length` features; ValueError as `Column.layout`."""
         return Column(parts=(self.part,)).layout(length, heads)
 
 
@@ -164,7 +164,7 @@ class Region:
 
 
 def regions(found: Mapping[str, Style]) -> list[Region]:
-    """Returns the regions of modules with styles: those of heads apart from those of other features, for each parent."""
+    """Return the regions of modules with styles: those of heads apart from those of other features, for each parent."""
     found_in: dict[tuple[str, bool], tuple[list[str], list[str]]] = {}
     for name, style in found.items():
         parent = name.rpartition(".")[0]
@@ -179,18 +179,18 @@ def regions(found: Mapping[str, Style]) -> list[Region]:
 
 
 def matching(model: nn.Module, pattern: str) -> list[str]:
-    """Returns the names of a model's modules that a pattern of a table stands for."""
+    """Return the names of a model's modules that a pattern of a table stands for."""
     wanted = pattern.split(".")
     return [name for name, _ in model.named_modules() if _matches(name.split("."), wanted)]
 
 
 def inside(parent: str, child: str) -> str:
-    """Returns the name of what a module holds: `parent.child`, and of what the model itself holds: `child`."""
+    """Return the name of what a module holds: `parent.child`, and of what the model itself holds: `child`."""
     return f"{parent}.{child}" if parent else child
 
 
 def pattern_of(name: str) -> str:
-    """Returns a name with `*` for numbers.
+    """Return a name with `*` for numbers.
 
     >>> pattern_of("model.layers.12.mlp")
     'model.layers.*.mlp'

@@ -124,7 +124,7 @@ _ROWS: Mapping[str, Row] = {
 
 
 def styles_for(model: PreTrainedModel) -> Styles:
-    """Returns the styles of a model of transformers.
+    """Return the styles of a model of transformers.
 
     Raises:
         PlanError: TP_ARCHITECTURE for an architecture, or a variant of one, whose styles are not known; it shows what to
@@ -138,7 +138,7 @@ def styles_for(model: PreTrainedModel) -> Styles:
 
 
 def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
-    """Returns the styles of all but the vocabulary; None where they are not known."""
+    """Return the styles of all but the vocabulary; None where they are not known."""
     config = model.config
     match config.model_type:
         case "gpt2" if not config.add_cross_attention:
@@ -192,7 +192,7 @@ def _translated(leaf: str, style: str) -> Style | None:
 
 
 def _heads(config: Any) -> Heads:
-    """Returns the heads of a configuration, by the names of its architecture."""
+    """Return the heads of a configuration, by the names of its architecture."""
     query = config.num_attention_heads
     match config.model_type:
         case "gpt2" | "gpt_neox" | "opt":

@@ -32,13 +32,13 @@ def vocabulary_layout(vocab_size: int, num_ranks: int) -> Layout:
 
 
 def embedding_shards(embedding: nn.Embedding, num_ranks: int) -> dict[str, Shard]:
-    """Returns how the weight of an embedding is cut."""
+    """Return how the weight of an embedding is cut."""
     length = embedding.num_embeddings
     return {"weight": Shard(dim=0, layout=vocabulary_layout(length, num_ranks), dense_length=length)}
 
 
 def own_rows(vocab_size: int, tp_group: dist.ProcessGroup) -> range:
-    """Returns the token ids of which this rank holds the rows, without padding; empty where it holds padding alone."""
+    """Return the token ids of which this rank holds the rows, without padding; empty where it holds padding alone."""
     [own] = vocabulary_layout(vocab_size, tp_group.size()).ranges(tp_group.rank(), tp_group.size())
     return range(min(own.start, vocab_size), min(own.stop, vocab_size))
 
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
         self.register_buffer("embed_scale", getattr(dense, "embed_scale", None), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings. Shapes (…) to (…, width)."""
+        """Return the embeddings. Shapes (…) to (…, width)."""
         elsewhere = (ids < self._rows.start) | (ids >= self._rows.stop)
         rows = (ids - self._rows.start).masked_fill(elsewhere, 0)
         own = functional.embedding(rows, self.weight, self._padding_row).masked_fill(elsewhere[..., None], 0)
