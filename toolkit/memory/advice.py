@@ -49,7 +49,7 @@ class Change:
     Args:
         kind: Changes of one kind exclude each other; the best of them is shown.
         values: By dotted key of the job; None leaves a key open.
-        shown: The keys among them that a person has to set; the others hold what the plan had decided.
+        shown: The keys among them that the user has to set; the others hold what the plan had decided.
         note: What else changes, or "".
     """
 
@@ -59,7 +59,7 @@ class Change:
     note: str = ""
 
     def spell(self, file: DeepSpeedFile | None) -> str:
-        """Says what to set: keys of the job, or of the person's own DeepSpeed file where that is their home."""
+        """Says what to set: keys of the job, or of the user's own DeepSpeed file where that is their home."""
         ours = [f"{key}={value_text(self.values[key])}" for key in self.shown]
         return ", ".join(
             ours

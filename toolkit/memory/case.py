@@ -26,13 +26,13 @@ _AMPLE_HOST_GIB = 1_000_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job that is to be estimated, perhaps under a person's own DeepSpeed file.
+    """A job that is to be estimated, perhaps under a user's own DeepSpeed file.
 
     Args:
         job: As written, or changed.
         model: Read once.
         gpu: Read once for each card.
-        file: The person's DeepSpeed file, in place of our configuration.
+        file: The user's DeepSpeed file, in place of our configuration.
         built_partitioned: Whether a stage-3 model is built under `zero.Init`.
         load_dtype: In which a model that is not is loaded by each rank; that of its files when left out.
     """
@@ -172,7 +172,7 @@ class Outcome:
 
 
 def value_text(value: Any) -> str:
-    """Return a value of the job as a person writes it."""
+    """Return a value of the job as a user writes it."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(value_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""A person's own DeepSpeed file in place of our configuration, its "auto" filled in as `transformers.Trainer` would."""
+"""A user's own DeepSpeed file in place of our configuration, its "auto" filled in as `transformers.Trainer` would."""
 
 from __future__ import annotations
 

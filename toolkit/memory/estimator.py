@@ -31,7 +31,7 @@ class Estimator:
     Args:
         calibrations: What was measured on the machine at hand, by card.
         notify: Called with one line before each trace, the slow part.
-        other_allocator: A setting of torch's allocator that the person has made, and launches leave.
+        other_allocator: A setting of torch's allocator that the user has made, and launches leave.
     """
 
     def __init__(

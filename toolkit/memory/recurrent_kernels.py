@@ -116,12 +116,10 @@ def split_conv1d_scan(
     def run(given: Tensor, convolution: Tensor, *rest: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
         x, own_B = parts(given, convolution)
         scanned, _ = _scan(x, own_B, chunk_size)
-        out, rstd = scanned.flatten(2), None
+        rstd = None
         if rmsnorm_weight is not None:
             rstd = given.new_empty(given.shape[0] * given.shape[1] * ngroups, dtype=torch.float32)
-            out = torch.empty_like(out)
-        else:
-            out = torch.empty_like(out)  # gated, beside what it is made of
+        out = torch.empty_like(scanned.flatten(2))  # gated, beside what it is made of
         if outproj_weight is not None:
             out = functional.linear(out, outproj_weight, outproj_bias)
         return out, [scanned, *_tensors(given, convolution, *rest, rstd)]
@@ -291,15 +289,11 @@ def _undo_scan(x: Tensor, B: Tensor, chunk_size: int, *, with_gradients: bool = 
     """_mamba_chunk_scan_combined_bwd at its fullest, when the gradient of the scores is made."""
     shapes = _shapes(x, B, chunk_size)
     tokens = [x.new_empty(shapes["tokens"], dtype=torch.float32) for _ in range(4)]  # dA's sums, dt, ddt, ddA
-    both = [
-        x.new_empty(shapes["states"], dtype=torch.float32) for _ in range(2)
-    ]  # the states and their gradients, then both once more
+    # The states and their gradients, then both once more.
+    both = [x.new_empty(shapes["states"], dtype=torch.float32) for _ in range(2)]
     halves = [x.new_empty(shapes["states"]) for _ in range(2)]
     del both
-    scores = [
-        x.new_empty(shapes["scores"], dtype=torch.float32),
-        x.new_empty(shapes["split scores"], dtype=torch.float32),
-    ]
+    scores = [x.new_empty(shapes[name], dtype=torch.float32) for name in ("scores", "split scores")]
     partial = [x.new_empty(shapes["split B"], dtype=torch.float32) for _ in range(2)]
     given = [torch.empty_like(B) for _ in range(2)] if with_gradients else []
     return [*tokens, *halves, *scores, *partial, *given]

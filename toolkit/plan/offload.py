@@ -31,7 +31,7 @@ class OffloadProfile:
         activations: Whether checkpointed layer inputs wait in pinned host memory.
         partial: Whether `parallel.offload_ratio` of the optimizer state moves and the rest stays.
         min_zero_stage: Lowest ZeRO stage that has the partitions to move.
-        explanation: What a person gains and pays.
+        explanation: What a user gains and pays.
     """
 
     name: Offload

@@ -12,7 +12,7 @@ def refusals(found: Mapping[str, Sequence[Problem]]) -> Iterator[tuple[tuple[str
     """Joins what is refused for the same reasons.
 
     Args:
-        found: Problems of `consumer_problems`, by what a person calls that which is refused for them: a library, or a file.
+        found: Problems of `consumer_problems`, by what a user calls that which is refused for them: a library, or a file.
 
     Yields:
         The names, and reasons, fix and codes in one line.

@@ -23,7 +23,7 @@ class Choice:
     Args:
         key: Dotted path as in the job file.
         value: JSON value.
-        source: `job`: written by the person; `default`: fixed rule; `derived`: follows from other values;
+        source: `job`: written by the user; `default`: fixed rule; `derived`: follows from other values;
             `deepspeed`: from the job's `deepspeed` section.
         reason: One clause.
     """

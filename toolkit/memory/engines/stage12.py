@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from toolkit.memory.account import in_blocks
-from toolkit.memory.engines.course import Course
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace import Parameter, Trace
@@ -55,16 +55,8 @@ class _Filled:
 class Stage12(Replay):
     """ZeRO-1 keeps whole gradients until the step's reduction, ZeRO-2 only those of its partition."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        settings: EngineSettings,
-        *,
-        workspace_bytes: int,
-        rank: int = 0,
-        course: Course | None = None,
-    ) -> None:
-        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank, course=course)
+    def __init__(self, trace: Trace, settings: EngineSettings, **of_rank: Any) -> None:
+        super().__init__(trace, settings, **of_rank)
         self._partition = partition_numel(self.num_trainable, settings.dp_size)
         self._owners = {parameter.name: ranks for parameter, ranks in owners(self.trainable, self._partition)}
         self._mine = [parameter for parameter in self.trainable if self._is_mine(parameter)]

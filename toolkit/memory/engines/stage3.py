@@ -1,18 +1,15 @@
 """Stage 3: everything in partitions, parameters gathered when a module needs them.
 
-Source: deepspeed runtime/zero/stage3.py, partition_parameters.py, parameter_offload.py,
-partitioned_param_coordinator.py.
+Source: deepspeed runtime/zero/stage3.py, partition_parameters.py, parameter_offload.py.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from toolkit.memory.engines.course import Course
+from toolkit.memory.engines.fetcher import Fetcher
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import STEP_BYTES, EngineSettings
 from toolkit.memory.trace import Parameter, Trace
@@ -22,37 +19,37 @@ NORM_ELEMENTS = 250_000_000
 
 
 class Stage3(Replay):
-    """Parameters live in partitions of 1/N and, around their use, whole."""
+    """Parameters live in partitions of 1/N and, around their use, whole.
 
-    def __init__(
-        self,
-        trace: Trace,
-        settings: EngineSettings,
-        *,
-        workspace_bytes: int,
-        rank: int = 0,
-        course: Course | None = None,
-    ) -> None:
-        super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank, course=course)
+    Attributes:
+        modules: Parameters by the module whose hooks gather them: the one that holds them, or a leaf around it.
+        persistent: Names of parameters that stay whole between uses.
+        on_nvme: Names of parameters whose partitions must be read from NVMe before they can be gathered.
+        gathers: Whether a fetch allocates: not on one rank with its partitions on the card (_no_gather_coalesced).
+        sub_groups: Partition elements of each optimizer sub-group.
+    """
+
+    def __init__(self, trace: Trace, settings: EngineSettings, **of_rank: Any) -> None:
+        super().__init__(trace, settings, **of_rank)
         size = settings.dp_size
         self._partitions = {parameter.name: math.ceil(parameter.numel / size) for parameter in trace.parameters}
         self._numel = sum(self._partitions[parameter.name] for parameter in self.trainable)
-        self._modules: dict[str, list[Parameter]] = {}
+        self.modules: dict[str, list[Parameter]] = {}
         leaves = set(trace.leaves)
         self._leaf_of: dict[str, str] = {}
         for parameter in trace.parameters:
             by = _gathered_by(parameter.module, leaves)
-            self._modules.setdefault(by, []).append(parameter)
+            self.modules.setdefault(by, []).append(parameter)
             if by in leaves:
                 self._leaf_of[parameter.name] = by
         for module, name in trace.tied:
-            self._modules.setdefault(_gathered_by(module, leaves), []).append(self.by_name[name])
-        self._persistent = {p.name for p in trace.parameters if p.numel <= settings.zero.param_persistence_threshold}
+            self.modules.setdefault(_gathered_by(module, leaves), []).append(self.by_name[name])
+        self.persistent = {p.name for p in trace.parameters if p.numel <= settings.zero.param_persistence_threshold}
         groups = self._group()
-        self._sub_groups = [sum(self._partitions[parameter.name] for parameter in group) for group in groups]
-        self._on_nvme = self._find_on_nvme(groups)
-        self._gathers = size > 1 or settings.offload_param is not None
-        self._fetcher = _Fetcher(self)
+        self.sub_groups = [sum(self._partitions[parameter.name] for parameter in group) for group in groups]
+        self.on_nvme = self._find_on_nvme(groups)
+        self.gathers = size > 1 or settings.offload_param is not None
+        self._fetcher = Fetcher(self)
         self._waiting: dict[str, dict[str, int]] = {}  # gradients by leaf and parameter, bytes
         self._filled: list[Parameter] = []
         self._elements = 0
@@ -133,26 +130,21 @@ class Stage3(Replay):
     def _resident_groups(self) -> list[int]:
         """Sub-groups whose optimizer state stays on the card (_create_fp32_partitions: int((1 - ratio) * groups))."""
         if not self._offloaded:
-            return self._sub_groups
+            return self.sub_groups
         if self.settings.offload_optimizer == "nvme":
             return []
-        return self._sub_groups[: int((1 - self.settings.state_offload.ratio) * len(self._sub_groups))]
+        return self.sub_groups[: int((1 - self.settings.state_offload.ratio) * len(self.sub_groups))]
 
     @property
     def host_groups(self) -> list[int]:
         """Partition elements of the sub-groups whose optimizer state the CPU keeps."""
         kept = len(self._resident_groups())
-        return self._sub_groups[kept:] if self.settings.offload_optimizer == "cpu" else []
-
-    @property
-    def sub_groups(self) -> list[int]:
-        """Partition elements of each optimizer sub-group."""
-        return self._sub_groups
+        return self.sub_groups[kept:] if self.settings.offload_optimizer == "cpu" else []
 
     @property
     def largest_group(self) -> int:
         """Partition elements of the largest sub-group."""
-        return max(self._sub_groups, default=0)
+        return max(self.sub_groups, default=0)
 
     def begin_forward(self) -> None:
         """reset_step."""
@@ -164,7 +156,7 @@ class Stage3(Replay):
 
     def module(self, name: str, *, fetch: bool, backward: bool) -> None:
         """Gathers what a module needs, or lets go of what nobody needs soon."""
-        parameters = self._modules.get(name, [])
+        parameters = self.modules.get(name, [])
         if fetch:
             self._fetcher.fetch(name, parameters)
         else:
@@ -182,7 +174,7 @@ class Stage3(Replay):
     def _take_waiting(self, leaf: str) -> None:
         """The backward pass of a leaf has come to its input: its gradients go into the bucket, in the order of parameters."""
         waiting = self._waiting.pop(leaf, {})
-        for parameter in self._modules[leaf] if waiting else ():
+        for parameter in self.modules[leaf] if waiting else ():
             if parameter.name in waiting:
                 self._into_bucket(parameter, waiting[parameter.name])
 
@@ -258,7 +250,7 @@ class Stage3(Replay):
             account.spike("optimizer temporaries", max(self._resident_groups(), default=0) * STEP_BYTES["torch_adamw"])
             self._end_step()
             return
-        for partition in self._sub_groups:
+        for partition in self.sub_groups:
             cast = settings.accumulation_itemsize != settings.master_itemsize
             account.allocate("gradients flattened at the step", partition * settings.accumulation_itemsize)
             if cast:
@@ -292,247 +284,9 @@ class Stage3(Replay):
         """Elements of a parameter that each rank stores."""
         return self._partitions[parameter.name]
 
-    @property
-    def persistent(self) -> set[str]:
-        """Names of parameters that stay whole between uses."""
-        return self._persistent
-
-    @property
-    def on_nvme(self) -> set[str]:
-        """Names of parameters whose partitions must be read from NVMe before they can be gathered."""
-        return self._on_nvme
-
-    @property
-    def modules(self) -> dict[str, list[Parameter]]:
-        """Parameters by the module whose hooks gather them: the one that holds them, or a leaf around it."""
-        return self._modules
-
-    @property
-    def gathers(self) -> bool:
-        """Whether a fetch allocates: not on one rank with its partitions on the card (_no_gather_coalesced)."""
-        return self._gathers
-
 
 def _gathered_by(module: str, leaves: Collection[str]) -> str:
     """Return the leaf around a module, else the module itself (parameter_offload.py iter_params, recurse=z3_leaf_module)."""
     parts = module.split(".")
     around = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return next((path for path in around if path in leaves), module)
-
-
-class _Fetcher:
-    """PartitionedParameterCoordinator: fetch, prefetch and release, in elements and bytes.
-
-    Its order of modules is that from one forward pass to the next: complete from the start, as in the second pass of a run.
-    Under a pipeline forward passes do not alternate with backward passes, and where an order is not the last one, it is
-    dropped, the next one recorded, and followed from the one after that on.
-    """
-
-    def __init__(self, engine: Stage3) -> None:
-        self._engine = engine
-        self._account = engine.account
-        self._settings = engine.settings
-        self._traversed: list[int] = [0]
-        self._uses: dict[str, list[int]] = {}
-        self._queue: deque[tuple[Parameter, int]] = deque()
-        self._entries: list[tuple[Parameter, int]] = []
-        self._step = 0
-        self._available: set[str] = set()
-        self._inflight: dict[str, _Gather] = {}
-        self._num_available = 0
-        self._fetched_for: dict[str, int] = {}
-        self._order: list[str] = []
-        self._mode: Literal["invalid", "record", "complete"] = "invalid"
-        self._released: dict[tuple[str, int], frozenset[str]] = {}  # __params_to_release is cached, whatever the order
-
-    def prepare(self) -> None:
-        """Records the order of modules, as the second pass of a run does."""
-        if self._engine.course is not None:
-            return
-        self._learn(
-            placed.name
-            for placed in (*self._engine.trace.forward, *self._engine.trace.backward)
-            if getattr(placed.event, "kind", None) == "fetch"
-        )
-
-    def _learn(self, order: Iterable[str]) -> None:
-        self._mode, self._order = "complete", list(order)
-        self._traversed, self._uses, self._entries = [0], {}, []
-        for index, name in enumerate(self._order):
-            parameters = self._engine.modules.get(name, [])
-            self._traversed.append(self._traversed[-1] + sum(p.numel for p in parameters))
-            for parameter in parameters:
-                self._uses.setdefault(parameter.name, []).append(index)
-                self._entries.append((parameter, index))
-
-    def begin(self) -> None:
-        """reset_step: the prefetch queue starts anew."""
-        if self._engine.course is not None:
-            self._drop_inflight()
-            if self._mode == "record":
-                self._learn(self._order)
-            elif self._mode == "invalid":
-                self._mode, self._order = "record", []
-        self._queue = deque(self._entries)
-        self._fetched_for = {}
-        self._step = 0
-        self._num_available = 0
-
-    def fetch(self, name: str, parameters: list[Parameter]) -> None:
-        """fetch_sub_module: gather, wait, then prefetch what comes next."""
-        self._follow(name)
-        missing = [p for p in parameters if p.name not in self._available and p.name not in self._inflight]
-        if missing:
-            self._gather(missing)
-        self._wait(parameters)
-        if self._mode == "complete":
-            fresh = {p.name for p in parameters if self._fetched_for.get(p.name, -1) < self._step}
-            dropped: set[str] = set()
-            while self._queue and len(dropped) < len(fresh):
-                parameter, used = self._queue.popleft()
-                self._fetched_for[parameter.name] = used
-                dropped.add(parameter.name)
-            self._prefetch()
-        self._step += 1
-
-    def _follow(self, name: str) -> None:
-        """trace_prologue and record_module."""
-        expected = self._order[self._step] if self._step < len(self._order) else None
-        if self._mode == "complete" and expected != name and self._engine.course is not None:
-            self._mode, self._order, self._entries, self._fetched_for = "invalid", [], [], {}
-            self._queue.clear()
-            self._drop_inflight()
-        elif self._mode == "record":
-            self._order.append(name)
-
-    def _drop_inflight(self) -> None:
-        """_clean_inflight_param_registry."""
-        left = [self._engine.by_name[name] for name in self._inflight]
-        self._wait(left)
-        for parameter in left:
-            self._drop(parameter)
-
-    def _prefetch(self) -> None:
-        settings = self._settings
-        if not settings.zero.prefetch_bucket_size:
-            return
-        room = min(settings.zero.max_live_parameters - self._num_available, settings.zero.prefetch_bucket_size)
-        chosen: dict[str, Parameter] = {}
-        numel = 0
-        while self._queue and numel < room:
-            parameter, used = self._queue.popleft()
-            name = parameter.name
-            if name in self._engine.on_nvme and name not in self._available:
-                self._queue.appendleft((parameter, used))
-                break
-            wanted = name not in self._available and name not in self._inflight and name not in chosen
-            self._fetched_for[name] = max(self._fetched_for.get(name, -1), used)
-            if wanted:
-                chosen[name] = parameter
-                numel += parameter.numel
-        if chosen:
-            self._gather(list(chosen.values()))
-
-    def release(self, name: str, parameters: list[Parameter]) -> None:
-        """release_sub_module: what is used again within max_reuse_distance elements stays, if one can know."""
-        available = [parameter for parameter in parameters if parameter.name in self._available]
-        released: Collection[str]
-        if self._mode != "complete":
-            released = {parameter.name for parameter in available}
-        elif self._engine.course is None:
-            released = self._find_released(available)
-        else:
-            released = self._released.setdefault((name, self._step), frozenset(self._find_released(parameters)))
-        for parameter in available:
-            if parameter.name in released:
-                self._drop(parameter)
-
-    def _find_released(self, parameters: list[Parameter]) -> set[str]:
-        """__params_to_release."""
-        reach = self._traversed[min(self._step, len(self._traversed) - 1)] + self._settings.zero.max_reuse_distance
-        found = set()
-        for parameter in parameters:
-            name = parameter.name
-            if name in self._engine.persistent or self._fetched_for.get(name, -1) > self._step:
-                continue
-            uses = self._uses[name]
-            at = bisect.bisect_left(uses, self._step)
-            if at >= len(uses) or self._traversed[uses[at]] >= reach:
-                found.add(name)
-        return found
-
-    def end(self) -> None:
-        """release_backward_leftovers."""
-        by_name = self._engine.by_name
-        for name in [name for name in self._available if name not in self._engine.persistent]:
-            self._drop(by_name[name])
-
-    def drop_all(self) -> None:
-        """_partition_all_parameters before the step."""
-        self._wait([self._engine.by_name[name] for name in self._inflight])
-        for name in list(self._available):
-            self._drop(self._engine.by_name[name])
-
-    def restore_persistent(self) -> None:
-        """_post_step gathers the persistent parameters again, all at once."""
-        parameters = [self._engine.by_name[name] for name in sorted(self._engine.persistent)]
-        missing = [p for p in parameters if p.name not in self._available]
-        if missing:
-            self._gather(missing)
-            self._wait(missing)
-
-    def _wait(self, parameters: list[Parameter]) -> None:
-        """Makes those that are being gathered available."""
-        for parameter in parameters:
-            gather = self._inflight.pop(parameter.name, None)
-            if gather is not None:
-                gather.wait(parameter)
-                self._available.add(parameter.name)
-
-    def _drop(self, parameter: Parameter) -> None:
-        self._engine.keep_secondary(parameter)
-        self._available.discard(parameter.name)
-        self._num_available -= parameter.numel
-        if self._engine.gathers:
-            self._account.free("parameters gathered", parameter.size)
-
-    def _gather(self, parameters: list[Parameter]) -> None:
-        self._num_available += sum(parameter.numel for parameter in parameters)
-        sequential = self._settings.zero.allgather_sequential or len(parameters) == 1
-        groups = [[parameter] for parameter in parameters] if sequential else [parameters]
-        for group in groups:
-            gather = _Gather(self._engine, group, copies=not sequential)
-            for parameter in group:
-                self._inflight[parameter.name] = gather
-
-
-class _Gather:
-    """One all-gather: a flat buffer, and from the first wait on a copy of each parameter (AllGatherCoalescedHandle)."""
-
-    def __init__(self, engine: Stage3, parameters: list[Parameter], *, copies: bool) -> None:
-        self._engine = engine
-        self._parameters = parameters
-        self._copies = copies and engine.settings.dp_size > 1
-        self._waited = False
-        self._pending = {parameter.name for parameter in parameters}
-        if not engine.gathers:
-            return
-        if self._copies:
-            flat = sum(engine.partition(p) * engine.settings.dp_size * p.itemsize for p in parameters)
-            self._flat = flat
-            engine.account.allocate("all-gather buffers", flat)
-        else:
-            for parameter in parameters:
-                engine.account.allocate("parameters gathered", parameter.size)
-
-    def wait(self, parameter: Parameter) -> None:
-        """Makes the parameters of the gather whole."""
-        if not self._engine.gathers or not self._copies:
-            return
-        if not self._waited:
-            self._waited = True
-            for each in self._parameters:
-                self._engine.account.allocate("parameters gathered", each.size)
-        self._pending.discard(parameter.name)
-        if not self._pending:
-            self._engine.account.free("all-gather buffers", self._flat)
