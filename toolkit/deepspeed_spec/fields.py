@@ -52,34 +52,25 @@ PositiveCount = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-def _number(value: Any, *, what: str = "a number", accepts: Callable[[Any], bool] = lambda number: True) -> Any:
-    if not isinstance(value, int | float) or not accepts(value):
-        raise ValueError(f"Input should be {what}")
-    return int(value) if isinstance(value, bool) else value
+def _takes(
+    what: str, accepts: Callable[[Any], bool], make: Callable[[Any], Any] = lambda value: value
+) -> BeforeValidator:
+    """Refuses what DeepSpeed does not accept, with what it should be, and makes of the rest what DeepSpeed makes of it."""
+
+    def read(value: Any) -> Any:
+        if not accepts(value):
+            raise ValueError(f"Input should {what}")
+        return make(value)
+
+    return BeforeValidator(read)
 
 
-def _index(value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError("Input should be a whole number, without a point") from None
-
-
-def _whole_number(value: Any) -> int:
-    what = "a whole number above 0"
-    return int(_number(value, what=what, accepts=lambda number: number > 0 and number % 1 == 0))
-
-
-def _switch(value: Any) -> bool:
-    if not isinstance(value, int):  # it is joined by `|` with another switch (runtime/config.py)
-        raise ValueError("Input should be true or false")
-    return bool(value)
-
-
-def _either(value: Any) -> bool:
-    if value not in (True, False):
-        raise ValueError("Input should be true or false")
-    return bool(value)
+def _number(
+    what: str,
+    accepts: Callable[[Any], bool] = lambda number: True,
+    make: Callable[[Any], Any] = lambda number: int(number) if isinstance(number, bool) else number,
+) -> BeforeValidator:
+    return _takes(what, lambda value: isinstance(value, int | float) and accepts(value), make)
 
 
 def _python_int(value: Any) -> int:
@@ -87,18 +78,6 @@ def _python_int(value: Any) -> int:
         return int(value)
     except (TypeError, OverflowError):
         raise ValueError("Input should be a whole number") from None
-
-
-def _given(value: Any) -> Any:
-    if value is None:
-        raise ValueError("Input should be a section, or left out")
-    return value
-
-
-def _filled(value: Any) -> Any:
-    if not value:
-        raise ValueError("Input should not be empty")
-    return value
 
 
 def _word(value: Any, *, words: tuple[str, ...], upper: bool) -> str:
@@ -114,24 +93,23 @@ def one_of(*words: str) -> BeforeValidator:
 
 
 # What DeepSpeed takes as it stands, so the types are those with which its engine works.
-Number = Annotated[int | float, BeforeValidator(_number)]
-NumberNotZero = Annotated[
-    int | float, BeforeValidator(partial(_number, what="a number other than 0", accepts=lambda number: number != 0))
+Number = Annotated[int | float, _number("be a number")]
+NumberNotZero = Annotated[int | float, _number("be a number other than 0", lambda number: number != 0)]
+PositiveNumber = Annotated[int | float, _number("be a number above 0", lambda number: 0 < number < math.inf)]
+Whole = Annotated[int, _number("be a whole number above 0", lambda number: number > 0 and number % 1 == 0, int)]
+# What counts, or goes to C++.
+Index = Annotated[
+    int, _takes("be a whole number, without a point", lambda value: hasattr(value, "__index__"), operator.index)
 ]
-PositiveNumber = Annotated[
-    int | float,
-    BeforeValidator(partial(_number, what="a number above 0", accepts=lambda number: 0 < number < math.inf)),
-]
-Index = Annotated[int, BeforeValidator(_index)]  # what counts, or goes to C++
-Whole = Annotated[int, BeforeValidator(_whole_number)]
 Truth = Annotated[bool, BeforeValidator(bool)]  # `if value:`
-Switch = Annotated[bool, BeforeValidator(_switch)]
-Either = Annotated[bool, BeforeValidator(_either)]
+# It is joined by `|` with another switch (runtime/config.py).
+Switch = Annotated[bool, _takes("be true or false", lambda value: isinstance(value, int), bool)]
+Either = Annotated[bool, _takes("be true or false", lambda value: value in (True, False), bool)]
 python_int = BeforeValidator(_python_int)  # what `int(value)` makes of it
 or_none = BeforeValidator(lambda value: value or None)  # `if value:` before it is used
-given = BeforeValidator(_given)  # a section that may be left out, and not null
+given = _takes("be a section, or left out", lambda value: value is not None)
 Text = Annotated[str, BeforeValidator(str)]
-Filled = Annotated[Any, BeforeValidator(_filled)]
+Filled = Annotated[Any, _takes("not be empty", bool)]
 FolderPath = Annotated[Path, PlainSerializer(str)]
 
 # runtime/config.py DtypeEnum: the name that the toolkit uses, and every one that DeepSpeed takes for it.
