@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from toolkit.memory.courses import course_of
@@ -39,7 +40,7 @@ def host_report(
     for rank in ranks:
         peaks[rank.coordinate.pp] = max(peaks[rank.coordinate.pp], rank.peak_allocated_bytes)
     of_stages = [
-        _host_of_rank(plan, events, settings, pp_rank, peak_bytes=peaks[pp_rank], loaded=loaded)
+        Counter(_host_of_rank(plan, events, settings, pp_rank, peak_bytes=peaks[pp_rank], loaded=loaded))
         for pp_rank, events in enumerate(traces)
     ]
     width = plan.job.cluster.gpus_per_node
@@ -47,15 +48,13 @@ def host_report(
         [of_stages[rank.coordinate.pp] for rank in ranks[start : start + width]]
         for start in range(0, len(ranks), width)
     ]
-    fullest = max(nodes, key=lambda node: sum(sum(found.values()) for found in node))
+    fullest = max(nodes, key=lambda node: sum(found.total() for found in node))
+    most = max(fullest, key=lambda found: found.total())
     return HostReport(
-        bytes_per_rank=max(fullest, key=lambda found: sum(found.values())),
+        bytes_per_rank=dict(most),
         ranks_per_node=width,
         capacity_bytes=None if gib is None else int(gib * GIB),
-        bytes_on_node={
-            cause: sum(found.get(cause, 0) for found in fullest)
-            for cause in dict.fromkeys(c for f in fullest for c in f)
-        },
+        bytes_on_node=dict(sum(fullest, Counter())),
     )
 
 
