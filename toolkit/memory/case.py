@@ -46,14 +46,7 @@ class Case:
 
     @classmethod
     def of(
-        cls,
-        job: Job,
-        *,
-        model: ModelSpec | None = None,
-        gpu: Gpu | None = None,
-        file: DeepSpeedFile | None = None,
-        built_partitioned: bool = True,
-        load_dtype: Dtype | None = None,
+        cls, job: Job, *, model: ModelSpec | None = None, gpu: Gpu | None = None, file: DeepSpeedFile | None = None
     ) -> Case:
         """Reads the model and the card that a job names, unless they are given and still those that it names.
 
@@ -61,14 +54,8 @@ class Case:
             SpecError: The model or the card cannot be found.
         """
         card = gpu if gpu is not None and gpu.name == job.cluster.gpu else find_gpu(job.cluster.gpu)
-        return cls(
-            job=job,
-            model=model if model is not None else resolve_model(job.model),  # last: it may ask the hub
-            gpu=card,
-            file=file,
-            built_partitioned=built_partitioned,
-            load_dtype=load_dtype,
-        )
+        # The model last: it may ask the hub.
+        return cls(job=job, model=resolve_model(job.model) if model is None else model, gpu=card, file=file)
 
     def changed(self, values: Mapping[str, Any]) -> Case:
         """Return the case with other values under dotted keys of the job; None leaves a key open.

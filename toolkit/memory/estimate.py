@@ -90,7 +90,6 @@ def estimate(
         case = Case.of(given.job, model=given.model, gpu=given.gpu, file=file)
     plan = given if isinstance(given, Plan) and file is None else case.plan()
     check_zero_init(plan, built_partitioned=built_partitioned, load_dtype=load_dtype)
-    check_pipeline(plan, with_file=file is not None)
 
     def trace(plan: Plan, **options: Unpack[TraceOptions]) -> Traces:
         known = None if "software" in options else traced
@@ -100,34 +99,28 @@ def estimate(
             known = evaluated
         return (known,) if isinstance(known, Trace) else known or trace_ranks(plan, **options)
 
-    report = report_of(
-        plan,
-        trace=trace,
-        deepspeed_config=None if file is None else file.resolved(plan),
-        calibration=calibration,
-        built_partitioned=built_partitioned,
-        load_dtype=load_dtype,
-        allocator=allocator or (None if file is None else "native"),
-    )
-    return report if file is None else replace(report, assumptions=(*report.assumptions, *file.notes(plan, case.job)))
+    case = replace(case, built_partitioned=built_partitioned, load_dtype=load_dtype)
+    return report_of(plan, case, trace=trace, calibration=calibration, allocator=allocator)
 
 
 def report_of(
     plan: Plan,
+    case: Case,
     *,
     trace: Callable[..., Traces],
-    deepspeed_config: Mapping[str, Any] | None = None,
     calibration: Calibration | None = None,
-    built_partitioned: bool = True,
-    load_dtype: Dtype | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
-    """Does what `estimate` does, for a plan, a configuration that is checked and without "auto", and what traces it.
+    """Does what `estimate` does, for a plan, the case that resolved to it, and what traces it.
 
     Raises:
-        PlanError: TRACE_FAILED.
+        PlanError: ESTIMATE_FILE, TRACE_FAILED.
     """
-    settings = engine_settings(plan, deepspeed_config, built_partitioned=built_partitioned)
+    _check_pipeline(plan, with_file=case.file is not None)
+    config = None if case.file is None else case.file.resolved(plan)
+    # A script with its own configuration is not started by us, and torch's default holds.
+    allocator = allocator or (plan.allocator if case.file is None else "native")
+    settings = engine_settings(plan, config, built_partitioned=case.built_partitioned)
     traces = partial(
         trace, plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
     )
@@ -162,11 +155,11 @@ def report_of(
         software = replace(Software.of(plan), transformers=MULTIPLIES_CHUNKS)
         before = phases_of_ranks(plan, traces(software=software), settings)
         told = [older_transformers(max(phase.allocated_bytes for found in before.values() for phase in found.values()))]
-    loaded = None if settings.built_partitioned else loading(plan, dtype=load_dtype)
+    loaded = None if settings.built_partitioned else loading(plan, dtype=case.load_dtype)
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
     return MemoryReport(
         ranks=ranks,
-        allocator=allocator or plan.allocator,
+        allocator=allocator,
         allocator_slack_bytes=fullest.allocator_slack_bytes,
         context_and_nccl_bytes=fullest.context_and_nccl_bytes,
         num_communicators=fullest.num_communicators,
@@ -181,12 +174,13 @@ def report_of(
             *told,
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
             *([] if loaded is None else [_loading_assumption(plan, loaded)]),
-            *_assumptions(plan, settings, allocator or plan.allocator),
+            *_assumptions(plan, settings, allocator),
+            *(() if case.file is None else case.file.notes(plan, case.job)),
         ),
     )
 
 
-def check_pipeline(plan: Plan, *, with_file: bool) -> None:
+def _check_pipeline(plan: Plan, *, with_file: bool) -> None:
     """Refuses a DeepSpeed file for a pipeline.
 
     Raises:

@@ -13,7 +13,7 @@ from toolkit.launch.environment import ALLOCATOR
 from toolkit.launch.software import Software
 from toolkit.memory.calibration import Calibration
 from toolkit.memory.case import Case, Outcome
-from toolkit.memory.estimate import check_pipeline, report_of
+from toolkit.memory.estimate import report_of
 from toolkit.memory.kernels import Device
 from toolkit.memory.ranks import stage_required_bytes
 from toolkit.memory.report import MemoryReport
@@ -62,23 +62,14 @@ class Estimator:
 
     def estimate_plan(self, plan: Plan, case: Case) -> MemoryReport:
         """Estimates a plan that `case` resolved to."""
-        check_pipeline(plan, with_file=case.file is not None)
         calibration = self._calibrations.get(plan.gpu.name)
-        report = report_of(
-            plan,
-            trace=self._trace,
-            deepspeed_config=None if case.file is None else case.file.resolved(plan),
-            calibration=calibration,
-            built_partitioned=case.built_partitioned,
-            load_dtype=case.load_dtype,
-            # A script with its own file is not started by us, and torch's default holds.
-            allocator=None if case.file is None else "native",
-        )
-        notes = () if case.file is None else case.file.notes(plan, case.job)
+        report, notes = report_of(plan, case, trace=self._trace, calibration=calibration), []
         if calibration is not None:
-            notes += (f"context and NCCL as `toolkit calibrate` has learned them of {plan.gpu.name} on this machine",)
+            notes.append(f"context and NCCL as `toolkit calibrate` has learned them of {plan.gpu.name} on this machine")
         if self._other_allocator is not None and case.file is None and not plan.on_cpu:
-            notes += (f"{self._other_allocator} is set here, and launches leave it: the slack is that of {ALLOCATOR}",)
+            notes.append(
+                f"{self._other_allocator} is set here, and launches leave it: the slack is that of {ALLOCATOR}"
+            )
         return replace(report, assumptions=(*report.assumptions, *notes))
 
     def attempt(self, case: Case, changes: Mapping[str, Any] | None = None) -> Outcome:
