@@ -6,7 +6,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.nn import functional
 
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.zero_linear import inputs_kept
+from toolkit.memory.zero_linear import linear_modules
 
 
 def run(linear, *, frozen, bias):
@@ -31,7 +31,7 @@ def run(linear, *, frozen, bias):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_it_computes_and_keeps_what_deepspeed_does(frozen, bias):
-    with inputs_kept():
+    with linear_modules(zero3=True):
         out, gradients, kept = run(functional.linear, frozen=frozen, bias=bias)
     expected, expected_gradients, expected_kept = run(zero3_linear_wrap, frozen=frozen, bias=bias)
     assert torch.equal(out, expected)
@@ -42,10 +42,11 @@ def test_it_computes_and_keeps_what_deepspeed_does(frozen, bias):
     assert kept == expected_kept - {(5,)}  # the bias lives anyway
 
 
-def test_outside_the_block_a_frozen_weight_keeps_no_input():
-    with inputs_kept():
-        pass
-    assert (2, 3, 8) not in run(functional.linear, frozen=True, bias=False)[2]
+def test_without_zero3_a_frozen_weight_keeps_no_input_even_after_an_engine_of_stage_3(monkeypatch):
+    monkeypatch.setattr(functional, "linear", zero3_linear_wrap)  # as DeepSpeed leaves it
+    with linear_modules(zero3=False):
+        assert (2, 3, 8) not in run(functional.linear, frozen=True, bias=False)[2]
+    assert functional.linear is zero3_linear_wrap
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from toolkit.memory.segments import Ends, Segmenter
 from toolkit.memory.stage_layers import prune_to_part
 from toolkit.memory.values import Answer, in_place, no_chance, pass_checks
 from toolkit.memory.zero_hooks import find_leaves
-from toolkit.memory.zero_linear import inputs_kept
+from toolkit.memory.zero_linear import linear_modules
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.fp8 import apply_fp8
 from toolkit.modeling.fused_kernels import find_fusable
@@ -158,10 +158,9 @@ class Request:
                     *([pass_checks] if self._sees else []),
                     *([looped] if looped else []),
                 ]
-                linears = inputs_kept() if self.keeps_inputs else contextlib.nullcontext()
                 runs = []
                 gradients = split_backward(model) if self.splits_backward and not self.evaluation else None
-                with replaced_kernels(model, self.software) as recurrence, linears:
+                with replaced_kernels(model, self.software) as recurrence, linear_modules(zero3=self.keeps_inputs):
                     for chunk in range(1 if small is None else len(small.chunks)):
                         tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
                         ends = None if small is None else self._ends(model, small, chunk)

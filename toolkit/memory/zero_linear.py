@@ -34,15 +34,18 @@ class _KeepsInput(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def inputs_kept() -> Iterator[None]:
-    """Runs linear modules in a block as ZeRO-3 does."""
-    plain = functional.linear
+def linear_modules(*, zero3: bool) -> Iterator[None]:
+    """Run linear modules in a block as ZeRO-3 does, or as torch does.
+
+    An engine of stage 3 that lives in this process, or has lived here, has left its own in torch's place, so both are set.
+    """
+    before = functional.linear
 
     def keeping(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return _KeepsInput.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
-    functional.linear = keeping
+    functional.linear = keeping if zero3 else torch._C._nn.linear
     try:
         yield
     finally:
-        functional.linear = plain
+        functional.linear = before
