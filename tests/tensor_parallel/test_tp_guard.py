@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from sharded_models import VOCABULARY, batch, dense_model, shard
 from torch import nn
@@ -121,54 +123,58 @@ def over_data_parallel_ranks(rank: int) -> dict[str, tuple[list[float], list[flo
     return found
 
 
-def scenes(rank: int) -> dict[str, Any]:
+def trained(rank: int) -> dict[str, tuple[Any, Any]]:
     tp_group = join_group(GRID, rank, "tp")
     dense = dense_model("llama")
-    found: dict[str, Any] = {
-        name: refusal(shard(copy.deepcopy(dense), tp_group), use)
-        for name, use in (TAKES_ALL_RANKS | TAKES_THE_WHOLE).items()
-    }
-    alone = shard(copy.deepcopy(dense), split_group(tp_group, 2))
-    found["alone"] = (
-        float(DistributedDataParallel(alone)(**batch()).loss.detach()),
-        float(dense(**batch()).loss.detach()),
-    )
-    return found | {"over data-parallel ranks": over_data_parallel_ranks(rank)}
+    alone = DistributedDataParallel(shard(copy.deepcopy(dense), split_group(tp_group, 2)))
+    found: dict[str, tuple[Any, Any]] = {"alone": tuple(float(m(**batch()).loss.detach()) for m in (alone, dense))}
+    return found | over_data_parallel_ranks(rank)
+
+
+def refusals(_: int) -> dict[str, tuple[tuple[str, ...], str, bool]]:
+    """What one rank of four is told: nothing is sent before a refusal, so that the others need not exist."""
+    dist.destroy_process_group()
+    os.environ.update(RANK="2", LOCAL_RANK="2", WORLD_SIZE=str(GRID.world_size))
+    with fake_world(GRID, rank=2):
+        tp_group, dense = join_group(GRID, 2, "tp"), dense_model("llama")
+        found = {
+            name: refusal(shard(copy.deepcopy(dense), tp_group), use)
+            for name, use in (TAKES_ALL_RANKS | TAKES_THE_WHOLE).items()
+        }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the process leaves at its end
+    return found
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_distributed(scenes, GRID.world_size)
+def refused() -> dict[str, tuple[tuple[str, ...], str, bool]]:
+    return run_distributed(refusals, 1)[0]
 
 
 @pytest.mark.gloo
-def test_a_wrapper_over_the_tensor_group_is_refused_before_it_touches_a_weight(found: list[dict[str, Any]]) -> None:
-    for rank, result in enumerate(found):
-        for name in TAKES_ALL_RANKS:
-            codes, text, untouched = result[name]
-            assert codes == ("TP_REPLICATED",), name
-            assert untouched or name.startswith("fully_shard"), name  # which tells nobody before it has cut them
-            assert "tk.initialize" in text, name
-        assert f"takes ranks {'0, 1' if rank < 2 else '2, 3'} for copies of one model" in result["accelerate"][1]
+def test_a_wrapper_over_the_tensor_group_is_refused_before_it_touches_a_weight(refused: dict[str, Any]) -> None:
+    for name in TAKES_ALL_RANKS:
+        codes, text, untouched = refused[name]
+        assert codes == ("TP_REPLICATED",), name
+        assert untouched or name.startswith("fully_shard"), name  # which tells nobody before it has cut them
+        assert "tk.initialize" in text, name
+    assert "takes ranks 2, 3 for copies of one model" in refused["accelerate"][1]
 
 
 @pytest.mark.gloo
-def test_a_part_is_neither_saved_as_the_model_nor_asked_for_text(found: list[dict[str, Any]]) -> None:
-    for result in found:
-        for name in TAKES_THE_WHOLE:
-            codes, text, _ = result[name]
-            assert "this rank holds its shard of each layer, one of 2 tensor-parallel ranks" in text, name
-            assert codes == ("PART_GENERATE" if "generate" in name else "PART_SAVE",), name
-            assert "tk.export" in text, name
+def test_a_part_is_neither_saved_as_the_model_nor_asked_for_text(refused: dict[str, Any]) -> None:
+    for name in TAKES_THE_WHOLE:
+        codes, text, _ = refused[name]
+        assert "this rank holds its shard of each layer, one of 2 tensor-parallel ranks" in text, name
+        assert codes == ("PART_GENERATE" if "generate" in name else "PART_SAVE",), name
+        assert "tk.export" in text, name
 
 
 @pytest.mark.gloo
-def test_ddp_and_fsdp_over_data_parallel_ranks_train_as_the_dense_model(found: list[dict[str, Any]]) -> None:
-    for result in found:
-        for name, (ours, dense) in result["over data-parallel ranks"].items():
+def test_ddp_and_fsdp_over_data_parallel_ranks_or_one_rank_train_as_the_dense_model() -> None:
+    for result in run_distributed(trained, GRID.world_size):
+        assert len(result) == 3
+        for name, (ours, dense) in result.items():
             assert ours == pytest.approx(dense, abs=1e-5), name
-        sharded, dense = result["alone"]
-        assert sharded == pytest.approx(dense, abs=1e-5), "a group of one rank holds the whole model"
 
 
 def test_a_stage_of_a_pipeline_is_not_taken_for_the_model_either() -> None:
