@@ -29,21 +29,18 @@ NAMES = [name for name in RUNS if not name.startswith("slow-")]
 LOADED = [name for name in NAMES if CASES[name]["kind"] == "load"]
 # Alone of their model or way: the others are priced by the same terms.
 QUICK = {
-    "zero3-partial-cpu-3b",
     "zero3-partial-cpu-quarter",
     "zero3-optimizer-cpu-own-1b",
     "zero3-full-cpu-1b",
     "zero3-full-cpu-lora-8b-own",
     "zero1-optimizer-cpu-fp32-1b",
     "zero2-optimizer-cpu-1b",
-    "accumulation-fp32-1b-zero1",
     "accumulation-fp32-once-zero1",
     "accumulation-fp32-two-zero1",
     "accumulation-fp32-once-zero2",
     "accumulation-fp32-fp16-four-zero1",
     "load-mixtral-bf16",
     "load-mixtral-fp32",
-    "load-dense-3b-bf16",
 }
 
 
@@ -138,6 +135,7 @@ def test_what_from_pretrained_makes_of_its_own_is_what_is_foreseen(tmp_path, nam
     assert loaded.left == loaded.made_meanwhile == pytest.approx(experts * (5 / 3 if dtype else 2 / 3))
 
 
+@pytest.mark.full
 def test_a_public_mixture_loaded_in_fp32_by_each_rank():
     """A public report: Qwen3-30B-A3B, LoRA, ZeRO-3: about 230 GB of host memory a rank."""
     job = {
