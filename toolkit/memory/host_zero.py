@@ -12,7 +12,7 @@ from itertools import islice
 
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
-from toolkit.memory.engines.stage12 import owners, partition_numel
+from toolkit.memory.engines.stage12 import gradient_bytes, partition_numel
 from toolkit.memory.host import HostMemory
 from toolkit.memory.trace import Trace
 
@@ -49,20 +49,9 @@ def replay_stage12(memory: HostMemory, trace: Trace, settings: EngineSettings) -
     memory.free(BEING_PINNED, staging)
     memory.start_passes()
     if settings.adds_up_on_host and settings.accumulation_itemsize == settings.itemsize:  # else they add up on the card
-        for size in _accumulated(trace, settings):
+        for size in max(gradient_bytes(trace, settings), key=sum):  # of the fullest rank
             hold("accumulated gradients", size)
     memory.allocate("optimizer state", settings.state_bytes * partition)
-
-
-def _accumulated(trace: Trace, settings: EngineSettings) -> list[int]:
-    """Return the sizes of the gradients that the fullest rank adds up: those of the parameters that touch its partition."""
-    trainable = [parameter for parameter in trace.parameters if parameter.trainable]
-    partition = partition_numel(sum(parameter.numel for parameter in trainable), settings.dp_size)
-    held: dict[int, list[int]] = {}
-    for parameter, ranks in owners(trainable, partition):
-        for rank in ranks:
-            held.setdefault(rank, []).append(parameter.numel * settings.itemsize)
-    return max(held.values(), key=sum, default=[])
 
 
 def replay_stage3(memory: HostMemory, engine: Stage3, settings: EngineSettings) -> None:

@@ -199,7 +199,7 @@ def replay_ranks(
     if choose_engine(settings, strategy) is not Stage12:
         account = engine(events, settings, workspace_bytes=workspace).run()
         return dict.fromkeys(range(settings.dp_size), account)
-    sizes = dict(enumerate(gradient_bytes(events, settings)))
+    sizes = dict(enumerate(map(sum, gradient_bytes(events, settings))))
     distinct = sorted(set(sizes.values()))
     width = -(-len(distinct) // MAX_RANK_KINDS)
     chosen = {

@@ -32,14 +32,14 @@ def owners(parameters: Iterable[Parameter], partition: int) -> Iterator[tuple[Pa
         offset = end
 
 
-def gradient_bytes(trace: Trace, settings: EngineSettings) -> list[int]:
-    """Return, for each rank, the bytes of the whole 16-bit gradients of the parameters that touch its partition."""
+def gradient_bytes(trace: Trace, settings: EngineSettings) -> list[list[int]]:
+    """Return, for each rank, the bytes of each whole 16-bit gradient of a parameter that touches its partition."""
     trainable = [parameter for parameter in trace.parameters if parameter.trainable]
     partition = partition_numel(sum(parameter.numel for parameter in trainable), settings.dp_size)
-    found = [0] * settings.dp_size
+    found: list[list[int]] = [[] for _ in range(settings.dp_size)]
     for parameter, ranks in owners(trainable, partition):
         for rank in ranks:
-            found[rank] += parameter.numel * settings.itemsize
+            found[rank].append(parameter.numel * settings.itemsize)
     return found
 
 
