@@ -98,6 +98,7 @@ def test_a_deepspeed_file_that_it_names_is_read(tmp_path):
     ("change", "code", "said"),
     [
         ({"distributed_type": "FSDP"}, "ACCELERATE_FILE", "without DeepSpeed: distributed_type=FSDP"),
+        ({"deepspeed_config": None}, "ACCELERATE_FILE", r"deepspeed_config=None\. Write its section deepspeed_config"),
         ({"deepspeed_config": {"zero_stage": 7}}, "DEEPSPEED_VALUE", "zero_optimization.stage=7"),
         ({"deepspeed_config": {"offload_param_device": None}}, "DEEPSPEED_VALUE", "offload_param.device=None"),
         (

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.arguments import shown
 from toolkit.deepspeed_spec.json_text import KIND, parse_object
 from toolkit.deepspeed_spec.nested import subsection
 from toolkit.errors import SpecError
@@ -48,14 +49,15 @@ def made_config(document: Mapping[str, Any], *, name: str) -> tuple[dict[str, An
         SpecError: ACCELERATE_FILE for one that is not for DeepSpeed; ESTIMATE_UNSUPPORTED for one that splits the model or
             sequences; as for a DeepSpeed file where it names one.
     """
-    section = document.get("deepspeed_config")
-    if document.get("distributed_type") != "DEEPSPEED" or not isinstance(section, Mapping):
+    section, kind = document.get("deepspeed_config"), document.get("distributed_type")
+    if kind != "DEEPSPEED" or not isinstance(section, Mapping):
+        other = "Set parallel.strategy of the job to ddp or fsdp2, and leave --deepspeed-config out"
         raise SpecError.of(
             code="ACCELERATE_FILE",
             key=name,
             message=f"{name} is a configuration of Accelerate without DeepSpeed: "
-            f"distributed_type={document.get('distributed_type')}",
-            fix="Set parallel.strategy of the job to ddp or fsdp2, and leave --deepspeed-config out",
+            f"distributed_type={kind}, deepspeed_config={shown(section)}",
+            fix="Write its section deepspeed_config" if kind == "DEEPSPEED" else other,
         )
     _check_splits(document, name=name)
     file = section.get("deepspeed_config_file")
