@@ -30,7 +30,7 @@ def plan_of(run: dict[str, Any], folder: Path) -> Plan:
     name, config_class = model.pop("name"), model.pop("config_class")
     path = folder / name
     path.mkdir(exist_ok=True)
-    architecture = config_class.replace("Config", "ForCausalLM")
+    architecture = config_class.replace("Config", "LMHeadModel" if config_class == "GPT2Config" else "ForCausalLM")
     config = {**model, "model_type": MODEL_TYPES[config_class], "architectures": [architecture]}
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     case = run["case"]

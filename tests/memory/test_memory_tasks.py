@@ -1,6 +1,7 @@
 """Models with other heads than a language model's, mixtures of experts, and models that cannot be traced."""
 
 import json
+from dataclasses import replace
 from functools import partial, wraps
 
 import pytest
@@ -10,10 +11,10 @@ from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
 import toolkit as tk
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, SpecError
 from toolkit.memory.estimate import estimate
 from toolkit.memory.events import held
-from toolkit.memory.trace import trace_model
+from toolkit.memory.trace import trace, trace_model
 from toolkit.memory.traces import trace_plan
 from toolkit.modeling.build import model_config
 
@@ -210,19 +211,25 @@ def test_nothing_is_logged_when_a_trace_fails(capfd):
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
-def test_an_architecture_that_transformers_does_not_know(tmp_path, as_folder):
+def test_a_plan_of_an_architecture_that_transformers_does_not_know(tmp_path, as_folder):
+    """Another transformers, which knows it, has made the plan."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config_of("llama").to_dict(), "model_type": "brand_new"}), encoding="utf-8")
+    path.write_text(config_of("llama").to_json_string(use_diff=False), encoding="utf-8")
     job = {
         "model": {"name": str(tmp_path if as_folder else path), "init": "random"},
         "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 1},
         "train": {"sequence_length": 8, "max_steps": 1},
     }
-    with pytest.raises(PlanError) as caught:
-        tk.resolve(tk.Job.model_validate(job))
+    plan = tk.resolve(tk.Job.model_validate(job))
+    config = {**plan.model.config, "model_type": "brand_new"}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    model = replace(plan.model, model_type="brand_new", config_json=json.dumps(config))
+    with pytest.raises(SpecError) as caught:
+        trace(replace(plan, model=model), device=H100)
     (problem,) = caught.value.problems
     assert problem.code == "MODEL_CLASS"
     assert "brand_new" in problem.message
+    assert "trust_remote_code" in problem.fix
 
 
 def test_parameters_that_a_model_makes_in_fp32_are_cast():
