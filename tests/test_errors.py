@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.cli.output import new_table, print_problems, print_table
-from toolkit.errors import Problem
+from toolkit.errors import Problem, first_line
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,11 @@ def test_a_problem_is_one_line_that_no_terminal_obeys(
     assert str(problem) == f"key={shown} is unknown. Remove {shown}. [KEY_UNKNOWN]"
     print_problems([problem], as_json=False)
     assert capsys.readouterr().err == f"error: {problem}\n"
+
+
+@pytest.mark.parametrize(("text", "said"), [("\n no.\nand why", "no"), (" ", "ValueError")])
+def test_a_library_is_quoted_on_one_line_without_a_full_stop(text: str, said: str) -> None:
+    assert first_line(ValueError(text)) == said
 
 
 def test_brackets_and_colons_in_a_table_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

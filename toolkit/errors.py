@@ -120,8 +120,8 @@ class RunError(ToolkitError):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, on one line; its class where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """What a library's error says first, without a full stop; its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def raise_all(error: type[ToolkitError], problems: Iterable[Problem]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.errors import RunError
+from toolkit.errors import RunError, first_line
 
 # EFBIG: the limit of a process (`ulimit -f`) or of a file system.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -36,7 +36,7 @@ def disk_errors(target: Path) -> Iterator[None]:
         ) from error
     except RuntimeError as error:
         if any(sign in str(error) for sign in _ZIP_WRITER_SIGNS):
-            raise disk_full(target, str(error).splitlines()[0]) from error
+            raise disk_full(target, first_line(error)) from error
         raise
 
 

@@ -23,11 +23,6 @@ TEMPLATE_FAULTS = (
 )
 
 
-def reason_of(error: BaseException) -> str:
-    """Return the first line of what a template raised, or the name of its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
 def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -> None:
     """Sets `tokenizer.chat_template` to what `data.chat_template` names; it is then saved and exported with it.
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from toolkit.data.chat_template import TEMPLATE_FAULTS, reason_of
-from toolkit.errors import DataError
+from toolkit.data.chat_template import TEMPLATE_FAULTS
+from toolkit.errors import DataError, first_line
 from toolkit.spec.chat_messages import (
     Messages,
     dropped,
@@ -65,7 +65,7 @@ class ChatTokeniser:
         try:
             return self._tokenise(for_template(record["messages"]), tools, left_out, where=where)
         except TEMPLATE_FAULTS as error:  # many templates demand that roles alternate, or know no system message
-            raise DataError(refused_problem(reason_of(error), where=where)) from error
+            raise DataError(refused_problem(first_line(error), where=where)) from error
 
     def _tokenise(
         self, messages: Messages, tools: Any, left_out: Collection[int], *, where: str

@@ -17,7 +17,7 @@ from toolkit.engine.run import Run
 from toolkit.engine.schedule import LearningRate
 from toolkit.engine.seed import seed_random_state
 from toolkit.engine.zero3_agreement import compare_within
-from toolkit.errors import PlanError, raise_all
+from toolkit.errors import PlanError, first_line, raise_all
 from toolkit.groups.mpu import ModelParallelUnit
 from toolkit.groups.world import World, connect, disconnect
 from toolkit.launch.build_tools import build_settings, built_with
@@ -158,7 +158,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
         raise PlanError.of(
             code="MODEL_DOWNLOAD",
             key="model",
-            message=f"the weights of {hub_id} cannot be fetched: {str(error).splitlines()[0]}",
+            message=f"the weights of {hub_id} cannot be fetched: {first_line(error)}",
             fix="Check the network and HF_TOKEN, or name a local folder",
         ) from None
     return Path(folder)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from toolkit.errors import CheckError, PlanError, Problem
+from toolkit.errors import CheckError, PlanError, Problem, first_line
 from toolkit.groups.device import rank_device
 from toolkit.groups.process_groups import join_group
 from toolkit.groups.progress import Board, OnHang, watched
@@ -161,7 +161,7 @@ def _prove(operation: Operation, member: Member) -> list[Problem]:
         except RuntimeError as error:  # what torch raises of NCCL and gloo, too
             raise CheckError.of(
                 code="GROUP_OPERATION",
-                message=f"{where} failed on rank {member.rank}: {str(error).splitlines()[0].rstrip('.')}",
+                message=f"{where} failed on rank {member.rank}: {first_line(error)}",
                 fix="Look at the other ranks first: one that died takes its neighbours with it; NCCL_DEBUG=INFO tells more",
             ) from error
     if got == expected:

@@ -7,7 +7,7 @@ import traceback
 import transformers
 from torch import nn
 
-from toolkit.errors import PlanError, SpecError
+from toolkit.errors import PlanError, SpecError, first_line
 
 # torch/_subclasses/fake_tensor.py: what fake tensors raise where code asks for the values of a tensor.
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
@@ -24,8 +24,7 @@ def trace_failed(error: BaseException, model: nn.Module | None, *, backward: boo
     module = "" if model is None else _deepest_module(error, model)
     outside = "while it was built" if model is None else "while its inputs were made"
     place = f"in {module}" if module else "in its backward pass" if backward else outside
-    reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    kind = type(error).__name__
+    kind, reason = type(error).__name__, first_line(error)
     if kind in _DATA_DEPENDENT:
         fix = (
             "Its sizes depend on the values of tensors: choose another train.attention or a model class of transformers"
@@ -35,9 +34,7 @@ def trace_failed(error: BaseException, model: nn.Module | None, *, backward: boo
     return PlanError.of(
         code="TRACE_FAILED",
         key="model",
-        message=f"the model cannot be traced, {place}: {kind}: {reason}"
-        if reason
-        else f"the model cannot be traced, {place}: {kind}",
+        message=f"the model cannot be traced, {place}: {kind if reason == kind else f'{kind}: {reason}'}",
         fix=fix,
         source="torch/_subclasses/fake_tensor.py" if kind in _DATA_DEPENDENT else "",
     )
@@ -56,7 +53,7 @@ def _deepest_module(error: BaseException, model: nn.Module) -> str:
 
 def unknown_architecture(error: Exception, name: str, *, trust_remote_code: bool) -> SpecError:
     """Return the problem of a configuration that transformers has no model for."""
-    reason = error.problems[0].message if isinstance(error, SpecError) else (str(error).splitlines() or [""])[0]
+    reason = error.problems[0].message if isinstance(error, SpecError) else first_line(error)
     return SpecError.of(
         code="MODEL_CLASS",
         key="model",

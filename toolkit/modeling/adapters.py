@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.errors import PlanError, Problem, first_line, raise_all
 from toolkit.modeling.sharded_adapters import ADAPTED_BY, draw_adapters, shard_adapters
 from toolkit.pipeline_parallel.part import stage_info
 from toolkit.spec.job import Lora
@@ -71,11 +71,10 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         except (ValueError, re.error) as error:
             if "lora_dropout" in str(error):
                 raise _dropout_on_experts(model, lora, linear) from None
-            reason = (str(error).splitlines() or [""])[0].rstrip(".")
             raise PlanError.of(
                 code="LORA_TARGETS",
                 key="train.lora.target_modules",
-                message=f"target_modules={targets!r} cannot be adapted in {type(model).__name__}: {reason}",
+                message=f"target_modules={targets!r} cannot be adapted in {type(model).__name__}: {first_line(error)}",
                 fix=f"Name some of {', '.join(linear)}, or all-linear",
                 source="peft tuners/tuners_utils.py",
             ) from None

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 
-from toolkit.errors import PlanError, SpecError, ToolkitError
+from toolkit.errors import PlanError, SpecError, ToolkitError, first_line
 from toolkit.groups.mpu import ModelParallelUnit
 from toolkit.groups.world import World
 from toolkit.launch.packages import LIGER_KERNELS
@@ -248,14 +248,14 @@ def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code
         raise PlanError.of(
             code="ATTENTION_PACKAGE",
             key="train.attention",
-            message=f"attention={config._attn_implementation} cannot be used: {str(error).splitlines()[0]}",
+            message=f"attention={config._attn_implementation} cannot be used: {first_line(error)}",
             fix="Install the package that it names, or set train.attention to sdpa",
         ) from None
     except ValueError as error:
         raise PlanError.of(
             code="MODEL_BUILD",
             key="model",
-            message=f"transformers cannot build {type(config).__name__}: {str(error).splitlines()[0]}",
+            message=f"transformers cannot build {type(config).__name__}: {first_line(error)}",
             fix="Change train.attention or the model's config.json accordingly",
         ) from error
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, first_line
 from toolkit.launch.packages import TORCHAO
 from toolkit.spec.job import Fp8
 
@@ -38,8 +38,7 @@ def check_installed() -> None:
 
         import toolkit.modeling.fp8_linear  # noqa: F401
     except Exception as error:  # a package built for another torch fails in ways of its own
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PlanError(TORCHAO.problem(reason)) from None
+        raise PlanError(TORCHAO.problem(first_line(error))) from None
 
 
 def check_device(device: torch.device) -> None:

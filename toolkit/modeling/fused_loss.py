@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, first_line
 from toolkit.modeling import liger
 from toolkit.modeling.linear_cross_entropy import LogitMap, chunked_cross_entropy, linear_cross_entropy
 from toolkit.modeling.loss import IGNORED
@@ -88,8 +88,9 @@ def find_logit_map(model: PreTrainedModel, head_path: str, loss: Loss) -> LogitM
             outputs = model.forward(input_ids=torch.zeros((1, 1), dtype=torch.int64))
             seen = outputs.logits.float().flatten()
         except Exception as error:  # any model code: what it needs besides its head cannot be known
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise _refused(model, loss, f"its forward pass cannot be told from its head's: {reason}") from error
+            raise _refused(
+                model, loss, f"its forward pass cannot be told from its head's: {first_line(error)}"
+            ) from error
     if len(taken.inputs) != 1 or seen.shape != given.shape:
         raise _refused(model, loss, f"it calls its head {len(taken.inputs)} times")
     scale = float(seen[4] / given[4])

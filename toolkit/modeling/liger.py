@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, first_line
 from toolkit.launch.packages import LIGER, Package
 from toolkit.modeling.linear_cross_entropy import LogitMap
 from toolkit.modeling.loss import IGNORED
@@ -28,7 +28,7 @@ def import_for(package: Package) -> None:
     try:
         import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
     except ImportError as error:
-        raise PlanError(package.problem(str(error).splitlines()[0])) from None
+        raise PlanError(package.problem(first_line(error))) from None
 
 
 def liger_cross_entropy(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, first_line
 from toolkit.pipeline_parallel.passage import Passage, StageLayers, StandIn, hidden_of, replaced
 from toolkit.plan.pipeline_layout import across_stages
 
@@ -149,8 +149,7 @@ class _Trial:
             with replaced(model, {**stand_ins, layers: held}), _bare(model):
                 self._run(model, passage, held)
         except Exception as error:  # any model code: what it needs besides its modules cannot be known
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._note(f"its forward pass does not run without its modules: {reason}")
+            self._note(f"its forward pass does not run without its modules: {first_line(error)}")
         if [call for call in self.calls if isinstance(call, int)] != list(range(self._num_layers)):
             self._note(f"it does not call the {self._num_layers} layers of {layers} once each, in their order")
         for name in ends:

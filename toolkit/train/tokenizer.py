@@ -27,9 +27,7 @@ def load_tokenizer(plan: Plan) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise tokenizer_not_found(
-            f"no tokenizer can be loaded from {source}: {first_line(error).rstrip('.')}"
-        ) from None
+        raise tokenizer_not_found(f"no tokenizer can be loaded from {source}: {first_line(error)}") from None
     # transformers takes any value, and fails on it where the first conversation is rendered or the tokenizer saved.
     if fault := template_fault(getattr(tokenizer, "chat_template", None)):
         raise SpecError.of(
