@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from toolkit.io import open_plain, plain_file, read_plain, read_plain_object, read_text, write_json, write_text
+from toolkit.io import (
+    made_folder,
+    nearest_folder,
+    open_plain,
+    plain_file,
+    read_plain,
+    read_plain_object,
+    read_text,
+    write_json,
+    write_text,
+)
 
 
 def test_a_file_is_replaced_whole_or_left_as_it_is(tmp_path: Path) -> None:
@@ -85,3 +96,26 @@ def test_a_text_without_end_is_not_read_to_it(tmp_path: Path) -> None:
         read_text(tmp_path / "a.txt", max_bytes=7)
     with pytest.raises(ValueError, match="more than 4096 bytes"):
         read_text(Path("/dev/zero"), max_bytes=4096)
+
+
+def test_a_pipe_is_waited_for_only_where_somebody_writes_to_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert read_text(tmp_path / "pipe") == ""
+    reader, writer = os.pipe()  # as a shell's <(…)
+    late = threading.Timer(0.1, lambda: (os.write(writer, b"late"), os.close(writer)))
+    late.start()
+    assert read_text(Path(f"/dev/fd/{reader}")) == "late"
+    os.close(reader)
+
+
+def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:
+    assert nearest_folder(tmp_path / "a" / "b") == tmp_path
+    with made_folder(tmp_path / "a" / "b"):
+        assert nearest_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert not any(tmp_path.iterdir())
+    with made_folder(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "file").touch()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
+    with pytest.raises(OSError), made_folder(tmp_path / "c" / ("x" * 300)):
+        pass
+    assert not (tmp_path / "c").exists()

@@ -1,4 +1,4 @@
-"""Files on disk: JSON that is whole or absent, JSON that others wrote, and plain files that lie inside one folder."""
+"""Files on disk: those that are whole or absent, those that others wrote, and plain files that lie inside one folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,6 +77,24 @@ def write_json(
     write_text(path, f"{text}\n", sync=sync)
 
 
+def nearest_folder(path: Path) -> Path:
+    """The folder at a path, or the nearest one above it."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+@contextmanager
+def made_folder(path: Path) -> Iterator[None]:
+    """Makes a folder and those above it for a block, after which those of them that are empty go again."""
+    absent = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in absent:
+            with suppress(OSError):
+                folder.rmdir()
+
+
 def sync_folder(path: Path) -> None:
     """Forces a folder's entries to disk, so that a rename survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
@@ -106,17 +126,23 @@ def parse_json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> str:
-    """Reads a file of UTF-8 text to its end, if that comes: a device has none.
+    """Reads a file of UTF-8 text to its end, if that comes: a device has none, and a pipe that nobody writes to is empty.
 
     Raises:
         OSError: It cannot be read.
         ValueError: It is not UTF-8, or larger than `max_bytes`.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
+        os.set_blocking(file.fileno(), True)
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes} bytes")
     return content.decode("utf-8")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file without waiting for the other end, should it be a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -166,12 +192,11 @@ def plain_file(folder: Path, name: str) -> Path:
 
 def open_plain(folder: Path, name: str) -> BinaryIO:
     """Opens a plain file inside a folder for reading; raises as `plain_file` does."""
-    # Without waiting for a writer, should a pipe have taken the file's place meanwhile.
-    handle = os.open(plain_file(folder, name), os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    file = open(plain_file(folder, name), "rb", opener=_open_at_once)  # noqa: SIM115 - the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # something else has taken its place meanwhile
+        file.close()
         raise OSError("is no plain file")
-    return os.fdopen(handle, "rb")
+    return file
 
 
 def read_plain(folder: Path, name: str, *, max_bytes: int) -> bytes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ from typing import Literal
 from toolkit.arguments import checks_arguments
 from toolkit.emit.contents import EXECUTABLE, FILES, PROVENANCE, WRITTEN_BY, contents, digest
 from toolkit.errors import PlanError, Problem, RunError, raise_all
-from toolkit.io import parse_json
+from toolkit.io import made_folder, parse_json
 from toolkit.plan.plan import Plan
 
 State = Literal["new", "unchanged", "rewritten", "edited", "removed"]
@@ -141,7 +140,7 @@ def _states(texts: Mapping[str, str], present: Mapping[str, str], known: Mapping
 
 def _swap_in(folder: Path, texts: Mapping[str, str], removed: Sequence[str]) -> None:
     """Writes the texts to a hidden folder first; then each file replaces its predecessor, or all go back."""
-    with _existing(folder), tempfile.TemporaryDirectory(prefix=".emit-", dir=folder) as temporary:
+    with made_folder(folder), tempfile.TemporaryDirectory(prefix=".emit-", dir=folder) as temporary:
         staged, kept = Path(temporary), Path(temporary) / "kept"
         kept.mkdir()
         for name, text in texts.items():
@@ -164,17 +163,3 @@ def _swap_in(folder: Path, texts: Mapping[str, str], removed: Sequence[str]) -> 
                 else:
                     (folder / name).unlink(missing_ok=True)
             raise
-
-
-@contextlib.contextmanager
-def _existing(folder: Path) -> Iterator[None]:
-    """Makes the folder and its parents, and takes those that it made away when the block fails."""
-    absent = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for path in absent:
-                path.rmdir()
-        raise

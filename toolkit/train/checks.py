@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.checkpoint.layout import step_of
 from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.io import nearest_folder
 from toolkit.launch.output_lock import write_problems
 from toolkit.plan.checkpoint_size import foreseen_disk_use
 from toolkit.plan.plan import Plan
@@ -71,17 +72,13 @@ def space_warnings(plan: Plan) -> Iterator[str]:
     folder = plan.output_dir
     kept = [*(path for path in folder.glob("checkpoint-*") if step_of(path) is not None), folder / "export"]
     held = sum(path.stat().st_size for part in kept for path in part.rglob("*") if path.is_file())
-    free = shutil.disk_usage(_nearest_folder(folder)).free + held
+    free = shutil.disk_usage(nearest_folder(folder)).free + held
     if use.total_bytes > free:
         yield (
             f"output_dir={folder} has {format_bytes(free)} of room, and the run keeps up to {format_bytes(use.total_bytes)} "
             f"there ({use.num_checkpoints} × {format_bytes(use.checkpoint_bytes)} of checkpoints, the export): lower "
             "train.save_total_limit, or set train.output_dir to a larger disk"
         )
-
-
-def _nearest_folder(folder: Path) -> Path:
-    return next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path("/"))
 
 
 def held_output(folder: Path) -> list[str]:
