@@ -180,6 +180,41 @@ def test_a_lock_file_that_says_nothing_is_nobodys(tmp_path: Path, text: str) -> 
         pass
 
 
+def test_an_end_takes_away_its_own_lock_alone(tmp_path: Path) -> None:
+    with hold_output(tmp_path / "run"):
+        (tmp_path / "run" / LOCK).unlink()
+        (tmp_path / "run" / LOCK).write_text("of a run that has begun in a folder of the same name")
+    assert (tmp_path / "run" / LOCK).exists()
+
+
+def test_ctrl_c_leaves_the_lock_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", press)
+    _leave(tmp_path, host="node7", machine="another")
+    before = (tmp_path / LOCK).read_bytes()
+    with pytest.raises(KeyboardInterrupt), hold_output(tmp_path):
+        pass
+    assert (tmp_path / LOCK).read_bytes() == before
+
+
+def test_a_holder_that_ends_while_it_is_looked_at_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = _leave(tmp_path, host="node7", machine="another")
+    (tmp_path / LOCK).unlink()
+    monkeypatch.setattr(Holder, "read", lambda path: holder)
+    assert list(use_problems(tmp_path)) == []
+
+
+def test_a_lock_that_cannot_be_written_is_a_folder_that_cannot(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(PlanError, match="cannot be written: Is a directory") as caught, hold_output(tmp_path):
+        pass
+    assert caught.value.codes == ("OUTPUT_WRITE",)
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file" / "run", Path("/proc/run")):

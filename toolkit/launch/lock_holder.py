@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.io import read_json_object
+
 if TYPE_CHECKING:
     import psutil
 
@@ -42,7 +44,7 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """Reads what a lock file says; None where there is none, or nothing is written in it yet."""
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = read_json_object(path)
             holder = cls(**{name: kind(value[name]) for name, kind in _FIELDS.items()})
             datetime.fromtimestamp(holder.started)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import PlanError, Problem, RunError, raise_all
+from toolkit.io import made_folder, nearest_folder
 from toolkit.launch.lock_holder import Holder
 
 LOCK = ".run.lock"
@@ -49,18 +50,14 @@ def hold_output(folder: Path) -> Iterator[None]:
         yield
         return
     raise_all(PlanError, write_problems(folder))
-    absent = [parent for parent in (folder, *folder.absolute().parents) if not parent.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlanError(_unwritable(folder, folder, error)) from None
-    try:
-        with _locked(path) as handle, _beating(handle):
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            for made in absent:
-                made.rmdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(made_folder(folder))
+            handle = stack.enter_context(_locked(path))
+        except OSError as error:  # as of a lock that another user has left
+            raise PlanError(_unwritable(folder, path, error)) from None
+        stack.enter_context(_beating(handle))
+        yield
 
 
 def use_problems(folder: Path) -> Iterator[Problem]:
@@ -69,35 +66,40 @@ def use_problems(folder: Path) -> Iterator[Problem]:
     holder = Holder.read(path)
     if holder is None or holder.is_of_this_run:
         return
-    with path.open("rb") as file:
-        is_held = _flock(file.fileno(), fcntl.LOCK_SH) is False
-    if is_held or holder.lives or (not holder.is_of_this_machine and _silence(path) < SILENCE_SECONDS):
+    try:
+        with path.open("rb") as file:
+            is_held = _flock(file.fileno(), fcntl.LOCK_SH) is False
+        is_in_use = is_held or holder.lives or (not holder.is_of_this_machine and _silence(path) < SILENCE_SECONDS)
+    except OSError:
+        return  # its holder has ended and removed it, or nothing can be written there, as `write_problems` says
+    if is_in_use:
         yield _in_use(folder, holder)
 
 
 def write_problems(folder: Path) -> Iterator[Problem]:
     """Says that an output folder cannot be written, or made: OUTPUT_WRITE."""
-    nearest = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path("/"))
+    where = folder
     try:
+        where = nearest_folder(folder)
         # Tried, not read off the permissions: a disk may be read-only, over quota or gone.
-        with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=nearest):
+        with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=where):
             pass
     except OSError as error:
-        yield _unwritable(folder, nearest, error)
+        yield _unwritable(folder, where, error)
 
 
 def _unwritable(folder: Path, where: Path, error: OSError) -> Problem:
     return Problem(
         code="OUTPUT_WRITE",
         key="train.output_dir",
-        message=f"output_dir={folder}: nothing can be written in {where}: {error.strerror}",
+        message=f"output_dir={folder}: {where} cannot be written: {error.strerror}",
         fix="Set train.output_dir to a folder that you may write",
     )
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Gives the handle of a lock file that is this process's; the file goes with the lock."""
+    """The handle of a lock file that is this process's; the file goes with the lock."""
     handle = _take(path)
     _own_handles.add(handle)
     _close_in_children()
@@ -106,7 +108,8 @@ def _locked(path: Path) -> Iterator[int]:
     finally:
         _own_handles.discard(handle)
         with contextlib.suppress(OSError):  # the disk may be what ended the run
-            path.unlink()
+            if _is_at(handle, path):  # else the folder was deleted, and what lies there now is another run's
+                path.unlink()
         os.close(handle)
 
 
@@ -141,8 +144,8 @@ def _take(path: Path) -> int:
                 os.pwrite(handle, Holder.of(psutil.Process()).as_text().encode(), 0)
                 os.fsync(handle)
                 return handle
-        except BaseException as error:
-            if locked and not isinstance(error, RunError):  # Ctrl-C: it is left as it was found
+        except BaseException:
+            if locked and not os.fstat(handle).st_size and _is_at(handle, path):  # it says nobody's name
                 path.unlink(missing_ok=True)
             os.close(handle)
             raise
