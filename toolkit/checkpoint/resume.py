@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.compatible import check_resumable
+from toolkit.checkpoint.compatible import check_resumable, known_num_steps
 from toolkit.checkpoint.layout import step_of
 from toolkit.checkpoint.locate import latest_checkpoint, list_checkpoints
 from toolkit.checkpoint.state import State
@@ -13,6 +14,31 @@ from toolkit.errors import CheckpointError
 from toolkit.plan.plan import Plan
 
 LATEST, AUTO = "latest", "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Where a run goes on.
+
+    Args:
+        folders: Checkpoints, first choice first, each passed over only where its files turn out damaged.
+        state: Where the first of them stood.
+        num_steps: Optimizer steps of the run; None where only reading the data tells.
+    """
+
+    folders: tuple[Path, ...]
+    state: State
+    num_steps: int | None
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint."""
+        return self.folders[0]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left to do."""
+        return self.num_steps is not None and self.state.step >= self.num_steps
 
 
 def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
@@ -34,26 +60,26 @@ def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
     return (Path(resume),)
 
 
-def first_sound(
-    plan: Plan, folders: Sequence[Path], *, skips: bool, say: Callable[[str], None]
-) -> tuple[tuple[Path, ...], State | None]:
-    """Gives the checkpoints from the first that is sound on, and where that one stood, as far as a look without torch tells.
+def resume_point(plan: Plan, resume: str | Path | None, *, say: Callable[[str], None]) -> ResumePoint | None:
+    """The first checkpoint that is sound, as far as a look without torch tells; None for a run from its start.
 
     Args:
         plan: What is to go on.
-        folders: As `candidates` gives them.
-        skips: Whether damaged ones are passed over, each with a word.
-        say: Takes these words.
+        resume: As `candidates` takes it.
+        say: Takes a word on each damaged one that `auto` passes over.
 
     Raises:
-        CheckpointError: One is not of this plan, or damaged and not passed over.
+        CheckpointError: One is absent, not of this plan, or damaged and not passed over.
     """
+    folders = candidates(plan.output_dir, resume)
     for index, folder in enumerate(folders):
         try:
-            return tuple(folders[index:]), check_resumable(plan, folder)
+            state = check_resumable(plan, folder)
         except CheckpointError as error:
-            skip_damaged(error, skips=skips, say=say)
-    return (), None
+            skip_damaged(error, skips=resume == AUTO, say=say)
+            continue
+        return ResumePoint(folders=folders[index:], state=state, num_steps=known_num_steps(plan, folder, state))
+    return None
 
 
 def skip_damaged(error: CheckpointError, *, skips: bool, say: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ import typer
 from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_fields, print_json, say, warn
 from toolkit.cli.summary import plan_fields
-from toolkit.cli.train_checks import check_dry_run, check_start, checked_plan, resume_point, startable_plan
+from toolkit.cli.train_checks import check_dry_run, check_start, checked_plan, startable_plan
 from toolkit.cli.train_end import Call, complete_line, export_finished, finish_complete, is_finished, report
 from toolkit.errors import INTERRUPTED_EXIT_CODE
 
@@ -103,7 +103,7 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
 def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_json: bool) -> int:
     """Trains, exports and tells how it ended, as this machine's launcher or as rank 0 of another; gives the exit code."""
     from toolkit.checkpoint.locate import recover
-    from toolkit.checkpoint.resume import AUTO
+    from toolkit.checkpoint.resume import AUTO, resume_point
     from toolkit.launch.outcome import RunOutcome
     from toolkit.launch.software import software_warnings
     from toolkit.plan.stage_parts import bubble_warning
@@ -114,13 +114,13 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
         recover(plan.output_dir)
     plan, changes = startable_plan(plan, call.resume, alone=not under_launcher)
     warn(changes)
-    point = resume_point(plan, call.resume)
+    point = resume_point(plan, call.resume, say=say)
     if point is not None and point.is_complete:
         if under_launcher:  # the other ranks wait for this one
             run_rank(lambda: plan, resume=call.resume)
         finish_complete(plan, point, no_export=call.no_export, as_json=as_json)
         return 0
-    check_stop_after(call.stop_after, 0 if point is None else point.step)
+    check_stop_after(call.stop_after, 0 if point is None else point.state.step)
     if not under_launcher:
         check_start(plan)
     warn([*bubble_warning(plan), *software_warnings(plan), *space_warnings(plan)])
@@ -176,16 +176,19 @@ def _rank() -> int | None:
 
 def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
     """Says what would run, and what would be refused."""
+    from toolkit.checkpoint.compatible import describe_changes
+    from toolkit.checkpoint.resume import resume_point
+    from toolkit.checkpoint.state import saved_plan
     from toolkit.train.checks import check_stop_after
 
     if call.resume is not None:
         plan, changes = startable_plan(plan, call.resume)
         warn(changes)
-    point = resume_point(plan, call.resume)
+    point = resume_point(plan, call.resume, say=say)
     if point is not None and point.is_complete:
         warnings = []
     else:
-        check_stop_after(call.stop_after, 0 if point is None else point.step)
+        check_stop_after(call.stop_after, 0 if point is None else point.state.step)
         warnings = check_dry_run(plan, resuming=call.resume is not None, overwrite=overwrite)
     command = call.command(None if point is None else point.folder, overwrite=overwrite)
     if as_json:
@@ -201,6 +204,8 @@ def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
         return
     print(f"would start {describe_devices(plan)} and write to {plan.output_dir}")
     if point is not None:
-        print("\n".join([f"would resume from {point.folder}", *([point.changes] if point.changes else [])]))
+        print(f"would resume from {point.folder}")
+        if told := describe_changes(plan, saved_plan(point.folder)):
+            print(told)
     print(f"start with:  {command}")
     warn(warnings)

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.output import say
 from toolkit.errors import PlanError, RunError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePoint:
-    """Where a run goes on.
-
-    Args:
-        folder: The checkpoint.
-        step: Optimizer steps done in it.
-        num_steps: Optimizer steps of the run; None where only reading the data tells.
-        saved_at: Seconds since the epoch.
-        changes: What the job changes, in one line, if anything.
-    """
-
-    folder: Path
-    step: int
-    num_steps: int | None
-    saved_at: float
-    changes: str | None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no step is left to do."""
-        return self.num_steps is not None and self.step >= self.num_steps
 
 
 def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
@@ -97,34 +71,6 @@ def _saved_optimizer(folder: Path) -> str | None:
         return saved_plan(folder).job.train.optimizer
     except ToolkitError:
         return None
-
-
-def resume_point(plan: Plan, resume: str | None) -> ResumePoint | None:
-    """Gives the checkpoint to go on from, checked as far as that needs no torch.
-
-    Args:
-        plan: What is to go on.
-        resume: Its folder, `latest`, or `auto`, for which there may be none; None for a new run.
-
-    Raises:
-        CheckpointError: It is absent, damaged, or not of this plan.
-    """
-    if resume is None:
-        return None
-    from toolkit.checkpoint.compatible import describe_changes, known_num_steps
-    from toolkit.checkpoint.resume import AUTO, candidates, first_sound
-    from toolkit.checkpoint.state import saved_plan
-
-    folders, state = first_sound(plan, candidates(plan.output_dir, resume), skips=resume == AUTO, say=say)
-    if state is None:
-        return None
-    return ResumePoint(
-        folder=folders[0],
-        step=state.step,
-        num_steps=known_num_steps(plan, folders[0], state),
-        saved_at=state.saved_at,
-        changes=describe_changes(plan, saved_plan(folders[0])),
-    )
 
 
 def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:

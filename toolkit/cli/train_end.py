@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.output import print_fields, print_json, print_problems, say
-from toolkit.cli.train_checks import ResumePoint
 from toolkit.errors import CheckpointError, ToolkitError
 
 if TYPE_CHECKING:
+    from toolkit.checkpoint.resume import ResumePoint
     from toolkit.launch.outcome import RunOutcome
     from toolkit.plan.plan import Plan
 
@@ -130,7 +130,7 @@ def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json:
 
 def complete_line(point: ResumePoint) -> str:
     """Says that no step is left, with the numbers."""
-    return f"the run is complete: step {point.step} of {point.num_steps} is in {point.folder}, and nothing is left to train"
+    return f"the run is complete: step {point.state.step} of {point.num_steps} is in {point.folder}, and nothing is left to train"
 
 
 def _is_export_of(folder: Path, point: ResumePoint) -> bool:
@@ -138,7 +138,7 @@ def _is_export_of(folder: Path, point: ResumePoint) -> bool:
     from toolkit.spec.weights import find_weights, read_header
 
     written = [path.stat().st_mtime for path in folder.glob("*config.json")]
-    if not written or min(written) < point.saved_at:
+    if not written or min(written) < point.state.saved_at:
         return False
     return find_weights(folder).loadable or read_header(folder / "adapter_model.safetensors") is not None
 

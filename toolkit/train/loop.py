@@ -8,9 +8,8 @@ from pathlib import Path
 
 from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.load import restore, verify_together
-from toolkit.checkpoint.resume import AUTO, set_aside, skip_damaged
-from toolkit.checkpoint.sources import Sources, identify
-from toolkit.checkpoint.state import State
+from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
+from toolkit.checkpoint.sources import identify
 from toolkit.engine.initialize import initialize, locate_weights
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, PlanError, raise_all
@@ -23,7 +22,7 @@ from toolkit.plan.trainable import data_section_problems
 from toolkit.train.preparation import prepare_in_turn
 from toolkit.train.progress import Reporter, Silent, Terminal
 from toolkit.train.session import Session, TrainResult
-from toolkit.train.start import Start, begin_together
+from toolkit.train.start import begin_together
 from toolkit.train.summary import describe_data, describe_model
 from toolkit.train.tokenizer import load_tokenizer
 
@@ -61,8 +60,8 @@ def train(
             if reporter is None:
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
-            start = begin_together(plan, world, resume=resume, held=stack, say=reporter.say)
-            return _train(plan, world, reporter, start, skips=resume == AUTO, stop_after=stop_after)
+            point = begin_together(plan, world, resume=resume, held=stack, say=reporter.say)
+            return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after)
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, which a destruction would wait for
             disconnect(world)
@@ -70,29 +69,30 @@ def train(
 
 
 def _train(
-    plan: Plan, world: World, reporter: Reporter, start: Start, *, skips: bool, stop_after: int | None
+    plan: Plan, world: World, reporter: Reporter, point: ResumePoint | None, *, skips: bool, stop_after: int | None
 ) -> TrainResult:
     """Trains from where the ranks have agreed to.
 
     Args:
         skips: Whether a checkpoint that is damaged is passed over for the next.
     """
-    if start.is_complete:
-        assert start.num_steps is not None, "or nobody could tell"
-        reporter.say(f"the run is complete: step {start.step} of {start.num_steps}")
+    if point is not None and point.is_complete:
+        step, num_steps = point.state.step, point.num_steps
+        assert num_steps is not None, "or nobody could tell"
+        reporter.say(f"the run is complete: step {step} of {num_steps}")
         disconnect(world)
-        return TrainResult(
-            step=start.step, num_steps=start.num_steps, loss=None, checkpoint=start.folders[0], interrupted=False
-        )
+        return TrainResult(step=step, num_steps=num_steps, loss=None, checkpoint=point.folder, interrupted=False)
     reporter.stage("reading and tokenising the data")
     tokenizer = load_tokenizer(plan)
     data = prepare_in_turn(plan, world, tokenizer)
-    sources = _identify(plan, world, start)
+    known = {} if point is None else point.state.sources
+    # The content of a large file takes a while; rank 0 writes it into the checkpoints.
+    sources = patiently(world, lambda: identify(plan.job, known=known) if world.is_main else {})
     reporter.say(describe_data(data))
     began = time.perf_counter()
     with _build(plan, world, reporter) as run:
         reporter.say(describe_model(run, seconds=time.perf_counter() - began))
-        resumed = _resume(run, start, reporter, skips=skips)
+        resumed = None if point is None else _resume(run, point, reporter, skips=skips)
         if resumed is None and skips and world.is_main:
             set_aside(plan.output_dir)
         session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
@@ -102,9 +102,9 @@ def _train(
         return session.go()
 
 
-def _resume(run: Run, start: Start, reporter: Reporter, *, skips: bool) -> Path | None:
+def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool) -> Path | None:
     """Loads the first checkpoint that is sound, and gives it; None where the run begins from its start."""
-    for folder in start.folders:
+    for folder in point.folders:
         reporter.stage(f"loading {folder}")
         try:
             verify_together(run, folder)
@@ -115,12 +115,6 @@ def _resume(run: Run, start: Start, reporter: Reporter, *, skips: bool) -> Path 
         reporter.say(f"resumed from {folder} at step {run.step_count}")
         return folder
     return None
-
-
-def _identify(plan: Plan, world: World, start: Start) -> Sources:
-    """Gives what the checkpoints will say of the run's data, on rank 0; the content of a large file takes a while."""
-    known = State.load(start.folders[0]).sources if start.folders else {}
-    return patiently(world, lambda: identify(plan.job, known=known) if world.is_main else {})
 
 
 def _build(plan: Plan, world: World, reporter: Reporter) -> Run:

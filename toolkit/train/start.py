@@ -5,12 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.compatible import known_num_steps
 from toolkit.checkpoint.locate import recover
-from toolkit.checkpoint.resume import AUTO, candidates, first_sound
+from toolkit.checkpoint.resume import ResumePoint, resume_point
 from toolkit.checkpoint.shared import check_shared
 from toolkit.groups.patience import patiently
 from toolkit.groups.world import World
@@ -20,30 +18,10 @@ from toolkit.plan.plan import Plan
 from toolkit.train.checks import guard_output
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """From where a run goes on.
-
-    Args:
-        folders: Checkpoints, first choice first, each passed over only where its files turn out damaged; none: from the start.
-        step: Optimizer steps done in the first.
-        num_steps: Of the run; None where only reading the data tells.
-    """
-
-    folders: tuple[Path, ...] = ()
-    step: int = 0
-    num_steps: int | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no step is left to do."""
-        return bool(self.folders) and self.num_steps is not None and self.step >= self.num_steps
-
-
 def begin_together(
     plan: Plan, world: World, *, resume: str | Path | None, held: ExitStack, say: Callable[[str], None]
-) -> Start:
-    """Takes the output folder, and finds out from where the run goes on; the same on every rank.
+) -> ResumePoint | None:
+    """Takes the output folder, and finds out where the run goes on, the same on every rank; None: from its start.
 
     Args:
         plan: What runs.
@@ -61,21 +39,18 @@ def begin_together(
         CheckpointError: What `resume` names is absent, damaged, or not of this plan.
     """
 
-    def on_first_rank() -> Start:
+    def on_first_rank() -> ResumePoint | None:
         held.enter_context(hold_output(plan.output_dir))
         guard_output(plan, resuming=resume is not None, overwrite=False)
         if resume is not None:
             recover(plan.output_dir)
-        folders, state = first_sound(plan, candidates(plan.output_dir, resume), skips=resume == AUTO, say=say)
-        if state is None:
-            return Start()
-        return Start(folders=folders, step=state.step, num_steps=known_num_steps(plan, folders[0], state))
+        return resume_point(plan, resume, say=say)
 
     # Where a file of the data was touched, all of it is read to see whether it is the same.
-    found = patiently(world, lambda: on_first_rank() if world.is_main else Start())
-    start: Start = agree((lambda: found) if world.is_main else None, None)
+    found = patiently(world, lambda: on_first_rank() if world.is_main else None)
+    point: ResumePoint | None = agree((lambda: found) if world.is_main else None, None)
     _check_shared(plan.output_dir, world)
-    return start
+    return point
 
 
 def _check_shared(folder: Path, world: World) -> None:
