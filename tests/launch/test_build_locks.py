@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_plans import tiny_plan
 
-from toolkit.launch import build_locks
+from toolkit.launch import build_locks, extensions
 from toolkit.launch.build_locks import STALE_SECONDS, lock_problems
 from toolkit.launch.builds import main
-from toolkit.launch.extensions import Installed
+from toolkit.launch.extensions import Installed, Machine
 
 OFFLOAD = {"parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}}
 OLD = Installed(torch=(2, 13), cuda=None)
@@ -28,8 +28,8 @@ time.sleep(300)
 
 
 def named(folder: Path, plan, consumer="toolkit", installed=OLD) -> list[str]:
-    problems = lock_problems(plan, consumer, environment={"TORCH_EXTENSIONS_DIR": str(folder)}, installed=installed)
-    found = list(problems)
+    machine = Machine(environment={"TORCH_EXTENSIONS_DIR": str(folder)}, installed=installed)
+    found = list(lock_problems(plan, consumer, machine=machine))
     assert {problem.code for problem in found} <= {"BUILD_LOCK"}
     return [problem.key for problem in found]
 
@@ -85,7 +85,7 @@ def test_an_owner_on_another_machine_is_given_time(lock: Path, monkeypatch: pyte
 
 def test_an_emitted_command_is_told(lock: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
-    monkeypatch.setattr(build_locks, "installed_libraries", lambda: OLD)
+    monkeypatch.setattr(extensions, "installed_libraries", lambda: OLD)
     plan_file = lock.parents[1] / "plan.json"
     tiny_plan(**OFFLOAD).save(plan_file)
     assert main([str(plan_file), "trainer"]) == 0

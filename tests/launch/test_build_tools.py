@@ -12,7 +12,7 @@ import pytest
 from tiny_plans import tiny_plan
 
 from toolkit.launch.build_tools import build_settings, built_with, tool_problems
-from toolkit.launch.extensions import Installed
+from toolkit.launch.extensions import Installed, Machine
 
 CUDA = Installed(torch=(2, 13), cuda="13.0")
 HOST = {"zero_stage": 2, "offload": "optimizer-cpu"}
@@ -37,7 +37,7 @@ def machine(tmp_path: Path):
 
 def lacking(environment: dict[str, str], *, installed: Installed = CUDA, **changes: Any) -> str:
     plan = tiny_plan(**{"gpu": CARD, **changes})
-    problems = list(tool_problems(plan, environment=environment, installed=installed))
+    problems = list(tool_problems(plan, machine=Machine(environment=environment, installed=installed)))
     assert {problem.code for problem in problems} <= {"BUILD_TOOLS"}
     return " | ".join(map(str, problems))
 
@@ -86,7 +86,7 @@ def test_no_compiler(machine) -> None:
 def test_no_ninja(machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment = machine("c++", "nvcc")
     assert lacking(environment) == "", "DeepSpeed's own dependency, which a virtual environment need not have on PATH"
-    (setting,) = build_settings(tiny_plan(gpu=CARD), environment=environment).items()
+    (setting,) = build_settings(tiny_plan(gpu=CARD), machine=Machine(environment=environment)).items()
     assert setting[0] == "PATH"
     added = Path(setting[1].value.removeprefix(f"{environment['PATH']}:"))
     assert os.access(added / "ninja", os.X_OK)
@@ -111,18 +111,14 @@ def test_an_nvme_offload_needs_libaio_too(machine, tmp_path: Path) -> None:
         "train": {"optimizer": "adamw"},
     }
     environment = machine("ninja", "c++", "nvcc")
-    said = tool_problems(
-        nvme_plan(tmp_path, **plan), environment=environment | {"CC": shutil.which("false")}, installed=CUDA
+    without, with_it = (
+        Machine(environment=environment | {"CC": shutil.which(name)}, installed=CUDA) for name in ("false", "true")
     )
-    (problem,) = said
+    (problem,) = tool_problems(nvme_plan(tmp_path, **plan), machine=without)
     assert "loads DeepSpeed's async_io, compiled at the first use" in problem.message
     assert "no libaio to link with" in problem.message
     assert "set parallel.offload to full-cpu" in problem.fix
-    assert not list(
-        tool_problems(
-            nvme_plan(tmp_path, **plan), environment=environment | {"CC": shutil.which("true")}, installed=CUDA
-        )
-    )
+    assert not list(tool_problems(nvme_plan(tmp_path, **plan), machine=with_it))
 
 
 def nvme_plan(folder: Path, **changes: Any):

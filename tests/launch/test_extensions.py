@@ -10,14 +10,7 @@ import pytest
 import torch
 from tiny_plans import tiny_plan
 
-from toolkit.launch.extensions import (
-    Installed,
-    extension_folder,
-    extensions_of,
-    installed_libraries,
-    is_built,
-    to_compile,
-)
+from toolkit.launch.extensions import Installed, Machine, extensions_of, installed_libraries
 
 CARD = "h100-sxm-80gb"
 HOST = {"zero_stage": 2, "offload": "optimizer-cpu"}
@@ -56,12 +49,12 @@ def test_where_torch_builds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (extension,) = extensions_of(tiny_plan(parallel=HOST))
     for name in ("HOME", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
         environment = {name: str(tmp_path / name), **({} if name == "HOME" else {"HOME": str(tmp_path / "HOME")})}
-        assert str(extension_folder("cpu_adam", environment, installed_libraries())) == _get_build_directory(
-            "cpu_adam", verbose=False
-        )
+        found = Machine(environment=environment).folder(extension)
+        assert str(found) == _get_build_directory("cpu_adam", verbose=False)
 
 
 def test_what_the_libraries_say_of_themselves() -> None:
@@ -75,20 +68,19 @@ def test_what_the_libraries_say_of_themselves() -> None:
 
 
 def test_those_that_are_still_to_be_compiled(tmp_path: Path) -> None:
-    plan, environment = tiny_plan(parallel=HOST), {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    machine = Machine(environment={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    (extension,) = machine.compiles(tiny_plan(parallel=HOST))
+    assert extension.title == "CPUAdam"
     (tmp_path / "cpu_adam").mkdir()
-    (extension,) = to_compile(plan, environment)
-    assert extension.title == "CPUAdam", "a folder alone is a compilation that was broken off"
+    assert not machine.has_built(extension), "a folder alone is a compilation that was broken off"
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    assert to_compile(plan, environment) == ()
-    assert is_built(extension, environment, installed_libraries())
+    assert machine.has_built(extension)
 
 
 def test_what_deepspeed_was_installed_with_is_of_one_accelerator() -> None:
-    (extension,) = extensions_of(tiny_plan(parallel=HOST))
     prebuilt = Installed(torch=(2, 13), cuda=None, prebuilt=frozenset({"cpu_adam"}), prebuilt_for="cpu")
-    assert prebuilt.has(extension, tiny_plan(parallel=HOST))
-    assert not prebuilt.has(extension, tiny_plan(parallel=HOST, gpu=CARD))
+    assert Machine(installed=prebuilt).compiles(tiny_plan(parallel=HOST)) == ()
+    assert len(Machine(installed=prebuilt).compiles(tiny_plan(parallel=HOST, gpu=CARD))) == 1
 
 
 def test_no_library_is_imported_for_it() -> None:

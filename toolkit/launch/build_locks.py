@@ -6,13 +6,12 @@ existence: whoever made it holds it open, and deletes it.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import Problem
-from toolkit.launch.extensions import Installed, extension_folder, extensions_of, installed_libraries
+from toolkit.launch.extensions import Machine
 from toolkit.plan.deepspeed_config import Consumer
 from toolkit.plan.plan import Plan
 
@@ -29,30 +28,21 @@ _SETTLE_SECONDS = 0.2
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "overlay"})
 
 
-def lock_problems(
-    plan: Plan,
-    consumer: Consumer = "toolkit",
-    *,
-    environment: Mapping[str, str] | None = None,
-    installed: Installed | None = None,
-) -> Iterator[Problem]:
+def lock_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None) -> Iterator[Problem]:
     """Names each lock of an extension that a run of a plan loads, which nobody will take away: BUILD_LOCK.
 
     Args:
         plan: What is to run.
         consumer: Whose DeepSpeed configuration it runs with.
-        environment: Gives the folder of extensions; this process's own when left out.
-        installed: Libraries; those of this interpreter when left out.
+        machine: Where it is to run; here when left out.
 
     Source:
         torch 2.13 utils/file_baton.py FileBaton; torch 2.14 utils/cpp_extension.py _jit_compile, _filelock.py.
     """
-    environment = os.environ if environment is None else environment
-    installed = installed or installed_libraries()
-    if installed.torch >= FIRST_FLOCK:
+    machine = machine or Machine()
+    if machine.installed.torch >= FIRST_FLOCK:
         return
-    loaded = [extension for extension in extensions_of(plan, consumer) if not installed.has(extension, plan)]
-    locks = [extension_folder(extension.name, environment, installed) / "lock" for extension in loaded]
+    locks = [machine.folder(extension) / "lock" for extension in machine.compiles(plan, consumer)]
     suspects = {lock: identity for lock in locks if (identity := _ownerless(lock)) is not None}
     if suspects:
         time.sleep(_SETTLE_SECONDS)
@@ -68,7 +58,7 @@ def lock_problems(
 
 
 def _ownerless(lock: Path) -> tuple[int, int, int] | None:
-    """Gives the identity of a lock whose owner lives no more; None where there is no lock, or an owner may live."""
+    """The identity of a lock whose owner lives no more; None where there is no lock, or an owner may live."""
     try:
         status = lock.stat()
     except OSError:
@@ -93,7 +83,7 @@ def _is_open(file: tuple[int, int]) -> bool:
 
 
 def _file_system(path: Path) -> str:
-    """Gives the kind of the file system that holds a file; empty where it is not known."""
+    """The kind of the file system that holds a file; empty where it is not known."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

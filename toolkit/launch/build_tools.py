@@ -16,60 +16,46 @@ from pathlib import Path
 from toolkit.errors import Problem
 from toolkit.launch.architectures import readable_architectures
 from toolkit.launch.environment import Setting
-from toolkit.launch.extensions import Extension, Installed, extensions_of, installed_libraries, is_built
+from toolkit.launch.extensions import Extension, Machine
 from toolkit.plan.deepspeed_config import Consumer
 from toolkit.plan.plan import Plan
 
 _ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 
 
-def tool_problems(
-    plan: Plan,
-    consumer: Consumer = "toolkit",
-    *,
-    environment: Mapping[str, str] | None = None,
-    installed: Installed | None = None,
-) -> Iterator[Problem]:
+def tool_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None) -> Iterator[Problem]:
     """Says what this machine lacks to compile the extensions that a run of a plan loads: BUILD_TOOLS.
 
     Args:
         plan: What is to run.
         consumer: Whose DeepSpeed configuration it runs with.
-        environment: Of the run; this process's own when left out.
-        installed: Libraries; those of this interpreter when left out.
+        machine: Where it is to run; here when left out.
     """
-    for missing, extensions in unbuildable(plan, consumer, environment=environment, installed=installed).items():
+    for missing, extensions in unbuildable(plan, consumer, machine=machine).items():
         yield _problem(missing, extensions)
 
 
 def unbuildable(
-    plan: Plan,
-    consumer: Consumer = "toolkit",
-    *,
-    environment: Mapping[str, str] | None = None,
-    installed: Installed | None = None,
+    plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None
 ) -> dict[str, tuple[Extension, ...]]:
-    """Gives the extensions of a plan that cannot be compiled here, by what is missing, as a clause; arguments as `tool_problems`."""
-    environment = os.environ if environment is None else environment
-    installed = installed or installed_libraries()
+    """The extensions of a plan that cannot be compiled here, by what is missing, as a clause; arguments as `tool_problems`."""
+    machine = machine or Machine()
     lacking: dict[str, tuple[Extension, ...]] = {}
-    for extension in extensions_of(plan, consumer):
-        if installed.has(extension, plan):
-            continue
-        missing = "; ".join(missing_tools(extension, environment, installed))
+    for extension in machine.compiles(plan, consumer):
+        missing = "; ".join(missing_tools(extension, machine))
         if missing:
             lacking[missing] = (*lacking.get(missing, ()), extension)
     return lacking
 
 
-def missing_tools(extension: Extension, environment: Mapping[str, str], installed: Installed) -> Iterator[str]:
+def missing_tools(extension: Extension, machine: Machine) -> Iterator[str]:
     """Says what is missing to load an extension; of one that is compiled already, only what each load asks for.
 
     Source:
         deepspeed ops/op_builder/builder.py OpBuilder.jit_load, installed_cuda_version, assert_no_cuda_mismatch;
         torch utils/cpp_extension.py verify_ninja_availability, get_cxx_compiler, _find_cuda_home, _write_ninja_file.
     """
-    built = is_built(extension, environment, installed)
+    built, environment = machine.has_built(extension), machine.environment
     if _which("ninja", environment) is None and _packaged_ninja() is None:
         yield "no ninja (`pip install ninja`)"
     compiler = shlex.split(environment.get("CXX", "")) or ["c++"]
@@ -83,13 +69,13 @@ def missing_tools(extension: Extension, environment: Mapping[str, str], installe
         if home is None:
             yield "no nvcc: CUDA_HOME is not set, nvcc is not on PATH, /usr/local/cuda does not exist"
         elif not built or extension.asks_nvcc:
-            yield from _unfit_nvcc(environment.get("PYTORCH_NVCC") or f"{home}/bin/nvcc", environment, installed)
+            yield from _unfit_nvcc(environment.get("PYTORCH_NVCC") or f"{home}/bin/nvcc", machine)
     if extension.needs_libaio and not _links_libaio(environment):
         yield "no libaio to link with (libaio-dev, libaio-devel)"
 
 
 def cuda_home(environment: Mapping[str, str]) -> str | None:
-    """Gives the CUDA toolkit that torch compiles with (torch utils/cpp_extension.py _find_cuda_home)."""
+    """The CUDA toolkit that torch compiles with (torch utils/cpp_extension.py _find_cuda_home)."""
     named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if named is not None:
         return named
@@ -99,18 +85,16 @@ def cuda_home(environment: Mapping[str, str]) -> str | None:
     return "/usr/local/cuda" if Path("/usr/local/cuda").exists() else None
 
 
-def build_settings(
-    plan: Plan, consumer: Consumer = "toolkit", *, environment: Mapping[str, str] | None = None
-) -> dict[str, Setting]:
-    """Gives what DeepSpeed's builds need otherwise than the environment has it: name → value and reason; mostly nothing.
+def build_settings(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None) -> dict[str, Setting]:
+    """What DeepSpeed's builds need otherwise than the environment has it: name → value and reason; mostly nothing.
 
     Args:
         plan: What is to run.
         consumer: Whose DeepSpeed configuration it runs with.
-        environment: Of the run; this process's own when left out.
+        machine: Where it is to run; here when left out.
     """
-    environment = os.environ if environment is None else environment
-    extensions = [one for one in extensions_of(plan, consumer) if not installed_libraries().has(one, plan)]
+    machine = machine or Machine()
+    extensions, environment = machine.compiles(plan, consumer), machine.environment
     found = {}
     ninja = _packaged_ninja() if extensions and _which("ninja", environment) is None else None
     if ninja is not None:
@@ -143,21 +127,24 @@ def built_with(settings: Mapping[str, Setting]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _unfit_nvcc(nvcc: str, environment: Mapping[str, str], installed: Installed) -> Iterator[str]:
+def _unfit_nvcc(nvcc: str, machine: Machine) -> Iterator[str]:
     """Says that nvcc cannot be run, or is another CUDA's than torch's.
 
     Minor versions of one CUDA go together (CUDA's minor version compatibility; torch asks for the same major version).
     """
     try:
-        said = subprocess.run([nvcc, "-V"], env=dict(environment), capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [nvcc, "-V"], env=dict(machine.environment), capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         yield f"no nvcc: {nvcc} cannot be run ({getattr(error, 'strerror', None) or error})"
         return
     release = re.search(r"release (\d+)\.(\d+)", said)
-    wanted = (installed.cuda or "").split(".")[0]
-    if release is not None and wanted and release[1] != wanted and environment.get("DS_SKIP_CUDA_CHECK") != "1":
+    cuda, asked = machine.installed.cuda or "", machine.environment.get("DS_SKIP_CUDA_CHECK") != "1"
+    wanted = cuda.split(".")[0]
+    if asked and release is not None and wanted and release[1] != wanted:
         yield (
-            f"{nvcc} is CUDA {release[1]}.{release[2]}'s, and torch was built with CUDA {installed.cuda}: "
+            f"{nvcc} is CUDA {release[1]}.{release[2]}'s, and torch was built with CUDA {cuda}: "
             f"CUDA_HOME must lead to a CUDA {wanted}"
         )
 
@@ -169,12 +156,10 @@ def _links_libaio(environment: Mapping[str, str]) -> bool:
     program = "void io_submit(void); int main(void) { io_submit(); return 0; }"
     command = [*compiler, "-x", "c", "-", *flags, "-laio", "-o", os.devnull]
     try:
-        return (
-            subprocess.run(command, env=dict(environment), input=program, text=True, capture_output=True).returncode
-            == 0
-        )
+        done = subprocess.run(command, env=dict(environment), input=program, text=True, capture_output=True)
     except OSError:
         return False
+    return done.returncode == 0
 
 
 def _which(command: str, environment: Mapping[str, str]) -> str | None:
@@ -182,7 +167,7 @@ def _which(command: str, environment: Mapping[str, str]) -> str | None:
 
 
 def _packaged_ninja() -> Path | None:
-    """Gives the ninja that came with its package, on which DeepSpeed depends; an environment that is not activated has it not on PATH."""
+    """The ninja that came with its package, on which DeepSpeed depends; an environment that is not activated has it not on PATH."""
     try:
         package = distribution("ninja")
     except PackageNotFoundError:

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,48 @@ class Installed:
     prebuilt: frozenset[str] = frozenset()
     prebuilt_for: str = ""
 
-    def has(self, extension: Extension, plan: Plan) -> bool:
-        """Whether DeepSpeed was installed with the extension compiled (op_builder/builder.py OpBuilder.load)."""
-        return extension.name in self.prebuilt and self.prebuilt_for == ("cpu" if plan.on_cpu else "cuda")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where extensions are compiled; this process's own environment and libraries when left out.
+
+    Args:
+        environment: Of the run.
+        installed: Libraries.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    installed: Installed = field(default_factory=lambda: installed_libraries())
+
+    def compiles(self, plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension, ...]:
+        """The extensions of a plan with which DeepSpeed was not installed (op_builder/builder.py OpBuilder.load)."""
+        is_own = self.installed.prebuilt_for == ("cpu" if plan.on_cpu else "cuda")
+        return tuple(
+            one for one in extensions_of(plan, consumer) if not (is_own and one.name in self.installed.prebuilt)
+        )
+
+    def folder(self, extension: Extension) -> Path:
+        """The folder in which torch builds an extension.
+
+        Source:
+            torch utils/cpp_extension.py _get_build_directory, _appdirs.py user_cache_dir.
+        """
+        root = self.environment.get("TORCH_EXTENSIONS_DIR")
+        if root is not None:
+            return Path(root) / extension.name
+        cache = self.environment.get("XDG_CACHE_HOME") or Path(self.environment.get("HOME", "/")) / ".cache"
+        python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+        cuda = self.installed.cuda
+        device = "cpu" if cuda is None else f"cu{cuda.replace('.', '')}"
+        return Path(cache) / "torch_extensions" / f"{python}_{device}" / extension.name
+
+    def has_built(self, extension: Extension) -> bool:
+        """Whether an earlier run on this machine has compiled the extension."""
+        return (self.folder(extension) / f"{extension.name}.so").is_file()
 
 
 def extensions_of(plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension, ...]:
-    """Gives the extensions that a run of a plan loads, in the order in which it does.
+    """The extensions that a run of a plan loads, in the order in which it does.
 
     Args:
         plan: What will run.
@@ -74,42 +109,6 @@ def extensions_of(plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension
         runtime/zero/partition_parameters.py CUDAQuantizer; accelerate utils/deepspeed.py map_pytorch_optim_to_deepspeed.
     """
     return tuple(_extensions(plan, consumer))
-
-
-def extension_folder(name: str, environment: Mapping[str, str], installed: Installed) -> Path:
-    """Gives the folder in which torch builds an extension.
-
-    Source:
-        torch utils/cpp_extension.py _get_build_directory, _appdirs.py user_cache_dir.
-    """
-    root = environment.get("TORCH_EXTENSIONS_DIR")
-    if root is not None:
-        return Path(root) / name
-    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/")) / ".cache"
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    device = "cpu" if installed.cuda is None else f"cu{installed.cuda.replace('.', '')}"
-    return Path(cache) / "torch_extensions" / f"{python}_{device}" / name
-
-
-def to_compile(plan: Plan, environment: Mapping[str, str] | None = None) -> tuple[Extension, ...]:
-    """Gives the extensions that a run of our engine will compile first, since they are not there yet.
-
-    Args:
-        plan: What will run.
-        environment: Gives the folder of extensions; this process's own when left out.
-    """
-    environment = os.environ if environment is None else environment
-    installed = installed_libraries()
-    return tuple(
-        extension
-        for extension in extensions_of(plan)
-        if not installed.has(extension, plan) and not is_built(extension, environment, installed)
-    )
-
-
-def is_built(extension: Extension, environment: Mapping[str, str], installed: Installed) -> bool:
-    """Whether an earlier run on this machine has compiled the extension."""
-    return (extension_folder(extension.name, environment, installed) / f"{extension.name}.so").is_file()
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from toolkit.errors import CheckpointError, PlanError, raise_all
 from toolkit.groups.patience import patiently
 from toolkit.groups.world import World, connect, disconnect
 from toolkit.launch.builds import check_builds
-from toolkit.launch.extensions import to_compile
+from toolkit.launch.extensions import Machine
 from toolkit.plan.plan import Plan
 from toolkit.plan.trainable import data_section_problems
 from toolkit.train.preparation import prepare_in_turn
@@ -123,7 +123,8 @@ def _build(plan: Plan, world: World, reporter: Reporter) -> Run:
         if plan.model.path is None:
             reporter.stage(f"fetching what the cache lacks of {plan.model.name}")
         weights = patiently(world, lambda: locate_weights(plan))
-    titles = " and ".join(extension.title for extension in to_compile(plan))
+    machine = Machine()
+    titles = " and ".join(one.title for one in machine.compiles(plan) if not machine.has_built(one))
     then = f", then compiling DeepSpeed's {titles} (minutes, the first time only)" if titles else ""
     reporter.stage(f"building the model{then}")
     return initialize(plan, world=world, weights=weights)
