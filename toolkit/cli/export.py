@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-class Dtype(StrEnum):
-    """Precisions of exported weights."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
 def register(app: typer.Typer) -> None:
     """Adds the command."""
     app.command()(export)
@@ -40,7 +31,8 @@ def export(
     ],
     out: Annotated[Path | None, typer.Option("--out", help="Folder to create. Default: export beside it.")] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Weights' precision. Default: the training precision. fp32 reads the masters.")
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(help="Weights' precision. Default: the training precision. fp32 reads the masters."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, as 5GB or 500MB.")] = "5GB",
     merge_adapter: Annotated[
@@ -83,7 +75,7 @@ def export(
         done = export_checkpoint(
             checkpoint,
             target,
-            dtype=None if dtype is None else dtype.value,
+            dtype=dtype,
             max_shard_size_bytes=size,
             merge_adapter=merge_adapter,
             overwrite=overwrite,

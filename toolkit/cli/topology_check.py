@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.output import new_table, print_json, print_problems, print_table
+from toolkit.cli.output import new_table, print_json, print_problems, print_table, say
 from toolkit.errors import CheckError, Problem, RunError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_secon
     _check_one_node(placement)
     num_ranks = placement.grid.world_size
     backend = _choose_backend(num_ranks, backend)
-    _say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''} over {backend} ...")
+    say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''} over {backend} ...")
     folder = Path(tempfile.mkdtemp(prefix="toolkit-topology-"))
     written = folder / "check.json"
     argv = [*python_module("toolkit.groups.check_worker"), "--backend", backend, "--timeout", str(timeout_seconds)]
@@ -96,7 +95,7 @@ def _as_rank(
     if report is None:
         return 0  # rank 0's exit code tells of all
     if backend is None and report.backend == "gloo":
-        _say("not every rank has a card: checked on CPU")
+        say("not every rank has a card: checked on CPU")
     result = report_to_dict(report)
     show(placement, result, as_json=as_json)
     return 0 if result["passed"] else CheckError.exit_code
@@ -183,9 +182,5 @@ def _choose_backend(num_ranks: int, wanted: Backend | None) -> Backend:
     num_cards = len(cards or ())
     if num_cards >= num_ranks:
         return "nccl"
-    _say(f"this machine has {num_cards} card{'' if num_cards == 1 else 's'} for {num_ranks} ranks: checking on CPU")
+    say(f"this machine has {num_cards} card{'' if num_cards == 1 else 's'} for {num_ranks} ranks: checking on CPU")
     return "gloo"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)

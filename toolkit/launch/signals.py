@@ -61,7 +61,7 @@ class Interrupt:
     def _unraisable(self, unraisable: UnraisableHookArgs) -> None:
         """Says nothing of a KeyboardInterrupt that was dropped."""
         if not (self.came and unraisable.exc_type is KeyboardInterrupt):
-            sys.__unraisablehook__(unraisable)
+            self._hook(unraisable)
 
 
 @contextmanager
