@@ -110,20 +110,25 @@ _CONTENT = Rule(on_change="content")
 _REFUSED = Rule(on_change="refused", code="CHECKPOINT_LAYOUT", why=_SHARDS)
 _GRID = replace(_REFUSED, cause="grid")
 _ADAPTERS = replace(_REFUSED, counts=_with_adapters)
+_SCALE = replace(_ADAPTERS, why="its adapters were trained for that scale")
 _SCALER = replace(
     _REFUSED,
     why="it holds the loss scaler, which goes on as it was made",
     counts=lambda now, then: now.settings.dtype == then.settings.dtype == "fp16",
 )
+_ORDER = replace(_REFUSED, code="CHECKPOINT_DATA", why=_POSITION)
 _DATA = replace(
-    _REFUSED,
-    code="CHECKPOINT_DATA",
-    why=_POSITION,
+    _ORDER,
     counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: a script of one's own
 )
 _ADAM = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch"))
 _BETA = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "lion"))
 _BATCH = replace(_TOLD, counts=_same_batch)
+
+
+def _each(rule: Rule, section: str, names: str) -> dict[str, Rule]:
+    return {f"{section}.{name}": rule for name in names.split()}
+
 
 # The keys in the order in which a message names them.
 RULES: dict[str, Rule] = {
@@ -143,15 +148,11 @@ RULES: dict[str, Rule] = {
     ),
     "train.method": _REFUSED,
     "train.lora.r": replace(_ADAPTERS, value=_lora("r")),
-    "train.lora.lora_alpha": replace(
-        _ADAPTERS, why="its adapters were trained for that scale", value=_lora("lora_alpha")
-    ),
+    "train.lora.lora_alpha": replace(_SCALE, value=_lora("lora_alpha")),
     "train.lora.lora_dropout": replace(_TOLD, counts=_with_adapters, value=_lora("lora_dropout")),
     "train.lora.target_modules": replace(_ADAPTERS, value=_lora("target_modules")),
     "train.lora.modules_to_save": replace(_ADAPTERS, value=_lora("modules_to_save")),
-    "train.lora.use_rslora": replace(
-        _ADAPTERS, why="its adapters were trained for that scale", value=_lora("use_rslora")
-    ),
+    "train.lora.use_rslora": replace(_SCALE, value=_lora("use_rslora")),
     "train.optimizer": _REFUSED,
     "train.weight_decay": replace(
         _REFUSED,  # it divides the parameters into two groups
@@ -179,26 +180,11 @@ RULES: dict[str, Rule] = {
     "deepspeed.fp16.consecutive_hysteresis": replace(_SCALER, default=False),
     "deepspeed.fp16.min_loss_scale": replace(_SCALER, default=1),
     # What the order of the rows depends on: a step is a position in the data.
-    "train.train_batch_size": replace(
-        _REFUSED,
-        code="CHECKPOINT_DATA",
-        why=_POSITION,
-        counts=_batches_differ,
-        value=lambda plan: plan.settings.batch.train,
-    ),
-    "train.sequence_length": replace(_REFUSED, code="CHECKPOINT_DATA", why=_POSITION),
-    "train.seed": replace(_REFUSED, code="CHECKPOINT_DATA", why=_POSITION),
-    "data.name": _DATA,
-    "data.revision": _DATA,
-    "data.split": _DATA,
-    "data.validation_fraction": _DATA,
-    "data.format": _DATA,
-    "data.packing": _DATA,
-    "data.loss_on": _DATA,
-    "data.max_samples": _DATA,
-    "data.train": _CONTENT,
-    "data.eval": _CONTENT,
-    "data.chat_template": _CONTENT,
+    "train.train_batch_size": replace(_ORDER, counts=_batches_differ, value=lambda plan: plan.settings.batch.train),
+    "train.sequence_length": _ORDER,
+    "train.seed": _ORDER,
+    **_each(_DATA, "data", "name revision split validation_fraction format packing loss_on max_samples"),
+    **_each(_CONTENT, "data", "train eval chat_template"),
     "data.eval_split": _TOLD,
     # The model that is trained; with adapters its own weights come from where the job says, not from the checkpoint.
     "model.name": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.name),
@@ -210,12 +196,9 @@ RULES: dict[str, Rule] = {
     "train.learning_rate": _TOLD,
     "train.learning_rate_scaling": _FREE,  # in the row before
     "train.learning_rate_reference_batch_size": _FREE,
-    "train.lr_scheduler_type": _TOLD,
-    "train.min_learning_rate_ratio": _TOLD,
-    "train.warmup_steps": _TOLD,
-    "train.warmup_ratio": _TOLD,
-    "train.max_steps": _TOLD,
-    "train.num_train_epochs": _TOLD,
+    **_each(
+        _TOLD, "train", "lr_scheduler_type min_learning_rate_ratio warmup_steps warmup_ratio max_steps num_train_epochs"
+    ),
     "train.adam_beta1": _BETA,
     "train.adam_beta2": _BETA,
     "train.adam_epsilon": _ADAM,
@@ -228,58 +211,31 @@ RULES: dict[str, Rule] = {
         counts=lambda now, then: now.settings.precision == then.settings.precision == "fp8",
         value=lambda plan: (plan.job.train.fp8 or Fp8()).recipe,
     ),
-    "train.gradient_checkpointing": _TOLD,
-    "train.attention": _TOLD,
-    "train.loss": _TOLD,
-    "train.kernels": _TOLD,
-    "train.torch_compile": _TOLD,
-    "parallel.sequence_parallel": _TOLD,
-    "parallel.pipeline_schedule": _TOLD,
-    "train.save_steps": _TOLD,
-    "train.save_total_limit": _TOLD,
-    "train.eval_steps": _TOLD,
-    "train.logging_steps": _TOLD,
-    "train.report_to": _TOLD,
+    **_each(_TOLD, "train", "gradient_checkpointing attention loss kernels torch_compile"),
+    **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
+    **_each(_TOLD, "train", "save_steps save_total_limit eval_steps logging_steps report_to"),
     # Where the run stands.
     "train.output_dir": _FREE,
-    "cluster.gpu": _FREE,
-    "cluster.host_memory_gib": _FREE,
-    "cluster.nvme_path": _FREE,
-    "cluster.master_port": _FREE,
-    "cluster.transformers": _FREE,
-    "cluster.kernel_packages": _FREE,
+    **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path master_port transformers kernel_packages"),
     # How DeepSpeed moves data and what it prints; its shards are the same.
-    **{
-        f"deepspeed.zero_optimization.{name}": _TOLD
-        for name in (
-            *("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm"),
-            *(
-                "offload_optimizer",
-                "offload_param",
-                "stage3_prefetch_bucket_size",
-                "stage3_param_persistence_threshold",
-            ),
-            *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
-            *("stage3_allgather_sequential", "zero_hpz_partition_size", "zero_quantized_weights"),
-            *(
-                "use_multi_rank_bucket_allreduce",
-                "ignore_unused_parameters",
-                "stage3_gather_16bit_weights_on_model_save",
-            ),
-            *(
-                "zero_quantized_gradients",
-                "memory_efficient_linear",
-                "log_trace_cache_warnings",
-                "enable_sanity_checks",
-            ),
-        )
-    },
-    **{
-        f"deepspeed.{name}": _TOLD
-        for name in (
-            *("bf16", "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "steps_per_print"),
-            *("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "aio"),
-            *("log_level", "disable_python_gc"),
-        )
-    },
+    **_each(
+        _TOLD,
+        "deepspeed.zero_optimization",
+        """
+        contiguous_gradients reduce_scatter reduce_bucket_size allgather_bucket_size overlap_comm
+        offload_optimizer offload_param stage3_prefetch_bucket_size stage3_param_persistence_threshold
+        stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
+        stage3_allgather_sequential zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients
+        use_multi_rank_bucket_allreduce ignore_unused_parameters stage3_gather_16bit_weights_on_model_save
+        memory_efficient_linear log_trace_cache_warnings enable_sanity_checks
+        """,
+    ),
+    **_each(
+        _TOLD,
+        "deepspeed",
+        """
+        bf16 communication_data_type prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown
+        memory_breakdown dump_state comms_logger flops_profiler aio log_level disable_python_gc
+        """,
+    ),
 }
