@@ -117,6 +117,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(_TOO_DEEP) from None
 
 
+def parse_object(text: str) -> dict[str, Any]:
+    """Parses one JSON object; raises as `parse_json` does, and ValueError for another value."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
 def parse_json_at(text: str, at: int) -> tuple[Any, int]:
     """Parses the value that begins at an offset, and gives the offset past it; raises as `parse_json` does."""
     try:
@@ -145,13 +153,13 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> dict[str, Any]:
     """Reads a file that holds one JSON object.
 
     Raises:
-        OSError, ValueError: It cannot be read, is not JSON, or holds another value.
+        OSError, ValueError: It cannot be read, is larger than `max_bytes`, is not JSON, or holds another value.
     """
-    return _object(parse_json(read_text(path)))
+    return parse_object(read_text(path, max_bytes=max_bytes))
 
 
 def read_plain_object(folder: Path, name: str) -> dict[str, Any]:
@@ -160,13 +168,7 @@ def read_plain_object(folder: Path, name: str) -> dict[str, Any]:
     Raises:
         OSError, ValueError: It cannot be read, is not JSON in UTF-8, or holds another value.
     """
-    return _object(parse_json(read_plain(folder, name, max_bytes=MAX_TEXT_BYTES).decode("utf-8")))
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds a {type(value).__name__}, not an object")
-    return value
+    return parse_object(read_plain(folder, name, max_bytes=MAX_TEXT_BYTES).decode("utf-8"))
 
 
 def plain_file(folder: Path, name: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.checkpoint.compatible import check_resumable, known_num_steps
 from toolkit.checkpoint.layout import step_of
 from toolkit.checkpoint.locate import latest_checkpoint, list_checkpoints
-from toolkit.checkpoint.state import State
+from toolkit.checkpoint.state import State, is_readable
 from toolkit.errors import CheckpointError
 from toolkit.plan.plan import Plan
 
@@ -94,19 +94,11 @@ def _latest_first(output_dir: Path) -> tuple[Path, ...]:
     ordered: list[Path] = []
     for folder in reversed(list_checkpoints(output_dir)):
         place = len(ordered)
-        if not _says_when(folder):
+        if not is_readable(folder):
             steps = [step_of(other) or 0 for other in ordered]
             place = next((index for index, step in enumerate(steps) if step < (step_of(folder) or 0)), place)
         ordered.insert(place, folder)
     return tuple(ordered)
-
-
-def _says_when(folder: Path) -> bool:
-    try:
-        State.load(folder)
-    except CheckpointError:
-        return False
-    return True
 
 
 def set_aside(output_dir: Path) -> None:

@@ -24,8 +24,9 @@ from toolkit.checkpoint.state import State
 from toolkit.checkpoint.swapped import finish_swapped
 from toolkit.data.formats import TransformersTokenizer
 from toolkit.engine.run import Run
-from toolkit.errors import PlanError, RunError
+from toolkit.errors import PlanError
 from toolkit.io import sync_folder
+from toolkit.modeling.agreement import agree
 from toolkit.plan.checkpoint_size import leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
 from toolkit.version import installed_version
@@ -107,23 +108,17 @@ def foreseen_bytes(run: Run) -> int:
 def _prepare(run: Run, target: Path, partial: Path) -> None:
     """Makes an empty folder aside, or raises the same error on every rank."""
     needed = foreseen_bytes(run)
-    verdict: list[Any] = [None]
-    if run.world.is_main:
-        try:
+
+    def on_first_rank() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        with disk_errors(target):
+            (partial / RANDOM).mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if free < needed:
             shutil.rmtree(partial, ignore_errors=True)
-            with disk_errors(target):
-                (partial / RANDOM).mkdir(parents=True)
-            free = shutil.disk_usage(partial).free
-            if free < needed:
-                shutil.rmtree(partial, ignore_errors=True)
-                verdict[0] = disk_full(
-                    target, f"it needs about {format_bytes(needed)}, and {format_bytes(free)} are free"
-                )
-        except RunError as error:
-            verdict[0] = error
-    dist.broadcast_object_list(verdict)
-    if verdict[0] is not None:
-        raise verdict[0]
+            raise disk_full(target, f"it needs about {format_bytes(needed)}, and {format_bytes(free)} are free")
+
+    agree(on_first_rank if run.world.is_main else None, None)
     try:
         check_shared(target.parent, partial / RANDOM, run.world)
     except PlanError:

@@ -12,7 +12,7 @@ from toolkit.checkpoint.layout import PLAN, STATE, tag_of
 from toolkit.checkpoint.manifest import damaged, parse_typed, read_small
 from toolkit.checkpoint.sources import Source
 from toolkit.errors import CheckpointError, PlanError, Problem
-from toolkit.io import parse_json, write_json
+from toolkit.io import parse_object, write_json
 from toolkit.plan.plan import Plan
 from toolkit.version import installed_version
 
@@ -75,6 +75,15 @@ def step_problems(folder: Path, names: Iterable[str], state: State) -> list[Prob
     return [damaged(folder, STATE, f"says step {state.step}, but the checkpoint holds no {tag}")]
 
 
+def is_readable(folder: Path) -> bool:
+    """Whether a complete checkpoint says where its run stood."""
+    try:
+        State.load(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 class SavedAxes(BaseModel):
     """Sizes of the groups of ranks that wrote a checkpoint, which its plan says under the same names in every version."""
 
@@ -110,10 +119,7 @@ def saved_plan(folder: Path) -> Plan:
     """
     content = read_small(folder, PLAN)
     try:
-        value = parse_json(content.decode("utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds a {type(value).__name__}, not an object")
-        return Plan.from_dict(value)
+        return Plan.from_dict(parse_object(content.decode("utf-8")))
     except ValueError as error:
         raise CheckpointError(damaged(folder, PLAN, f"cannot be read: {error}")) from None
     except PlanError as error:

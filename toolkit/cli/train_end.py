@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.output import print_fields, print_json, print_problems, say
-from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.resume import ResumePoint
@@ -187,19 +187,12 @@ def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | N
         plan: Of the run.
         but: Folders whose contents were found to be others than those that were written.
     """
-    damaged = {Path(folder).resolve() for folder in but if folder is not None}
     from toolkit.checkpoint.locate import list_checkpoints
-    from toolkit.checkpoint.state import State
+    from toolkit.checkpoint.state import is_readable
 
-    for folder in reversed(list_checkpoints(plan.output_dir)):
-        if folder.resolve() in damaged:
-            continue
-        try:
-            State.load(folder)
-        except CheckpointError:
-            continue  # damaged: a report must not fail on it
-        return folder
-    return None
+    damaged = {Path(folder).resolve() for folder in but if folder is not None}
+    latest_first = reversed(list_checkpoints(plan.output_dir))
+    return next((folder for folder in latest_first if folder.resolve() not in damaged and is_readable(folder)), None)
 
 
 def _next_command(plan: Plan, call: Call, last: Path | None) -> str:

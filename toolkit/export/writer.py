@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import CheckpointError, RunError
+from toolkit.io import write_json
 from toolkit.modeling.safetensors_folder import DTYPES
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -162,7 +163,7 @@ class ShardWriter:
             }
             path = self.folder / f"{self.stem}.safetensors.index.json"
             with _disk(path):
-                path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                write_json(path, index)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from toolkit.arguments import checks_arguments, shown
 from toolkit.errors import PlanError, RunError, ToolkitError
-from toolkit.io import MAX_TEXT_BYTES, parse_json, read_text, write_text
+from toolkit.io import MAX_TEXT_BYTES, parse_json, read_json_object, write_text
 from toolkit.plan.accelerate_config import accelerate_config
 from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
 from toolkit.plan.draft import Draft
@@ -220,11 +220,9 @@ class Plan(Draft):
             PlanError: PLAN_UNREADABLE.
         """
         try:
-            value = parse_json(read_text(Path(path), max_bytes=MAX_TEXT_BYTES))
+            value = read_json_object(Path(path), max_bytes=MAX_TEXT_BYTES)
         except (OSError, ValueError) as error:
             raise _unreadable(f"{path}: {error}") from None
-        if not isinstance(value, dict):
-            raise _unreadable(f"{path} holds a {type(value).__name__}, not an object")
         return cls.from_dict(value)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.arguments import checks_arguments
+from toolkit.io import write_json
 from toolkit.spec.model import read_catalogue_model
 
 VOCAB_SIZE = 2048
@@ -45,7 +46,7 @@ def write_sample(folder: str | Path) -> Sample:
     tokenizer.save_pretrained(model)
     config = read_catalogue_model("quickstart-llama").config
     config |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    (model / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(model / "config.json", config)
     return Sample(model=model, data=data, num_documents=len(documents))
 
 
