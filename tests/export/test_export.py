@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from toolkit.errors import CheckError, CheckpointError
 from toolkit.export import export_checkpoint
+from toolkit.io import write_json
 from toolkit.modeling.initialization import initialize_buffers
 from toolkit.modeling.weights import load_pretrained
 
@@ -297,6 +299,14 @@ def test_an_existing_folder_is_kept_unless_told_otherwise(root: Path, tmp_path: 
     assert not (out / "notes.txt").exists()
     assert seen[-1] == (report.num_tensors, report.num_tensors)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_kernel_that_the_configuration_names_is_not_asked_for(root: Path, tmp_path: Path) -> None:
+    source, model = root / "checkpoints" / "llama-z2-fp32", tmp_path / "model"
+    shutil.copytree(source / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    write_json(model / "config.json", config | {"attn_implementation": "flash_attention_2"})
+    assert export_checkpoint(source, tmp_path / "out", model_dir=model).verified
 
 
 def _codes(*args: Any, **options: Any) -> tuple[str, ...]:

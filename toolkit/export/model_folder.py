@@ -43,7 +43,11 @@ def empty_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
         with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation="eager",  # not one that the file names, whose package or kernel may have to be had
+                trust_remote_code=trust_remote_code,
+            )
     except Exception as error:  # a configuration class fails in its own way on each value that it does not expect
         # transformers dynamic_module_utils.py resolve_trust_remote_code
         if not trust_remote_code and "trust_remote_code" in str(error):
