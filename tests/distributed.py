@@ -165,7 +165,7 @@ def _wait_for(
 
 
 def preloaded() -> ForkServerContext:
-    """Gives a context whose processes are forked from the server that has imported what ranks need."""
+    """Return a context whose processes are forked from the server that has imported what ranks need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with _environment(ENVIRONMENT):
@@ -259,7 +259,7 @@ def without_compilation() -> None:
 
 
 def free_port() -> int:
-    """Gives a port that nobody listens on, and that the system gives to nobody who asks for any (those begin at 32768).
+    """Return a port that nobody listens on, and that the system gives to nobody who asks for any (those begin at 32768).
 
     So two tests that run at once do not take it from each other between this call and its use.
     """

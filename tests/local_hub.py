@@ -13,7 +13,7 @@ class LocalHub(BaseHTTPRequestHandler):
     """Answers GET and HEAD alike, as the hub does; `reply` says with what."""
 
     def reply(self) -> tuple[int, dict[str, str], bytes]:
-        """Gives status, headers and body for `self.path`."""
+        """Return status, headers and body for `self.path`."""
         raise NotImplementedError
 
     def do_HEAD(self) -> None:

@@ -56,7 +56,7 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def each_fitting(function: Callable[..., Any], name: str, values: Iterable[R]) -> Iterator[R]:
-    """Gives the members of an argument that can be gone through only once, each held against the function's hint.
+    """Yield the members of an argument that can be gone through only once, each held against the function's hint.
 
     Raises:
         SpecError: ARGUMENT, at the first that does not fit, or where nothing can be gone through.
@@ -73,7 +73,7 @@ def each_fitting(function: Callable[..., Any], name: str, values: Iterable[R]) -
 
 
 def shown(value: object) -> str:
-    """Gives the beginning of a value's repr, or its type where it has none."""
+    """Return the beginning of a value's repr, or its type where it has none."""
     try:
         text = repr(value)
     except Exception:  # whatever a class of someone's own may raise

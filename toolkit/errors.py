@@ -52,7 +52,7 @@ class Problem:
         return f"{self.message}{origin}. {self.fix}. [{self.code}]"
 
     def as_dict(self) -> dict[str, Any]:
-        """Gives the problem as the JSON object that `--json` prints."""
+        """Return the problem as the JSON object that `--json` prints."""
         return {
             "code": self.code,
             "key": self.key,

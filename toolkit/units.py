@@ -6,7 +6,7 @@ KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Gives a size in the largest binary unit that keeps at least one whole digit.
+    """Return a size in the largest binary unit that keeps at least one whole digit.
 
     >>> format_bytes(85_017_493_504)
     '79.18 GiB'
@@ -20,7 +20,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Gives a count with a decimal suffix, as parameter counts are spoken of.
+    """Return a count with a decimal suffix, as parameter counts are spoken of.
 
     >>> format_count(8_030_261_248)
     '8.03 B'
@@ -34,7 +34,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Gives a duration as h:mm:ss, or with tenths below a minute.
+    """Return a duration as h:mm:ss, or with tenths below a minute.
 
     >>> format_seconds(3.21)
     '3.2 s'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def installed_version() -> str:
-    """Gives the distribution's version, or `0+unknown` in a source tree that was never installed."""
+    """Return the distribution's version, or `0+unknown` in a source tree that was never installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

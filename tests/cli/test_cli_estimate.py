@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(capsys, *options, sets=()):
-    """Gives the exit code and the JSON of one estimate."""
+    """Return the exit code and the JSON of one estimate."""
     changes = [part for value in sets for part in ("--set", value)]
     code = main(["estimate", "job.yaml", *changes, *options, "--json"])
     return code, json.loads(capsys.readouterr().out)

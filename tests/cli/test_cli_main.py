@@ -72,7 +72,7 @@ def test_help_lists_every_command(capsys):
 
 
 def leaf_commands(command, words=()):
-    """Gives the words of every command that is not a group of others."""
+    """Return the words of every command that is not a group of others."""
     inner = getattr(command, "commands", None)
     if inner is None:
         return [words]

@@ -192,7 +192,7 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, ToolkitError | None]:
-    """Gives what a call returns, or its ToolkitError, which must be in order."""
+    """Return what a call returns, or its ToolkitError, which must be in order."""
     try:
         return call(), None
     except ToolkitError as error:

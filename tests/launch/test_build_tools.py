@@ -21,7 +21,7 @@ CARD = "h100-sxm-80gb"
 
 @pytest.fixture
 def machine(tmp_path: Path):
-    """Gives a function that makes a machine with the tools named, and gives its environment."""
+    """Return a function that makes a machine with the tools named, and gives its environment."""
 
     def make(*names: str, nvcc: str = "13.0") -> dict[str, str]:
         tools = tmp_path / "cuda" / "bin"

@@ -28,7 +28,7 @@ def plan_of(**train):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Gives a function that puts distributions on the path in place of all others."""
+    """Return a function that puts distributions on the path in place of all others."""
 
     def install(**versions):
         for name, version in versions.items():

@@ -167,7 +167,7 @@ def launched_environment(config_file: Path, port: str) -> dict[str, str]:
 
 
 def prepare_environment(way: str, folder: Path, port: str, *, launched: bool) -> None:
-    """Gives a run a rendezvous of its own, and under Accelerate what its own launcher tells of its configuration."""
+    """Return a run a rendezvous of its own, and under Accelerate what its own launcher tells of its configuration."""
     # The launcher's store still holds the addresses of the run before.
     os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     if way != "accelerate":

@@ -55,7 +55,7 @@ def check_resumable(plan: Plan, folder: Path) -> State:
 
 
 def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
-    """Gives the length of the run that a plan would make of a checkpoint; None where only reading the data tells."""
+    """Return the length of the run that a plan would make of a checkpoint; None where only reading the data tells."""
     if plan.settings.max_steps is not None:
         return plan.settings.max_steps
     saved = saved_plan(folder).settings
@@ -64,7 +64,7 @@ def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
 
 
 def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
-    """Gives what differs between a plan and that of a checkpoint, and cannot change on a resume."""
+    """Return what differs between a plan and that of a checkpoint, and cannot change on a resume."""
     refused = [change for change in changes(plan, saved) if change.rule.on_change == "refused"]
     causes: dict[str, list[Change]] = {}
     for change in refused:
@@ -108,7 +108,7 @@ def _refused(changed: Sequence[Change], folder: Path) -> Problem:
 
 
 def changes(now: Plan, then: Plan) -> Iterator[Change]:
-    """Gives each key that is told or refused and has changed, with its settled values.
+    """Yield each key that is told or refused and has changed, with its settled values.
 
     Args:
         now: What is to go on.
@@ -126,7 +126,7 @@ def changes(now: Plan, then: Plan) -> Iterator[Change]:
 
 
 def rule_of(key: str) -> Rule:
-    """Gives the row of a key of the job, such as `train.learning_rate`, or of the section that it lies in."""
+    """Return the row of a key of the job, such as `train.learning_rate`, or of the section that it lies in."""
     while key not in RULES:
         key, dot, _ = key.rpartition(".")
         if not dot:
@@ -135,7 +135,7 @@ def rule_of(key: str) -> Rule:
 
 
 def _rows(now: Plan, then: Plan) -> Iterator[tuple[str, Rule]]:
-    """Gives the rows that can differ: of DeepSpeed's keys those that a job writes."""
+    """Yield the rows that can differ: of DeepSpeed's keys those that a job writes."""
     yield from ((key, rule) for key, rule in RULES.items() if rule.value or not key.startswith(_DEEPSPEED))
     sections = [plan.job.deepspeed for plan in (now, then)]
     written = sorted({f"{_DEEPSPEED}{path}" for section in sections for path, _ in leaf_values(section)})
@@ -143,7 +143,7 @@ def _rows(now: Plan, then: Plan) -> Iterator[tuple[str, Rule]]:
 
 
 def _value(plan: Plan, key: str, rule: Rule) -> Any:
-    """Gives the value that a plan settles on; None where there is no such thing."""
+    """Return the value that a plan settles on; None where there is no such thing."""
     if rule.value is not None:
         return rule.value(plan)
     if key.startswith(_DEEPSPEED):

@@ -41,7 +41,7 @@ def disk_errors(target: Path) -> Iterator[None]:
 
 
 def disk_full(target: Path, what: str) -> RunError:
-    """Gives the error of a disk without room for `target`."""
+    """Return the error of a disk without room for `target`."""
     return RunError.of(
         code="DISK_FULL",
         key=str(target),

@@ -28,18 +28,18 @@ _TAG = re.compile(r"global_step\d+")
 
 
 def checkpoint_name(step: int) -> str:
-    """Gives the folder's name for an optimizer step."""
+    """Return the folder's name for an optimizer step."""
     return f"checkpoint-{step}"
 
 
 def step_of(folder: Path) -> int | None:
-    """Gives the step in a checkpoint folder's name, or None for another folder."""
+    """Return the step in a checkpoint folder's name, or None for another folder."""
     found = _NAME.match(folder.name)
     return int(found.group(1)) if found else None
 
 
 def tag_of(step: int) -> str:
-    """Gives DeepSpeed's tag for an optimizer step."""
+    """Return DeepSpeed's tag for an optimizer step."""
     return f"global_step{step}"
 
 

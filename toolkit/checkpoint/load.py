@@ -132,7 +132,7 @@ def verify_together(run: Run, folder: Path) -> None:
 
 
 def _problems_seen(run: Run, folder: Path) -> list[Problem]:
-    """Gives what is wrong with this rank's share of a checkpoint, and on rank 0 with what the run reads."""
+    """Return what is wrong with this rank's share of a checkpoint, and on rank 0 with what the run reads."""
     try:
         manifest = read_manifest(folder)
         mine = share(manifest, rank=run.world.rank, world_size=run.world.size)

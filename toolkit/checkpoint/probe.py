@@ -20,7 +20,7 @@ NUM_TOKENS = 16
 
 
 def probe_tokens(vocab_size: int, *, num_pieces: int = 1) -> torch.Tensor:
-    """Gives the token ids, spread over the vocabulary, as many as `num_pieces` divides. Shape (1, 16 or more), int64."""
+    """Return the token ids, spread over the vocabulary, as many as `num_pieces` divides. Shape (1, 16 or more), int64."""
     count = -(-NUM_TOKENS // num_pieces) * num_pieces
     # 7919 is prime, so the ids are distinct and from all over.
     return (torch.arange(count) * 7919 + 11).remainder(vocab_size).unsqueeze(0)

@@ -42,7 +42,7 @@ class ResumePoint:
 
 
 def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
-    """Gives the checkpoints that a run may go on from, first choice first.
+    """Return the checkpoints that a run may go on from, first choice first.
 
     Args:
         output_dir: Of the run.
@@ -90,7 +90,7 @@ def skip_damaged(error: CheckpointError, *, skips: bool, say: Callable[[str], No
 
 
 def _latest_first(output_dir: Path) -> tuple[Path, ...]:
-    """Gives the complete checkpoints of a run, the one saved last first; those that cannot say when, by their step."""
+    """Return the complete checkpoints of a run, the one saved last first; those that cannot say when, by their step."""
     ordered: list[Path] = []
     for folder in reversed(list_checkpoints(output_dir)):
         place = len(ordered)

@@ -159,7 +159,7 @@ def _write_model_files(run: Run, folder: Path, tokenizer: Any) -> None:
 
 
 def generation_config(own: Any, tokenizer: Any, *, fresh: bool) -> Any:
-    """Gives a model's generation config with the special tokens of the tokenizer that it was trained with.
+    """Return a model's generation config with the special tokens of the tokenizer that it was trained with.
 
     Training learns the tokenizer's end mark, so generation must stop there; the marks at which a pretrained model stopped
     before stay beside it, as in transformers trainer.py _align_special_tokens.

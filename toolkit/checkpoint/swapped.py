@@ -82,7 +82,7 @@ def read_sub_groups(tag_folder: Path) -> list[SubGroup] | None:
 
 
 def master_weights(tag_folder: Path, rank: int, flats: list[Tensor], groups: list[SubGroup]) -> Iterator[Tensor]:
-    """Gives a rank's master weights, sub-group by sub-group; those of swap files are mapped, not read.
+    """Yield a rank's master weights, sub-group by sub-group; those of swap files are mapped, not read.
 
     Args:
         flats: What the rank's `*_optim_states.pt` holds: an empty tensor for each sub-group that was swapped.

@@ -41,7 +41,7 @@ _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
 
 def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
-    """Gives the application with these commands; the module of each has `register(app)`."""
+    """Return the application with these commands; the module of each has `register(app)`."""
     app = typer.Typer(
         name="toolkit",
         no_args_is_help=True,

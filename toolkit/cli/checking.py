@@ -104,7 +104,7 @@ def output_problems(folder: Path) -> Iterator[Problem]:
 
 
 def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
-    """Gives the local folder that the tokenizer will be read from; None for the hub, or where there is none.
+    """Return the local folder that the tokenizer will be read from; None for the hub, or where there is none.
 
     Raises:
         SpecError: PATH_UNREADABLE; TOKENIZER_NOT_FOUND, for what can only be a folder and is none.

@@ -62,7 +62,7 @@ def list_command(
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    """Gives a row of the list; one damaged checkpoint must not hide the others."""
+    """Return a row of the list; one damaged checkpoint must not hide the others."""
     from toolkit.checkpoint.layout import step_of
     from toolkit.checkpoint.manifest import read_manifest
     from toolkit.checkpoint.state import SavedAxes, State

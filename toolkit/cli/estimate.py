@@ -126,7 +126,7 @@ def estimate(
 
 @contextmanager
 def estimating(*, as_json: bool) -> Iterator[Estimator]:
-    """Gives an estimator; says on a terminal what it is doing, for its imports and traces take seconds."""
+    """Yield an estimator; says on a terminal what it is doing, for its imports and traces take seconds."""
     from toolkit.launch.packages import quiet_torchao
 
     quiet_torchao()

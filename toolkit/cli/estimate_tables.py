@@ -110,7 +110,7 @@ def _choice_cells(choice: Choice) -> list[str | Text]:
 
 
 def _cells(outcome: Outcome) -> list[str | Text]:
-    """Gives required, room, host and the verdict, coloured by whether it fits; codes where there is no estimate."""
+    """Return required, room, host and the verdict, coloured by whether it fits; codes where there is no estimate."""
     report = outcome.report
     if report is None:
         return ["–", "", "", Text(", ".join(dict.fromkeys(p.code for p in outcome.problems)), style="magenta")]

@@ -90,7 +90,7 @@ def export(
 
 
 def load_exporter() -> Callable[..., Export]:
-    """Gives `tk.export`, loaded for work on the CPU."""
+    """Return `tk.export`, loaded for work on the CPU."""
     # Else DeepSpeed, which the checkpoint's pickles need, looks for cards and says what it found. Export uses none.
     os.environ["DS_ACCELERATOR"] = "cpu"
     from toolkit.train.worker import quiet_warnings
@@ -125,7 +125,7 @@ def parse_size(text: str) -> int:
 
 
 def export_as_dict(done: Export) -> dict[str, Any]:
-    """Gives the JSON object of an export."""
+    """Return the JSON object of an export."""
     report = done.report
     return {
         "folder": str(done.folder),
@@ -156,7 +156,7 @@ def describe_checks(done: Export) -> str:
 
 
 def export_fields(done: Export) -> list[tuple[str, str]]:
-    """Gives the lines that a person reads."""
+    """Return the lines that a person reads."""
     report = done.report
     return [
         ("export", str(done.folder)),

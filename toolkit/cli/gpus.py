@@ -80,7 +80,7 @@ def _print_one(gpu: Gpu) -> None:
 
 
 def _figure(field: str, value: Any) -> tuple[str, str]:
-    """Gives name and value with the unit that the field's name ends in, as people read it."""
+    """Return name and value with the unit that the field's name ends in, as people read it."""
     from toolkit.units import format_bytes
 
     if field == "host":

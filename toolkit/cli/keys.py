@@ -37,7 +37,7 @@ class Key:
 
 
 def describe_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[Key]:
-    """Gives every key, in the order of the sections."""
+    """Yield every key, in the order of the sections."""
     meanings = _meanings(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)

@@ -20,7 +20,7 @@ from toolkit.plan.plan import Plan
 
 
 def log_folder(plan: Plan) -> Path:
-    """Gives the folder of the ranks' logs and error files."""
+    """Return the folder of the ranks' logs and error files."""
     return plan.output_dir / LOGS
 
 
@@ -64,7 +64,7 @@ def print_failure(outcome: RunOutcome) -> None:
 
 
 def outcome_as_dict(plan: Plan, outcome: RunOutcome) -> dict[str, Any]:
-    """Gives the object that `--json` prints when a run has ended."""
+    """Return the object that `--json` prints when a run has ended."""
     failure = outcome.failure
     return {
         "exit_code": outcome.exit_code,

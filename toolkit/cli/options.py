@@ -53,7 +53,7 @@ JsonOption = Annotated[
 
 
 def collect(problems: list[Problem], read: Callable[[], T]) -> T | None:
-    """Gives what is read, or notes its problems."""
+    """Return what is read, or notes its problems."""
     try:
         return read()
     except ToolkitError as error:

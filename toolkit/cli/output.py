@@ -80,7 +80,7 @@ def _print_marked(mark: str, line: str, *, style: str) -> None:
 
 
 def new_table(columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
-    """Gives an empty table.
+    """Return an empty table.
 
     Args:
         columns: Heads.

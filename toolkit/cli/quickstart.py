@@ -109,7 +109,7 @@ def write_quickstart_job(out: Path, *, cpu: bool, processes: int, zero_stage: in
 
 
 def _hardware(cpu: bool, processes: int) -> tuple[str, int]:
-    """Gives the catalogue name and number of the cards here, at most `processes`, or CPU processes."""
+    """Return the catalogue name and number of the cards here, at most `processes`, or CPU processes."""
     from toolkit.launch.devices import local_gpus
 
     found = [] if cpu else local_gpus()

@@ -95,7 +95,7 @@ def _salvage(document: dict[str, Any], unreadable: Sequence[Problem]) -> Verdict
 
 
 def _readable_part(document: dict[str, Any], unreadable: Sequence[Problem]) -> tuple[Job | None, set[str]]:
-    """Gives the job of the sound keys, if they make one, and the keys that it lacks or that were meant by others."""
+    """Return the job of the sound keys, if they make one, and the keys that it lacks or that were meant by others."""
     rest = copy.deepcopy(document)
     touched: set[str] = set()
     found = unreadable

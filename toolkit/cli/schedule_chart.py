@@ -86,7 +86,7 @@ def timeline_of(plan: Plan) -> Timeline:
 
 
 def title_of(timeline: Timeline) -> str:
-    """Gives name, sizes and bubble in a line."""
+    """Return name, sizes and bubble in a line."""
     schedule = timeline.schedule
     chunks = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
     plural = "" if schedule.micro_batches == 1 else "es"
@@ -97,13 +97,13 @@ def title_of(timeline: Timeline) -> str:
 
 
 def label(instruction: Compute, *, with_chunk: bool) -> str:
-    """Gives an instruction in few letters: kind, micro-batch, and after a dot the chunk if there are several."""
+    """Return an instruction in few letters: kind, micro-batch, and after a dot the chunk if there are several."""
     chunk = f".{instruction.chunk}" if with_chunk else ""
     return f"{LOOKS[type(instruction)][0]}{instruction.micro_batch}{chunk}"
 
 
 def chart(timeline: Timeline, *, width: int | None, fill: str, most: int | None = None) -> list[Text]:
-    """Gives a line a pipeline rank, in which time goes to the right.
+    """Return a line a pipeline rank, in which time goes to the right.
 
     Args:
         timeline: What to draw.
@@ -139,7 +139,7 @@ def chart(timeline: Timeline, *, width: int | None, fill: str, most: int | None 
 
 
 def row_name(rank: int) -> str:
-    """Gives the name of a chart's row: a place in the pipeline, which is no global rank."""
+    """Return the name of a chart's row: a place in the pipeline, which is no global rank."""
     return f"pipeline rank {rank}"
 
 
@@ -166,7 +166,7 @@ def _labelled(timeline: Timeline, spans: tuple[Span, ...]) -> Iterator[tuple[Spa
 
 
 def as_dict(timeline: Timeline, partition: tuple[int, ...]) -> dict[str, Any]:
-    """Gives what is shown as a JSON object."""
+    """Return what is shown as a JSON object."""
     schedule = timeline.schedule
     layers = stage_layers(partition)
     return {

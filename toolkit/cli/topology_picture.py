@@ -75,7 +75,7 @@ def draw(placement: Placement, held: Sequence[RankLayers], links: Sequence[Bound
 
 
 def title_of(placement: Placement) -> str:
-    """Gives sizes in a line."""
+    """Return sizes in a line."""
     grid, nodes = placement.grid, placement.num_nodes
     machines = "1 node" if nodes == 1 else f"{nodes} nodes"
     sizes = f"pipeline {grid.pp} × data {grid.dp} × tensor {grid.tp}"
@@ -83,7 +83,7 @@ def title_of(placement: Placement) -> str:
 
 
 def _shown(count: int, most: int) -> list[int | None]:
-    """Gives the indices that are drawn, and None for those that are left out.
+    """Return the indices that are drawn, and None for those that are left out.
 
     >>> _shown(3, 5), _shown(9, 5)
     ([0, 1, 2], [0, 1, 2, None, 8])

@@ -87,7 +87,7 @@ def train(
 
 
 def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overwrite: bool) -> str | None:
-    """Gives the checkpoint that was named by either option: ours, or transformers' name for it."""
+    """Return the checkpoint that was named by either option: ours, or transformers' name for it."""
     if resume is not None and resume_from_checkpoint is not None:
         raise typer.BadParameter(
             "it is the same option as --resume; leave out one of the two", param_hint="--resume_from_checkpoint"
@@ -167,7 +167,7 @@ def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None) -> Ru
 
 
 def _rank() -> int | None:
-    """Gives the rank of this process where a launcher started it."""
+    """Return the rank of this process where a launcher started it."""
     from toolkit.launch.environment import rank_from_environment
 
     identity = rank_from_environment(os.environ)

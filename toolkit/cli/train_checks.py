@@ -64,7 +64,7 @@ def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True)
 
 
 def _saved_optimizer(folder: Path) -> str | None:
-    """Gives the optimizer of a checkpoint; None where it cannot be read, which `resume_point` says."""
+    """Return the optimizer of a checkpoint; None where it cannot be read, which `resume_point` says."""
     from toolkit.checkpoint.state import saved_plan
 
     try:

@@ -28,7 +28,7 @@ class Call:
     no_export: bool = False
 
     def command(self, checkpoint: Path | None = None, *, overwrite: bool = False, step: int = 0) -> str:
-        """Gives the command as shell text.
+        """Return the command as shell text.
 
         Args:
             checkpoint: Where it goes on; `--resume auto` finds it again.
@@ -48,7 +48,7 @@ class Call:
         return shlex.join(words)
 
     def validate_command(self) -> str:
-        """Gives the command that explains the plan, as shell text."""
+        """Return the command that explains the plan, as shell text."""
         return shlex.join([*self._words("validate"), "--explain"])
 
     def _words(self, command: str) -> list[str]:
@@ -181,7 +181,7 @@ def _print_places(plan: Plan, checkpoint: Path | None, exported: Exported | None
 
 
 def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | None:
-    """Gives the last complete checkpoint of output_dir that says where it stood, if any; none of those that are damaged.
+    """Return the last complete checkpoint of output_dir that says where it stood, if any; none of those that are damaged.
 
     Args:
         plan: Of the run.

@@ -47,7 +47,7 @@ class Export(NamedTuple):
 
 
 def exports(plan: Plan) -> tuple[Export, ...]:
-    """Gives what `launch.explain_environment` sets, as shell text that lets a user's own value win where ours does."""
+    """Return what `launch.explain_environment` sets, as shell text that lets a user's own value win where ours does."""
     per_node, backend = plan.job.cluster.gpus_per_node, plan.gpu.backend
     settings = explain_environment(base={}, local_world_size=per_node, backend=backend, cpu_threads=per_node)
     users = explain_environment(
@@ -77,7 +77,7 @@ def ways(
     with_trainer: bool,
     with_accelerate: bool,
 ) -> tuple[Way, ...]:
-    """Gives every way to start this plan.
+    """Return every way to start this plan.
 
     Args:
         folder: The emitted folder, as the commands are to name it.
@@ -202,7 +202,7 @@ def _torchrun(plan: Plan, hosts: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _deepspeed(plan: Plan, folder: Path, module: str) -> tuple[str, ...]:
-    """Gives the lines that start a module, or the script of the call where that is empty."""
+    """Return the lines that start a module, or the script of the call where that is empty."""
     cluster = plan.job.cluster
     port = cluster.master_port or DEFAULT_PORT
     what = f'--master_port "${{MASTER_PORT:-{port}}}" --no_local_rank {module}{" " if module else ""}"$@"'

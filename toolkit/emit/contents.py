@@ -61,7 +61,7 @@ class Contents:
 
 
 def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) -> Contents:
-    """Gives the text of every file.
+    """Return the text of every file.
 
     Args:
         folder: The folder as files and commands are to name it: relative if the user wrote it so.
@@ -114,7 +114,7 @@ def _meaning(plan: Plan, name: str) -> str:
 
 
 def digest(text: str) -> str:
-    """Gives the SHA-256 of a file's text, by which a later `emit` sees that nobody edited it."""
+    """Return the SHA-256 of a file's text, by which a later `emit` sees that nobody edited it."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

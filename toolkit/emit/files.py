@@ -84,7 +84,7 @@ def write_files(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = No
 
 
 def _present(folder: Path) -> dict[str, str]:
-    """Gives the text of every file in the folder that has one of our names."""
+    """Return the text of every file in the folder that has one of our names."""
     if not folder.is_dir():
         return {}
     return {

@@ -36,12 +36,12 @@ def check_hosts(plan: Plan, hosts: Sequence[str] | None) -> None:
 
 
 def hostfile(plan: Plan, hosts: Sequence[str]) -> str:
-    """Gives DeepSpeed's hostfile; the first host holds rank 0 (deepspeed launcher/runner.py fetch_hostfile)."""
+    """Return DeepSpeed's hostfile; the first host holds rank 0 (deepspeed launcher/runner.py fetch_hostfile)."""
     return "".join(f"{host} slots={plan.job.cluster.gpus_per_node}\n" for host in hosts)
 
 
 def send_environment(plan: Plan) -> tuple[str, ...]:
-    """Gives the shell function that writes what DeepSpeed's launcher sends to the nodes beside NCCL's and Python's variables.
+    """Return the shell function that writes what DeepSpeed's launcher sends to the nodes beside NCCL's and Python's variables.
 
     The launcher reads one name, in the home folder and then in the working directory, and a later line wins. PYTHONPATH is
     written since it puts the working directory first there, before the standard library.

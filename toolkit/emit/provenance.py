@@ -20,7 +20,7 @@ TABLES: Mapping[str, Mapping[str, Origin]] = {
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Gives (dotted path, value) of every value that is not itself a section; an empty section counts as a value.
+    """Yield (dotted path, value) of every value that is not itself a section; an empty section counts as a value.
 
     >>> list(leaves({"a": {"b": 1, "c": [2]}, "d": {}}))
     [('a.b', 1), ('a.c', [2]), ('d', {})]

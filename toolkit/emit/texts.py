@@ -40,7 +40,7 @@ class Facts:
 
 
 def commands_text(facts: Facts) -> str:
-    """Gives commands.sh."""
+    """Return commands.sh."""
     return "".join(f"{line}\n" for line in (*_head(facts), *_environment(facts), *_choice(facts)))
 
 
@@ -98,7 +98,7 @@ def _call(facts: Facts, way: Way) -> str:
 
 
 def readme_text(facts: Facts, files: Mapping[str, str]) -> str:
-    """Gives README.txt; `files` says of each file what it is."""
+    """Return README.txt; `files` says of each file what it is."""
     return "".join(f"{line}\n" for line in _readme(facts, files))
 
 

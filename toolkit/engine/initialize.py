@@ -103,7 +103,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate, *, world:
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[Any]:
-    """Gives the trainable parameters; with weight decay, biases and norms in a group without it.
+    """Return the trainable parameters; with weight decay, biases and norms in a group without it.
 
     One group is kept when there is nothing to tell apart: ZeRO-1 and 2 flatten and step group by group.
 
@@ -131,7 +131,7 @@ def _names_without_decay(model: nn.Module) -> frozenset[str]:
 
 
 def locate_weights(plan: Plan) -> Path:
-    """Gives the local folder of the plan's weights, fetched from the hub where needed.
+    """Return the local folder of the plan's weights, fetched from the hub where needed.
 
     Rank 0 of each node downloads; `huggingface_hub` locks its cache, so the others wait and find it.
 

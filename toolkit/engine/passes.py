@@ -36,7 +36,7 @@ class Passes(Protocol):
         """
 
     def outputs(self, batch: MicroBatch) -> Any:
-        """Gives what the whole model gives for a batch on this rank's device; None where others hold its end."""
+        """Return what the whole model gives for a batch on this rank's device; None where others hold its end."""
 
 
 class Losses:
@@ -55,17 +55,17 @@ class Losses:
         self._cross_entropy = cross_entropy_over(world.tp_group, vocab_size=plan.model.vocab_size)
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gives what the model is called with; only one that computes its loss itself is given the labels."""
+        """Return what the model is called with; only one that computes its loss itself is given the labels."""
         return {name: value for name, value in batch.items() if name != "labels" or self._given_labels}
 
     def summed(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Gives the loss summed over the tokens that count."""
+        """Return the loss summed over the tokens that count."""
         return token_loss(outputs, labels, cross_entropy=self._cross_entropy)
 
     def of_step(
         self, outputs: Any, labels: torch.Tensor, num_targets: torch.Tensor, *, share: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gives what to differentiate, and this rank's part of the mean loss, detached.
+        """Return what to differentiate, and this rank's part of the mean loss, detached.
 
         Args:
             outputs: Of the model.
@@ -115,7 +115,7 @@ class AccumulatedPasses:
 
 
 def norm_without_wrapper(model: nn.Module, world: World) -> torch.Tensor:
-    """Gives the gradient norm where DeepSpeed wraps no optimizer (fp32, stage 0) and so keeps none.
+    """Return the gradient norm where DeepSpeed wraps no optimizer (fp32, stage 0) and so keeps none.
 
     Source:
         deepspeed runtime/engine.py _do_optimizer_sanity_check, clip_fp32_gradients.

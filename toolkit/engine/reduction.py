@@ -35,7 +35,7 @@ class Reduction(Protocol):
 
 
 def reduction(plan: Plan, world: World, engine: Any, channels: Channels) -> Reduction:
-    """Gives the one of a plan's ZeRO stage."""
+    """Return the one of a plan's ZeRO stage."""
     settings = plan.settings
     tied = _tied_weight(engine.module) if plan.job.train.method == "full" and channels.ends is not None else None
     kind = OncePerStep if settings.reduces_once else AfterEachPass
@@ -172,7 +172,7 @@ class AfterEachPass:
 
 
 def _tied_weight(model: Any) -> nn.Parameter | None:
-    """Gives this rank's copy of a weight that the first and the last stage hold."""
+    """Return this rank's copy of a weight that the first and the last stage hold."""
     info = stage_info(model)
     if info is None or info.tied_key is None:
         return None

@@ -119,7 +119,7 @@ class Run:
 
     @checks_arguments
     def loader(self, dataset: PackedDataset) -> StepLoader:
-        """Gives this rank's batches from the current step to the end of the run.
+        """Return this rank's batches from the current step to the end of the run.
 
         Args:
             dataset: Training rows, from `tk.prepare`.
@@ -142,7 +142,7 @@ class Run:
 
     @checks_arguments
     def eval_loader(self, dataset: PackedDataset) -> EvalLoader:
-        """Gives this rank's share of the validation rows, each row once over all ranks."""
+        """Return this rank's share of the validation rows, each row once over all ranks."""
         return EvalLoader(
             dataset,
             collate=self._collator(dataset),
@@ -195,7 +195,7 @@ class Run:
         self.stop_requested = True
 
     def agree_to_stop(self) -> bool:
-        """Gives whether any rank asks to stop, between steps; `should_stop` is true from then on.
+        """Return whether any rank asks to stop, between steps; `should_stop` is true from then on.
 
         Collectives:
             One all-reduce of a number, for which the host waits.
@@ -206,14 +206,14 @@ class Run:
         return self.should_stop
 
     def take_num_tokens(self) -> int:
-        """Gives the tokens, padding included, that all ranks have processed since the last call."""
+        """Return the tokens, padding included, that all ranks have processed since the last call."""
         count = int(self._num_tokens)
         self._num_tokens.zero_()
         return count
 
     @checks_arguments
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        """Gives the mean loss over the unmasked tokens of all ranks' batches, without gradients.
+        """Return the mean loss over the unmasked tokens of all ranks' batches, without gradients.
 
         Args:
             batches: This rank's micro-batches; all ranks must have the same number of them.

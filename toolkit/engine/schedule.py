@@ -50,7 +50,7 @@ class LearningRate:
         self.set_rates()
 
     def multiplier(self, step: int) -> float:
-        """Gives the share of the peak rate at an optimizer step; the peak until the length is known."""
+        """Return the share of the peak rate at an optimizer step; the peak until the length is known."""
         return 1.0 if self._multiplier is None else float(self._multiplier(step))
 
     @property
@@ -76,7 +76,7 @@ class LearningRate:
 
 
 def warmup_steps(plan: Plan, num_steps: int) -> int:
-    """Gives the warm-up in optimizer steps."""
+    """Return the warm-up in optimizer steps."""
     if plan.settings.warmup_steps is not None:
         return plan.settings.warmup_steps
     return math.ceil((plan.settings.warmup_ratio or 0.0) * num_steps)

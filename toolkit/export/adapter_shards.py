@@ -14,7 +14,7 @@ from toolkit.tensor_parallel.layout import Shard
 def adapted_shards(
     names: Iterable[str], base: Mapping[str, Shard], targets: Mapping[str, LoraTarget]
 ) -> dict[str, Shard]:
-    """Gives how each tensor is cut, by its name in a checkpoint; whole ones are left out.
+    """Return how each tensor is cut, by its name in a checkpoint; whole ones are left out.
 
     Args:
         names: Of the checkpoint's tensors.
@@ -32,7 +32,7 @@ def adapted_shards(
 
 
 def _factors(base: Mapping[str, Shard], targets: Mapping[str, LoraTarget]) -> Iterable[tuple[LoraTarget, str, Shard]]:
-    """Gives the one of A and B that is cut, for each weight that is."""
+    """Yield the one of A and B that is cut, for each weight that is."""
     for key, target in targets.items():
         shard = base.get(key)
         if shard is not None:

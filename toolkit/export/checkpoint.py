@@ -231,5 +231,5 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
 
 
 def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:
-    """Gives the folder of a LoRA run's frozen weights, which its checkpoints leave out."""
+    """Return the folder of a LoRA run's frozen weights, which its checkpoints leave out."""
     return locate_weights(plan) if merge_adapter and leaves_frozen_out(plan) else None

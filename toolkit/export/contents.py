@@ -58,7 +58,7 @@ class Contents:
     adapter_config: Mapping[str, Any] | None = None
 
     def meta(self, key: str) -> Tensor:
-        """Gives a tensor of the shape and dtype to write, without values."""
+        """Return a tensor of the shape and dtype to write, without values."""
         name, dtype = self.sources[key]
         return torch.empty(self.weights.tensors[name].shape, dtype=dtype, device="meta")
 

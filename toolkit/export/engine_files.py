@@ -18,12 +18,12 @@ _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)
 
 
 def model_files(folder: Path, *, mp_rank: int) -> list[Path]:
-    """Gives the module states of a model-parallel rank, by data-parallel rank: one file below stage 3 of ZeRO."""
+    """Return the module states of a model-parallel rank, by data-parallel rank: one file below stage 3 of ZeRO."""
     return _of_rank(folder, _MODEL, mp_rank)
 
 
 def optimizer_files(folder: Path, *, mp_rank: int) -> list[Path]:
-    """Gives the optimizer states of a model-parallel rank, by data-parallel rank."""
+    """Return the optimizer states of a model-parallel rank, by data-parallel rank."""
     return _of_rank(folder, _OPTIMIZER, mp_rank)
 
 
@@ -65,7 +65,7 @@ def _match(name: str) -> re.Match[str] | None:
 
 
 def _for_rank(match: re.Match[str], rank: int) -> str:
-    """Gives the name that another model-parallel rank's file of the same kind has."""
+    """Return the name that another model-parallel rank's file of the same kind has."""
     start, stop = match.span("mp")
     return f"{match.string[:start]}{rank:02d}{match.string[stop:]}"
 

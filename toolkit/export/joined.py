@@ -100,7 +100,7 @@ def join_shards(read: Callable[[int], Tensor], shard: Shard, *, num_ranks: int) 
 
 
 def _differences(first: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> set[str]:
-    """Gives names of tensors that another rank lacks, has in another shape, or has more.
+    """Return names of tensors that another rank lacks, has in another shape, or has more.
 
     Under stage 3 DeepSpeed's global rank 0 alone writes which names share a tensor (runtime/engine.py
     _get_shared_params): the others' files know the first name only.

@@ -49,7 +49,7 @@ class UnitedCheckpoint:
         return self._stage_of[name].read(name, dtype)
 
     def _unlike(self, weights: Weights) -> Iterator[str]:
-        """Gives what a stage holds with other values than an earlier one: buffers outside the layers are all they share."""
+        """Yield what a stage holds with other values than an earlier one: buffers outside the layers are all they share."""
         for name in weights.tensors.keys() & self._stage_of.keys():
             earlier = self._stage_of[name]
             own, other = weights.tensors[name], earlier.tensors[name]

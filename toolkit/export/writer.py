@@ -168,7 +168,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Gives an empty folder beside `target` that takes its place when the block ends well, and else is removed.
+    """Yield an empty folder beside `target` that takes its place when the block ends well, and else is removed.
 
     Raises:
         CheckpointError: EXPORT_EXISTS, if `target` holds something and `overwrite` is false.

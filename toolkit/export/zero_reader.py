@@ -169,7 +169,7 @@ class ZeroCheckpoint:
             raise CheckpointError(_damaged(self.folder, f"holds swap files that cannot be read: {error}")) from error
 
     def _global_rank(self, dp_rank: int) -> int:
-        """Gives the rank by which swap files lie."""
+        """Return the rank by which swap files lie."""
         stage, tp_rank = divmod(self.mp_rank, self.grid.tp)
         grid = Grid(pp=self.grid.pp, dp=len(self._optimizer_names), tp=self.grid.tp)
         return grid.rank(Coordinate(pp=stage, dp=dp_rank, tp=tp_rank))

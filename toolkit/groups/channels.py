@@ -32,7 +32,7 @@ class Arrival:
     work: Any
 
     def wait(self) -> torch.Tensor:
-        """Gives what was sent; on a card the current stream waits, not the host."""
+        """Return what was sent; on a card the current stream waits, not the host."""
         self.work.wait()
         return self.tensor
 
@@ -101,13 +101,13 @@ class Channels:
 
 
 def _ends(grid: Grid, rank: int) -> list[int]:
-    """Gives the first and the last stage of all pipelines that have this rank's place in their tensor groups."""
+    """Return the first and the last stage of all pipelines that have this rank's place in their tensor groups."""
     own = grid.coordinate(rank)
     return [grid.rank(replace(own, pp=pp, dp=dp)) for pp in (0, grid.pp - 1) for dp in range(grid.dp)]
 
 
 def _routes(num_stages: int, *, wraps: bool) -> list[tuple[int, int, Message]]:
-    """Gives who sends what to whom, in an order that is the same on every rank."""
+    """Return who sends what to whom, in an order that is the same on every rank."""
     pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
     if wraps:
         pairs.append((num_stages - 1, 0))

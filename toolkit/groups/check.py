@@ -114,7 +114,7 @@ def check_groups(
 
 
 def kinds_of(grid: Grid) -> tuple[str, ...]:
-    """Gives the kinds whose groups hold more than one rank, and the world.
+    """Return the kinds whose groups hold more than one rank, and the world.
 
     >>> kinds_of(Grid(dp=2, tp=2))
     ('tp', 'dp', 'model', 'stage', 'dp-pp', 'world')
@@ -123,7 +123,7 @@ def kinds_of(grid: Grid) -> tuple[str, ...]:
 
 
 def all_steps(grid: Grid) -> tuple[Step, ...]:
-    """Gives every step that ranks show on the board, in the order in which they take them."""
+    """Return every step that ranks show on the board, in the order in which they take them."""
     names = (_JOIN, *(operation.name for operation in OPERATIONS), _BANDWIDTH)
     steps = (Step(kind=kind, operation=name) for kind in kinds_of(grid) for name in names)
     return (_START, *steps, _REPORT, _LEAVE)

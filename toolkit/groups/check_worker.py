@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report_to_dict(report: CheckReport) -> dict[str, Any]:
-    """Gives the report of a check that came to its end as the object that `--json` prints."""
+    """Return the report of a check that came to its end as the object that `--json` prints."""
     return {
         "passed": not report.problems,
         "backend": report.backend,
@@ -71,7 +71,7 @@ def report_to_dict(report: CheckReport) -> dict[str, Any]:
 
 
 def hang_to_dict(backend: str | None, error: ToolkitError, waits: tuple[Wait, ...]) -> dict[str, Any]:
-    """Gives the same object for a check that came to no end."""
+    """Return the same object for a check that came to no end."""
     return {
         "passed": False,
         "backend": backend,

@@ -34,7 +34,7 @@ class Pending:
     dim: int = 0
 
     def wait(self) -> torch.Tensor:
-        """Gives the result; on a card the current stream waits, not the host."""
+        """Return the result; on a card the current stream waits, not the host."""
         done: torch.Tensor = _ops.wait_tensor(self.tensor)
         return done if self.dim == 0 else torch.cat(done.chunk(self.stacked), self.dim)
 
@@ -53,7 +53,7 @@ def start_all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Redu
 
 
 def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> torch.Tensor:
-    """Gives the reduction of `tensor` over the group, on each of its ranks, as a new tensor."""
+    """Return the reduction of `tensor` over the group, on each of its ranks, as a new tensor."""
     return Pending(tensor=_ops.all_reduce(tensor.contiguous(), op, group.group_name)).wait()
 
 
@@ -65,7 +65,7 @@ def start_all_gather(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup
 
 
 def all_gather(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gives the ranks' tensors, which have one shape, joined along `dim` in rank order."""
+    """Return the ranks' tensors, which have one shape, joined along `dim` in rank order."""
     return start_all_gather(tensor, dim=dim, group=group).wait()
 
 
@@ -77,12 +77,12 @@ def start_reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessG
 
 
 def reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gives rank r the r-th of equal pieces, along `dim`, of the sum of the ranks' tensors."""
+    """Return to rank r the r-th of equal pieces, along `dim`, of the sum of the ranks' tensors."""
     return start_reduce_scatter(tensor, dim=dim, group=group).wait()
 
 
 def broadcast(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gives the tensor of the group's rank `source`, on each of its ranks, as a new tensor.
+    """Return the tensor of the group's rank `source`, on each of its ranks, as a new tensor.
 
     Args:
         tensor: What `source` gives; on the others only its shape and dtype count.
@@ -96,7 +96,7 @@ def send(tensor: torch.Tensor, *, to: int, group: dist.ProcessGroup) -> None:
 
 
 def receive(like: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gives what the group's rank `source` sends, a new tensor of the shape, dtype and device of `like`."""
+    """Return what the group's rank `source` sends, a new tensor of the shape, dtype and device of `like`."""
     received = torch.empty_like(like, memory_format=torch.contiguous_format)
     dist.recv(received, group=group, group_src=source)
     return received

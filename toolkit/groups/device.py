@@ -8,7 +8,7 @@ from toolkit.errors import PlanError
 
 
 def rank_device(backend: str, local_rank: int) -> torch.device:
-    """Gives the device on which a rank's tensors live, and makes it torch's current one.
+    """Return the device on which a rank's tensors live, and makes it torch's current one.
 
     Raises:
         PlanError: WORLD_NO_GPU, where a backend of cards meets a rank that has none.

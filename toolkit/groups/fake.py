@@ -63,7 +63,7 @@ class FakeGroup(dist.ProcessGroup):
         self._parts = ExitStack()
 
     def part(self, num_parts: int) -> dist.ProcessGroup:
-        """Gives the run of neighbours that holds this rank, of `num_parts` equal ones; it ends with this group.
+        """Return the run of neighbours that holds this rank, of `num_parts` equal ones; it ends with this group.
 
         Raises:
             ValueError: If `num_parts` does not divide the group.
@@ -80,7 +80,7 @@ class FakeGroup(dist.ProcessGroup):
 
 @contextmanager
 def fake_group(size: int, *, rank: int = 0) -> Iterator[FakeGroup]:
-    """Gives a group of `size` ranks of which this process is rank `rank` and the others do not exist.
+    """Yield a group of `size` ranks of which this process is rank `rank` and the others do not exist.
 
     `toolkit.groups.collectives` and `split_group` take it as they take real groups; torch's own functions over a world do
     not know it.

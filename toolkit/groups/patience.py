@@ -65,7 +65,7 @@ def patiently(world: World, work: Callable[[], T], *, lost_seconds: float = LOST
 
 
 def _own_round(world: World) -> Store:
-    """Gives keys of this call alone: each rank counts for itself, and all of them call equally often."""
+    """Return keys of this call alone: each rank counts for itself, and all of them call equally often."""
     store = dist.distributed_c10d._get_default_store()
     return PrefixStore(f"apart-{store.add(f'apart-by-{world.rank}', 1)}", store)
 

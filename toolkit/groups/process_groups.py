@@ -82,7 +82,7 @@ def join_each(groups: Sequence[Sequence[int]], *, rank: int) -> list[dist.Proces
 
 
 def _made() -> dict[_Groups, dict[tuple[int, ...], dist.ProcessGroup]]:
-    """Gives what `join_group` has made in the world that there is now."""
+    """Return what `join_group` has made in the world that there is now."""
     global _world
     if _world is not dist.group.WORLD:
         _world = dist.group.WORLD
@@ -96,7 +96,7 @@ def forget_groups() -> None:
 
 
 def _timeout() -> timedelta | None:
-    """Gives the timeout of the group of all ranks; None in a fake world.
+    """Return the timeout of the group of all ranks; None in a fake world.
 
     Source:
         torch distributed/distributed_c10d.py _get_default_timeout: left out, it is the backend's, of NCCL 10 minutes.

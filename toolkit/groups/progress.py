@@ -53,7 +53,7 @@ class Board:
         self._show(is_inside=False)
 
     def place(self, rank: int) -> Place:
-        """Gives where a rank is."""
+        """Return where a rank is."""
         key = f"place-{rank}"
         if not self._store.check([key]):
             return Place()
@@ -87,7 +87,7 @@ class Board:
             time.sleep(_POLL_SECONDS / 5)
 
     def heard(self) -> tuple[Problem, ...] | None:
-        """Gives what rank 0 has announced, and lets it know; None while it has not."""
+        """Return what rank 0 has announced, and lets it know; None while it has not."""
         if not self._store.check(["end"]):
             return None
         problems = tuple(Problem(**found) for found in json.loads(self._store.get("end")))

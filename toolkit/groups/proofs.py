@@ -55,7 +55,7 @@ class Member:
         return self.ranks.index(self.rank)
 
     def tensor(self, values: Sequence[int]) -> torch.Tensor:
-        """Gives whole numbers as a tensor on this rank's device."""
+        """Return whole numbers as a tensor on this rank's device."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
@@ -140,7 +140,7 @@ OPERATIONS = (
 
 
 def bus_bandwidth(member: Member) -> float:
-    """Gives the bus bandwidth of an all-reduce, 10^9 bytes/s.
+    """Return the bus bandwidth of an all-reduce, 10^9 bytes/s.
 
     Source:
         NVIDIA nccl-tests, doc/PERFORMANCE.md.

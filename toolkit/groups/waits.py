@@ -78,7 +78,7 @@ class Wait:
         return "for " + ", and ".join(f"{_ranks(ranks)} ({place})" for place, ranks in places.items())
 
     def as_dict(self) -> dict[str, Any]:
-        """Gives the object that `--json` prints."""
+        """Return the object that `--json` prints."""
         return {
             "kind": self.step.kind,
             "operation": self.step.operation,
@@ -112,7 +112,7 @@ def who_waits(grid: Grid, steps: Sequence[Step], places: Mapping[int, Place]) ->
 
 
 def hang_error(waits: Sequence[Wait], *, seconds: float) -> CheckError:
-    """Gives the error of ranks that wait for ever: its message tells the first wait, from which the others follow."""
+    """Return the error of ranks that wait for ever: its message tells the first wait, from which the others follow."""
     more = len(waits) - 1
     others = f"; {more} more group{'s' if more > 1 else ''} wait{'' if more > 1 else 's'} too" if more > 0 else ""
     first = waits[0] if waits else "each rank is between two operations"

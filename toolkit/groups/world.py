@@ -214,7 +214,7 @@ def _tell_deepspeed(backend: str) -> None:
 
 
 def _own_store(environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta) -> Store:
-    """Gives a key-value store that all ranks share and that no earlier run of these processes has written to."""
+    """Return a key-value store that all ranks share and that no earlier run of these processes has written to."""
     if size == 1:
         return HashStore()
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"

@@ -26,7 +26,7 @@ _ARCHITECTURE = re.compile(r"(\d+)\.(\d)[a-z]?(\+PTX)?")
 
 
 def readable_architectures(written: str, card: str | None) -> str:
-    """Gives the TORCH_CUDA_ARCH_LIST that DeepSpeed can read and whose kernels run on a card.
+    """Return the TORCH_CUDA_ARCH_LIST that DeepSpeed can read and whose kernels run on a card.
 
     DeepSpeed takes numbers alone, torch names and the letters of one architecture's own instructions, too, of which
     DeepSpeed's kernels use none.

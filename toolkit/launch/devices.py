@@ -14,7 +14,7 @@ _KEPT_SHARE = 0.08
 
 
 def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
-    """Gives the catalogue name of each NVIDIA card that processes may use here and the catalogue holds.
+    """Return the catalogue name of each NVIDIA card that processes may use here and the catalogue holds.
 
     Args:
         environment: Whose CUDA_VISIBLE_DEVICES chooses the cards; this process's own when left out.
@@ -68,7 +68,7 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
 def visible_cards(
     environment: Mapping[str, str] | None = None, *, described: Gpu | None = None
 ) -> list[str | None] | None:
-    """Gives the catalogue name, or None, of each NVIDIA card that processes may use; None where there is no driver.
+    """Return the catalogue name, or None, of each NVIDIA card that processes may use; None where there is no driver.
 
     Args:
         environment: Whose CUDA_VISIBLE_DEVICES chooses the cards; this process's own when left out.
@@ -101,7 +101,7 @@ def _text(name: str | bytes) -> str:
 
 
 def chosen_cards(identities: Sequence[str], visible: str | None) -> list[str]:
-    """Gives the cards that CUDA_VISIBLE_DEVICES names, by number or by the start of an identity.
+    """Return the cards that CUDA_VISIBLE_DEVICES names, by number or by the start of an identity.
 
     What follows the first that it does not know is not seen.
 
@@ -159,6 +159,6 @@ def _catalogued(words: Sequence[str], memory_bytes: int) -> str | None:
 
 
 def _family(gpu: Gpu) -> str:
-    """Gives the letters and digits that name the chip, such as h100 or rtx4090."""
+    """Return the letters and digits that name the chip, such as h100 or rtx4090."""
     parts = gpu.name.split("-")
     return "".join(parts[:2]) if parts[0] == "rtx" else parts[0]

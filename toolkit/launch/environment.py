@@ -37,7 +37,7 @@ PLAN_VARIABLE = "TOOLKIT_PLAN"  # where a script of the user's finds the plan
 
 
 def python_module(name: str) -> list[str]:
-    """Gives the command that runs a module of ours, whatever files lie in the working directory.
+    """Return the command that runs a module of ours, whatever files lie in the working directory.
 
     `python -m` would put that folder before the standard library, and a queue.py or random.py of the user's in its place.
     """
@@ -60,7 +60,7 @@ class WorkerIdentity:
     world_size: int
 
     def as_environment(self) -> dict[str, str]:
-        """Gives the variables that DeepSpeed asks for by name, also when SLURM or Open MPI used others.
+        """Return the variables that DeepSpeed asks for by name, also when SLURM or Open MPI used others.
 
         Source:
             deepspeed 0.19.8, comm/comm.py init_distributed: without them it turns to mpi4py.
@@ -83,7 +83,7 @@ def available_cpus() -> int:
 def explain_environment(
     *, base: Mapping[str, str], local_world_size: int, backend: Backend, cpu_threads: int | None
 ) -> dict[str, Setting]:
-    """Gives every setting that is the same for all ranks, with its reason.
+    """Return every setting that is the same for all ranks, with its reason.
 
     Args:
         base: The user's environment; `{}` for files that another machine will run.
@@ -121,7 +121,7 @@ ALLOCATOR = "expandable_segments:True,large_segment_size_mb:128"
 
 
 def other_allocator(base: Mapping[str, str]) -> str | None:
-    """Gives what the user has set torch's allocator to, as `NAME=value`, where that is not our setting: launches leave it.
+    """Return what the user has set torch's allocator to, as `NAME=value`, where that is not our setting: launches leave it.
 
     Args:
         base: The environment that launches start from.
@@ -160,7 +160,7 @@ def worker_environment(
     backend: Backend,
     cpu_threads: int | None,
 ) -> dict[str, str]:
-    """Gives the complete environment of one worker.
+    """Return the complete environment of one worker.
 
     Args:
         base: The environment to start from, usually `os.environ`; variables of another launcher are dropped.

@@ -37,7 +37,7 @@ class Holder:
 
     @classmethod
     def of(cls, process: psutil.Process) -> Holder:
-        """Gives what a lock file says of a process of this machine."""
+        """Return what a lock file says of a process of this machine."""
         return cls(host=socket.gethostname(), machine=_machine(), pid=process.pid, started=process.create_time())
 
     @classmethod
@@ -52,7 +52,7 @@ class Holder:
         return holder
 
     def as_text(self) -> str:
-        """Gives what `read` reads."""
+        """Return what `read` reads."""
         return json.dumps(asdict(self))
 
     @property

@@ -79,7 +79,7 @@ def nvme_folder_of(plan: Plan) -> Iterator[None]:
 
 
 def swapped_bytes(plan: Plan) -> int | None:
-    """Gives the bytes of a node's swap files; None for a model of unknown size.
+    """Return the bytes of a node's swap files; None for a model of unknown size.
 
     Source:
         deepspeed runtime/swap_tensor/partitioned_optimizer_swapper.py, partitioned_param_swapper.py.
@@ -93,7 +93,7 @@ def swapped_bytes(plan: Plan) -> int | None:
 
 
 def locked_bytes(plan: Plan) -> int:
-    """Gives the bytes that a rank locks into memory as swap buffers, as far as the plan knows the model's size.
+    """Return the bytes that a rank locks into memory as swap buffers, as far as the plan knows the model's size.
 
     Source:
         deepspeed runtime/swap_tensor/utils.py SwapBufferManager; partitioned_param_swapper.py _configure_aio.

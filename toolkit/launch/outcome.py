@@ -93,7 +93,7 @@ class WorkerFailure:
         return self.error is not None and bool(self.error.problems)
 
     def describe(self) -> str:
-        """Gives the text for the terminal: problems alone, or with the trace or the last lines before them."""
+        """Return the text for the terminal: problems alone, or with the trace or the last lines before them."""
         parts = []
         if not self.is_users_to_mend:
             if self.error is not None:
@@ -119,12 +119,12 @@ class RunOutcome:
 
 
 def error_file(log_dir: Path, rank: int) -> Path:
-    """Gives the path at which rank `rank` writes its error."""
+    """Return the path at which rank `rank` writes its error."""
     return log_dir / f"error-rank-{rank}.json"
 
 
 def log_file(log_dir: Path, rank: int) -> Path:
-    """Gives the path of the output of rank `rank`, unless it writes to the terminal."""
+    """Return the path of the output of rank `rank`, unless it writes to the terminal."""
     return log_dir / f"rank-{rank}.log"
 
 

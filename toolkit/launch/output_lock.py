@@ -183,7 +183,7 @@ def _lives_all_the_same(path: Path, holder: Holder, *, has_flock: bool) -> bool:
 
 
 def _silence(path: Path) -> float:
-    """Gives the seconds since a file was touched, by the clock of its file system: machines' clocks differ."""
+    """Return the seconds since a file was touched, by the clock of its file system: machines' clocks differ."""
     with tempfile.TemporaryFile(dir=path.parent) as now:
         return os.fstat(now.fileno()).st_mtime - _touched(path)
 

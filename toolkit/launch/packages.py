@@ -74,7 +74,7 @@ LIGER_KERNELS = replace(
 
 
 def package_problems(plan: Plan) -> Iterator[Problem]:
-    """Gives what of a plan this environment has not, or in another version: optional packages, and what the job says of it."""
+    """Yield what of a plan this environment has not, or in another version: optional packages, and what the job says of it."""
     for package in _needed(plan):
         try:
             found = version(package.name)

@@ -11,7 +11,7 @@ from toolkit.errors import RunError
 
 
 def free_port() -> int:
-    """Gives a TCP port that nobody listens on at this moment."""
+    """Return a TCP port that nobody listens on at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

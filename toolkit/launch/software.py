@@ -50,7 +50,7 @@ class Software:
 
     @classmethod
     def of(cls, plan: Plan) -> Software:
-        """Gives what a job says of its cluster, and what is installed here where it says nothing."""
+        """Return what a job says of its cluster, and what is installed here where it says nothing."""
         cluster, here = plan.job.cluster, cls.here()
         packages = here.kernel_packages if cluster.kernel_packages is None else cluster.kernel_packages
         return cls(transformers=cluster.transformers or here.transformers, kernel_packages=tuple(sorted(set(packages))))
@@ -63,7 +63,7 @@ class Software:
 
 @cache
 def kernels_of(model_type: str) -> Mapping[str, str]:
-    """Gives the kernels that the installed transformers would take from packages for a type of model: name to distribution.
+    """Return the kernels that the installed transformers would take from packages for a type of model: name to distribution.
 
     The file of the model is read as text: to import it would import torch.
 
@@ -107,7 +107,7 @@ def software_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def missing_kernels(plan: Plan, software: Software) -> dict[str, str]:
-    """Gives the kernels that a plan's model would use and a machine has not: name to distribution."""
+    """Return the kernels that a plan's model would use and a machine has not: name to distribution."""
     kernels = {name: package for kind in _model_types(plan.model.config) for name, package in kernels_of(kind).items()}
     return {name: package for name, package in kernels.items() if package not in software.kernel_packages}
 

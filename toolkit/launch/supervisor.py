@@ -106,7 +106,7 @@ def _tell(line: str) -> None:
 
 
 def restore_terminal() -> None:
-    """Gives a terminal its cursor and a new line back, after a process was killed that may have drawn on it."""
+    """Shows the cursor of a terminal again and begins a new line, after a process was killed that may have drawn on it."""
     for stream in (sys.stderr, sys.stdout):
         with contextlib.suppress(OSError, ValueError):  # it went away, or was closed
             if stream.isatty():

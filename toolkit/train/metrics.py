@@ -87,7 +87,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def read(self, num_tokens: int, num_steps: int) -> dict[str, Any]:
-        """Gives tokens/s over all ranks, seconds a step, MFU (null where unknown) and peak memory of this rank."""
+        """Return tokens/s over all ranks, seconds a step, MFU (null where unknown) and peak memory of this rank."""
         now = time.perf_counter()
         seconds, self._start = max(now - self._start, 1e-9), now
         rate = num_tokens / seconds
@@ -107,7 +107,7 @@ class Meter:
 
 
 def flops_per_token(plan: Plan) -> float | None:
-    """Gives FLOPs of forward and backward a token; None where the parameter count is unknown.
+    """Return FLOPs of forward and backward a token; None where the parameter count is unknown.
 
     6 a parameter that takes part in a matrix product, and 12 × layers × heads × head size × sequence for the
     attention scores, without the causal discount (arXiv 2204.02311, appendix B). Frozen weights of LoRA need no

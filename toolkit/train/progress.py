@@ -143,7 +143,7 @@ class Terminal:
         self._stage = Spinner("dots")
 
     def _picture(self) -> RenderableType:
-        """Gives what the live line shows now."""
+        """Return what the live line shows now."""
         if self._task is not None:
             return self._bar.get_renderable()
         if self._stage is None:

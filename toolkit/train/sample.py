@@ -51,7 +51,7 @@ def write_sample(folder: str | Path) -> Sample:
 
 
 def sample_documents() -> tuple[str, ...]:
-    """Gives some 450 KB of English, cut into paragraphs groups of at most about 2,000 characters."""
+    """Return some 450 KB of English, cut into groups of paragraphs of about 2,000 characters at most."""
     from pydoc_data.topics import topics
 
     documents: list[str] = []

@@ -120,7 +120,7 @@ class Session:
         return self.result(self.plan.output_dir / checkpoint_name(run.step_count))
 
     def result(self, checkpoint: Path) -> TrainResult:
-        """Gives how it ended, with the last checkpoint."""
+        """Return how it ended, with the last checkpoint."""
         return TrainResult(
             step=self.run.step_count,
             num_steps=self.num_steps,
@@ -173,7 +173,7 @@ class Session:
         self.meter.skip()
 
     def _until_asked(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Gives batches until a rank is asked to stop: a scheduler does not wait for the end of an evaluation."""
+        """Yield batches until a rank is asked to stop: a scheduler does not wait for the end of an evaluation."""
         for batch in batches:
             if self.run.agree_to_stop():
                 return

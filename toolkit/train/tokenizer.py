@@ -13,7 +13,7 @@ from toolkit.spec.tokenizer import template_fault
 
 @checks_arguments
 def load_tokenizer(plan: Plan) -> Any:
-    """Gives the `transformers` tokenizer that belongs to the plan's model.
+    """Return the `transformers` tokenizer that belongs to the plan's model.
 
     Raises:
         SpecError: TOKENIZER_NOT_FOUND when neither the model nor `model.tokenizer` has one; TOKENIZER_INVALID when a
