@@ -15,7 +15,7 @@ from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
 from toolkit.plan.plan import Plan
 from toolkit.spec.catalogue import find_gpu
 from toolkit.spec.job import Job
-from toolkit.spec.loader import apply_override, load_document, parse_job
+from toolkit.spec.loader import load_document, parse_job
 
 # What a job cannot do without, while the rest of it is looked at.
 _STAND_INS: dict[str, Any] = {
@@ -39,9 +39,7 @@ def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
             return check(read_job(path, overrides))
         decided = Plan.load(path)
         return check(decided.job, decided=decided)
-    document = load_document(path)
-    for override in overrides or ():
-        apply_override(document, override)
+    document = load_document(path, overrides or ())
     try:
         job = parse_job(document)
     except SpecError as error:
@@ -67,10 +65,7 @@ def card_problems(path: Path, overrides: Sequence[str] | None = None) -> tuple[P
     if is_plan_file(path):  # which holds its card
         return ()
     try:
-        document = load_document(path)
-        for override in overrides or ():
-            apply_override(document, override)
-        cluster = document.get("cluster")
+        cluster = load_document(path, overrides or ()).get("cluster")
         gpu = cluster.get("gpu") if isinstance(cluster, dict) else None
         if isinstance(gpu, str) and gpu.strip():
             find_gpu(gpu)

@@ -28,20 +28,19 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
     Raises:
         SpecError: With every unreadable, unknown, duplicate or mistyped key.
     """
-    document = load_document(Path(path))
-    for override in overrides:
-        apply_override(document, override)
-    return parse_job(document)
+    return parse_job(load_document(Path(path), overrides))
 
 
-def load_document(path: Path) -> dict[str, Any]:
-    """Reads the YAML of a job file, its keys not yet checked.
+def load_document(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Reads the YAML of a job file and applies overrides, its keys not yet checked.
 
     Raises:
-        SpecError: As `load_yaml` does; ACCELERATE_FILE where it is a configuration of Accelerate.
+        SpecError: As `load_yaml` does; ACCELERATE_FILE where it is a configuration of Accelerate; SET_SYNTAX.
     """
     document = load_yaml(path)
     refuse_accelerate_file(document, name=str(path))
+    for override in overrides:
+        apply_override(document, override)
     return document
 
 
