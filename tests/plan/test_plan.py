@@ -258,6 +258,8 @@ def test_a_plan_of_parts_that_are_none_is_refused_when_it_is_made(plan, change, 
         (lambda plan: replace(plan, gpu=plan.gpu.model_copy(update={"memory_bytes": "x"})), "Gpu.memory_bytes='x'"),
         (lambda plan: replace(plan, model=replace(plan.model, hidden_size="x")), "ModelSpec.hidden_size='x'"),
         (lambda plan: replace(plan, job=job_of(ranks=8)), "data-parallel ranks"),
+        # A line of commands.sh, if it were written.
+        (lambda plan: replace(plan, model=replace(plan.model, name="a\nrm x")), "remove the control character"),
     ],
 )
 def test_a_plan_whose_parts_do_not_go_together_is_not_written(plan, change, words, tmp_path):

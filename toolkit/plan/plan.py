@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from toolkit.arguments import checks_arguments, shown
-from toolkit.errors import PlanError, RunError, ToolkitError
+from toolkit.errors import PlanError, RunError, ToolkitError, one_line
 from toolkit.io import MAX_TEXT_BYTES, parse_json, read_json_object, write_text
 from toolkit.plan.accelerate_config import accelerate_config
 from toolkit.plan.deepspeed_config import Consumer, deepspeed_config
@@ -118,7 +118,7 @@ class Plan(Draft):
         width = max((len(choice.key) for choice in self.choices), default=0)
         for choice in self.choices:
             value = json.dumps(choice.value)
-            lines.append(f"{choice.key:<{width}}  {value:<12}  {choice.source}: {choice.reason}")
+            lines.append(one_line(f"{choice.key:<{width}}  {value:<12}  {choice.source}: {choice.reason}"))
         return "\n".join(lines)
 
     def _float8(self) -> str:

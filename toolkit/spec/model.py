@@ -20,7 +20,7 @@ from toolkit.spec.dimensions import read_dimensions
 from toolkit.spec.job import Model
 from toolkit.spec.parameters import count_parameters
 from toolkit.spec.paths import is_file, path_kind, shown
-from toolkit.spec.values import adapter_of
+from toolkit.spec.values import Word, adapter_of
 from toolkit.spec.weights import Weights, count_stored_parameters, find_weights
 
 Origin = Literal["hub", "folder", "file", "catalogue"]
@@ -48,7 +48,7 @@ class ModelSpec:
         num_parameters: Of the whole model, tied weights once; None if only building it can tell.
     """
 
-    name: str
+    name: Word  # without a line break: it goes into the comments of shell scripts
     origin: Origin
     path: Path | None
     hub_id: str | None
