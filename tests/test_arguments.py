@@ -144,20 +144,19 @@ TABLE: dict[str, Row] = {
     "Run.eval_loader": (RUN.eval_loader, {}, {"dataset": [None, 3, "a.jsonl", [], JOB.data]}),
     "Run.set_num_steps": (RUN.set_num_steps, {}, {"count": [*NO_COUNT, None]}),
 }
-CASES = [(name, argument) for name, (_, _, wrong) in TABLE.items() for argument in wrong]
 
 
-@pytest.mark.parametrize(("name", "argument"), CASES)
+@pytest.mark.parametrize("name", TABLE)
 def test_a_wrong_argument_is_named_with_its_type_and_what_is_expected(
-    name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     function, given, wrong = TABLE[name]
-    for value in wrong[argument]:
+    for argument, value in ((argument, value) for argument, values in wrong.items() for value in values):
         with pytest.raises(SpecError) as caught:
             function(**{**given, argument: value})
         named = {problem.key: problem for problem in caught.value.problems}
-        assert set(caught.value.codes) == {"ARGUMENT"}, (value, caught.value.codes)
+        assert set(caught.value.codes) == {"ARGUMENT"}, (argument, value, caught.value.codes)
         assert f"{argument}=" in named[argument].message
         assert f"({type(value).__name__})" in named[argument].message
         assert named[argument].fix

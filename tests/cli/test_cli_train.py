@@ -389,7 +389,7 @@ def test_a_run_that_is_complete_is_not_trained_further(root, whole, capsys):
 
 
 @pytest.mark.parametrize("damaged", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_an_export_that_is_damaged_or_missing_is_made_again(root, whole, damaged):
+def test_an_export_that_is_damaged_or_missing_is_made_again(root, whole, capsys, damaged):
     out, moved = root / "whole", root / "export-aside"
     (out / "export").rename(moved)
     if damaged:
@@ -397,12 +397,12 @@ def test_an_export_that_is_damaged_or_missing_is_made_again(root, whole, damaged
         weights = out / "export" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
     before = (out / "metrics.jsonl").read_bytes()
-    done = run_toolkit(root, "train", root / "whole.yaml", "--resume", "latest", "--json")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    assert main(["train", str(root / "whole.yaml"), "--resume", "latest", "--json"]) == 0
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
     assert (answer["exit_code"], answer["export"], answer["next_command"]) == (0, str(out / "export"), None)
     last = out / f"checkpoint-{STEPS}"
-    assert done.stderr.splitlines() == [
+    assert shown.err.splitlines() == [
         f"the run is complete: step {STEPS} of {STEPS} is in {last}, and nothing is left to train",
         f"exporting {last} ...",
     ]

@@ -79,19 +79,19 @@ def _emit(case: Case, words: list[str]) -> Plan | None:
     return plan
 
 
-def _assert_estimated(case: Case, words: list[str]) -> None:
+def _assert_estimated(case: Case, words: list[str], estimator: Estimator) -> None:
     """The figures of an estimate add up; of small models alone, whose traces are quick."""
     plan = read_plan(Path("job.yaml"), words[1::2])
     if (plan.model.num_parameters or 10**9) > 10**7 or plan.settings.sequence_length > 4096:
         return
-    report, refused = attempt(lambda: Estimator().estimate(MemoryCase.of(plan.job)))
+    report, refused = attempt(lambda: estimator.estimate(MemoryCase.of(plan.job)))
     case.outcome = "estimated" if refused is None else "sound, not estimated"
     case.note(refused)
     if report is not None:
         assert_report_adds_up(report)
 
 
-def _job_case(case: Case, root: Path, sound: list[Tree]) -> None:
+def _job_case(case: Case, root: Path, sound: list[Tree], estimator: Estimator) -> None:
     rng = case.rng
     raw = draw_file(rng, sound)
     (root / "job.yaml").write_bytes(raw)
@@ -106,7 +106,7 @@ def _job_case(case: Case, root: Path, sound: list[Tree]) -> None:
         if other < 0.15:
             assert _emit(case, words) == read_plan(Path("job.yaml"), words[1::2])
         elif other < 0.25:
-            _assert_estimated(case, words)
+            _assert_estimated(case, words, estimator)
         elif other < 0.4:
             command(case, "train", "job.yaml", "--dry-run", *rng.choice(([], ["--json"])), *words)
     else:
@@ -121,8 +121,8 @@ def _job_case(case: Case, root: Path, sound: list[Tree]) -> None:
 
 
 def _run_jobs(place: Path, count: int) -> dict[str, int]:
-    sound = bases(place)
-    return run_cases("jobs", count, lambda case: _job_case(case, place, sound))
+    sound, estimator = bases(place), Estimator()
+    return run_cases("jobs", count, lambda case: _job_case(case, place, sound, estimator))
 
 
 def test_job_files(place: Path) -> None:

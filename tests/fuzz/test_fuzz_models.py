@@ -109,7 +109,8 @@ def _model_case(case: Case, root: Path, estimator: Estimator) -> None:
 
 
 def _run_models(place: Path, count: int) -> dict[str, int]:
-    return run_cases("models", count, lambda case: _model_case(case, place, Estimator()))
+    estimator = Estimator()
+    return run_cases("models", count, lambda case: _model_case(case, place, estimator))
 
 
 def test_model_folders(place: Path) -> None:
