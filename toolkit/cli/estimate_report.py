@@ -48,7 +48,7 @@ def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence
     print(_traced(report))
     if report.worst_routing_peak_bytes is not None:
         print(f"At worst, all tokens choosing the same experts: {_worst_routing(report)}")
-    _print_savings(report, savings, device=device)
+    _print_savings(savings, device=device)
     assumed = [line for line in report.assumptions if line not in notes]
     if assumed:
         print("\nAssumed")
@@ -184,7 +184,7 @@ def _host(report: MemoryReport) -> list[tuple[str, str]]:
     return [(name, f"{value:>10}") for name, value in lines]
 
 
-def _print_savings(report: MemoryReport, savings: Sequence[Saving], *, device: str) -> None:
+def _print_savings(savings: Sequence[Saving], *, device: str) -> None:
     if not savings:
         print(f"\nNone of the changes that were tried saves memory of a {device}")
         return
