@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import yaml
 from mutations import WORDS, encoded, mutate, mutate_bytes, mutate_text, odd_value
-from train_jobs import LENGTH, VOCAB_SIZE, job_values, write_inputs
+from train_jobs import LENGTH, VOCAB_SIZE, job_values
 from transformers import AutoTokenizer
 
 import toolkit as tk
 from toolkit.engine.run import Run
 from toolkit.spec.job import Job
 
-STAGES = (0, 2, 3)
 MARK = "was-run"
 # DeepSpeed's scripts and tag, and the scores, which are compared only where the manifest names them.
 UNREAD = ("latest", "zero_to_fp32.py", "zero_to_torch.py", "probe.safetensors")
@@ -64,8 +63,9 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
     return found
 
 
-def save_run(root: Path, stage: int) -> Saved:
-    """Trains two steps and saves after each."""
+@contextmanager
+def saved_run(root: Path, stage: int) -> Iterator[tuple[Saved, Run]]:
+    """Trains two steps and saves after each; the run lives on in the block."""
     sections = {"cluster": {"gpus_per_node": 1}, "parallel": {"zero_stage": stage}}
     values = job_values(root, f"run{stage}", **sections)
     job = root / f"job{stage}.yaml"
@@ -77,7 +77,7 @@ def save_run(root: Path, stage: int) -> Saved:
         tk.save(run, root / f"run{stage}" / "checkpoint-1", tokenizer=tokenizer)
         run.step(step_batches(2))
         tk.save(run, sound, tokenizer=tokenizer, probe=True)
-        return Saved(root=root, job=job, stage=stage, sound=sound, weights=weights_of(run))
+        yield Saved(root=root, job=job, stage=stage, sound=sound, weights=weights_of(run)), run
 
 
 @contextmanager
@@ -318,10 +318,3 @@ def add_neighbour(rng: random.Random, output_dir: Path) -> str:
     )
     rng.choice(ways)()
     return path.name
-
-
-def write_runs(root: Path) -> tuple[Saved, ...]:
-    """One run a ZeRO stage."""
-    write_inputs(root, num_documents=10)
-    with unchanged_environment():
-        return tuple(save_run(root, stage) for stage in STAGES)

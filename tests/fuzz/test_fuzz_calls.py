@@ -18,7 +18,7 @@ from estimates import assert_report_adds_up
 from fuzzing import FULL_COUNT, Case, attempt, is_chosen, run_cases, tree
 from job_grammar import LEAVES, typical
 from mutations import mutate, odd_value
-from saved_run import Saved, save_run, step_batches, unchanged_environment
+from saved_run import Saved, saved_run, step_batches, unchanged_environment
 from train_jobs import write_inputs
 from transformers import AutoTokenizer
 
@@ -49,13 +49,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch, unchanged_environment():
         patch.chdir(root)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        saved = save_run(root, 2)
-        plan = tk.resolve(Job.from_yaml(saved.job))
-        plan.save(root / "plan.json")
-        tokenizer = AutoTokenizer.from_pretrained(root / "model")
-        with tk.initialize(plan) as run:
-            run.step(step_batches(1))
-            yield World(root=root, saved=saved, plan=plan, run=run, tokenizer=tokenizer)
+        with saved_run(root, 2) as (saved, run):
+            run.plan.save(root / "plan.json")
+            tokenizer = AutoTokenizer.from_pretrained(root / "model")
+            yield World(root=root, saved=saved, plan=run.plan, run=run, tokenizer=tokenizer)
 
 
 def _odd_object(rng: random.Random, world: World) -> Any:

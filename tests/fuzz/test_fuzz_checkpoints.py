@@ -18,30 +18,31 @@ from saved_run import (
     add_neighbour,
     copy_sound,
     damage,
+    saved_run,
     unchanged_environment,
     weights_of,
-    write_runs,
 )
+from train_jobs import write_inputs
 
 import toolkit as tk
 from toolkit.engine.run import Run
-from toolkit.spec.job import Job
+
+Runs = tuple[tuple[Saved, ...], Run]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Saved, ...]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """One run a kind of ZeRO stage; the first, of ZeRO-2, lives, and every case loads into it."""
     root = tmp_path_factory.mktemp("fuzz-checkpoints")
+    write_inputs(root, num_documents=10)
     with pytest.MonkeyPatch.context() as patch, unchanged_environment():
         patch.chdir(root)
-        yield write_runs(root)
-
-
-@pytest.fixture(scope="module")
-def live(runs: tuple[Saved, ...]) -> Iterator[tuple[Saved, Run]]:
-    """A run of ZeRO-2 that every case loads into."""
-    saved = runs[1]
-    with unchanged_environment(), tk.initialize(tk.resolve(Job.from_yaml(saved.job))) as run:
-        yield saved, run
+        others = []
+        for stage in (0, 3):
+            with saved_run(root, stage) as (saved, _):
+                others.append(saved)
+        with saved_run(root, 2) as (saved, run):
+            yield (saved, *others), run
 
 
 def _refuses(case: Case, found: Damage, code: int) -> None:
@@ -50,9 +51,10 @@ def _refuses(case: Case, found: Damage, code: int) -> None:
     assert code in (0, 1, 2)
 
 
-def _checkpoint_case(case: Case, runs: tuple[Saved, ...], live: tuple[Saved, Run]) -> None:
+def _checkpoint_case(case: Case, runs: Runs) -> None:
     rng = case.rng
-    saved = live[0] if rng.random() < 0.4 else rng.choice(runs)
+    kinds, live = runs
+    saved = kinds[0] if rng.random() < 0.4 else rng.choice(kinds)
     folder, mark = saved.output_dir / "checkpoint-2", saved.root / MARK
     copy_sound(saved, folder)
     mark.unlink(missing_ok=True) if not mark.is_dir() else mark.rmdir()
@@ -82,8 +84,8 @@ def _checkpoint_case(case: Case, runs: tuple[Saved, ...], live: tuple[Saved, Run
         case.outcome = f"resume {code}"
     elif way < 0.7:
         _export(case, saved, folder, found)
-    elif saved is live[0]:
-        _load(case, live, folder, found)
+    elif saved is kinds[0]:
+        _load(case, saved, live, folder, found)
     assert not mark.exists(), "a file of the checkpoint was run"
     assert tree(saved.root) == before, "something was written"
 
@@ -110,8 +112,7 @@ def _export(case: Case, saved: Saved, folder: Path, found: Damage) -> None:
     out.rmdir()
 
 
-def _load(case: Case, live: tuple[Saved, Run], folder: Path, found: Damage) -> None:
-    saved, run = live
+def _load(case: Case, saved: Saved, run: Run, folder: Path, found: Damage) -> None:
     state, refused = attempt(lambda: tk.load(run, folder))
     case.outcome = "load refused" if refused else "load"
     if found.changed and not found.sealed:
@@ -122,16 +123,16 @@ def _load(case: Case, live: tuple[Saved, Run], folder: Path, found: Damage) -> N
         assert (state.step, run.step_count) == (2, 2)
 
 
-def _run_checkpoints(runs: tuple[Saved, ...], live: tuple[Saved, Run], count: int) -> dict[str, int]:
-    return run_cases("checkpoints", count, lambda case: _checkpoint_case(case, runs, live))
+def _run_checkpoints(runs: Runs, count: int) -> dict[str, int]:
+    return run_cases("checkpoints", count, lambda case: _checkpoint_case(case, runs))
 
 
-def test_checkpoints(runs: tuple[Saved, ...], live: tuple[Saved, Run]) -> None:
-    outcomes = _run_checkpoints(runs, live, 24)
+def test_checkpoints(runs: Runs) -> None:
+    outcomes = _run_checkpoints(runs, 24)
     if not is_chosen():
         assert outcomes.keys() >= {"export 0", "export 2", "load refused"}
 
 
 @pytest.mark.full
-def test_checkpoints_in_full(runs: tuple[Saved, ...], live: tuple[Saved, Run]) -> None:
-    _run_checkpoints(runs, live, FULL_COUNT)
+def test_checkpoints_in_full(runs: Runs) -> None:
+    _run_checkpoints(runs, FULL_COUNT)
