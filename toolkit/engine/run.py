@@ -274,6 +274,7 @@ class Run:
         if len(micro_batches) != expected:
             raise RunError.of(
                 code="STEP_MICRO_BATCHES",
+                key="train.gradient_accumulation_steps",
                 message=f"step() got {len(micro_batches)} micro-batches, gradient_accumulation_steps={expected}",
                 fix=f"Pass a sequence of {expected} micro-batches, as `run.loader` gives them",
             )

@@ -254,16 +254,16 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _problem(message: str) -> Problem:
-    return Problem(code="LAUNCH_ENV", message=message, fix=_FIX)
+def _problem(name: str, message: str) -> Problem:
+    return Problem(code="LAUNCH_ENV", key=name, message=message, fix=_FIX)
 
 
 def _unreadable(env: Mapping[str, str], numbers: Mapping[str, int | None]) -> list[Problem]:
     present = ", ".join(f"{name}={env[name]}" for name in numbers if name in env)
     return [
-        _problem(f"{name}={env[name]!r} is not a whole number")
+        _problem(name, f"{name}={env[name]!r} is not a whole number")
         if name in env
-        else _problem(f"{name} is not set, though {present} is: the environment describes a worker only in part")
+        else _problem(name, f"{name} is not set, though {present} is: the environment describes a worker only in part")
         for name, number in numbers.items()
         if number is None
     ]
@@ -275,18 +275,18 @@ def _inconsistent(
     rank_name, local_name, size_name = names
     found = []
     if rank >= world_size:
-        found.append(_problem(f"{rank_name}={rank} is not below {size_name}={world_size}: ranks count from 0"))
+        found.append(
+            _problem(rank_name, f"{rank_name}={rank} is not below {size_name}={world_size}: ranks count from 0")
+        )
     local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else size_name
     local_size = _number(env.get(local_size_name))
     if local_size is None:
-        found.append(_problem(f"{local_size_name}={env.get(local_size_name)!r} is not a whole number"))
+        found.append(_problem(local_size_name, f"{local_size_name}={env.get(local_size_name)!r} is not a whole number"))
     elif local_rank >= local_size:
-        found.append(
-            _problem(f"{local_name}={local_rank} is not below {local_size_name}={local_size}: ranks count from 0")
-        )
+        what = f"{local_name}={local_rank} is not below {local_size_name}={local_size}: ranks count from 0"
+        found.append(_problem(local_name, what))
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if world_size > 1 and missing:
-        found.append(
-            _problem(f"{' and '.join(missing)} not set, though {size_name}={world_size}: ranks cannot find each other")
-        )
+        what = f"{' and '.join(missing)} not set, though {size_name}={world_size}: ranks cannot find each other"
+        found.append(_problem(missing[0], what))
     return found
