@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from toolkit.errors import Problem, ToolkitError
+from toolkit.memory.report import MemoryReport
 
 T = TypeVar("T")
 
@@ -268,3 +270,32 @@ def assert_finite(value: Any, path: str = "") -> None:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         assert math.isfinite(value), f"{path}={value}"
         assert value >= 0, f"{path}={value}"
+
+
+def assert_report_adds_up(report: MemoryReport) -> None:
+    """Figures are whole, finite and at least 0; causes sum to their phase, parts to what is required."""
+    figures = report.to_dict()
+    assert_finite({key: value for key, value in figures.items() if key not in ("assumptions", "savings")})
+    for rank in report.ranks:
+        for name, phase in rank.phases.items():
+            assert sum(phase.causes.values()) == phase.allocated_bytes, (rank.rank, name)
+            assert all(amount >= 0 for amount in phase.causes.values()), (rank.rank, name, phase.causes)
+        around = rank.allocator_slack_bytes + rank.context_and_nccl_bytes
+        assert rank.required_bytes == max(phase.allocated_bytes for phase in rank.phases.values()) + around
+    assert report.required_bytes == max(rank.required_bytes for rank in report.ranks)
+    capacity = report.gpu_capacity_bytes
+    assert capacity is None or report.fits_gpu == (report.required_bytes <= capacity)
+    assert figures["fits"] == (report.fits_gpu and report.host.fits)
+
+
+def assert_deepspeed_takes(config: dict[str, Any], ranks: int) -> DeepSpeedConfig:
+    """Has DeepSpeed's own parser judge a configuration.
+
+    Without a process group DeepSpeed takes itself for one rank: the batch is made that of one.
+    """
+    whole = config.get("train_batch_size")  # None in Accelerate's, which fills it in
+    assert whole is None or whole % ranks == 0
+    alone = config if whole is None else {**config, "train_batch_size": whole // ranks}
+    if (config.get("aio") or {}).get("use_gds"):  # it asks this machine for a card
+        alone = {**alone, "aio": {**config["aio"], "use_gds": False}}
+    return DeepSpeedConfig(alone)

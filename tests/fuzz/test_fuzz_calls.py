@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from estimates import assert_report_adds_up
-from fuzzing import FULL_COUNT, Case, attempt, is_chosen, run_cases, tree
+from fuzzing import FULL_COUNT, Case, assert_report_adds_up, attempt, is_chosen, run_cases, tree
 from job_grammar import LEAVES, typical
 from mutations import mutate, odd_value
 from saved_run import Saved, saved_run, step_batches, unchanged_environment

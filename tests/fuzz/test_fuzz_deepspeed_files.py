@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_takes import assert_deepspeed_takes
-from estimates import assert_report_adds_up
-from fuzzing import FULL_COUNT, Case, attempt, command, is_chosen, run_cases
+from fuzzing import (
+    FULL_COUNT,
+    Case,
+    assert_deepspeed_takes,
+    assert_report_adds_up,
+    attempt,
+    command,
+    is_chosen,
+    run_cases,
+)
 from job_grammar import typical
 from mutations import NUMBERS, Tree, change_value, encoded, mutate, mutate_text, odd_value
 

@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
-from deepspeed_takes import assert_deepspeed_takes
-from estimates import assert_report_adds_up
-from fuzzing import FULL_COUNT, Case, assert_finite, attempt, command, is_chosen, run_cases, tree
+from fuzzing import (
+    FULL_COUNT,
+    Case,
+    assert_deepspeed_takes,
+    assert_finite,
+    assert_report_adds_up,
+    attempt,
+    command,
+    is_chosen,
+    run_cases,
+    tree,
+)
 from job_grammar import KEYS, bases, draw_file
 from mutations import WORDS, Tree, odd_value
 from train_jobs import write_inputs

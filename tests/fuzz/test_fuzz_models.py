@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from estimates import assert_report_adds_up
-from fuzzing import FULL_COUNT, Case, attempt, command, is_chosen, run_cases, tree
+from fuzzing import FULL_COUNT, Case, assert_report_adds_up, attempt, command, is_chosen, run_cases, tree
 from mutations import encoded, mutate, mutate_bytes, mutate_text
 from safetensors.torch import save_file
 from tiny_models import tiny_config

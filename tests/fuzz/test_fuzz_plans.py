@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from deepspeed_takes import assert_deepspeed_takes
-from fuzzing import FULL_COUNT, Case, attempt, command, is_chosen, run_cases, tree
+from fuzzing import FULL_COUNT, Case, assert_deepspeed_takes, attempt, command, is_chosen, run_cases, tree
 from job_grammar import LEAVES, bases, put_key, typical
 from mutations import Tree, encoded, get, mutate, mutate_text, paths
 from train_jobs import write_inputs
