@@ -107,9 +107,8 @@ class Session:
                         self._save(probe=step == run.num_steps)
                     if last or run.should_stop:
                         break
-                if (
-                    logged_at < run.step_count
-                ):  # asked to stop since its step: the next session does not know these losses
+                # Asked to stop since its step was logged, if it was: the next session does not know these losses.
+                if logged_at < run.step_count:
                     self._log(loss, run.step_count - logged_at)
                     logged_at = run.step_count
                 if run.step_count == run.num_steps and logged_at > started_at and not run.should_stop:
