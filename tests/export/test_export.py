@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from toolkit.errors import CheckError, CheckpointError
 from toolkit.export import export_checkpoint
+from toolkit.export.adapter import adapter_names
 from toolkit.io import write_json
 from toolkit.modeling.initialization import initialize_buffers
 from toolkit.modeling.weights import load_pretrained
@@ -361,6 +363,12 @@ def test_checkpoints_that_cannot_be_exported(root: Path, tmp_path: Path) -> None
     (dora / "model" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     assert _codes(dora, out) == ("EXPORT_ADAPTER_KIND",)
     assert not out.exists()
+
+
+def test_an_adapter_under_another_name_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"x\.lora_A\.other\.weight is an adapter") as caught:
+        adapter_names(SimpleNamespace(tensors={"x.lora_A.other.weight": None}))
+    assert caught.value.codes == ("EXPORT_ADAPTER_KIND",)
 
 
 def test_whole_model_gathers_what_was_loaded() -> None:

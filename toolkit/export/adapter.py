@@ -94,6 +94,8 @@ def adapter_names(weights: Weights) -> dict[str, str]:
             names[f"{factor['module']}.{factor['kind']}{factor['rest'] or ''}"] = name
         elif f".modules_to_save.{_NAME}." in name:
             names[name.replace(f".modules_to_save.{_NAME}.", ".")] = name
+    if not names:
+        raise CheckpointError(_unknown_kind(next(iter(weights.tensors))))
     return names
 
 
