@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from toolkit.errors import CheckError, CheckpointError
 from toolkit.export import export_checkpoint
-from toolkit.export.adapter import adapter_names
+from toolkit.export.adapter import LoraTarget, MergedWeights, adapter_names
+from toolkit.export.zero_reader import StoredTensor
 from toolkit.io import write_json
 from toolkit.modeling.initialization import initialize_buffers
 from toolkit.modeling.weights import load_pretrained
@@ -369,6 +370,30 @@ def test_an_adapter_under_another_name_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"x\.lora_A\.other\.weight is an adapter") as caught:
         adapter_names(SimpleNamespace(tensors={"x.lora_A.other.weight": None}))
     assert caught.value.codes == ("EXPORT_ADAPTER_KIND",)
+
+
+@pytest.mark.parametrize(
+    ("factors", "code"),
+    [
+        ({"A": (1, 3), "B": (2, 1)}, None),
+        ({"A": (1, 3)}, "EXPORT_ADAPTER_CONFIG"),
+        ({"A": (2, 3), "B": (2, 1)}, "EXPORT_SHAPE"),
+        ({"A": (1, 3), "B": (1, 1)}, "EXPORT_SHAPE"),  # which would be added to each row
+    ],
+)
+def test_factors_fit_the_weight_that_they_change(factors: dict[str, tuple[int, int]], code: str | None) -> None:
+    shapes = {f"base_model.model.x.lora_{letter}.default.weight": shape for letter, shape in factors.items()}
+    shapes["base_model.model.x.base_layer.weight"] = (2, 3)
+    tensors = {name: StoredTensor(shape=shape, dtype=torch.float32, owner=name) for name, shape in shapes.items()}
+    weights = SimpleNamespace(tensors=tensors, read=lambda name, dtype: torch.ones(shapes[name]))
+    targets = {"x.weight": LoraTarget(module="base_model.model.x", scaling=2.0)}
+    if code is None:
+        merged = MergedWeights(weights, targets).read("x.weight", torch.float32)
+        assert torch.equal(merged, torch.full((2, 3), 3.0))
+        return
+    with pytest.raises(CheckpointError) as caught:
+        MergedWeights(weights, targets).read("x.weight", torch.float32)
+    assert caught.value.codes == (code,)
 
 
 def test_whole_model_gathers_what_was_loaded() -> None:

@@ -183,7 +183,7 @@ class MergedWeights:
         targets: From `lora_targets`.
         base: Where the weights are that the checkpoint leaves out, if it does.
     Raises:
-        CheckpointError: EXPORT_ADAPTER_KIND, EXPORT_ADAPTER_BASE.
+        CheckpointError: EXPORT_ADAPTER_KIND, EXPORT_ADAPTER_BASE, EXPORT_ADAPTER_CONFIG, EXPORT_SHAPE.
     Source:
         arXiv 2106.09685, eq. 3; arXiv 2312.03732 (rsLoRA).
     """
@@ -218,12 +218,13 @@ class MergedWeights:
                 fix="Bring back the weights that the run started from, or export the adapter alone, without merging",
             )
         known = {target.module for target in self.targets.values()}
-        if self._factors.keys() != known:
+        differing = (self._factors.keys() ^ known) | {name for name, pair in self._factors.items() if len(pair) < 2}
+        if differing:
             raise CheckpointError.of(
                 code="EXPORT_ADAPTER_CONFIG",
                 key=ADAPTER_CONFIG,
                 message=f"{ADAPTER_CONFIG} does not describe the checkpoint's adapter: they differ at "
-                f"{some(sorted(self._factors.keys() ^ known))}",
+                f"{some(sorted(differing))}",
                 fix="Put the adapter_config.json of this job into the checkpoint's folder model",
             )
 
@@ -234,7 +235,14 @@ class MergedWeights:
             return self._unmerged(name, dtype)
         factors = self._factors[target.module]
         a, b = (self.weights.read(factors[letter], torch.float32) for letter in "AB")
-        return (self._unmerged(name, torch.float32) + target.delta(a, b)).to(dtype)
+        try:
+            delta = target.delta(a, b)
+        except RuntimeError:  # they do not go together, or not with the number of experts
+            delta = torch.empty(0)
+        shape = self.tensors[name].shape
+        if (1,) * (len(shape) - delta.dim()) + tuple(delta.shape) != shape:  # a stack of one expert has one more
+            raise CheckpointError(_other_shape(name, self.tensors[name], a, b))
+        return (self._unmerged(name, torch.float32) + delta).to(dtype)
 
     def _drop_aliases(self, base: Mapping[str, StoredTensor]) -> None:
         """Forgets the second name of a tied weight whose first name was left out: the engine writes it all the same."""
@@ -262,6 +270,15 @@ class MergedWeights:
 def _plain(name: str) -> str:
     """A name of the PeftModel as the base model has it; expert layers are wrapped once for each stacked weight."""
     return name.removeprefix(_PREFIX).replace(".base_layer", "")
+
+
+def _other_shape(name: str, stored: StoredTensor, a: Tensor, b: Tensor) -> Problem:
+    return Problem(
+        code="EXPORT_SHAPE",
+        key=name,
+        message=f"{name} has shape {stored.shape}, for which factors of shapes {tuple(a.shape)} and {tuple(b.shape)} make no change",
+        fix="Put the adapter_config.json of this job into the checkpoint's folder model",
+    )
 
 
 def _unknown_kind(what: str) -> Problem:
