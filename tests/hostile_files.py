@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from toolkit.checkpoint.layout import MANIFEST
 from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
 
@@ -26,6 +24,8 @@ class Calls:
 
 def make_hostile(path: Path, made: Path) -> None:
     """Adds to what `torch.save` wrote a call that makes the folder `made`."""
+    import torch
+
     torch.save(torch.load(path, weights_only=False) | {"more": Calls(made)}, path)
 
 

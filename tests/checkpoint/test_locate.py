@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hostile_files import agree
 
 from toolkit.checkpoint.locate import latest_checkpoint, list_checkpoints, recover, remove_leftovers, rotate
-from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
+from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.state import State
 from toolkit.errors import CheckpointError
 
@@ -21,7 +22,7 @@ def _make(run: Path, step: int, *, saved_at: float | None = None, name: str | No
     folder.mkdir(parents=True)
     STATE.model_copy(update={"step": step, "saved_at": float(step) if saved_at is None else saved_at}).save(folder)
     (folder / "shard.pt").write_bytes(b"x" * 1000)
-    write_manifest(folder, hash_files(folder, list_files(folder)))
+    agree(folder)
     return folder
 
 
@@ -127,7 +128,7 @@ def test_a_crash_between_the_last_two_renames_loses_nothing(tmp_path: Path) -> N
     _make(tmp_path, 2, name=".checkpoint-2.removed")
     new = _make(tmp_path, 2, saved_at=9.0, name=".checkpoint-2.partial")
     (new / "shard.pt").write_bytes(b"y" * 1000)
-    write_manifest(new, hash_files(new, list_files(new)))
+    agree(new)
     recover(tmp_path)
     assert _names(tmp_path) == ["checkpoint-2"]
     assert (tmp_path / "checkpoint-2" / "shard.pt").read_bytes() == b"y" * 1000

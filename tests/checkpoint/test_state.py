@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_files import agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_plans import tiny_plan
 
-from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
 from toolkit.checkpoint.sources import Source
 from toolkit.checkpoint.state import State, saved_plan
 from toolkit.errors import CheckpointError
@@ -42,7 +42,7 @@ def _write(folder: Path, **files: str | bytes) -> Path:
     STATE.save(folder)
     for name, content in files.items():
         (folder / f"{name}.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    write_manifest(folder, hash_files(folder, list_files(folder)))
+    agree(folder)
     return folder
 
 
@@ -85,7 +85,7 @@ def test_whatever_a_file_holds_is_one_error(tmp_path_factory: pytest.TempPathFac
     folder = _write(tmp_path_factory.mktemp("state"), state=content, plan=content)
     _damage(folder)
     STATE.save(folder)
-    write_manifest(folder, hash_files(folder, list_files(folder)))
+    agree(folder)
     with pytest.raises(CheckpointError) as caught:
         saved_plan(folder)
     assert caught.value.codes in (("CHECKPOINT_DAMAGED",), ("CHECKPOINT_VERSION",))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hostile_files import agree
 
-from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
 from toolkit.checkpoint.state import State
 from toolkit.cli.app import main
 
@@ -20,7 +20,7 @@ def run(tmp_path):
         State(step=step, saved_at=1e9 + step, **state).save(folder)
         (folder / "plan.json").write_text(json.dumps({"job": {"parallel": {"pipeline": 2} if step == 10 else {}}}))
         (folder / "shard.pt").write_bytes(b"x" * 2**20)
-        write_manifest(folder, hash_files(folder, list_files(folder)))
+        agree(folder)
     (tmp_path / "checkpoint-11").mkdir()
     return tmp_path
 
@@ -84,7 +84,7 @@ def test_whatever_is_broken_is_one_damaged_row(run, capsys, name):
     assert changed != (folder / file).read_bytes()
     (folder / file).write_bytes(changed)
     if agrees:  # made so, not damaged since
-        write_manifest(folder, hash_files(folder, list_files(folder)))
+        agree(folder)
     assert main(["checkpoint", "list", str(run), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["step"], row["damaged"], row["world_size"]) for row in rows] == [(9, True, None), (10, False, 4)]

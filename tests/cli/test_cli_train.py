@@ -19,10 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed import QUICK
+from hostile_files import agree
 from train_jobs import curve, files, hears_interrupts, records, run_toolkit, start_toolkit, write_inputs, write_job
 
 from toolkit.checkpoint.locate import list_checkpoints
-from toolkit.checkpoint.manifest import hash_files, list_files, verify, write_manifest
+from toolkit.checkpoint.manifest import verify
 from toolkit.cli.app import main
 from toolkit.cli.options import read_plan
 from toolkit.emit.files import emit
@@ -472,7 +473,7 @@ def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         State(step=step, saved_at=float(step), **values).save(folder)
-        write_manifest(folder, hash_files(folder, list_files(folder)))
+        agree(folder)
     assert is_finished(plan)
     assert last_checkpoint(plan, but={str(folder)}) == tmp_path / "checkpoint-4"
     (folder / "state.json").write_text("{")
@@ -497,7 +498,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
     for folder in folders:
         folder.mkdir()
         State(step=int(folder.name[-1]), saved_at=1.0, **values).save(folder)
-        write_manifest(folder, hash_files(folder, list_files(folder)))
+        agree(folder)
 
     def said(*damaged: Path) -> str:
         problems = tuple(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hostile_files import agree
 from tiny_plans import tiny_plan
 
 from toolkit.checkpoint.layout import PLAN
-from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
 from toolkit.cli.train_checks import startable_plan
 from toolkit.plan.plan import Plan
 from toolkit.plan.resolve import with_torch_adam
@@ -60,7 +60,7 @@ def test_an_open_optimizer_goes_with_the_checkpoint(without_nvcc: None, tmp_path
 
     def save(saved: Plan) -> None:
         saved.save(folder / PLAN)
-        write_manifest(folder, hash_files(folder, list_files(folder)))
+        agree(folder)
 
     save(with_torch_adam(plan, "no nvcc there"))
     for alone in (True, False):

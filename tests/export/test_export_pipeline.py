@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from held_state import dense_state
+from hostile_files import agree
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import tiny_model
@@ -19,7 +20,6 @@ from tiny_plans import step_batches, tiny_plan
 from transformers import AutoModelForCausalLM
 
 import toolkit as tk
-from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
 from toolkit.errors import CheckpointError
 from toolkit.export.checkpoint import TOLERANCE, logits_difference
 from toolkit.pipeline_parallel import stage_info
@@ -243,8 +243,7 @@ def _broken(source: Path, target: Path, *, without: str = "", **parallel: Any) -
         plan = tiny_plan("llama", ranks=RANKS, parallel=parallel, config=LAYERS | PADDED)
         (target / "plan.json").unlink()
         plan.save(target / "plan.json")
-    (target / "manifest.json").unlink()
-    write_manifest(target, hash_files(target, list_files(target)))
+    agree(target)
     return target
 
 

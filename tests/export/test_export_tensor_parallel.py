@@ -12,13 +12,13 @@ import pytest
 import torch
 from distributed import run_distributed
 from held_state import dense_state
+from hostile_files import agree
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_plans import step_batches, tiny_plan
 from transformers import AutoModelForCausalLM
 
 import toolkit as tk
-from toolkit.checkpoint.manifest import hash_files, list_files, write_manifest
 from toolkit.errors import CheckpointError
 from toolkit.export.checkpoint import logits_difference
 from toolkit.plan.plan import Plan
@@ -191,8 +191,7 @@ def _broken(source: Path, target: Path, *, without: str = "", tensor: int | None
         plan = tiny_plan("llama", ranks=4, parallel={"zero_stage": 3, "tensor": tensor}, config=PADDED)
         (target / "plan.json").unlink()
         plan.save(target / "plan.json")
-    (target / "manifest.json").unlink()
-    write_manifest(target, hash_files(target, list_files(target)))
+    agree(target)
     return target
 
 
@@ -234,8 +233,7 @@ def test_the_plan_says_how_many_ranks_there_are(failures: dict[str, str], root: 
 def test_layers_of_pipeline_stages_are_refused(failures: dict[str, str], root: Path, tmp_path: Path) -> None:
     folder = _broken(root / "llama-z1-bf16", tmp_path / "stages")
     (folder / "global_step2" / "layer_00-model_states.pt").write_bytes(b"")
-    (folder / "manifest.json").unlink()
-    write_manifest(folder, hash_files(folder, list_files(folder)))
+    agree(folder)
     code, message = _refusal(folder, tmp_path / "out")
     assert (code, "layer_00-model_states.pt" in message) == ("EXPORT_MODEL_PARALLEL", True)
 
@@ -244,7 +242,6 @@ def test_a_rank_of_another_run_is_damage(failures: dict[str, str], root: Path, t
     folder = _broken(root / "llama-z1-bf16", tmp_path / "mixed", without="mp_rank_01_model_states.pt")
     foreign = root / "llama-z2-bf16" / "global_step2" / "mp_rank_01_model_states.pt"  # has biases
     os.link(foreign, folder / "global_step2" / foreign.name)
-    (folder / "manifest.json").unlink()
-    write_manifest(folder, hash_files(folder, list_files(folder)))
+    agree(folder)
     code, message = _refusal(folder, tmp_path / "out")
     assert (code, "q_proj.bias" in message, "rank 01" in message) == ("EXPORT_DAMAGED", True, True)
