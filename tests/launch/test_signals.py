@@ -62,6 +62,23 @@ def test_a_users_own_handler_and_what_is_ignored_stay() -> None:
     assert heard == [signal.SIGUSR1]
 
 
+def test_another_error_of_a_finaliser_goes_to_the_hook_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finalised:
+        def __init__(self, error: type[BaseException]) -> None:
+            self.error = error
+
+        def __del__(self) -> None:
+            raise self.error
+
+    heard: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: heard.append(unraisable.exc_type))
+    with Interrupt() as interrupt:
+        interrupt.came = True
+        for error in (ValueError, KeyboardInterrupt):
+            Finalised(error)
+    assert heard == [ValueError], "an interrupt was asked for, and is told by other means"
+
+
 RANK = """
 import sys, time
 from toolkit.launch.signals import asking
