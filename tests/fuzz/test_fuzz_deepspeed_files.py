@@ -181,7 +181,7 @@ def _run_files(count: int) -> dict[str, int]:
 
 
 def test_deepspeed_files(place: Path) -> None:
-    outcomes = _run_files(60)
+    outcomes = _run_files(40)
     if not is_chosen():
         assert min(outcomes["refused"], outcomes["estimated"]) > 2
 

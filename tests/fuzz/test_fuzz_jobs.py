@@ -135,7 +135,7 @@ def _run_jobs(place: Path, count: int) -> dict[str, int]:
 
 
 def test_job_files(place: Path) -> None:
-    outcomes = _run_jobs(place, 64)
+    outcomes = _run_jobs(place, 50)
     if not is_chosen():
         assert min(outcomes["sound"], outcomes["refused"]) > 8
 
