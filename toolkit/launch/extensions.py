@@ -58,6 +58,20 @@ class Installed:
     prebuilt_for: str = ""
 
 
+@functools.cache
+def installed_libraries() -> Installed:
+    """Reads what torch and DeepSpeed were built with from the files that say so, which takes a second less than importing them."""
+    torch, deepspeed = _constants("torch", "version.py"), _constants("deepspeed", "git_version_info_installed.py")
+    major, minor = str(torch.get("__version__", "0.0")).split(".")[:2]
+    built = deepspeed.get("installed_ops", {})
+    return Installed(
+        torch=(int(major), int(minor)),
+        cuda=torch.get("cuda"),
+        prebuilt=frozenset(name for name, is_there in built.items() if is_there),
+        prebuilt_for=deepspeed.get("accelerator_name", ""),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Where extensions are compiled; this process's own environment and libraries when left out.
@@ -109,20 +123,6 @@ def extensions_of(plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension
         runtime/zero/partition_parameters.py CUDAQuantizer; accelerate utils/deepspeed.py map_pytorch_optim_to_deepspeed.
     """
     return tuple(_extensions(plan, consumer))
-
-
-@functools.cache
-def installed_libraries() -> Installed:
-    """Reads what torch and DeepSpeed were built with from the files that say so, which takes a second less than importing them."""
-    torch, deepspeed = _constants("torch", "version.py"), _constants("deepspeed", "git_version_info_installed.py")
-    major, minor = str(torch.get("__version__", "0.0")).split(".")[:2]
-    built = deepspeed.get("installed_ops", {})
-    return Installed(
-        torch=(int(major), int(minor)),
-        cuda=torch.get("cuda"),
-        prebuilt=frozenset(name for name, is_there in built.items() if is_there),
-        prebuilt_for=deepspeed.get("accelerator_name", ""),
-    )
 
 
 def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
