@@ -73,3 +73,12 @@ def test_another_task_is_refused_for_an_estimate_as_well(to_run: bool) -> None:
     with pytest.raises(PlanError) as caught:
         plan_with(model_with(architectures=["LlamaForSequenceClassification"]), to_run=to_run)
     assert caught.value.codes == ("MODEL_TASK",)
+
+
+def test_an_xlstm_that_generates_cannot_train_in_16_bit() -> None:
+    published = model_with(model_type="xlstm", architectures=["xLSTMForCausalLM"])
+    with pytest.raises(PlanError, match=r'mode=inference .* weights in bf16.* Set "mode": "train"') as caught:
+        plan_with(published)
+    assert caught.value.codes == ("MODEL_CONFIG_INVALID",)
+    plan_with(published, precision="fp32")
+    plan_with(model_with(model_type="xlstm", architectures=["xLSTMForCausalLM"], mode="train"))

@@ -169,6 +169,7 @@ ELSEWHERE = {
         "../deepspeed_spec/test_user_file.py",
     ),
     "TOKENIZER_NOT_FOUND": "../emit/test_emit_commands.py",
+    "MODEL_CONFIG_INVALID": "test_model_rules.py",
     "TRAIN_NO_DATA": "../cli/test_cli_emit.py",
     "ACCELERATE_FILE": "../deepspeed_spec/test_config_files.py",
     "PLAN_UNREADABLE": "test_plan.py",

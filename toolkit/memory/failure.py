@@ -26,9 +26,7 @@ def trace_failed(error: BaseException, model: nn.Module | None, *, backward: boo
     place = f"in {module}" if module else "in its backward pass" if backward else outside
     kind, reason = type(error).__name__, first_line(error)
     if kind in _DATA_DEPENDENT:
-        fix = (
-            "Its sizes depend on the values of tensors: choose another train.attention or a model class of transformers"
-        )
+        fix = "Its sizes depend on the values of tensors: choose another train.attention or another architecture"
     else:
         fix = "Choose another train.attention, correct the model's config.json, or update transformers"
     return PlanError.of(

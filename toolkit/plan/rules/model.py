@@ -69,4 +69,17 @@ def _soft_capped(draft: Draft) -> Iterator[Problem]:
         )
 
 
-RULES = (causal_language_model, attention_of_class, layers_that_recompute)
+def mode_that_trains(draft: Draft) -> Iterator[Problem]:
+    """xLSTM is published in the mode in which it generates: its states are fp32, and its weights in 16 bit do not fit them."""
+    model, dtype = draft.model, draft.settings.dtype
+    if model.model_type == "xlstm" and model.config.get("mode", "inference") == "inference" and dtype != "fp32":
+        yield Problem(
+            code="MODEL_CONFIG_INVALID",
+            key="model",
+            message=f"mode=inference in the config.json of {model.name} computes fp32 states, which do not fit weights in {dtype}",
+            fix='Set "mode": "train" in its config.json',
+            source="transformers models/xlstm/modeling_xlstm.py xLSTMBackend",
+        )
+
+
+RULES = (causal_language_model, attention_of_class, layers_that_recompute, mode_that_trains)
