@@ -128,7 +128,7 @@ def interrupted(
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 130, shown
     assert "SIGINT: each rank ends its step and saves; once more to kill them" in shown
-    (saved,) = list_checkpoints(out)
+    saved = list_checkpoints(out)[-1]  # on a busy machine it may have come past its first save meanwhile
     stopped_at = int(saved.name.removeprefix("checkpoint-"))
     assert 3 <= stopped_at < STEPS
     assert len(curve(out)) == stopped_at
