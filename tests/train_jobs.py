@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 from distributed import QUICK
+from quick_python import quick_python
 from tiny_models import tiny_config
 
 from toolkit.train.sample import sample_documents, train_tokenizer
@@ -65,10 +65,12 @@ def write_job(root: Path, name: str, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def start_toolkit(root: Path, *arguments: Any, **options: Any) -> subprocess.Popen[str]:
-    """Starts `toolkit ARGUMENTS` in `root`."""
+def start_toolkit(
+    root: Path, *arguments: Any, python: Path | str | None = None, **options: Any
+) -> subprocess.Popen[str]:
+    """Starts `toolkit ARGUMENTS` in `root`, by default with a Python that has imported what it needs."""
     return subprocess.Popen(
-        [sys.executable, "-m", "toolkit", *map(str, arguments)],
+        [python or quick_python(), "-m", "toolkit", *map(str, arguments)],
         cwd=root,
         env={**os.environ, **QUICK},
         stdout=subprocess.PIPE,

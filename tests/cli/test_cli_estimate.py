@@ -12,6 +12,7 @@ import time
 
 import pytest
 from huggingface_hub import constants
+from quick_python import quick_python
 
 from toolkit.cli.app import main
 from toolkit.plan.resolve import resolve
@@ -418,7 +419,7 @@ def test_a_calibration_is_used_and_said(capsys, folder):
 
 
 def test_in_a_process_of_its_own_json_is_all_there_is(folder):
-    command = [sys.executable, "-m", "toolkit", "estimate", "job.yaml", "--plot", "picture.html", "--json"]
+    command = [quick_python(), "-m", "toolkit", "estimate", "job.yaml", "--plot", "picture.html", "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["fits"] is True

@@ -7,10 +7,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
+from quick_python import quick_python
 
 JOB = "model: quickstart-llama\ncluster: {gpu: cpu, gpus_per_node: 2}\ntrain: {output_dir: runs/mine}\n"
 SCRIPT = """
@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 
 def launch(folder, *arguments):
-    command = [sys.executable, "-m", "toolkit", "launch", *arguments]
+    command = [quick_python(), "-m", "toolkit", "launch", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
@@ -98,7 +98,7 @@ def test_a_rank_that_fails_is_named_with_its_place(folder):
 
 def test_an_interrupt_is_130(folder):
     (folder / "script.py").write_text("import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(300)")
-    command = [sys.executable, "-m", "toolkit", "launch", "job.yaml", "script.py"]
+    command = [quick_python(), "-m", "toolkit", "launch", "job.yaml", "script.py"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     while not (folder / "up").exists() and process.poll() is None:
         time.sleep(0.05)

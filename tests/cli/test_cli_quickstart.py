@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from distributed import QUICK
+from quick_python import quick_python
 from train_jobs import curve
 
 from toolkit.checkpoint.locate import list_checkpoints
@@ -23,12 +23,13 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def run_on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str]:
     """Runs `toolkit ARGUMENTS` in a pseudo-terminal of 100 columns; gives exit code and all that was shown."""
+    python = quick_python()
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
         os.environ |= {"COLUMNS": "100", "TERM": "xterm-256color", **QUICK}
         os.environ.pop("NO_COLOR", None)
-        os.execv(sys.executable, [sys.executable, "-m", "toolkit", *arguments])
+        os.execv(python, [python, "-m", "toolkit", *arguments])
     shown = b""
     while True:
         try:

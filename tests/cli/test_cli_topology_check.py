@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from distributed import QUICK, free_port
+from quick_python import quick_python
 
 from toolkit.cli.app import main
 from toolkit.cli.topology_check import show
@@ -19,7 +19,7 @@ NO_CARDS = {**os.environ, **QUICK, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def toolkit(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "toolkit", "topology", *arguments]
+    command = [quick_python(), "-m", "toolkit", "topology", *arguments]
     environment = NO_CARDS | variables
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from distributed import QUICK
 from hostile_files import agree
+from quick_python import child_with
 from train_jobs import curve, files, hears_interrupts, records, run_toolkit, start_toolkit, write_inputs, write_job
 
 from toolkit.checkpoint.locate import list_checkpoints
@@ -48,7 +48,7 @@ def root(tmp_path_factory):
 def whole(root):
     """A run without interruption."""
     job = write_job(root, "whole", train=LONG, data={"validation_fraction": 0.2})
-    return run_toolkit(root, "train", job, "--json")
+    return run_toolkit(root, "train", job, "--json", python=sys.executable)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
@@ -61,12 +61,6 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
             pass  # not there yet, or half a line
         time.sleep(0.002)
     raise AssertionError(f"step {step} was not seen: {process.communicate(timeout=60)}")
-
-
-def rank_process(parent: int, rank: int) -> psutil.Process:
-    found = [child for child in psutil.Process(parent).children() if child.environ().get("RANK") == str(rank)]
-    assert len(found) == 1
-    return found[0]
 
 
 def test_from_job_file_to_export(root, whole):
@@ -120,7 +114,7 @@ def interrupted(
 ) -> tuple[Path, Path, list[str]]:
     """Starts a run and ends it by Ctrl-C: job file, output folder, and the command that is told to go on."""
     job, out = write_job(root, name, train=LONG, data={"validation_fraction": 0.2}), root / name
-    process = start_toolkit(root, "train", job, "--set", "train.logging_steps=1", *OPTIONS)
+    process = start_toolkit(root, "train", job, "--set", "train.logging_steps=1", *OPTIONS, python=sys.executable)
     wait_for_step(out, 3, process)
     if meanwhile is not None:
         meanwhile(job, process.pid)
@@ -184,7 +178,7 @@ def test_interrupted_killed_and_resumed_is_the_same_run(root, whole):
     job, out, command = interrupted(root, "killed")
     process = start_toolkit(root, *command[1:])
     wait_for_step(out, 45, process)
-    rank_process(process.pid, 1).kill()
+    child_with(process.pid, RANK="1").kill()
     killed = time.monotonic()
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 3, shown

@@ -6,8 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from quick_python import child_with
 from safetensors.torch import load_file
 from train_jobs import curve, records, run_toolkit, start_toolkit, write_inputs, write_job
 from transformers import AutoModelForCausalLM
@@ -40,11 +40,6 @@ def _wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> N
     raise AssertionError(f"step {step} was not seen: {process.communicate(timeout=60)}")
 
 
-def _rank_process(parent: int, rank: int) -> psutil.Process:
-    [found] = [child for child in psutil.Process(parent).children() if child.environ().get("RANK") == str(rank)]
-    return found
-
-
 @pytest.mark.full  # of its steps the default run takes each: training, saving, resuming, exporting
 def test_two_stages_from_start_to_export(tmp_path: Path) -> None:
     root = write_inputs(tmp_path, architecture="llama", tie_word_embeddings=True, attention_dropout=0.1)
@@ -61,7 +56,7 @@ def test_two_stages_from_start_to_export(tmp_path: Path) -> None:
         options = ["--resume_from_checkpoint", "latest"] if before else []
         process = start_toolkit(root, "train", job, *options)
         _wait_for_step(out, 13 if rank else 33, process)
-        _rank_process(process.pid, rank).kill()
+        child_with(process.pid, RANK=str(rank)).kill()
         killed = time.monotonic()
         _, shown = process.communicate(timeout=60)
         assert process.returncode == 3, shown

@@ -16,6 +16,7 @@ import pytest
 import torch
 from distributed import QUICK, free_port
 from peft import PeftModel
+from quick_python import quick_python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,9 +54,11 @@ class Workspace:
             **QUICK,
             "CUDA_VISIBLE_DEVICES": "",
             "DS_ACCELERATOR": "cpu",
-            "HF_HUB_OFFLINE": "1",
         }
-        done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=400)
+        words = words[1:] if launcher == "python" else [str(BIN / launcher), *words[1:]]
+        done = subprocess.run(
+            [quick_python(), *words], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=400
+        )
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return done.stdout
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import QUICK, free_port
+from quick_python import quick_python
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -65,7 +66,7 @@ def launch(ways: tuple[str, ...], folders: list[Path], start: list[str], listing
     for run in runs:
         Path(run["folder"], run["way"]).mkdir()
     listing.write_text(json.dumps(runs))
-    command = [str(BIN / start[0]), *start[1:], str(WORKER), str(listing)]
+    command = [quick_python(), BIN / start[0], *start[1:], WORKER, listing]
     environment = {**os.environ, **QUICK, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join([str(WORKER.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
