@@ -202,6 +202,7 @@ def _become(request: Any, *, client: str, path: list[str], streams: list[int], c
     current = multiprocessing.current_process()
     current._config["daemon"], current.name = False, "MainProcess"  # type: ignore[attr-defined]
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    _replace_parent(os.getppid(), client_pid)
     sys.stdin = os.fdopen(0, closefd=False)
     unbuffered = "-u" in argv[: len(argv) - 1] and argv[0] in _OPTIONS
     sys.stdout, sys.stderr = (_text(number, unbuffered=unbuffered) for number in (1, 2))
@@ -220,6 +221,20 @@ def _become(request: Any, *, client: str, path: list[str], streams: list[int], c
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(status & 0xFF)
+
+
+def _replace_parent(server: int, client: int) -> None:
+    """Makes psutil say that the client, not the server, has started this process."""
+    parents = psutil.Process.parents
+
+    def started_by(process: psutil.Process) -> list[psutil.Process]:
+        above = parents(process)
+        if server not in [parent.pid for parent in above]:
+            return above
+        ours = above[: [parent.pid for parent in above].index(server)]
+        return [*ours, psutil.Process(client), *parents(psutil.Process(client))]
+
+    psutil.Process.parents = started_by
 
 
 def _text(number: int, *, unbuffered: bool) -> io.TextIOWrapper:
