@@ -620,10 +620,10 @@ def test_resumes_that_cannot_be(root, whole, capsys, tmp_path):
             assert found == ["CHECKPOINT_DAMAGED"]
             assert f"{folder / 'state.json'} has another SHA-256" in text
     code, lines = refused(
-        root, capsys, job, "--resume_from_checkpoint", root / "whole" / "checkpoint-30", "--stop-after", 60
+        root, capsys, job, "--resume_from_checkpoint", root / "whole" / "checkpoint-30", "--stop-after", 30
     )
     assert (code, codes(lines)) == (2, ["STOP_AFTER"])
-    assert "give at least 61" in lines[0]
+    assert "give at least 31" in lines[0]
 
 
 def test_help_names_what_a_person_needs(capsys):
