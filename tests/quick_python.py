@@ -42,18 +42,7 @@ from typing import Any, NoReturn
 import psutil
 from distributed import preloaded
 
-_READ_AT_IMPORT = (
-    "HOME",
-    "HF_",
-    "TRANSFORMERS_",
-    "TORCH_",
-    "PYTORCH_",
-    "XDG_",
-    "CUDA_HOME",
-    "LD_",
-    "PYTHONHASHSEED",
-    "MPL",
-)
+_READ_AT_IMPORT = ("HOME", "HF_", "TRANSFORMERS_", "TORCH_HOME", "XDG_", "CUDA_HOME", "LD_", "PYTHONHASHSEED", "MPL")
 _OPTIONS = ("-P", "-u")
 _F_SETSIG = 10  # linux/fcntl.h; Python's fcntl does not name it
 
