@@ -611,10 +611,10 @@ def test_resumes_that_cannot_be(root, whole, capsys, tmp_path):
         assert f"the tokenizer of {root / 'model'} has changed since {last} was saved: tokenizer.json" in text
     earlier = root / "whole" / "checkpoint-30"
     for folder, name in ((last, "latest"), (earlier, earlier)):
-        # One bit, after which a run of 80 steps would have come to its end.
+        # One bit, after which a run of 40 steps would have come to its end.
         with changed(
             folder / "state.json",
-            lambda text: text.replace(b'"step": 60', b'"step": 80').replace(b'"num_steps": 80', b'"num_steps": 60'),
+            lambda text: text.replace(b'"step": 30', b'"step": 40').replace(b'"num_steps": 40', b'"num_steps": 30'),
         ):
             found, text = resume(name)
             assert found == ["CHECKPOINT_DAMAGED"]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gloo
 WORKER = Path(__file__).with_name("three_ways.py")
 WAYS = ("toolkit", "trainer", "accelerate")
 BIN = Path(sys.executable).parent
-CASES = [(2, "fp32"), (3, "fp32"), (2, "bf16")]
+CASES = [(3, "fp32"), (2, "bf16")]
 # Equal to the last bit where this was written; another version may sum in another order.
 TOLERANCE = 1e-5
 
