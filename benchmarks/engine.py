@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import toolkit as tk
+from toolkit.config.job import Job
 from toolkit.launch.local import launch_local
-from toolkit.spec.job import Job
 
 
 def build_plan(options: argparse.Namespace, case: str) -> Any:

@@ -81,7 +81,7 @@ def caps() -> None:
     """Prints what became of runs whose torch may take A, which is what is required less context and NCCL, or less."""
     from measure import estimated_case, read_cases
 
-    from toolkit.memory.estimator import Estimator
+    from toolkit.memory.search.estimator import Estimator
     from toolkit.units import GIB
 
     cases = {case["id"]: case for case in read_cases(ROOT / "tests" / "data" / "cards" / "cases.yaml")}
@@ -102,7 +102,7 @@ def card_rows(folder: Path) -> Iterator[Row]:
     """The same of tests/data/cards, runs without a cap."""
     from measure import estimated_case, read_cases
 
-    from toolkit.memory.estimator import Estimator
+    from toolkit.memory.search.estimator import Estimator
 
     cases = {case["id"]: case for case in read_cases(ROOT / "tests" / "data" / "cards" / "cases.yaml")}
     estimator = Estimator()

@@ -53,8 +53,8 @@ def read_cases(path: Path) -> list[dict[str, Any]]:
 
 def estimated_case(case: Mapping[str, Any], folder: Path, *, gpu: str = "h100-sxm-80gb") -> Any:
     """Gives a case as the estimate takes it; the config.json of a model of its own is written into `folder`."""
-    from toolkit.memory.case import Case
-    from toolkit.spec.loader import parse_job
+    from toolkit.config.loader import parse_job
+    from toolkit.memory.search.scenario import Case
 
     name = case["model"]
     if case.get("config") is not None:
@@ -131,12 +131,12 @@ def quantized(config: Any, plan: Any, device: Any) -> Any:
 
 
 def finish_model(model: Any, plan: Any) -> Any:
-    from toolkit.modeling.fused_loss import apply_loss
+    from toolkit.modeling.chunked_loss import apply_loss
 
     train = plan.job.train
     if train.method != "full":
-        from toolkit.modeling.adapters import apply_lora
-        from toolkit.spec.job import Lora
+        from toolkit.config.job import Lora
+        from toolkit.modeling.lora import apply_lora
 
         model = apply_lora(model, train.lora or Lora(), seed=0)
     if plan.settings.gradient_checkpointing:
@@ -432,7 +432,7 @@ def expand(cases: list[dict[str, Any]], limits: Mapping[str, int], *, caps: list
 def predict(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Estimates each case; one that cannot be estimated says why."""
     from toolkit.errors import ToolkitError
-    from toolkit.memory.estimator import Estimator
+    from toolkit.memory.search.estimator import Estimator
 
     estimator, found = Estimator(), {}
     with tempfile.TemporaryDirectory() as folder:

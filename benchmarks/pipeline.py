@@ -46,7 +46,7 @@ from toolkit.launch.local import LOGS
 from toolkit.launch.outcome import write_worker_error
 from toolkit.launch.ports import free_port
 from toolkit.launch.supervisor import supervise
-from toolkit.schedule import bubble_fraction
+from toolkit.pipeline_schedule import bubble_fraction
 from toolkit.topology.grid import Grid
 
 DEFAULT_CASES = ("deepspeed:pipeline=2", "toolkit:pipeline=2", "toolkit:pipeline=2,schedule=zb-h1")
@@ -188,7 +188,7 @@ class Stopwatch:
     """
 
     def __init__(self, *, cuda: bool) -> None:
-        from toolkit.groups.channels import Arrival, Channels
+        from toolkit.distributed.p2p import Arrival, Channels
 
         self._cuda = cuda
         self._start = self._end = self._now()
@@ -234,8 +234,8 @@ def alone(grid: Grid, *, rank: int) -> Iterator[None]:
     """Makes this process a rank whose peers do not exist; what stages before and behind would send is there at once."""
     import torch
 
-    from toolkit.groups.channels import Arrival, Channels, Message
-    from toolkit.groups.fake import fake_world
+    from toolkit.distributed.fake import fake_world
+    from toolkit.distributed.p2p import Arrival, Channels, Message
 
     receive = Channels.receive
 
@@ -263,7 +263,7 @@ class DeepSpeedRun:
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
         from transformers import AutoConfig
 
-        from toolkit.groups.world import connect
+        from toolkit.distributed.world import connect
 
         if options.alone is not None:
             raise ValueError("deepspeed: has no ranks that run alone here")

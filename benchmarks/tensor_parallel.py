@@ -28,12 +28,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from toolkit.catalog.models import read_catalogue_model
 from toolkit.launch.environment import worker_environment
 from toolkit.launch.local import LOGS
 from toolkit.launch.outcome import write_worker_error
 from toolkit.launch.ports import free_port
 from toolkit.launch.supervisor import supervise
-from toolkit.spec.model import read_catalogue_model
 from toolkit.topology.grid import Grid
 
 # Dense bf16 of an H100 SXM and an H200, FLOP/s (NVIDIA H100 datasheet, without sparsity).
@@ -171,12 +171,12 @@ def our_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from toolkit.groups.mpu import ModelParallelUnit
-    from toolkit.groups.world import connect
+    from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
+    from toolkit.distributed.world import connect
     from toolkit.modeling.build import compile_layers
     from toolkit.modeling.fused_kernels import apply_kernels
     from toolkit.tensor_parallel.apply import apply_tensor_parallel
-    from toolkit.tensor_parallel.marks import mark_parameters
+    from toolkit.tensor_parallel.param_tags import mark_parameters
     from toolkit.tensor_parallel.tables import styles_for
 
     grid = Grid(pp=1, dp=options.gpus // options.tensor, tp=options.tensor)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.train.sample import write_sample
+from toolkit.trainer.sample import write_sample
 
 
 def main() -> None:

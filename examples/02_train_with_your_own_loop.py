@@ -17,8 +17,8 @@ import argparse
 from pathlib import Path
 
 import toolkit as tk
-from toolkit.train.preparation import prepare_in_turn
-from toolkit.train.tokenizer import load_tokenizer
+from toolkit.trainer.preparation import prepare_in_turn
+from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:

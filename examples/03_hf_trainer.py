@@ -19,9 +19,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import toolkit as tk
 from toolkit.data.collate import Collator
-from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.build import DTYPES
-from toolkit.train.tokenizer import load_tokenizer
+from toolkit.modeling.lora import apply_lora
+from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:

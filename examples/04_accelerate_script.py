@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 import toolkit as tk
 from toolkit.data.collate import Collator
-from toolkit.engine.schedule import warmup_steps
+from toolkit.engine.lr_scheduler import warmup_steps
 from toolkit.modeling.build import DTYPES, apply_plan
-from toolkit.train.tokenizer import load_tokenizer
+from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import argparse
 import json
 
 import toolkit as tk
-from toolkit.plan.offload import PROFILES
+from toolkit.planning.offload import PROFILES
 
 
 def main() -> None:

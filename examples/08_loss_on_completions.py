@@ -15,7 +15,7 @@ from pathlib import Path
 
 import toolkit as tk
 from toolkit.data.packing import IGNORED
-from toolkit.train.tokenizer import load_tokenizer
+from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:

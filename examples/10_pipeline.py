@@ -15,9 +15,9 @@ import os
 from pathlib import Path
 
 import toolkit as tk
-from toolkit.plan.stage_parts import layers_of_ranks
-from toolkit.train.preparation import prepare_in_turn
-from toolkit.train.tokenizer import load_tokenizer
+from toolkit.planning.stage_parts import layers_of_ranks
+from toolkit.trainer.preparation import prepare_in_turn
+from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def traces() -> dict[str, Any]:
 @pytest.fixture
 def kept_traces(traces: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets estimators share their traces: each command has one of its own, and most tests ask about one model."""
-    from toolkit.memory import estimator
+    from toolkit.memory.search import estimator
 
     make = estimator.trace_ranks
 

@@ -29,8 +29,8 @@ PRELOADED = [
     "accelerate",
     "pytest",
     "hypothesis",
-    "toolkit.train.loop",
-    "toolkit.export.export",
+    "toolkit.trainer.loop",
+    "toolkit.exporter.export",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]
@@ -252,7 +252,7 @@ def _run_on_card(
 
 
 def without_compilation() -> None:
-    """Keeps DeepSpeed from compiling collectives that only tensor-parallel inference calls (toolkit/groups/world.py)."""
+    """Keeps DeepSpeed from compiling collectives that only tensor-parallel inference calls (toolkit/distributed/world.py)."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -11,11 +11,11 @@ import pytest
 
 import toolkit as tk
 from toolkit.arguments import Positive, checks_arguments, each_fitting
+from toolkit.config.loader import load_job
 from toolkit.engine.run import Run
 from toolkit.errors import SpecError
-from toolkit.spec.loader import load_job
-from toolkit.train.preparation import prepare_in_turn
-from toolkit.train.tokenizer import load_tokenizer
+from toolkit.trainer.preparation import prepare_in_turn
+from toolkit.trainer.tokenizer import load_tokenizer
 
 JOB = tk.Job(model="quickstart-llama", cluster=tk.Cluster(gpu="cpu", nodes=2), data=tk.Data(train="a.jsonl"))
 PLAN = tk.resolve(JOB)

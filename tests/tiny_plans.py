@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from tiny_models import tiny_config
 
-from toolkit.plan.plan import Plan
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.config.job import Job
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import resolve
 
 RANKS, MICRO, ACCUMULATION, LENGTH = 2, 2, 2, 16
 # The share of the tokens that counts, by rank and micro-batch: a mean of means would be far from the global mean.

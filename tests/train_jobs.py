@@ -14,7 +14,7 @@ from distributed import QUICK
 from quick_python import quick_python
 from tiny_models import tiny_config
 
-from toolkit.train.sample import sample_documents, train_tokenizer
+from toolkit.trainer.sample import sample_documents, train_tokenizer
 
 VOCAB_SIZE = 320
 LENGTH = 32

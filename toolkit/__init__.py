@@ -11,42 +11,42 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from toolkit.artifacts.files import emit
     from toolkit.checkpoint.load import load
     from toolkit.checkpoint.save import save
+    from toolkit.config.job import Cluster, Data, Job, Lora, Model, Parallel, Train
     from toolkit.data.prepare import prepare
-    from toolkit.emit.files import emit
     from toolkit.engine.initialize import initialize
     from toolkit.engine.run import Run
     from toolkit.errors import ToolkitError
-    from toolkit.export.checkpoint import export
+    from toolkit.exporter.checkpoint import export
     from toolkit.memory.estimate import estimate
-    from toolkit.plan.plan import Plan
-    from toolkit.plan.resolve import resolve
-    from toolkit.spec.job import Cluster, Data, Job, Lora, Model, Parallel, Train
-    from toolkit.train.loop import train
+    from toolkit.planning.plan import Plan
+    from toolkit.planning.resolve import resolve
+    from toolkit.trainer.loop import train
 
     __version__: str
 
 _HOMES = {
-    "Cluster": "toolkit.spec.job",
-    "Data": "toolkit.spec.job",
-    "Job": "toolkit.spec.job",
-    "Lora": "toolkit.spec.job",
-    "Model": "toolkit.spec.job",
-    "Parallel": "toolkit.spec.job",
-    "Plan": "toolkit.plan.plan",
+    "Cluster": "toolkit.config.job",
+    "Data": "toolkit.config.job",
+    "Job": "toolkit.config.job",
+    "Lora": "toolkit.config.job",
+    "Model": "toolkit.config.job",
+    "Parallel": "toolkit.config.job",
+    "Plan": "toolkit.planning.plan",
     "Run": "toolkit.engine.run",
     "ToolkitError": "toolkit.errors",
-    "Train": "toolkit.spec.job",
-    "emit": "toolkit.emit.files",
+    "Train": "toolkit.config.job",
+    "emit": "toolkit.artifacts.files",
     "estimate": "toolkit.memory.estimate",
-    "export": "toolkit.export.checkpoint",
+    "export": "toolkit.exporter.checkpoint",
     "initialize": "toolkit.engine.initialize",
     "load": "toolkit.checkpoint.load",
     "prepare": "toolkit.data.prepare",
-    "resolve": "toolkit.plan.resolve",
+    "resolve": "toolkit.planning.resolve",
     "save": "toolkit.checkpoint.save",
-    "train": "toolkit.train.loop",
+    "train": "toolkit.trainer.loop",
 }
 
 __all__ = [

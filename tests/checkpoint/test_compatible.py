@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tiny_plans import tiny_plan
 
-from toolkit.checkpoint.compatible import layout_problems
-from toolkit.checkpoint.sources import source_problems
-from toolkit.plan.plan import Plan
-from toolkit.spec.job import Data
+from toolkit.checkpoint.compatibility import layout_problems
+from toolkit.checkpoint.fingerprint import source_problems
+from toolkit.config.job import Data
+from toolkit.planning.plan import Plan
 
 
 def _changes(tmp_path: Path, *, now: Plan, then: Plan) -> list[tuple[str, str]]:

@@ -19,8 +19,8 @@ import torch
 from distributed import preloaded
 from tiny_plans import step_batches, tiny_plan
 
+from toolkit.checkpoint.discovery import list_checkpoints, recover, remove_leftovers
 from toolkit.checkpoint.disk import disk_errors
-from toolkit.checkpoint.locate import list_checkpoints, recover, remove_leftovers
 from toolkit.checkpoint.manifest import verify
 from toolkit.errors import RunError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hostile_files import agree
 
-from toolkit.checkpoint.locate import latest_checkpoint, list_checkpoints, recover, remove_leftovers, rotate
+from toolkit.checkpoint.discovery import latest_checkpoint, list_checkpoints, recover, remove_leftovers, rotate
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.state import State
 from toolkit.errors import CheckpointError

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tiny_plans import tiny_plan
 
-from toolkit.checkpoint.compatible import changes, describe_changes, layout_problems, rule_of
+from toolkit.checkpoint.compatibility import changes, describe_changes, layout_problems, rule_of
 from toolkit.checkpoint.resume_rules import RULES
 from toolkit.cli.keys import describe_keys
 from toolkit.deepspeed_spec.job_section import job_keys
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 DEEPSPEED = [f"deepspeed.{path}" for path in job_keys()]
 LEAVES = [key.path for key in describe_keys() if key.values != "section"] + [

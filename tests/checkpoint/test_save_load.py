@@ -16,13 +16,13 @@ from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
 from toolkit.checkpoint import shared
-from toolkit.checkpoint.compatible import check_resumable, describe_changes, layout_problems
+from toolkit.checkpoint.compatibility import check_resumable, describe_changes, layout_problems
 from toolkit.checkpoint.load import load_as_data
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
 from toolkit.checkpoint.state import State
 from toolkit.errors import CheckpointError, ToolkitError
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 pytestmark = pytest.mark.gloo
 CASES: dict[str, dict[str, Any]] = {

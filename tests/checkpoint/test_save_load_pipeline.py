@@ -17,7 +17,7 @@ from toolkit.checkpoint.load import sort_by_rank
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
 from toolkit.errors import ToolkitError
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 pytestmark = pytest.mark.gloo
 

@@ -15,7 +15,7 @@ import toolkit as tk
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
 from toolkit.errors import ToolkitError
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 pytestmark = pytest.mark.gloo
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from toolkit.checkpoint.sources import Source, identify, source_notes, source_problems
-from toolkit.spec.job import Job
+from toolkit.checkpoint.fingerprint import Source, identify, source_notes, source_problems
+from toolkit.config.job import Job
 
 _STORED = TypeAdapter(dict[str, tuple[Source, ...]])
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_plans import tiny_plan
 
-from toolkit.checkpoint.sources import Source
+from toolkit.checkpoint.fingerprint import Source
 from toolkit.checkpoint.state import State, saved_plan
 from toolkit.errors import CheckpointError
 

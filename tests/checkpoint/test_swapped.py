@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.checkpoint.swapped import INDEX, SWAPPED, SubGroup, master_weights, read_sub_groups
+from toolkit.checkpoint.nvme_state import INDEX, SWAPPED, SubGroup, master_weights, read_sub_groups
 
 GROUP = {"file": "0_3.tensor.swp", "numel": 3}
 

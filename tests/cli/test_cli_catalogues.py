@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from toolkit.catalog.gpus import load_catalogue
+from toolkit.catalog.models import model_names
 from toolkit.cli.app import main
-from toolkit.spec.catalogue import load_catalogue
-from toolkit.spec.model import model_names
 
 
 def run(capsys, *arguments):

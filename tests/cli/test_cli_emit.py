@@ -9,9 +9,9 @@ import pytest
 
 from toolkit.cli.app import main
 from toolkit.cli.options import is_plan_file, read_job, read_plan
+from toolkit.config.job import Job
 from toolkit.errors import PlanError, SpecError
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.planning.resolve import resolve
 
 JOB = "model: llama-3.1-8b\ncluster: {gpu: h100-sxm-80gb, gpus_per_node: 4}\n"
 

@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from quick_python import quick_python
 
 from toolkit.cli.app import main
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.config.job import Job
+from toolkit.planning.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.cli.app import main
 from toolkit.cli.export import parse_size
+from toolkit.config.job import Job
 from toolkit.errors import SpecError
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.planning.resolve import resolve
 
 pytestmark = pytest.mark.gloo
 LORA = {"method": "lora", "lora": {"r": 4, "lora_alpha": 64}}
@@ -36,8 +36,8 @@ RUNS = {
 
 
 def _train_all(rank: int, root: str) -> None:
-    from toolkit.train.loop import train
-    from toolkit.train.progress import Silent
+    from toolkit.trainer.loop import train
+    from toolkit.trainer.progress import Silent
 
     for name, sections in RUNS.items():
         steps = {"max_steps": 4, "save_steps": 4, **sections["train"]}
@@ -157,7 +157,7 @@ def test_what_is_read_is_verified_first(root, capsys, tmp_path):
 
 def test_verification_may_be_left_out_where_it_has_just_been_done(root, tmp_path):
     from toolkit.errors import CheckpointError
-    from toolkit.export.checkpoint import export as export_checkpoint
+    from toolkit.exporter.checkpoint import export as export_checkpoint
 
     folder = damaged(root, tmp_path / "checkpoint-1", "rank-00000.pt")  # which the export does not need
     assert export_checkpoint(folder, tmp_path / "out", verify_first=False, check_logits=False).report.verified

@@ -16,7 +16,7 @@ JOB = "model: quickstart-llama\ncluster: {gpu: cpu, gpus_per_node: 2}\ntrain: {o
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 plan = Plan.load(Path(os.environ["TOOLKIT_PLAN"]))
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")

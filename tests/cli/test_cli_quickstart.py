@@ -12,7 +12,7 @@ from distributed import QUICK
 from quick_python import quick_python
 from train_jobs import curve
 
-from toolkit.checkpoint.locate import list_checkpoints
+from toolkit.checkpoint.discovery import list_checkpoints
 from toolkit.checkpoint.manifest import verify
 from toolkit.cli.app import main
 

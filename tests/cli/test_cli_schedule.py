@@ -12,7 +12,7 @@ import pytest
 
 from toolkit.cli.app import main
 from toolkit.cli.schedule_chart import chart, title_of
-from toolkit.schedule import build_schedule, simulate
+from toolkit.pipeline_schedule import build_schedule, simulate
 
 JOB = """\
 model: quickstart-llama

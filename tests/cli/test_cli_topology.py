@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.cli.app import main
 from toolkit.cli.topology_picture import draw
-from toolkit.plan.stage_parts import layers_of_ranks
+from toolkit.planning.stage_parts import layers_of_ranks
 from toolkit.topology import Grid, place
 from toolkit.topology.links import boundaries
 

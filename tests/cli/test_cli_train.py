@@ -23,11 +23,11 @@ from hostile_files import agree
 from quick_python import child_with
 from train_jobs import curve, files, hears_interrupts, records, run_toolkit, start_toolkit, write_inputs, write_job
 
-from toolkit.checkpoint.locate import list_checkpoints
+from toolkit.artifacts.files import emit
+from toolkit.checkpoint.discovery import list_checkpoints
 from toolkit.checkpoint.manifest import verify
 from toolkit.cli.app import main
 from toolkit.cli.options import read_plan
-from toolkit.emit.files import emit
 from toolkit.errors import RunError
 
 # Enough that a signal still finds the run in the middle.
@@ -451,7 +451,7 @@ def test_an_earlier_run_is_kept(root, whole, capsys):
 
 def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
     from toolkit.cli.train_checks import checked_plan
-    from toolkit.train.checks import guard_output
+    from toolkit.trainer.checks import guard_output
 
     plan = checked_plan(write_job(root, "old"), [f"train.output_dir={tmp_path}"])
     for name in ("checkpoint-3", "export", "tensorboard", "notes"):
@@ -465,7 +465,7 @@ def test_overwrite_deletes_only_what_a_run_wrote(root, tmp_path, capsys):
 def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
     from toolkit.checkpoint.state import State
     from toolkit.cli.train_checks import checked_plan
-    from toolkit.cli.train_end import is_finished, last_checkpoint
+    from toolkit.cli.train_report import is_finished, last_checkpoint
 
     plan = checked_plan(write_job(root, "damaged"), [f"train.output_dir={tmp_path}"])
     values = {"num_steps": 9, "zero_stage": 2, "world_size": 2, "train_batch_size": 8, "versions": {}}
@@ -487,7 +487,7 @@ def test_a_damaged_checkpoint_does_not_stop_the_report(root, tmp_path):
 def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
     from toolkit.checkpoint.state import State
     from toolkit.cli.train_checks import checked_plan
-    from toolkit.cli.train_end import Call, report
+    from toolkit.cli.train_report import Call, report
     from toolkit.errors import Problem
     from toolkit.launch.outcome import RunOutcome, WorkerFailure
 

@@ -10,8 +10,8 @@ from tiny_plans import tiny_plan
 
 from toolkit.checkpoint.layout import PLAN
 from toolkit.cli.train_checks import startable_plan
-from toolkit.plan.plan import Plan
-from toolkit.plan.resolve import with_torch_adam
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import with_torch_adam
 
 CARD = "h100-sxm-80gb"
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from train_jobs import curve, records, run_toolkit, start_toolkit, write_inputs, write_job
 from transformers import AutoModelForCausalLM
 
-from toolkit.checkpoint.locate import list_checkpoints
+from toolkit.checkpoint.discovery import list_checkpoints
 from toolkit.checkpoint.manifest import verify
-from toolkit.export.checkpoint import logits_difference
+from toolkit.exporter.checkpoint import logits_difference
 
 pytestmark = pytest.mark.gloo
 

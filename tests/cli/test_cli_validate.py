@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.catalog.models import read_catalogue_model
 from toolkit.cli.app import main
-from toolkit.spec.model import read_catalogue_model
-from toolkit.spec.schema import known_keys
+from toolkit.config.schema import known_keys
 
 JOB = """
 model: llama-3.1-8b

@@ -9,8 +9,8 @@ import pytest
 
 from toolkit.data.chats import message_spans
 from toolkit.data.formats import Tokeniser, check_tokenizer
+from toolkit.dataset_inspection.chat_template import CHATML_TEMPLATE
 from toolkit.errors import DataError
-from toolkit.spec.chat_template import CHATML_TEMPLATE
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>\n{% endfor %}"

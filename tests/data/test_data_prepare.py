@@ -15,10 +15,10 @@ import datasets
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from toolkit.config.job import Data
 from toolkit.data.prepare import prepare
 from toolkit.data.sources import split_rows
 from toolkit.errors import DataError
-from toolkit.spec.job import Data
 
 Writer = Callable[..., Path]
 
@@ -158,7 +158,7 @@ def test_a_second_call_and_another_process_reuse_the_token_files(
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     code = (
         "import sys; from pathlib import Path; from transformers import AutoTokenizer;"
-        "from toolkit.data.prepare import prepare; from toolkit.spec.job import Data; base = Path(sys.argv[1]);"
+        "from toolkit.data.prepare import prepare; from toolkit.config.job import Data; base = Path(sys.argv[1]);"
         "tokenizer = AutoTokenizer.from_pretrained(base / 'tokenizer');"
         "out = prepare(Data(train='train.jsonl'), tokenizer=tokenizer, sequence_length=64, seed=0,"
         " cache_dir=base / 'cache', base=base); print([row['input_ids'].tolist() for row in out.train])"

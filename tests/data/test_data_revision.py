@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from local_hub import LocalHub, served
 
-from toolkit.spec.dataset import peek
-from toolkit.spec.job import Data
+from toolkit.config.job import Data
+from toolkit.dataset_inspection.inspect import peek
 
 OLD, NEW = "a" * 40, "b" * 40
 NAMES = {"main": NEW, "v1": OLD, OLD: OLD, NEW: NEW}
@@ -53,8 +53,8 @@ import json, sys
 from pathlib import Path
 from toolkit.data.sources import load_documents
 from toolkit.errors import ToolkitError
-from toolkit.spec.dataset import check_data
-from toolkit.spec.job import Data
+from toolkit.dataset_inspection.inspect import check_data
+from toolkit.config.job import Data
 
 found = []
 for revision in json.loads(sys.argv[1]):

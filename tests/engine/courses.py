@@ -17,10 +17,10 @@ from tiny_plans import ACCUMULATION, RANKS, step_batches, tiny_plan
 from torch.nn import functional
 
 import toolkit as tk
-from toolkit.groups.world import World
+from toolkit.distributed.world import World
 from toolkit.modeling.build import build_model
 from toolkit.pipeline_parallel.part import stage_info
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.apply import parameter_shards
 
 FEW, A_LAUNCH = 2, 7

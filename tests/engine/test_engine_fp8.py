@@ -17,7 +17,7 @@ from torch.nn import functional
 import toolkit as tk
 from toolkit.modeling.build import build_model
 from toolkit.modeling.fp8 import fp8_layers
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 STEPS = 3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 4}

@@ -13,9 +13,9 @@ import pytest
 from tiny_models import tiny_config, tiny_model
 
 import toolkit as tk
+from toolkit.config.job import Job
 from toolkit.engine.initialize import locate_weights, parameter_groups
 from toolkit.errors import PlanError
-from toolkit.spec.job import Job
 
 # What a notebook does: one run after another, one of them failing, another that leaves by an error.
 NOTEBOOK = """

@@ -28,7 +28,7 @@ from distributed import run_distributed
 from tiny_plans import RANKS
 
 from toolkit.modeling import linear_cross_entropy
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 STEPS = 6
 LORA_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}

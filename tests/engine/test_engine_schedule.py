@@ -9,10 +9,10 @@ import torch
 from tiny_plans import tiny_plan
 from transformers import TrainingArguments, get_scheduler
 
-from toolkit.engine.schedule import LearningRate, warmup_steps
+from toolkit.config.job import Schedule
+from toolkit.engine.lr_scheduler import LearningRate, warmup_steps
 from toolkit.errors import PlanError
-from toolkit.plan.plan import Plan
-from toolkit.spec.job import Schedule
+from toolkit.planning.plan import Plan
 
 PEAK, STEPS = 3e-4, 23
 CASES: dict[str, dict[str, Any]] = {

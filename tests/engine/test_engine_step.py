@@ -18,11 +18,11 @@ import toolkit as tk
 from toolkit.data.packing import PackedDataset
 from toolkit.data.store import TokenStore
 from toolkit.engine.run import Run
-from toolkit.engine.stop import StopFlag
+from toolkit.engine.signals import StopFlag
 from toolkit.errors import ToolkitError
 from toolkit.modeling.build import build_model
 from toolkit.modeling.loss import count_targets, summed_cross_entropy
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 ROWS, EVAL_ROWS, ASKED_AT = 21, 5, 3
 LEARNING = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 2, "optimizer": "adamw_torch"}

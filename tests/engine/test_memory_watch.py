@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toolkit.engine.memory_watch import MemoryWatch
+from toolkit.engine.memory_tracker import MemoryWatch
 
 
 class Counter:

@@ -17,12 +17,12 @@ from tiny_plans import step_batches
 from transformers import AutoModelForCausalLM
 
 import toolkit as tk
-from toolkit.checkpoint.swapped import INDEX, SWAPPED, restore_unswapped
+from toolkit.checkpoint.nvme_state import INDEX, SWAPPED, restore_unswapped
+from toolkit.config.job import Job
 from toolkit.errors import CheckpointError
-from toolkit.export.zero_reader import ZeroCheckpoint
-from toolkit.plan.plan import Plan
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.exporter.zero_reader import ZeroCheckpoint
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import resolve
 
 
 def _is_built(name: str) -> bool:

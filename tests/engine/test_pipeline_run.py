@@ -21,11 +21,11 @@ from tiny_plans import step_batches, tiny_plan
 from torch.nn import functional
 
 import toolkit as tk
-from toolkit.engine.zero3_agreement import _NAME, _USERS
+from toolkit.distributed.p2p import UNDER_WAY
+from toolkit.engine.zero3_trace import _NAME, _USERS
 from toolkit.errors import RunError
-from toolkit.groups.channels import UNDER_WAY
 from toolkit.modeling.build import build_model
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 MANY = 64
 EVALUATED = UNDER_WAY + 2

@@ -8,7 +8,7 @@ from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
 from toolkit.errors import RunError
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 
 def told(rank: int, plan: Plan) -> tuple[tuple[str, ...], str]:

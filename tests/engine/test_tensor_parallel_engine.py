@@ -31,7 +31,7 @@ from distributed import run_distributed
 from tiny_plans import step_batches
 
 import toolkit as tk
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 TENSOR, RANKS, STEPS = 2, 4, 10
 LORA_ON_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj", "lm_head"]}}

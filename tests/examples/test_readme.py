@@ -12,10 +12,10 @@ import typer.main
 import yaml
 
 import toolkit as tk
+from toolkit.catalog.models import model_names, read_catalogue_model
 from toolkit.cli.app import build_app, main
-from toolkit.cli.checking import check
-from toolkit.spec.loader import parse_job
-from toolkit.spec.model import model_names, read_catalogue_model
+from toolkit.cli.job_checks import check
+from toolkit.config.loader import parse_job
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

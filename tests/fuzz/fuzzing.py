@@ -29,7 +29,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from toolkit.errors import Problem, ToolkitError
-from toolkit.memory.report import MemoryReport
+from toolkit.memory.report.report import MemoryReport
 
 T = TypeVar("T")
 

@@ -13,13 +13,13 @@ from fuzzing import ROOT
 from mutations import Tree, change_value, encoded, mutate, mutate_text, odd_value
 from pydantic import BaseModel
 
+from toolkit.catalog.gpus import load_catalogue
+from toolkit.config.job import Job
+from toolkit.config.job_problems import FOREIGN_KEYS
+from toolkit.config.schema import known_keys
 from toolkit.deepspeed_spec.job_section import job_keys
 from toolkit.deepspeed_spec.nested import paths, without
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
-from toolkit.spec.catalogue import load_catalogue
-from toolkit.spec.job import Job
-from toolkit.spec.job_problems import FOREIGN_KEYS
-from toolkit.spec.schema import known_keys
 
 KEYS = known_keys()
 IN_A_JOB = frozenset(job_keys())

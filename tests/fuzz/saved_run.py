@@ -21,8 +21,8 @@ from train_jobs import LENGTH, VOCAB_SIZE, job_values
 from transformers import AutoTokenizer
 
 import toolkit as tk
+from toolkit.config.job import Job
 from toolkit.engine.run import Run
-from toolkit.spec.job import Job
 
 MARK = "was-run"
 # DeepSpeed's scripts and tag, and the scores, which are compared only where the manifest names them.

@@ -22,10 +22,10 @@ from train_jobs import write_inputs
 from transformers import AutoTokenizer
 
 import toolkit as tk
+from toolkit.config.job import Cluster, Data, Job, Lora, Model, Parallel, Train
+from toolkit.config.loader import load_job
 from toolkit.engine.run import Run
-from toolkit.plan.plan import Plan
-from toolkit.spec.job import Cluster, Data, Job, Lora, Model, Parallel, Train
-from toolkit.spec.loader import load_job
+from toolkit.planning.plan import Plan
 
 SECTIONS = (Job, Model, Cluster, Train, Data, Lora, Parallel)
 

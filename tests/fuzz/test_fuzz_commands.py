@@ -14,10 +14,10 @@ from fuzzing import FULL_COUNT, Case, command, is_chosen, run_cases, tree
 from job_grammar import GPUS, KEYS, MODELS
 from mutations import NUMBERS, WORDS, encoded, misspelt, mutate, mutate_text, odd_value
 
-import toolkit.export.checkpoint
-import toolkit.memory.estimator  # noqa: F401
-from toolkit.memory.account import PHASES
-from toolkit.memory.calibration import load_calibrations
+import toolkit.exporter.checkpoint
+import toolkit.memory.search.estimator  # noqa: F401
+from toolkit.memory.engines.ledger import PHASES
+from toolkit.memory.report.calibration import load_calibrations
 
 JOB = {
     "model": "quickstart-llama",

@@ -15,13 +15,13 @@ from fuzzing import FULL_COUNT, Case, attempt, is_chosen, run_cases
 from train_jobs import write_inputs
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from toolkit.config.job import Data
 from toolkit.data.chat_template import set_chat_template
 from toolkit.data.formats import CONVERSATION, Tokeniser
 from toolkit.data.prepare import prepare
 from toolkit.data.sources import Documents, load_documents, progress_bars
-from toolkit.spec.chat_template import CHATML, read_chat_template
-from toolkit.spec.dataset import peek
-from toolkit.spec.job import Data
+from toolkit.dataset_inspection.chat_template import CHATML, read_chat_template
+from toolkit.dataset_inspection.inspect import peek
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,12 @@ from fuzzing import (
 from job_grammar import typical
 from mutations import NUMBERS, Tree, change_value, encoded, mutate, mutate_text, odd_value
 
+from toolkit.config.job import Job
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.user_file import TRAINER_AUTO
-from toolkit.memory.case import Case as MemoryCase
-from toolkit.memory.deepspeed_file import DeepSpeedFile
-from toolkit.memory.estimator import Estimator
-from toolkit.spec.job import Job
+from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.scenario import Case as MemoryCase
 
 NAMES = tuple(
     sorted(

@@ -28,9 +28,9 @@ from mutations import WORDS, Tree, odd_value
 from train_jobs import write_inputs
 
 from toolkit.cli.options import read_plan
-from toolkit.memory.case import Case as MemoryCase
-from toolkit.memory.estimator import Estimator
-from toolkit.plan.plan import Plan
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.scenario import Case as MemoryCase
+from toolkit.planning.plan import Plan
 
 
 @pytest.fixture(scope="module")

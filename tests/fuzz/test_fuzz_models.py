@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from tiny_models import tiny_config
 from train_jobs import write_inputs
 
-from toolkit.memory.case import Case as MemoryCase
-from toolkit.memory.estimator import Estimator
-from toolkit.spec.job import Job
+from toolkit.config.job import Job
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.scenario import Case as MemoryCase
 
 ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "deepseek_v2", "qwen3_moe", "falcon", "opt", "gpt_neox", "phi3")
 NAMES = (

@@ -14,10 +14,10 @@ from job_grammar import LEAVES, bases, put_key, typical
 from mutations import Tree, encoded, get, mutate, mutate_text, paths
 from train_jobs import write_inputs
 
+from toolkit.config.job import Job
 from toolkit.errors import ToolkitError
-from toolkit.plan.plan import Plan
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import resolve
 
 
 @pytest.fixture(scope="module")

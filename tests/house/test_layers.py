@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIGHT = (
-    *("toolkit.spec", "toolkit.topology", "toolkit.schedule", "toolkit.deepspeed_spec", "toolkit.plan"),
-    *("toolkit.emit", "toolkit.launch"),
+    *("toolkit.config", "toolkit.topology", "toolkit.pipeline_schedule", "toolkit.deepspeed_spec", "toolkit.planning"),
+    *("toolkit.artifacts", "toolkit.launch"),
 )
 HEAVY = ("torch", "deepspeed", "accelerate", "transformers", "datasets", "peft", "tokenizers")
 IMPORT_ALL = f"""

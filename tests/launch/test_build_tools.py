@@ -122,7 +122,7 @@ def test_an_nvme_offload_needs_libaio_too(machine, tmp_path: Path) -> None:
 
 
 def nvme_plan(folder: Path, **changes: Any):
-    from toolkit.plan.resolve import resolve
+    from toolkit.planning.resolve import resolve
 
     plan = tiny_plan(gpu=CARD, parallel={"zero_stage": 3})
     values = plan.job.model_dump(mode="json", exclude_unset=True) | changes

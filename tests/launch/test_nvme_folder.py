@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.config.job import Job
 from toolkit.errors import RunError
 from toolkit.launch import nvme
 from toolkit.launch.local import check_launchable, launch_local
 from toolkit.launch.nvme import SWAP_FOLDER, check_nvme, locked_bytes, nvme_folder_of, swapped_bytes
-from toolkit.plan.plan import Plan
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import resolve
 
 
 def _plan(folder: Path, *, offload: str = "full-nvme", model: str = "quickstart-llama") -> Plan:

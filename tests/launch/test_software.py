@@ -80,7 +80,7 @@ def test_a_start_is_refused_where_the_machine_has_not_what_the_job_says(tmp_path
     "cluster", [{"transformers": 5.17}, {"transformers": "newest"}, {"kernel_packages": ["mamba"]}]
 )
 def test_what_is_no_package_and_no_version_is_refused(tmp_path, cluster):
-    from toolkit.spec.loader import parse_job
+    from toolkit.config.loader import parse_job
 
     with pytest.raises(SpecError) as caught:
         parse_job({"model": "qwen2.5-0.5b", "cluster": {"gpu": "h100-sxm-80gb", **cluster}, "train": {"max_steps": 1}})

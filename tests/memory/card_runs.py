@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.memory.case import Case
-from toolkit.memory.estimator import Estimator
-from toolkit.memory.report import MemoryReport
+from toolkit.memory.report.report import MemoryReport
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.scenario import Case
 
 ROOT = Path(__file__).parents[2]
 CARDS = ROOT / "tests" / "data" / "cards"

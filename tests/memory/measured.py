@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit as tk
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 MODEL_TYPES = {"LlamaConfig": "llama", "Qwen2Config": "qwen2", "Qwen3Config": "qwen3", "GPT2Config": "gpt2"}
 

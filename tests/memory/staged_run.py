@@ -15,28 +15,28 @@ from deepspeed.runtime.utils import register_output_backward_hooks
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from traced_models import config_of
 
+from toolkit.config.job import Job, Lora
+from toolkit.distributed.p2p import UNDER_WAY, Arrival
+from toolkit.distributed.world import World
 from toolkit.engine import pipeline
-from toolkit.engine.memory_watch import MemoryWatch
-from toolkit.groups.channels import UNDER_WAY, Arrival
-from toolkit.groups.world import World
-from toolkit.memory.courses import course_of
+from toolkit.engine.memory_tracker import MemoryWatch
 from toolkit.memory.engines.course import Course
+from toolkit.memory.engines.courses import course_of
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.events import Mark, Release, Trace
-from toolkit.memory.fake_model import build_empty, on_fake_device
-from toolkit.memory.inputs import make_batch
-from toolkit.memory.kernels import Device, cuda_kernels
-from toolkit.memory.traces import engine_settings, trace_ranks
-from toolkit.memory.tracker import StorageTracker
-from toolkit.memory.values import in_place, no_chance
+from toolkit.memory.kernels.dispatch import Device, cuda_kernels
+from toolkit.memory.trace.events import Mark, Release, Trace
+from toolkit.memory.trace.fake_model import build_empty, on_fake_device
+from toolkit.memory.trace.fake_ops import in_place, no_chance
+from toolkit.memory.trace.inputs import make_batch
+from toolkit.memory.trace.ranks import engine_settings, trace_ranks
+from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.build import DTYPES, model_config, stage_part
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
-from toolkit.modeling.fused_loss import apply_loss
+from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.pipeline_parallel import cut_model
-from toolkit.plan.plan import Plan
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job, Lora
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import resolve
 
 LENGTH = 32
 H100 = Device(capability=9.0)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.memory.advice import Saving, candidates, find_savings
-from toolkit.memory.case import Case
+from toolkit.config.job import Job
 from toolkit.memory.estimate import estimate
-from toolkit.memory.estimator import Estimator, trace_key
-from toolkit.memory.traces import trace_plan
-from toolkit.spec.job import Job
+from toolkit.memory.search.advice import Saving, candidates, find_savings
+from toolkit.memory.search.estimator import Estimator, trace_key
+from toolkit.memory.search.scenario import Case
+from toolkit.memory.trace.ranks import trace_plan
 from toolkit.units import GIB
 
 pytestmark = pytest.mark.usefixtures("kept_traces")

@@ -6,8 +6,15 @@ import pytest
 
 from toolkit.cli.app import main
 from toolkit.errors import SpecError
-from toolkit.memory.calibration import Calibration, MeasuredRun, learn, load_calibrations, read_run, save_calibrations
-from toolkit.memory.device import CONTEXT_BYTES, overhead
+from toolkit.memory.report.calibration import (
+    Calibration,
+    MeasuredRun,
+    learn,
+    load_calibrations,
+    read_run,
+    save_calibrations,
+)
+from toolkit.memory.report.overhead import CONTEXT_BYTES, overhead
 from toolkit.units import GIB
 
 PHASES = {"init": 10, "forward": 40, "backward": 50, "step": 30}

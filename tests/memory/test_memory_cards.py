@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from card_runs import CARDS, Reports, quick  # which puts the benchmarks on the import path
 
-from toolkit.memory.device import COMMUNICATOR_BYTES, CONTEXT_BYTES, FURTHER_COMMUNICATOR_BYTES
+from toolkit.memory.report.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES, FURTHER_COMMUNICATOR_BYTES
 from toolkit.units import GIB
 
 from estimate import read_runs, time_over_uncapped  # isort: skip

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from toolkit.catalog.gpus import find_gpu, load_catalogue
+from toolkit.config.job import Job
 from toolkit.errors import SpecError
-from toolkit.memory.choose_gpu import Count, batch_on, counts, read_gpus
-from toolkit.memory.compare import full_name, read_strategies
-from toolkit.memory.sweep import read_axes
-from toolkit.plan.resolve import resolve
-from toolkit.spec.catalogue import find_gpu, load_catalogue
-from toolkit.spec.job import Job
+from toolkit.memory.search.choose_gpu import Count, batch_on, counts, read_gpus
+from toolkit.memory.search.compare import full_name, read_strategies
+from toolkit.memory.search.sweep import read_axes
+from toolkit.planning.resolve import resolve
 
 
 def code_of(function, *arguments):

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from zero3_file import BOTH_OFFLOADS, ZERO_3
 
+from toolkit.config.job import Job
 from toolkit.errors import PlanError, ToolkitError
-from toolkit.memory.case import Case
-from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.spec.job import Job
+from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.search.scenario import Case
 
 # The file that transformers' documentation shows for ZeRO-3 with offload.
 DOCUMENTED = {

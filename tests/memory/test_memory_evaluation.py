@@ -4,11 +4,11 @@ import pytest
 from traced_models import CONFIGS, peaks, traced
 
 import toolkit as tk
-from toolkit.memory.advice import find_savings
-from toolkit.memory.case import Case
 from toolkit.memory.estimate import estimate
-from toolkit.memory.estimator import Estimator
-from toolkit.memory.events import Mark
+from toolkit.memory.search.advice import find_savings
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.scenario import Case
+from toolkit.memory.trace.events import Mark
 
 VOCABULARY, LENGTH, WIDTH = 128_256, 2048, 2048
 

@@ -13,17 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from traced_models import H100, LENGTH, config_of, traced
 
 import toolkit as tk
+from toolkit.config.job import Fp8, Job
 from toolkit.errors import PlanError
-from toolkit.memory.account import in_blocks
-from toolkit.memory.case import Case
-from toolkit.memory.deepspeed_file import DeepSpeedFile
-from toolkit.memory.estimator import Estimator, trace_key
-from toolkit.memory.events import Recorder, Run, held
-from toolkit.memory.trace import Trace, trace_model
-from toolkit.memory.tracker import StorageTracker
+from toolkit.memory.engines.ledger import in_blocks
+from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.search.estimator import Estimator, trace_key
+from toolkit.memory.search.scenario import Case
+from toolkit.memory.trace.events import Recorder, Run, held
+from toolkit.memory.trace.run import Trace, trace_model
+from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.fp8 import apply_fp8, fp8_layers
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Fp8, Job
+from toolkit.planning.resolve import resolve
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 WAYS = [

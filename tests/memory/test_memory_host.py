@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import toolkit as tk
 from toolkit.memory.estimate import estimate
-from toolkit.memory.host import UNUSED, HostMemory, pinned
-from toolkit.memory.host_loading import loading
+from toolkit.memory.report.host import UNUSED, HostMemory, pinned
+from toolkit.memory.report.host_loading import loading
 from toolkit.units import GIB
 
 from measure import estimated_case, read_cases  # isort: skip

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.config.job import Job
 from toolkit.memory.estimate import estimate
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.planning.resolve import resolve
 from toolkit.units import GIB
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from traced_models import config_of
 from transformers import AutoModelForCausalLM
 
-from toolkit.memory.layers import find_stacks, prune, shorten
+from toolkit.memory.trace.representatives import find_stacks, prune, shorten
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 
 kinds = st.lists(st.sampled_from("ABC"), min_size=1, max_size=40)

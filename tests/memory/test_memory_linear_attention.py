@@ -4,9 +4,9 @@ import pytest
 import torch
 from card_runs import CARDS, host_runs, quick  # which puts the benchmarks on the import path
 
-from toolkit.memory.case import Case
-from toolkit.memory.estimator import Estimator
-from toolkit.memory.linear_attention import multiplied_out
+from toolkit.memory.kernels.linear_attention import multiplied_out
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.scenario import Case
 
 from measure import estimated_case, read_cases  # isort: skip
 

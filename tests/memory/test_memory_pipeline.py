@@ -11,19 +11,19 @@ from staged_run import direct, in_whole_blocks, peaks_of, predicted, staged_job,
 from traced_models import traced
 
 from toolkit.errors import PlanError
-from toolkit.memory.advice import find_savings
-from toolkit.memory.case import Case
-from toolkit.memory.compare import compare, read_strategies
-from toolkit.memory.courses import course_of, fewest
 from toolkit.memory.engines.course import Course
+from toolkit.memory.engines.courses import course_of, fewest
 from toolkit.memory.estimate import estimate
-from toolkit.memory.estimator import Estimator
-from toolkit.memory.events import held
-from toolkit.memory.recut import find_cut
-from toolkit.memory.traces import engine_settings, trace_ranks
+from toolkit.memory.search.advice import find_savings
+from toolkit.memory.search.compare import compare, read_strategies
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.rebalance import find_cut
+from toolkit.memory.search.scenario import Case
+from toolkit.memory.trace.events import held
+from toolkit.memory.trace.ranks import engine_settings, trace_ranks
 from toolkit.pipeline_parallel import StagePart
-from toolkit.plan.resolve import resolve
-from toolkit.schedule import Backward, Forward, actions, build_schedule
+from toolkit.pipeline_schedule import Backward, Forward, actions, build_schedule
+from toolkit.planning.resolve import resolve
 
 FOUR: dict[str, Any] = {"pipeline": 4, "config": {"num_hidden_layers": 8}}
 EIGHT_LAYERS: dict[str, Any] = {"num_hidden_layers": 8}

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from toolkit.errors import SpecError
-from toolkit.memory.account import PHASES
-from toolkit.memory.host import HostReport
-from toolkit.memory.plot import MAX_CAUSES, plot_heat_map
-from toolkit.memory.report import MemoryReport, PhaseReport, RankReport
-from toolkit.plan.checkpoint_size import DiskUse
+from toolkit.memory.engines.ledger import PHASES
+from toolkit.memory.report.figures import MAX_CAUSES, plot_heat_map
+from toolkit.memory.report.host import HostReport
+from toolkit.memory.report.report import MemoryReport, PhaseReport, RankReport
+from toolkit.planning.checkpoint_size import DiskUse
 from toolkit.topology.grid import Coordinate
 from toolkit.units import GIB
 
@@ -126,5 +126,7 @@ def test_a_heat_map_says_what_fits(tmp_path, axes):
 
 
 def test_matplotlib_waits_until_something_is_drawn():
-    program = "import sys; import toolkit.memory.plot, toolkit.cli.estimate; sys.exit('matplotlib' in sys.modules)"
+    program = (
+        "import sys; import toolkit.memory.report.figures, toolkit.cli.estimate; sys.exit('matplotlib' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -7,13 +7,13 @@ from torch.nn import functional
 from zero3_file import BOTH_OFFLOADS, ZERO_3
 
 import toolkit as tk
-from toolkit.memory.case import Case
-from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.estimate import estimate
-from toolkit.memory.estimator import Estimator
-from toolkit.memory.events import Recorder
-from toolkit.memory.kernels import Device, cuda_kernels
-from toolkit.memory.tracker import StorageTracker
+from toolkit.memory.kernels.dispatch import Device, cuda_kernels
+from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.scenario import Case
+from toolkit.memory.trace.events import Recorder
+from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling import liger
 from toolkit.modeling.linear_cross_entropy import LogitMap, linear_cross_entropy
 from toolkit.modeling.loss import IGNORED

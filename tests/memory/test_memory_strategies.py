@@ -4,8 +4,8 @@ import pytest
 
 import toolkit as tk
 from toolkit.errors import PlanError
-from toolkit.memory.case import Case
-from toolkit.memory.estimator import Estimator
+from toolkit.memory.search.estimator import Estimator
+from toolkit.memory.search.scenario import Case
 from toolkit.units import GIB
 
 MIB = 2**20

@@ -13,9 +13,9 @@ from transformers.models.llama import modeling_llama
 import toolkit as tk
 from toolkit.errors import PlanError, SpecError
 from toolkit.memory.estimate import estimate
-from toolkit.memory.events import held
-from toolkit.memory.trace import trace, trace_model
-from toolkit.memory.traces import trace_plan
+from toolkit.memory.trace.events import held
+from toolkit.memory.trace.ranks import trace_plan
+from toolkit.memory.trace.run import trace, trace_model
 from toolkit.modeling.build import model_config
 
 ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5}
@@ -194,7 +194,7 @@ def test_images_whose_size_the_config_does_not_say():
 
 
 def test_a_failed_backward_pass_says_so(monkeypatch):
-    from toolkit.memory.stand_ins import FusedAttention
+    from toolkit.memory.kernels.fake_fused import FusedAttention
 
     def refuse(ctx, *grads):
         raise RuntimeError("no gradient here")
@@ -260,7 +260,7 @@ def test_the_worst_routing_is_priced_where_the_routing_matters(monkeypatch):
         config._experts_implementation = "eager"
         return config
 
-    monkeypatch.setattr("toolkit.memory.trace.model_config", one_by_one)
+    monkeypatch.setattr("toolkit.memory.trace.run.model_config", one_by_one)
     looped = estimate(plan)
     worst = trace_plan(plan, marks_modules=True, routing="worst")
     assert worst.depends_on_routing

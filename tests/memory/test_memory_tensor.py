@@ -9,25 +9,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from traced_models import BATCH, H100, LENGTH, config_of, peaks, traced
 from transformers import AutoModelForCausalLM
 
-from toolkit.groups.collectives import all_reduce, start_all_reduce
-from toolkit.groups.fake import fake_group
-from toolkit.memory.advice import candidates, find_savings
-from toolkit.memory.case import Case
-from toolkit.memory.causes import LOSS
-from toolkit.memory.choose_gpu import Count, batch_on, counts
-from toolkit.memory.compare import read_strategies
+from toolkit.catalog.gpus import find_gpu
+from toolkit.config.job import Job
+from toolkit.distributed.collectives import all_reduce, start_all_reduce
+from toolkit.distributed.fake import fake_group
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
-from toolkit.memory.estimator import Estimator, trace_key
-from toolkit.memory.events import Mark, Recorder, Run, held
-from toolkit.memory.fake_model import shard
-from toolkit.memory.trace import trace_model
-from toolkit.memory.tracker import StorageTracker
-from toolkit.memory.values import in_place
+from toolkit.memory.search.advice import candidates, find_savings
+from toolkit.memory.search.choose_gpu import Count, batch_on, counts
+from toolkit.memory.search.compare import read_strategies
+from toolkit.memory.search.estimator import Estimator, trace_key
+from toolkit.memory.search.scenario import Case
+from toolkit.memory.trace.attribution import LOSS
+from toolkit.memory.trace.events import Mark, Recorder, Run, held
+from toolkit.memory.trace.fake_model import shard
+from toolkit.memory.trace.fake_ops import in_place
+from toolkit.memory.trace.run import trace_model
+from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.build import gather_as_one
-from toolkit.plan.checkpoint_size import checkpoint_bytes
-from toolkit.spec.catalogue import find_gpu
-from toolkit.spec.job import Job
+from toolkit.planning.checkpoint_size import checkpoint_bytes
 
 TOKENS, LAYERS, INNER, HEADS, KEY_HEADS, HEAD = BATCH * LENGTH, 6, 48, 4, 2, 8
 BF16, FP32 = 2, 4

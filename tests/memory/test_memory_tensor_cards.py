@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import toolkit as tk
-from toolkit.spec.model import read_catalogue_model
+from toolkit.catalog.models import read_catalogue_model
 from toolkit.units import GIB
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "tensor-2xh200.jsonl"

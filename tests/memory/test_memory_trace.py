@@ -6,12 +6,12 @@ from traced_models import BATCH, CONFIGS, H100, LENGTH, WAYS, config_of, peaks, 
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama
 
+from toolkit.config.job import Lora
 from toolkit.errors import PlanError
-from toolkit.memory.account import Account
-from toolkit.memory.causes import LOSS
-from toolkit.memory.events import Mark, Run, held
-from toolkit.memory.trace import trace_model
-from toolkit.spec.job import Lora
+from toolkit.memory.engines.ledger import Account
+from toolkit.memory.trace.attribution import LOSS
+from toolkit.memory.trace.events import Mark, Run, held
+from toolkit.memory.trace.run import trace_model
 
 # Each architecture in one way, and some others; the rest of the product is `full`.
 ZERO3 = "ZeRO-3 with checkpointing"

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from toolkit.memory.account import Account
-from toolkit.memory.events import Run, Trace
-from toolkit.memory.kernels import Device
-from toolkit.memory.trace import trace_model
-from toolkit.spec.job import Lora
+from toolkit.config.job import Lora
+from toolkit.memory.engines.ledger import Account
+from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.trace.events import Run, Trace
+from toolkit.memory.trace.run import trace_model
 
 H100 = Device(capability=9.0)
 BATCH, LENGTH = 2, 32

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_models import tiny_model, tokens
 
+from toolkit.config.job import Lora
 from toolkit.errors import PlanError
-from toolkit.modeling.adapters import apply_lora
-from toolkit.spec.job import Lora
+from toolkit.modeling.lora import apply_lora
 
 
 def adapters(model: Any) -> dict[str, torch.Tensor]:

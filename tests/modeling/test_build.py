@@ -16,14 +16,14 @@ from tiny_plans import RANKS, step_batches, tiny_plan
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 
+from toolkit.config.job import Job
+from toolkit.distributed.world import connect
 from toolkit.errors import PlanError, SpecError, ToolkitError
-from toolkit.groups.world import connect
-from toolkit.memory.kernels import Device
-from toolkit.memory.trace import trace
+from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.trace.run import trace
 from toolkit.modeling.build import build_model, construct, import_architecture, model_config
-from toolkit.plan.plan import Plan
-from toolkit.plan.resolve import resolve
-from toolkit.spec.job import Job
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import resolve
 from toolkit.topology.grid import Grid
 
 CPU = torch.device("cpu")

@@ -107,8 +107,8 @@ def test_gradients_are_the_same(architecture: str, overrides: dict[str, Any], at
 
 
 def test_dropout_of_an_adapter_is_drawn_again_alike() -> None:
-    from toolkit.modeling.adapters import apply_lora
-    from toolkit.spec.job import Lora
+    from toolkit.config.job import Lora
+    from toolkit.modeling.lora import apply_lora
 
     def adapted(**checkpointing: Any) -> dict[str, torch.Tensor]:
         model = apply_lora(model_of(), Lora(r=4, lora_dropout=0.5), seed=0)

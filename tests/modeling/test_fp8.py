@@ -12,13 +12,13 @@ from tiny_plans import tiny_plan
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.config.job import Fp8, Lora
 from toolkit.errors import PlanError
 from toolkit.modeling import build
 from toolkit.modeling import fp8 as module_under_test
-from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.build import build_model, compile_layers
 from toolkit.modeling.fp8 import apply_fp8, check_device, fp8_layers, without_fp8
-from toolkit.spec.job import Fp8, Lora
+from toolkit.modeling.lora import apply_lora
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

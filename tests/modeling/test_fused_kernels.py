@@ -14,13 +14,13 @@ from tiny_models import tiny_config, tiny_model, tokens
 from torch import nn
 from torch.nn import functional
 
+from toolkit.config.job import Lora
 from toolkit.errors import PlanError
-from toolkit.memory.kernels import Device
-from toolkit.memory.trace import trace_model
-from toolkit.modeling.adapters import apply_lora
+from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.trace.run import trace_model
 from toolkit.modeling.fused_kernels import Fusable, apply_kernels, find_fusable
-from toolkit.plan.rules.kernels import PLAIN_MODEL_TYPES
-from toolkit.spec.job import Lora
+from toolkit.modeling.lora import apply_lora
+from toolkit.planning.rules.kernels import PLAIN_MODEL_TYPES
 
 LLAMA, OLMO, GEMMA = (0.0, "llama"), (0.0, "gemma"), (1.0, "gemma")
 

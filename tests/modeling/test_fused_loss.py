@@ -11,13 +11,13 @@ import torch
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.config.job import Lora
 from toolkit.errors import PlanError
 from toolkit.modeling import linear_cross_entropy as fused
-from toolkit.modeling.adapters import apply_lora
-from toolkit.modeling.fused_loss import apply_loss, find_logit_map
+from toolkit.modeling.chunked_loss import apply_loss, find_logit_map
 from toolkit.modeling.linear_cross_entropy import LogitMap, linear_cross_entropy
+from toolkit.modeling.lora import apply_lora
 from toolkit.modeling.loss import auxiliary_loss, summed_cross_entropy, token_loss
-from toolkit.spec.job import Lora
 
 NUM_TARGETS = 7
 SCALED = {

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from transformers import initialization as init
 from transformers.core_model_loading import Transpose, WeightConverter
 
+from toolkit.distributed.fake import fake_world
+from toolkit.distributed.process_groups import join_group
 from toolkit.errors import CheckpointError
-from toolkit.groups.fake import fake_world
-from toolkit.groups.process_groups import join_group
 from toolkit.modeling.conversion import ConversionGroup
 from toolkit.modeling.initialization import initialize_weights
-from toolkit.modeling.own_part import OwnPart
+from toolkit.modeling.local_shard import OwnPart
+from toolkit.modeling.materialize import allocate
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
-from toolkit.modeling.storage import allocate
 from toolkit.modeling.weights import load_pretrained
 from toolkit.tensor_parallel.apply import parameter_shards
 from toolkit.topology.grid import Grid

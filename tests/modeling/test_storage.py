@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from toolkit.modeling.initialization import initialize_weights
-from toolkit.modeling.storage import allocate
+from toolkit.modeling.materialize import allocate
 
 CPU = torch.device("cpu")
 # Tied, with weights beside modules' own, and with one that is declared in fp32 whatever the rest is.

@@ -13,9 +13,9 @@ from staged_models import MODELS, batch, dense_model
 from torch import nn
 
 from toolkit.pipeline_parallel import StagePart, cut_model, hidden_shape, run_stage
-from toolkit.pipeline_parallel.gradients import Fp32Gradients
-from toolkit.pipeline_parallel.split_backward import accumulate, split_backward
-from toolkit.tensor_parallel.weight_gradients import Delayed, WeightGradients
+from toolkit.pipeline_parallel.grads import Fp32Gradients
+from toolkit.pipeline_parallel.zero_bubble_backward import accumulate, split_backward
+from toolkit.tensor_parallel.deferred_grads import Delayed, WeightGradients
 
 MIDDLE = StagePart(chunks=(range(1, 3),), num_layers=4)
 MICRO_BATCHES = 2

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from distributed import run_distributed
 from staged_models import VOCABULARY, Chain, batch, dense_model, gradients, parts
 
+from toolkit.distributed.process_groups import join_group
 from toolkit.errors import PlanError
-from toolkit.groups.process_groups import join_group
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.pipeline_parallel import cut_model, hidden_shape, stage_info
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
+from toolkit.tensor_parallel.embedding import gather_scores
 from toolkit.tensor_parallel.tables import styles_for
-from toolkit.tensor_parallel.vocabulary import gather_scores
 from toolkit.topology.grid import Grid
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

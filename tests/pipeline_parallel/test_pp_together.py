@@ -9,14 +9,14 @@ import pytest
 import torch
 from staged_models import Chain, batch, cut_copies, dense_model, gradients
 
+from toolkit.config.job import Lora
 from toolkit.errors import PlanError
-from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.build import compile_layers, decoder_layers
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
-from toolkit.modeling.fused_loss import apply_loss
+from toolkit.modeling.chunked_loss import apply_loss
+from toolkit.modeling.lora import apply_lora
 from toolkit.modeling.loss import token_loss
 from toolkit.pipeline_parallel import run_stage, stage_info
-from toolkit.spec.job import Lora
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -15,12 +15,12 @@ from staged_models import MODELS, dense_model, parts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from toolkit.distributed.fake import fake_world
+from toolkit.distributed.process_groups import join_group
 from toolkit.errors import CheckpointError
-from toolkit.groups.fake import fake_world
-from toolkit.groups.process_groups import join_group
 from toolkit.modeling.initialization import initialize_weights
+from toolkit.modeling.materialize import allocate
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
-from toolkit.modeling.storage import allocate
 from toolkit.modeling.weights import load_pretrained
 from toolkit.pipeline_parallel import StagePart, cut_model, stage_info
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards

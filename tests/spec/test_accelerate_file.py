@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from toolkit.config.accelerate_file import is_accelerate_file, job_sections
+from toolkit.config.loader import load_job, parse_job
 from toolkit.errors import SpecError
-from toolkit.spec.accelerate_file import is_accelerate_file, job_sections
-from toolkit.spec.loader import load_job, parse_job
 
 COMMON = {"compute_environment": "LOCAL_MACHINE", "machine_rank": 0, "tpu_env": [], "rdzv_backend": "static"}
 

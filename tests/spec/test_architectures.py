@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from toolkit.catalog.architectures import architecture_of, causal_lm_types, class_problems
+from toolkit.catalog.models import resolve_model
+from toolkit.config.job import Model
 from toolkit.errors import SpecError
-from toolkit.spec.architectures import architecture_of, causal_lm_types, class_problems
-from toolkit.spec.job import Model
-from toolkit.spec.model import resolve_model
 
 # One of each way in which a class comes by its flags: written in its base, inherited over files, from another type's
 # module, from a folder with several modules, with a list of kernels.

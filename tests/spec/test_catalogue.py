@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from toolkit.catalog.files import configs_root
+from toolkit.catalog.gpus import PRECISIONS, Gpu, find_gpu, find_in, load_catalogue
 from toolkit.errors import SpecError
-from toolkit.spec.catalogue import PRECISIONS, Gpu, find_gpu, find_in, load_catalogue
-from toolkit.spec.configs import configs_root
 
 CATALOGUE = load_catalogue()
 CARDS = [gpu for gpu in CATALOGUE.values() if gpu.vendor != "cpu"]
@@ -127,5 +127,5 @@ def test_configs_root_prefers_the_wheel(tmp_path: Path):
 
 
 def test_starts_without_torch():
-    code = "import sys, toolkit.spec.catalogue as c; c.load_catalogue(); sys.exit('torch' in sys.modules)"
+    code = "import sys, toolkit.catalog.gpus as c; c.load_catalogue(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from toolkit.config.job import Data
 from toolkit.data.chat_template import set_chat_template
+from toolkit.dataset_inspection.chat_template import CHATML_TEMPLATE, read_chat_template, template_problems
+from toolkit.dataset_inspection.inspect import peek
 from toolkit.errors import DataError
-from toolkit.spec.chat_template import CHATML_TEMPLATE, read_chat_template, template_problems
-from toolkit.spec.dataset import peek
-from toolkit.spec.job import Data
 
 
 def test_chatml_and_a_file(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from toolkit.config.job import Data
+from toolkit.dataset_inspection.chat_template import CHATML_TEMPLATE, ChatTemplate, TemplateRefusalError
+from toolkit.dataset_inspection.inspect import DatasetFacts, peek
 from toolkit.errors import Problem
-from toolkit.spec.chat_template import CHATML_TEMPLATE, ChatTemplate, TemplateRefusalError
-from toolkit.spec.dataset import DatasetFacts, peek
-from toolkit.spec.job import Data
 
 ASKED = {"role": "user", "content": "weather?"}
 CALLING = [

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.spec.dataset import peek
-from toolkit.spec.dataset_layouts import ALPACA, ALPACA_CHAT, LAYOUTS, SHAREGPT, fitting_layouts
-from toolkit.spec.job import Data
+from toolkit.config.job import Data
+from toolkit.dataset_inspection.inspect import peek
+from toolkit.dataset_inspection.layouts import ALPACA, ALPACA_CHAT, LAYOUTS, SHAREGPT, fitting_layouts
 
 # Records of tatsu-lab/alpaca and their `text` columns.
 TIPS = {"instruction": "Give three tips for staying healthy.", "input": "", "output": "1. Eat well."}

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from toolkit.config.job import Data
+from toolkit.dataset_inspection.files import first_bad_json_line
+from toolkit.dataset_inspection.inspect import check_data, peek
 from toolkit.errors import DataError, Problem
-from toolkit.spec.dataset import check_data, peek
-from toolkit.spec.dataset_files import first_bad_json_line
-from toolkit.spec.job import Data
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -252,7 +252,7 @@ def test_peek_imports_no_training_library(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", {"text": "a"})
     code = (
         "import sys; from pathlib import Path;"
-        "from toolkit.spec.dataset import peek; from toolkit.spec.job import Data;"
+        "from toolkit.dataset_inspection.inspect import peek; from toolkit.config.job import Data;"
         f"peek(Data(train='a.jsonl'), base=Path({str(tmp_path)!r}));"
         "print({'torch', 'datasets', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules))"
     )

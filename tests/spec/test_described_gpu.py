@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from toolkit.catalog.gpus import find_gpu
+from toolkit.config.job import Card, Cluster, Job
+from toolkit.config.loader import apply_override, parse_job
 from toolkit.errors import SpecError
 from toolkit.launch.devices import match_gpu
-from toolkit.memory.case import Case
-from toolkit.plan.plan import Plan
-from toolkit.plan.resolve import resolve
-from toolkit.spec.catalogue import find_gpu
-from toolkit.spec.job import Card, Cluster, Job
-from toolkit.spec.loader import apply_override, parse_job
+from toolkit.memory.search.scenario import Case
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import resolve
 from toolkit.units import GIB
 
 L20 = {"name": "L20", "memory_gib": 44.5, "compute_capability": "8.9", "bf16_tflops": 119.5}

@@ -7,8 +7,8 @@ import json
 import pytest
 from transformers import AutoConfig
 
+from toolkit.catalog.dimensions import read_dimensions
 from toolkit.errors import SpecError
-from toolkit.spec.dimensions import read_dimensions
 
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 OF_LLAMA = {

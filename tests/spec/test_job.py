@@ -4,8 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.config.job import Cluster, Data, Fp8, Job, Lora, Model, Parallel, Train
 from toolkit.errors import SpecError
-from toolkit.spec.job import Cluster, Data, Fp8, Job, Lora, Model, Parallel, Train
 
 CPU = Cluster(gpu="cpu")
 

@@ -6,12 +6,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.config.job import Job
+from toolkit.config.job_problems import FOREIGN_KEYS
+from toolkit.config.loader import apply_override, load_job, parse_job
+from toolkit.config.schema import known_keys
+from toolkit.config.yaml_text import load_yaml, parse_yaml
 from toolkit.errors import SpecError
-from toolkit.spec.job import Job
-from toolkit.spec.job_problems import FOREIGN_KEYS
-from toolkit.spec.loader import apply_override, load_job, parse_job
-from toolkit.spec.schema import known_keys
-from toolkit.spec.yaml_text import load_yaml, parse_yaml
 
 SMALL = "model: m\ncluster: {gpu: cpu}\n"
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from local_hub import LocalHub, served
 
+from toolkit.catalog.models import ModelSpec, model_names, read_catalogue_model, resolve_model
+from toolkit.config.job import Model
 from toolkit.errors import SpecError
-from toolkit.spec.job import Model
-from toolkit.spec.model import ModelSpec, model_names, read_catalogue_model, resolve_model
 
 TINY = {
     "model_type": "llama",
@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ASK = """
 import json, sys
 from toolkit.errors import SpecError
-from toolkit.spec.job import Model
-from toolkit.spec.model import resolve_model
+from toolkit.config.job import Model
+from toolkit.catalog.models import resolve_model
 answers = []
 for model in json.loads(sys.argv[1]):
     try:

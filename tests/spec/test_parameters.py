@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from toolkit.catalog.dimensions import TIED_BY_DEFAULT, default_fields, read_dimensions
+from toolkit.catalog.families import FAMILIES
+from toolkit.catalog.models import model_names, read_catalogue_model
+from toolkit.catalog.parameters import count_lora_parameters, count_parameters, float8_layers, names_without_target
 from toolkit.errors import SpecError
 from toolkit.modeling.fp8 import _chooser
-from toolkit.spec.dimensions import TIED_BY_DEFAULT, default_fields, read_dimensions
-from toolkit.spec.families import FAMILIES
-from toolkit.spec.model import model_names, read_catalogue_model
-from toolkit.spec.parameters import count_lora_parameters, count_parameters, float8_layers, names_without_target
 
 LLAMA = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 EXPERTS = {**LLAMA, "num_key_value_heads": 2, "num_experts_per_tok": 2}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.checking import check
+from toolkit.cli.job_checks import check
+from toolkit.config.job import Cluster, Data, Job, Model, Train
+from toolkit.config.paths import num_bytes, path_kind
 from toolkit.errors import SpecError
-from toolkit.spec.job import Cluster, Data, Job, Model, Train
-from toolkit.spec.paths import num_bytes, path_kind
 
 
 def loop(folder: Path) -> Path:

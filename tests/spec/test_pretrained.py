@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_models import tiny_model
 
-from toolkit.spec.job import Model
-from toolkit.spec.model import resolve_model
-from toolkit.spec.pretrained import weight_problems
-from toolkit.spec.weights import INDEX, SINGLE
+from toolkit.catalog.models import resolve_model
+from toolkit.catalog.pretrained import weight_problems
+from toolkit.catalog.weights import INDEX, SINGLE
+from toolkit.config.job import Model
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from toolkit.config.schema import known_keys
+from toolkit.config.suggestions import nearest, nearest_key
 from toolkit.deepspeed_spec.job_section import HOMES, job_keys
-from toolkit.spec.schema import known_keys
-from toolkit.spec.suggestions import nearest, nearest_key
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from toolkit.catalog.tokenizer import read_tokenizer_facts
 from toolkit.errors import SpecError
-from toolkit.spec.tokenizer import read_tokenizer_facts
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 MARKED = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% endfor %}"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.spec.weights import INDEX, SINGLE, count_stored_parameters, find_weights, read_header
+from toolkit.catalog.weights import INDEX, SINGLE, count_stored_parameters, find_weights, read_header
 
 
 def saved(folder: Path, *, shard: str = "5GB", tied: bool = False) -> int:

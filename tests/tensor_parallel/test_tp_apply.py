@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from toolkit.distributed.fake import fake_world
+from toolkit.distributed.process_groups import join_group, split_group
 from toolkit.errors import PlanError
-from toolkit.groups.fake import fake_world
-from toolkit.groups.process_groups import join_group, split_group
 from toolkit.pipeline_parallel import StagePart, cut_model
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
-from toolkit.tensor_parallel.gradient_sums import summed_parameters
+from toolkit.tensor_parallel.grad_sync import summed_parameters
 from toolkit.tensor_parallel.linear import RowParallelLinear
-from toolkit.tensor_parallel.styles import Attention, Column, Heads, Replicated, Row, Style, Styles, Vocabulary
+from toolkit.tensor_parallel.plan import Attention, Column, Heads, Replicated, Row, Style, Styles, Vocabulary
 from toolkit.tensor_parallel.tables import styles_for
 from toolkit.topology.grid import Grid
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from distributed import run_distributed
 from sharded_models import VOCABULARY, Variant, batch, dense_model, pairs, shard, variants
 
-from toolkit.groups.fake import fake_world
-from toolkit.groups.process_groups import join_group
+from toolkit.distributed.fake import fake_world
+from toolkit.distributed.process_groups import join_group
 from toolkit.tensor_parallel.apply import dense_shards, parameter_shards
+from toolkit.tensor_parallel.embedding import gather_scores
 from toolkit.tensor_parallel.tables import DERIVED, styles_for
-from toolkit.tensor_parallel.vocabulary import gather_scores
 from toolkit.topology.grid import Grid
 
 TOLERANCE = 1e-5

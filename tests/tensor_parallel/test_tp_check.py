@@ -10,15 +10,15 @@ import torch
 from sharded_models import dense_model
 from torch import nn
 
+from toolkit.distributed.fake import fake_world
+from toolkit.distributed.process_groups import join_group
 from toolkit.errors import PlanError
-from toolkit.groups.fake import fake_world
-from toolkit.groups.process_groups import join_group
 from toolkit.tensor_parallel import decoder as decoder_module
-from toolkit.tensor_parallel import styles as styles_module
+from toolkit.tensor_parallel import plan as styles_module
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
-from toolkit.tensor_parallel.gradient_sums import summed_parameters
+from toolkit.tensor_parallel.grad_sync import summed_parameters
 from toolkit.tensor_parallel.layout import Part
-from toolkit.tensor_parallel.styles import (
+from toolkit.tensor_parallel.plan import (
     Attention,
     Column,
     Experts,

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.config.job import Lora
+from toolkit.distributed.fake import fake_world
+from toolkit.distributed.process_groups import join_group, split_group
 from toolkit.errors import PlanError
-from toolkit.groups.fake import fake_world
-from toolkit.groups.process_groups import join_group, split_group
-from toolkit.modeling.adapters import apply_lora
+from toolkit.modeling.lora import apply_lora
 from toolkit.pipeline_parallel import StagePart, cut_model
-from toolkit.spec.job import Lora
 from toolkit.tensor_parallel.guard import PartOfModel
 from toolkit.topology.grid import Grid
 

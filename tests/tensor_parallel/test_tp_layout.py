@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.tensor_parallel import embedding as vocabulary_module
 from toolkit.tensor_parallel import layout as layout_module
-from toolkit.tensor_parallel import vocabulary as vocabulary_module
+from toolkit.tensor_parallel.embedding import ROWS_MULTIPLE, vocabulary_layout
 from toolkit.tensor_parallel.layout import Layout, Part, Shard
-from toolkit.tensor_parallel.vocabulary import ROWS_MULTIPLE, vocabulary_layout
 
 
 def number_shared_with(num_ranks: int) -> st.SearchStrategy[int]:

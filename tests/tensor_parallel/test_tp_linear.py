@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.groups.process_groups import split_group
+from toolkit.distributed.process_groups import split_group
 from toolkit.tensor_parallel.layout import Layout, Part
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear, share_input
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sharded_models import dense_model
 
-from toolkit.groups.fake import fake_group
+from toolkit.distributed.fake import fake_group
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.norm import ParallelRMSNorm
 from toolkit.tensor_parallel.tables import styles_for

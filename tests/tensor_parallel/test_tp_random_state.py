@@ -11,7 +11,7 @@ from distributed import run_distributed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.tensor_parallel.random_state import RandomRegion, shard_dropout
+from toolkit.tensor_parallel.rng import RandomRegion, shard_dropout
 
 RANKS = 2
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 
-from toolkit.groups.collectives import all_reduce
-from toolkit.tensor_parallel.regions import (
+from toolkit.distributed.collectives import all_reduce
+from toolkit.tensor_parallel.autograd import (
     copy_to_region,
     gather_from_region,
     gather_from_sequence,

@@ -19,8 +19,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from toolkit.tensor_parallel import cross_entropy
 from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss, vocab_parallel_cross_entropy
+from toolkit.tensor_parallel.embedding import VocabParallelEmbedding, gather_scores, vocabulary_layout
 from toolkit.tensor_parallel.layout import Shard
-from toolkit.tensor_parallel.vocabulary import VocabParallelEmbedding, gather_scores, vocabulary_layout
 
 IGNORED = -100
 

@@ -10,18 +10,18 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit.arguments import checks_arguments
-from toolkit.checkpoint.compatible import describe_changes, known_num_steps, layout_problems
+from toolkit.checkpoint.compatibility import describe_changes, known_num_steps, layout_problems
+from toolkit.checkpoint.fingerprint import source_notes, source_problems
 from toolkit.checkpoint.layout import tag_of
 from toolkit.checkpoint.manifest import checksum_problems, damaged, read_manifest, share, size_problems
+from toolkit.checkpoint.nvme_state import restore_unswapped
 from toolkit.checkpoint.pickles import read_pickle
 from toolkit.checkpoint.random_state import load_random_state
-from toolkit.checkpoint.sources import source_notes, source_problems
 from toolkit.checkpoint.state import State, saved_plan, step_problems
-from toolkit.checkpoint.swapped import restore_unswapped
+from toolkit.distributed.heartbeat import patiently
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
-from toolkit.groups.patience import patiently
-from toolkit.plan.checkpoint_size import leaves_frozen_out
+from toolkit.planning.checkpoint_size import leaves_frozen_out
 
 _log = logging.getLogger(__name__)
 

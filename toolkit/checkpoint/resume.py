@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.compatible import check_resumable, known_num_steps
+from toolkit.checkpoint.compatibility import check_resumable, known_num_steps
+from toolkit.checkpoint.discovery import latest_checkpoint, list_checkpoints
 from toolkit.checkpoint.layout import step_of
-from toolkit.checkpoint.locate import latest_checkpoint, list_checkpoints
 from toolkit.checkpoint.state import State, is_readable
 from toolkit.errors import CheckpointError
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 LATEST, AUTO = "latest", "auto"
 

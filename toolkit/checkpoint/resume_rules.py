@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from toolkit.plan.plan import Plan
-from toolkit.spec.job import Fp8, Lora
+from toolkit.config.job import Fp8, Lora
+from toolkit.planning.plan import Plan
 
 _SHARDS = "its shards fit that layout only"
 _POSITION = "its position would mean other documents"
@@ -33,7 +33,7 @@ class Rule:
 
     Args:
         on_change: `told`: it takes effect and is named; `refused`; `free`: nothing depends on it; `content`: compared by what
-            is read (`toolkit.checkpoint.sources`, the model's configuration), whatever its name.
+            is read (`toolkit.checkpoint.fingerprint`, the model's configuration), whatever its name.
         code: Error code of a refusal.
         why: What stands against the change, for its message.
         counts: Whether the key counts in plan and checkpoint at all: where it does not, nothing is said.

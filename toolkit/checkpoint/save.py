@@ -14,20 +14,20 @@ import torch.distributed as dist
 
 from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.disk import disk_errors, disk_full
+from toolkit.checkpoint.fingerprint import Source, Sources, identify
 from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, tag_of
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
-from toolkit.checkpoint.probe import record_probe
+from toolkit.checkpoint.nvme_state import finish_swapped
 from toolkit.checkpoint.random_state import save_random_state
+from toolkit.checkpoint.reference_logits import record_probe
 from toolkit.checkpoint.shared import check_shared
-from toolkit.checkpoint.sources import Source, Sources, identify
 from toolkit.checkpoint.state import State
-from toolkit.checkpoint.swapped import finish_swapped
 from toolkit.data.formats import TransformersTokenizer
 from toolkit.engine.run import Run
 from toolkit.errors import PlanError
 from toolkit.io import sync_folder
-from toolkit.modeling.agreement import agree
-from toolkit.plan.checkpoint_size import leaves_frozen_out, written_bytes
+from toolkit.modeling.first_rank import agree
+from toolkit.planning.checkpoint_size import leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
 from toolkit.version import installed_version
 
@@ -48,7 +48,7 @@ def save(
         path: Folder of the checkpoint, on a file system that all ranks share; replaced if it exists.
         tokenizer: Saved beside the model's configuration, for the export.
         probe: Also keeps a few scores of the live model, with which the export can be compared; one forward pass.
-        sources: Of rank 0: what the run reads, from `toolkit.checkpoint.sources.identify`; found out now when left out,
+        sources: Of rank 0: what the run reads, from `toolkit.checkpoint.fingerprint.identify`; found out now when left out,
             which reads all of the data files.
 
     Returns:

@@ -7,8 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from toolkit.distributed.world import World
 from toolkit.errors import PlanError
-from toolkit.groups.world import World
 
 # NFS clients may keep what they know of a folder for as long (acdirmin, man 5 nfs), unless they list it.
 SEEN_WITHIN_SECONDS = 30.0

@@ -8,12 +8,12 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from toolkit.checkpoint.fingerprint import Source
 from toolkit.checkpoint.layout import PLAN, STATE, tag_of
 from toolkit.checkpoint.manifest import damaged, parse_typed, read_small
-from toolkit.checkpoint.sources import Source
 from toolkit.errors import CheckpointError, PlanError, Problem
 from toolkit.io import parse_object, write_json
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 from toolkit.version import installed_version
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -33,7 +33,7 @@ class State(BaseModel):
         train_batch_size: Sequences an optimizer step.
         saved_at: Seconds since the epoch.
         versions: Library versions that wrote the checkpoint.
-        sources: What the run reads, as `toolkit.checkpoint.sources.identify` tells it; the earliest versions recorded none.
+        sources: What the run reads, as `toolkit.checkpoint.fingerprint.identify` tells it; the earliest versions recorded none.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")

@@ -13,7 +13,7 @@ from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_json, print_table
 
 if TYPE_CHECKING:
-    from toolkit.memory.calibration import MeasuredRun
+    from toolkit.memory.report.calibration import MeasuredRun
 
 
 def register(app: typer.Typer) -> None:
@@ -46,8 +46,8 @@ def calibrate(
     """
     from dataclasses import asdict
 
-    from toolkit.memory.calibration import learn, load_calibrations, read_run, save_calibrations
-    from toolkit.memory.device import CONTEXT_BYTES
+    from toolkit.memory.report.calibration import learn, load_calibrations, read_run, save_calibrations
+    from toolkit.memory.report.overhead import CONTEXT_BYTES
 
     runs = {path: read_run(path) for path in metrics}
     path = calibration_path()
@@ -83,7 +83,7 @@ def calibrate(
 
 
 def _print(runs: dict[Path, MeasuredRun]) -> None:
-    from toolkit.memory.account import PHASES
+    from toolkit.memory.engines.ledger import PHASES
     from toolkit.units import format_bytes
 
     columns = ("peak", *PHASES, "context and NCCL", "measured")

@@ -10,8 +10,8 @@ import typer
 
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.config.paths import is_folder
 from toolkit.errors import CheckError, CheckpointError
-from toolkit.spec.paths import is_folder
 from toolkit.units import format_bytes
 
 _GROUP = typer.Typer(no_args_is_help=True, help="List and verify checkpoints.")
@@ -33,7 +33,7 @@ def list_command(
     JSON keys: checkpoints (path, step, zero_stage, world_size, pipeline, tensor, bytes, saved, damaged); of a damaged one, whose own
     description cannot be read, only path and step are known.
     """
-    from toolkit.checkpoint.locate import list_checkpoints
+    from toolkit.checkpoint.discovery import list_checkpoints
 
     if not is_folder(output_dir, key=str(output_dir)):
         raise CheckpointError.of(

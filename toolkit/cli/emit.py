@@ -11,7 +11,7 @@ from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_json, warn
 
 if TYPE_CHECKING:
-    from toolkit.emit.files import Emitted
+    from toolkit.artifacts.files import Emitted
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +23,7 @@ def _folder(written: str) -> Path:
     """Reads --out by the rules for a job's paths: a shell leaves the ~ of --out=~/x as it is."""
     from pydantic import TypeAdapter, ValidationError
 
-    from toolkit.spec.values import Folder
+    from toolkit.config.fields import Folder
 
     try:
         return TypeAdapter(Folder).validate_python(written)
@@ -55,9 +55,9 @@ def emit(
     JSON keys: folder, files (path, state: new, unchanged, rewritten, edited), removed, left_out (file, problems),
     untrainable (problems for which `toolkit train` would refuse the job), warnings.
     """
-    from toolkit.cli.salvage import sound
-    from toolkit.emit.files import write_files
-    from toolkit.plan.refusals import refusals
+    from toolkit.artifacts.files import write_files
+    from toolkit.cli.best_effort import sound
+    from toolkit.planning.refusals import refusals
 
     verdict = sound(job, overrides, as_json=as_json)
     assert verdict.plan is not None

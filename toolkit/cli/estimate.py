@@ -20,13 +20,13 @@ from toolkit.cli.output import print_json
 from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, SpecError, raise_all
 
 if TYPE_CHECKING:
-    from toolkit.memory.case import Case
-    from toolkit.memory.compare import Strategy
-    from toolkit.memory.deepspeed_file import DeepSpeedFile
-    from toolkit.memory.estimator import Estimator
-    from toolkit.memory.sweep import Axis
-    from toolkit.spec.catalogue import Gpu
-    from toolkit.spec.job import Dtype, Job
+    from toolkit.catalog.gpus import Gpu
+    from toolkit.config.job import Dtype, Job
+    from toolkit.memory.search.compare import Strategy
+    from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+    from toolkit.memory.search.estimator import Estimator
+    from toolkit.memory.search.scenario import Case
+    from toolkit.memory.search.sweep import Axis
 
 DeepSpeedOption = Annotated[
     Path | None,
@@ -172,8 +172,8 @@ def _left_at_once() -> Iterator[None]:
 def _make_estimator(notify: Callable[[str], None]) -> Estimator:
     from toolkit.cli.calibrate import calibration_path
     from toolkit.launch.environment import other_allocator
-    from toolkit.memory.calibration import load_calibrations
-    from toolkit.memory.estimator import Estimator
+    from toolkit.memory.report.calibration import load_calibrations
+    from toolkit.memory.search.estimator import Estimator
 
     return Estimator(
         calibrations=load_calibrations(calibration_path()),
@@ -223,12 +223,12 @@ def _read_questions(
     Raises:
         SpecError: With all problems.
     """
-    from toolkit.cli.salvage import card_problems
-    from toolkit.memory.choose_gpu import read_gpus
-    from toolkit.memory.compare import read_strategies
-    from toolkit.memory.deepspeed_file import DeepSpeedFile
-    from toolkit.memory.plot import check_plot_path
-    from toolkit.memory.sweep import read_axes
+    from toolkit.cli.best_effort import card_problems
+    from toolkit.memory.report.figures import check_plot_path
+    from toolkit.memory.search.choose_gpu import read_gpus
+    from toolkit.memory.search.compare import read_strategies
+    from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+    from toolkit.memory.search.sweep import read_axes
 
     problems: list[Problem] = []
     job = collect(problems, lambda: read_job(path, overrides))
@@ -246,11 +246,11 @@ def _read_questions(
 
 def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool, load_dtype: Dtype | None) -> Case:
     """Finds the model and resolves the job once, so that every fault of it is told before torch is imported."""
-    from toolkit.memory.case import Case, check_zero_init
+    from toolkit.memory.search.scenario import Case, check_zero_init
 
     written = asked.job
     if is_plan_file(path):
-        from toolkit.plan.plan import Plan
+        from toolkit.planning.plan import Plan
 
         plan = Plan.load(path)
         model = plan.model if written.model == plan.job.model else None
@@ -267,12 +267,12 @@ def _answer(case: Case, *, plot: Path | None, as_json: bool) -> bool:
 
     plan = case.plan()
     with estimating(as_json=as_json) as estimator:
-        from toolkit.memory.advice import find_savings
+        from toolkit.memory.search.advice import find_savings
 
         report = estimator.estimate_plan(plan, case)
         savings = find_savings(estimator, case, plan=plan, report=report)
         if plot is not None:
-            from toolkit.memory.plot import plot_report
+            from toolkit.memory.report.figures import plot_report
 
             plot_report(report, plot, title=f"{plan.model.name} on {plan.job.cluster.num_ranks} × {plan.gpu.name}")
     if as_json:

@@ -9,11 +9,11 @@ from toolkit.cli.output import new_table, print_fields, print_table
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from toolkit.memory.advice import Saving
-    from toolkit.memory.case import Case
-    from toolkit.memory.report import MemoryReport
-    from toolkit.plan.checkpoint_size import DiskUse
-    from toolkit.plan.plan import Plan
+    from toolkit.memory.report.report import MemoryReport
+    from toolkit.memory.search.advice import Saving
+    from toolkit.memory.search.scenario import Case
+    from toolkit.planning.checkpoint_size import DiskUse
+    from toolkit.planning.plan import Plan
 
 # Causes below this share of the peak are summed up in one line.
 LEAST_SHARE = 0.005

@@ -14,19 +14,19 @@ from toolkit.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from toolkit.memory.case import Case, Outcome
-    from toolkit.memory.choose_gpu import Choice
-    from toolkit.memory.compare import Strategy
-    from toolkit.memory.sweep import Axis, SweepRow
-    from toolkit.spec.catalogue import Gpu
+    from toolkit.catalog.gpus import Gpu
+    from toolkit.memory.search.choose_gpu import Choice
+    from toolkit.memory.search.compare import Strategy
+    from toolkit.memory.search.scenario import Case, Outcome
+    from toolkit.memory.search.sweep import Axis, SweepRow
 
 _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 
 def answer_sweep(case: Case, axes: Sequence[Axis], *, plot: Path | None, as_json: bool) -> bool:
     """Estimates every combination; says whether any fits."""
-    from toolkit.memory.case import value_text
-    from toolkit.memory.sweep import sweep
+    from toolkit.memory.search.scenario import value_text
+    from toolkit.memory.search.sweep import sweep
 
     with estimating(as_json=as_json) as estimator:
         rows = list(sweep(estimator, case, axes))
@@ -50,7 +50,7 @@ def answer_sweep(case: Case, axes: Sequence[Axis], *, plot: Path | None, as_json
 
 def answer_compare(case: Case, strategies: Sequence[Strategy], *, as_json: bool) -> bool:
     """Estimates the job under each strategy; says whether any fits."""
-    from toolkit.memory.compare import compare
+    from toolkit.memory.search.compare import compare
 
     with estimating(as_json=as_json) as estimator:
         found = list(compare(estimator, case, strategies))
@@ -75,7 +75,7 @@ def answer_compare(case: Case, strategies: Sequence[Strategy], *, as_json: bool)
 
 def answer_gpus(case: Case, gpus: Sequence[Gpu], *, as_json: bool) -> bool:
     """Finds the fewest of each card; says whether any holds the job."""
-    from toolkit.memory.choose_gpu import choose_gpus
+    from toolkit.memory.search.choose_gpu import choose_gpus
 
     with estimating(as_json=as_json) as estimator:
         found = sorted(choose_gpus(estimator, case, plan=case.plan(), gpus=gpus), key=_rank)
@@ -135,7 +135,7 @@ def _print_problems(outcomes: Iterable[Outcome]) -> None:
 
 
 def _draw(case: Case, axes: Sequence[Axis], rows: Sequence[SweepRow], path: Path) -> None:
-    from toolkit.memory.plot import plot_heat_map
+    from toolkit.memory.report.figures import plot_heat_map
 
     cells: dict[tuple[Any, ...], Any] = {}
     for row in rows:

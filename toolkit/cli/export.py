@@ -15,7 +15,7 @@ from toolkit.errors import SpecError
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from toolkit.export.checkpoint import Export
+    from toolkit.exporter.checkpoint import Export
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -60,9 +60,9 @@ def export(
     """
     from rich.progress import Progress
 
+    from toolkit.checkpoint.discovery import latest_checkpoint
     from toolkit.checkpoint.layout import step_of
-    from toolkit.checkpoint.locate import latest_checkpoint
-    from toolkit.train.progress import SteadyConsole
+    from toolkit.trainer.progress import SteadyConsole
 
     export_checkpoint = load_exporter()
     size = parse_size(max_shard_size)
@@ -93,10 +93,10 @@ def load_exporter() -> Callable[..., Export]:
     """Return `tk.export`, loaded for work on the CPU."""
     # Else DeepSpeed, which the checkpoint's pickles need, looks for cards and says what it found. Export uses none.
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from toolkit.train.worker import quiet_warnings
+    from toolkit.trainer.worker import quiet_warnings
 
     quiet_warnings()
-    from toolkit.export.checkpoint import export as export_checkpoint
+    from toolkit.exporter.checkpoint import export as export_checkpoint
 
     return export_checkpoint
 

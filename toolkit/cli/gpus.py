@@ -10,7 +10,7 @@ from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_fields, print_json, print_table
 
 if TYPE_CHECKING:
-    from toolkit.spec.catalogue import Gpu
+    from toolkit.catalog.gpus import Gpu
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +31,7 @@ def gpus(
     JSON keys: gpus: a list of objects with name, vendor, architecture, compute_capability, note, precisions, host,
     sources, and the figures that `sources` names, each with its unit in its name.
     """
-    from toolkit.spec.catalogue import find_in, load_catalogue
+    from toolkit.catalog.gpus import find_in, load_catalogue
 
     catalogue = load_catalogue()
     shown = list(catalogue.values()) if name is None else [find_in(catalogue, name)]

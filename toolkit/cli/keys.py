@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from toolkit.spec.job import Job
-from toolkit.spec.schema import members_of, section_of
+from toolkit.config.job import Job
+from toolkit.config.schema import members_of, section_of
 
 _ARGUMENT = re.compile(r"^(\w+): (.*)$")
 _WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", dict: "section"}

@@ -39,7 +39,7 @@ def launch(
     more, more_json, command = _own_options(command)
     as_json = note_json(context, as_json or more_json)
     script = _script(command)
-    from toolkit.cli.local_run import outcome_as_dict, print_failure, run_on_this_node
+    from toolkit.cli.launching import outcome_as_dict, print_failure, run_on_this_node
 
     plan = read_plan(job, [*(overrides or ()), *more])
     outcome = run_on_this_node(plan, [sys.executable, str(script), *command[1:]])

@@ -10,7 +10,7 @@ from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_fields, print_json, print_table
 
 if TYPE_CHECKING:
-    from toolkit.spec.model import ModelSpec
+    from toolkit.catalog.models import ModelSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -31,8 +31,8 @@ def models(
     JSON keys: models: a list of objects with name, hub_id, model_type, architecture, num_parameters, config, and the
     sizes by their names in config.json (hidden_size, num_hidden_layers, …).
     """
-    from toolkit.spec.job import Model
-    from toolkit.spec.model import model_names, read_catalogue_model, resolve_model
+    from toolkit.catalog.models import model_names, read_catalogue_model, resolve_model
+    from toolkit.config.job import Model
 
     if name is not None:
         read_catalogue_model(name)  # says which names there are, where a hub lookup would say that there is no network

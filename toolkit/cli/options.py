@@ -12,8 +12,8 @@ import typer
 from toolkit.errors import Problem, ToolkitError
 
 if TYPE_CHECKING:
-    from toolkit.plan.plan import Plan
-    from toolkit.spec.job import Job
+    from toolkit.config.job import Job
+    from toolkit.planning.plan import Plan
 
 T = TypeVar("T")
 
@@ -69,10 +69,10 @@ def read_job(job: Path, overrides: Sequence[str] | None = None) -> Job:
         PlanError: PLAN_UNREADABLE.
     """
     if not is_plan_file(job):
-        from toolkit.spec.loader import load_job
+        from toolkit.config.loader import load_job
 
         return load_job(job, overrides=tuple(overrides or ()))
-    from toolkit.plan.plan import Plan
+    from toolkit.planning.plan import Plan
 
     return Plan.load(job).job.with_(*(overrides or ()))
 
@@ -84,8 +84,8 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
         SpecError: The file, the model or the card cannot be read.
         PlanError: With every problem at once.
     """
-    from toolkit.plan.plan import Plan
-    from toolkit.plan.resolve import resolve, resolve_with
+    from toolkit.planning.plan import Plan
+    from toolkit.planning.resolve import resolve, resolve_with
 
     if not overrides:
         return resolve(job)
@@ -100,6 +100,6 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
 
 def is_plan_file(path: Path) -> bool:
     """Whether a file is a plan.json rather than a job."""
-    from toolkit.plan.read import is_plan_file
+    from toolkit.planning.read import is_plan_file
 
     return is_plan_file(path)

@@ -15,7 +15,7 @@ from toolkit.errors import PlanError, RunError, raise_all
 from toolkit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from toolkit.plan.plan import Plan
+    from toolkit.planning.plan import Plan
 
 STEPS = 60
 FIRST_SESSION = 40
@@ -53,8 +53,8 @@ def quickstart(
     job = write_quickstart_job(out, cpu=cpu, processes=processes, zero_stage=zero_stage)
     from toolkit.cli.train import run_workers
     from toolkit.cli.train_checks import check_start, checked_plan, startable_plan
-    from toolkit.cli.train_end import Call, report
-    from toolkit.train.progress import describe_devices
+    from toolkit.cli.train_report import Call, report
+    from toolkit.trainer.progress import describe_devices
 
     plan, changes = startable_plan(checked_plan(job, None))
     check_start(plan)
@@ -81,7 +81,7 @@ def write_quickstart_job(out: Path, *, cpu: bool, processes: int, zero_stage: in
     """Writes model, data and job file into a folder; gives the job file."""
     import yaml
 
-    from toolkit.train.sample import write_sample
+    from toolkit.trainer.sample import write_sample
 
     sample = write_sample(out)
     gpu, count = _hardware(cpu, processes)
@@ -144,7 +144,7 @@ def _claim(out: Path, *, overwrite: bool) -> None:
 def _finish(plan: Plan, job: Path, *, as_json: bool, began: float) -> None:
     import json
 
-    from toolkit.checkpoint.locate import latest_checkpoint
+    from toolkit.checkpoint.discovery import latest_checkpoint
     from toolkit.cli.export import describe_scores, load_exporter
 
     last = latest_checkpoint(plan.output_dir)

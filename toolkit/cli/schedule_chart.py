@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.output import new_table, print_json, print_table
 from toolkit.errors import PlanError
-from toolkit.schedule import (
+from toolkit.pipeline_schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -26,7 +26,7 @@ from toolkit.schedule import (
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from toolkit.plan.plan import Plan
+    from toolkit.planning.plan import Plan
 
 # Letter, meaning, and colours on a terminal and in a picture: Okabe and Ito's, told apart by colour-blind readers too.
 LOOKS: dict[type[Compute], tuple[str, str, str, str]] = {

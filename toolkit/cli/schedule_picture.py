@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit.cli.schedule_chart import LOOKS, label, row_name, title_of
-from toolkit.memory.plot import check_plot_path, new_figure, write_figure
-from toolkit.schedule import Timeline
+from toolkit.memory.report.figures import check_plot_path, new_figure, write_figure
+from toolkit.pipeline_schedule import Timeline
 
 # Inches: of a row, of what surrounds the chart, and of one unit of time, within what a page takes.
 _ROW, _AROUND, _UNIT, _NARROWEST, _WIDEST = 0.36, 1.3, 0.16, 8.0, 40.0

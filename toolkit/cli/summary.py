@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from toolkit.plan.plan import Plan
+    from toolkit.planning.plan import Plan
 
 
 def plan_fields(plan: Plan) -> list[tuple[str, str]]:
     """Return what a plan comes to, as names and values."""
-    from toolkit.plan.stage_parts import describe_pipeline, describe_tensor
+    from toolkit.planning.stage_parts import describe_pipeline, describe_tensor
     from toolkit.units import format_count
 
     settings, cluster = plan.settings, plan.job.cluster

@@ -15,9 +15,9 @@ from toolkit.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from toolkit.plan.plan import Plan
-    from toolkit.plan.stage_parts import RankLayers
-    from toolkit.spec.job import Job
+    from toolkit.config.job import Job
+    from toolkit.planning.plan import Plan
+    from toolkit.planning.stage_parts import RankLayers
     from toolkit.topology.links import Boundary
     from toolkit.topology.placement import Placement
 
@@ -122,7 +122,7 @@ def topology(
 
 
 def _show(placement: Placement, plan: Plan | None, *, plot: Path | None, as_json: bool) -> None:
-    from toolkit.plan.stage_parts import layers_of_ranks
+    from toolkit.planning.stage_parts import layers_of_ranks
     from toolkit.topology.links import boundaries
 
     held = () if plan is None else layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)

@@ -14,9 +14,9 @@ from toolkit.cli.output import new_table, print_json, print_problems, print_tabl
 from toolkit.errors import CheckError, Problem, RunError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
-    from toolkit.groups.waits import Wait
+    from toolkit.config.job import Card
+    from toolkit.distributed.diagnose.blocked_ranks import Wait
     from toolkit.launch.environment import Backend, WorkerIdentity
-    from toolkit.spec.job import Card
     from toolkit.topology.placement import Placement
 
 
@@ -34,8 +34,8 @@ def check(placement: Placement, *, gpu: str | Card | None, timeout_seconds: floa
         PlanError: WORLD_SIZE, WORLD_NO_GPU, GPU_UNKNOWN.
         CheckError: GROUP_OPERATION, GROUP_HANG.
     """
+    from toolkit.catalog.gpus import find_gpu
     from toolkit.launch.environment import rank_from_environment
-    from toolkit.spec.catalogue import find_gpu
 
     backend: Backend | None = None if gpu is None else find_gpu(gpu).backend
     identity = rank_from_environment(os.environ)
@@ -46,7 +46,7 @@ def check(placement: Placement, *, gpu: str | Card | None, timeout_seconds: floa
 
 def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_seconds: float, as_json: bool) -> int:
     """Runs all ranks on this machine."""
-    from toolkit.cli.local_run import print_failure
+    from toolkit.cli.launching import print_failure
     from toolkit.launch.environment import python_module
     from toolkit.launch.local import launch_ranks
 
@@ -56,7 +56,13 @@ def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_secon
     say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''} over {backend} ...")
     folder = Path(tempfile.mkdtemp(prefix="toolkit-topology-"))
     written = folder / "check.json"
-    argv = [*python_module("toolkit.groups.check_worker"), "--backend", backend, "--timeout", str(timeout_seconds)]
+    argv = [
+        *python_module("toolkit.distributed.diagnose.worker"),
+        "--backend",
+        backend,
+        "--timeout",
+        str(timeout_seconds),
+    ]
     argv += [f"--{axis}={size}" for axis, size in placement.grid.as_dict().items()]
     argv += ["--log-dir", str(folder), "--result", str(written)]
     outcome = launch_ranks(
@@ -82,8 +88,8 @@ def _as_rank(
     as_json: bool,
 ) -> int:
     """Takes the part of one rank of torchrun, `deepspeed`, `accelerate launch` or `toolkit launch`."""
-    from toolkit.groups.check import check_groups
-    from toolkit.groups.check_worker import hang_to_dict, report_to_dict
+    from toolkit.distributed.diagnose.check import check_groups
+    from toolkit.distributed.diagnose.worker import hang_to_dict, report_to_dict
 
     def on_hang(error: ToolkitError, waits: Sequence[Wait]) -> None:
         if identity.rank == 0:

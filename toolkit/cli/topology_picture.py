@@ -10,8 +10,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from toolkit.memory.plot import check_plot_path, new_figure, write_figure
-from toolkit.plan.stage_parts import RankLayers
+from toolkit.memory.report.figures import check_plot_path, new_figure, write_figure
+from toolkit.planning.stage_parts import RankLayers
 from toolkit.topology.grid import Coordinate
 from toolkit.topology.links import Boundary
 from toolkit.topology.placement import Placement

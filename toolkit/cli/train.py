@@ -11,12 +11,12 @@ from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_fields, print_json, say, warn
 from toolkit.cli.summary import plan_fields
 from toolkit.cli.train_checks import check_dry_run, check_start, checked_plan, startable_plan
-from toolkit.cli.train_end import Call, complete_line, export_finished, finish_complete, is_finished, report
+from toolkit.cli.train_report import Call, complete_line, export_finished, finish_complete, is_finished, report
 from toolkit.errors import INTERRUPTED_EXIT_CODE
 
 if TYPE_CHECKING:
     from toolkit.launch.outcome import RunOutcome
-    from toolkit.plan.plan import Plan
+    from toolkit.planning.plan import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +68,7 @@ def train(
     """
     from toolkit.launch.output_lock import hold_output
     from toolkit.launch.signals import Interrupt
-    from toolkit.train.worker import leave, run_rank
+    from toolkit.trainer.worker import leave, run_rank
 
     resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
     call = Call(job=job, overrides=tuple(overrides or ()), resume=resume, stop_after=stop_after, no_export=no_export)
@@ -102,13 +102,13 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
 
 def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_json: bool) -> int:
     """Trains, exports and tells how it ended, as this machine's launcher or as rank 0 of another; gives the exit code."""
-    from toolkit.checkpoint.locate import recover
+    from toolkit.checkpoint.discovery import recover
     from toolkit.checkpoint.resume import AUTO, resume_point
     from toolkit.launch.outcome import RunOutcome
     from toolkit.launch.software import software_warnings
-    from toolkit.plan.stage_parts import bubble_warning
-    from toolkit.train.checks import check_stop_after, guard_output, space_warnings
-    from toolkit.train.worker import run_rank
+    from toolkit.planning.stage_parts import bubble_warning
+    from toolkit.trainer.checks import check_stop_after, guard_output, space_warnings
+    from toolkit.trainer.worker import run_rank
 
     if call.resume is not None:
         recover(plan.output_dir)
@@ -143,19 +143,19 @@ def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None) -> Ru
     """Starts one worker a rank and waits for their end.
 
     Args:
-        resume: As `toolkit.train.loop.train` takes it.
+        resume: As `toolkit.trainer.loop.train` takes it.
         stop_after: Optimizer step after which the session ends.
     """
-    from toolkit.checkpoint.locate import remove_leftovers
-    from toolkit.cli.local_run import log_folder, run_on_this_node
-    from toolkit.emit.files import emit
+    from toolkit.artifacts.files import emit
+    from toolkit.checkpoint.discovery import remove_leftovers
+    from toolkit.cli.launching import log_folder, run_on_this_node
     from toolkit.launch.environment import python_module
-    from toolkit.train.progress import describe_devices
+    from toolkit.trainer.progress import describe_devices
 
     others = "" if plan.grid.world_size == 1 else f"; ranks past the first write to {log_folder(plan)}"
     say(f"starting {describe_devices(plan)}{others} ...")
     emit(plan, plan.output_dir / "configs")
-    argv = [*python_module("toolkit.train.worker"), "--plan", str(plan.output_dir / "plan.json")]
+    argv = [*python_module("toolkit.trainer.worker"), "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan)), *(["--resume", resume] if resume else [])]
     argv += ["--stop-after", str(stop_after)] if stop_after else []
     # A rank saves when it is asked to; once another has failed there is nothing to wait for.
@@ -176,10 +176,10 @@ def _rank() -> int | None:
 
 def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
     """Says what would run, and what would be refused."""
-    from toolkit.checkpoint.compatible import describe_changes
+    from toolkit.checkpoint.compatibility import describe_changes
     from toolkit.checkpoint.resume import resume_point
     from toolkit.checkpoint.state import saved_plan
-    from toolkit.train.checks import check_stop_after
+    from toolkit.trainer.checks import check_stop_after
 
     if call.resume is not None:
         plan, changes = startable_plan(plan, call.resume)
@@ -195,7 +195,7 @@ def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
         configuration = plan.deepspeed_config()
         print_json({"plan": plan.to_dict(), "deepspeed": configuration, "command": command, "warnings": warnings})
         return
-    from toolkit.train.progress import describe_devices
+    from toolkit.trainer.progress import describe_devices
 
     print_fields(plan_fields(plan))
     print(f"`{call.validate_command()}` says where every value comes from, and why\n")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from toolkit.errors import PlanError, RunError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
-    from toolkit.plan.plan import Plan
+    from toolkit.planning.plan import Plan
 
 
 def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
@@ -17,8 +17,8 @@ def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
     Raises:
         SpecError, PlanError: With all problems at once.
     """
-    from toolkit.cli.salvage import check_file
-    from toolkit.plan.trainable import data_section_problems, training_problems
+    from toolkit.cli.best_effort import check_file
+    from toolkit.planning.trainable import data_section_problems, training_problems
 
     verdict = check_file(job, overrides)
     raise_all(PlanError, [*verdict.problems, *(data_section_problems(verdict.job) if verdict.job else ())])
@@ -41,7 +41,7 @@ def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True)
     """
     from toolkit.checkpoint.resume import AUTO, candidates
     from toolkit.launch.build_tools import unbuildable
-    from toolkit.plan.resolve import with_torch_adam
+    from toolkit.planning.resolve import with_torch_adam
 
     if "optimizer" in plan.job.train.model_fields_set:
         return plan, ()
@@ -90,8 +90,8 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     from toolkit.launch.output_lock import use_problems
     from toolkit.launch.packages import package_problems
     from toolkit.launch.software import software_warnings
-    from toolkit.plan.stage_parts import bubble_warning
-    from toolkit.train.checks import output_problems, space_warnings
+    from toolkit.planning.stage_parts import bubble_warning
+    from toolkit.trainer.checks import output_problems, space_warnings
 
     raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
     check_one_node(plan)

@@ -11,9 +11,9 @@ from toolkit.cli.output import new_table, print_fields, print_json, print_table,
 from toolkit.cli.summary import plan_fields
 
 if TYPE_CHECKING:
-    from toolkit.cli.checking import Verdict
-    from toolkit.plan.plan import Plan
-    from toolkit.spec.dataset import DatasetFacts
+    from toolkit.cli.job_checks import Verdict
+    from toolkit.dataset_inspection.inspect import DatasetFacts
+    from toolkit.planning.plan import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -48,8 +48,8 @@ def validate(
         return
     if job is None:
         raise typer.BadParameter("name a job file", param_hint="JOB")
-    from toolkit.cli.checking import consumer_notes
-    from toolkit.cli.salvage import sound
+    from toolkit.cli.best_effort import sound
+    from toolkit.cli.job_checks import consumer_notes
 
     verdict = sound(job, overrides, as_json=as_json)
     assert verdict.plan is not None
@@ -90,7 +90,7 @@ def _data_fields(data: DatasetFacts | None) -> list[tuple[str, str]]:
 
 
 def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
-    from toolkit.cli.checking import consumer_notes
+    from toolkit.cli.job_checks import consumer_notes
 
     settings, cluster, model = plan.settings, plan.job.cluster, plan.model
     batch = settings.batch
@@ -128,7 +128,7 @@ def _as_dict(verdict: Verdict, plan: Plan, *, explain: bool) -> dict[str, Any]:
 
 
 def _pipeline_as_dict(plan: Plan) -> dict[str, Any]:
-    from toolkit.plan.stage_parts import bubble_of
+    from toolkit.planning.stage_parts import bubble_of
 
     settings = plan.settings
     return {

@@ -7,9 +7,14 @@ from typing import Any
 
 import jinja2
 
+from toolkit.config.job import Data
+from toolkit.dataset_inspection.chat_template import (
+    CHATML,
+    chat_template_problem,
+    read_chat_template,
+    template_problems,
+)
 from toolkit.errors import DataError, raise_all
-from toolkit.spec.chat_template import CHATML, chat_template_problem, read_chat_template, template_problems
-from toolkit.spec.job import Data
 
 # A template is a program: what rendering one raises, by its own word (`raise_exception`) or by a slip in it.
 TEMPLATE_FAULTS = (

@@ -10,8 +10,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.data.chat_template import TEMPLATE_FAULTS
-from toolkit.errors import DataError, first_line
-from toolkit.spec.chat_messages import (
+from toolkit.dataset_inspection.chat_messages import (
     Messages,
     dropped,
     dropped_problem,
@@ -20,7 +19,8 @@ from toolkit.spec.chat_messages import (
     learning_fault,
     tools_of,
 )
-from toolkit.spec.chat_template import refused_problem
+from toolkit.dataset_inspection.chat_template import refused_problem
+from toolkit.errors import DataError, first_line
 
 # Jinja's block marks, with the whitespace control that templates in use carry.
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

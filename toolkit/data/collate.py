@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from toolkit.config.job import Packing
 from toolkit.data.packing import ROUND_TO, PackedDataset
 from toolkit.modeling.loss import IGNORED
-from toolkit.spec.job import Packing
 
 MicroBatch = dict[str, torch.Tensor]
 

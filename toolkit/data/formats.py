@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from toolkit.catalog.tokenizer import template_fault
 from toolkit.data.chats import ChatTokeniser, chat_template
+from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX
+from toolkit.dataset_inspection.formats import Format, loss_on_problem, record_fault
 from toolkit.errors import DataError, Problem
-from toolkit.spec.chat_template import NO_CHAT_TEMPLATE_FIX
-from toolkit.spec.dataset_formats import Format, loss_on_problem, record_fault
-from toolkit.spec.tokenizer import template_fault
 
 # Column of conversations from several files, each as JSON.
 CONVERSATION = "conversation"

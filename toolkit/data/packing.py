@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.config.job import Packing
 from toolkit.data.store import TokenStore
 from toolkit.modeling.loss import IGNORED
-from toolkit.spec.job import Packing
 
 ROUND_TO = 8  # tokens: bf16 tensor cores want matrix sizes in multiples of 8 (NVIDIA, Matrix Multiplication Guide)
 

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.arguments import NotNegative, Positive, checks_arguments
+from toolkit.config.job import Data
 from toolkit.data.chat_template import set_chat_template
 from toolkit.data.chats import chat_template
 from toolkit.data.formats import Tokeniser, TransformersTokenizer, check_tokenizer
 from toolkit.data.packing import PackedDataset
 from toolkit.data.sources import load_documents, progress_bars
 from toolkit.data.store import TokenStore, tokenise
+from toolkit.dataset_inspection.chat_template import unused_chat_template
+from toolkit.dataset_inspection.formats import Format
+from toolkit.dataset_inspection.inspect import check_data
 from toolkit.errors import DataError, Problem, raise_all
-from toolkit.spec.chat_template import unused_chat_template
-from toolkit.spec.dataset import check_data
-from toolkit.spec.dataset_formats import Format
-from toolkit.spec.job import Data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

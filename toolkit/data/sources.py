@@ -18,15 +18,15 @@ import numpy as np
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
+from toolkit.config.job import Data
 from toolkit.data.formats import CONVERSATION
+from toolkit.dataset_inspection.chats import unread_key_warning
+from toolkit.dataset_inspection.columns import resolve_layout
+from toolkit.dataset_inspection.files import PEEK_RECORDS, first_bad_json_line, wide_cells
+from toolkit.dataset_inspection.formats import Format
+from toolkit.dataset_inspection.inspect import DatasetFacts, SourceFacts, unread_warning
+from toolkit.dataset_inspection.layouts import ALPACA_CHAT, Layout, unread_columns
 from toolkit.errors import DataError, Problem
-from toolkit.spec.dataset import DatasetFacts, SourceFacts, unread_warning
-from toolkit.spec.dataset_chats import unread_key_warning
-from toolkit.spec.dataset_columns import resolve_layout
-from toolkit.spec.dataset_files import PEEK_RECORDS, first_bad_json_line, wide_cells
-from toolkit.spec.dataset_formats import Format
-from toolkit.spec.dataset_layouts import ALPACA_CHAT, Layout, unread_columns
-from toolkit.spec.job import Data
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Raised when what a layout is turned into changes: cached files of earlier versions then lie idle.
@@ -233,7 +233,7 @@ def _csv_options(columns: Sequence[str]) -> dict[str, Any]:
     """Has pandas take every cell as it stands: by itself it would turn "12" into a number and "NA" into nothing.
 
     Its own parser moves cells to other columns after a bare carriage return; its engine `python` is the csv module, as in
-    `toolkit.spec.dataset_files`.
+    `toolkit.dataset_inspection.files`.
     """
     return {
         "features": datasets.Features({column: datasets.Value("string") for column in columns}),

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.arguments import shown
+from toolkit.config.yaml_text import read_named
 from toolkit.deepspeed_spec.json_text import KIND, parse_object
 from toolkit.deepspeed_spec.nested import subsection
 from toolkit.errors import SpecError
-from toolkit.spec.yaml_text import read_named
 
 # Keys of its section that become DeepSpeed's.
 _ZERO = (

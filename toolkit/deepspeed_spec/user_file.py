@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.arguments import shown
+from toolkit.config.accelerate_file import is_accelerate_file
+from toolkit.config.yaml_text import parse_yaml, read_named
 from toolkit.deepspeed_spec.accelerate_config import made_config
 from toolkit.deepspeed_spec.engine_checks import run_findings
 from toolkit.deepspeed_spec.facts import EngineFacts
@@ -18,8 +20,6 @@ from toolkit.deepspeed_spec.priced import unpriced
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
 from toolkit.errors import PlanError, Problem, SpecError, one_line, raise_all
-from toolkit.spec.accelerate_file import is_accelerate_file
-from toolkit.spec.yaml_text import parse_yaml, read_named
 
 # What messages call a configuration that is no file.
 UNNAMED = "deepspeed_config"

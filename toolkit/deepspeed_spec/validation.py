@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from toolkit.arguments import shown
+from toolkit.config.suggestions import nearest
 from toolkit.deepspeed_spec.consistency import contradictions
 from toolkit.deepspeed_spec.fields import is_auto
 from toolkit.deepspeed_spec.findings import Finding
@@ -26,7 +27,6 @@ from toolkit.deepspeed_spec.schema import (
     section_of,
 )
 from toolkit.deepspeed_spec.zero import Zero
-from toolkit.spec.suggestions import nearest
 
 _BOOLEAN = TypeAdapter(bool)
 

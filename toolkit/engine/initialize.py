@@ -12,19 +12,19 @@ from typing import Any
 from torch import nn
 
 from toolkit.arguments import checks_arguments
-from toolkit.engine.memory_watch import MemoryWatch
+from toolkit.catalog.pretrained import weight_problems
+from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
+from toolkit.distributed.world import World, connect, disconnect
+from toolkit.engine.lr_scheduler import LearningRate
+from toolkit.engine.memory_tracker import MemoryWatch
 from toolkit.engine.run import Run
-from toolkit.engine.schedule import LearningRate
 from toolkit.engine.seed import seed_random_state
-from toolkit.engine.zero3_agreement import compare_within
+from toolkit.engine.zero3_trace import compare_within
 from toolkit.errors import PlanError, first_line, raise_all
-from toolkit.groups.mpu import ModelParallelUnit
-from toolkit.groups.world import World, connect, disconnect
 from toolkit.launch.build_tools import build_settings, built_with
 from toolkit.launch.builds import check_builds
 from toolkit.modeling.build import build_model
-from toolkit.plan.plan import Plan
-from toolkit.spec.pretrained import weight_problems
+from toolkit.planning.plan import Plan
 
 logger = logging.getLogger(__name__)
 

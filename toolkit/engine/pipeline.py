@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 
-from toolkit.engine.memory_watch import MemoryWatch
-from toolkit.engine.passes import Losses, MicroBatch
-from toolkit.engine.reduction import reduction
-from toolkit.groups.channels import UNDER_WAY, Arrival, Channels
-from toolkit.groups.world import World
+from toolkit.distributed.p2p import UNDER_WAY, Arrival, Channels
+from toolkit.distributed.world import World
+from toolkit.engine.forward_backward import Losses, MicroBatch
+from toolkit.engine.grad_reduction import reduction
+from toolkit.engine.memory_tracker import MemoryWatch
 from toolkit.pipeline_parallel import hidden_dtype, hidden_shape, run_stage
-from toolkit.pipeline_parallel.split_backward import accumulate, split_backward
-from toolkit.plan.plan import Plan
-from toolkit.schedule import (
+from toolkit.pipeline_parallel.zero_bubble_backward import accumulate, split_backward
+from toolkit.pipeline_schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -36,7 +35,8 @@ from toolkit.schedule import (
     actions,
     build_schedule,
 )
-from toolkit.tensor_parallel.weight_gradients import Delayed
+from toolkit.planning.plan import Plan
+from toolkit.tensor_parallel.deferred_grads import Delayed
 
 _Place = tuple[int, int]  # chunk of this rank, micro-batch
 

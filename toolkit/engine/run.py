@@ -15,19 +15,19 @@ from toolkit.arguments import Positive, checks_arguments, each_fitting
 from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
+from toolkit.distributed.process_groups import join_group
+from toolkit.distributed.world import World, disconnect
+from toolkit.engine.batch_check import compare_batches
+from toolkit.engine.forward_backward import AccumulatedPasses, MicroBatch, Passes
 from toolkit.engine.hyperparameters import Hyperparameters
-from toolkit.engine.memory_watch import MemoryWatch
-from toolkit.engine.passes import AccumulatedPasses, MicroBatch, Passes
+from toolkit.engine.lr_scheduler import LearningRate
+from toolkit.engine.memory_tracker import MemoryWatch
 from toolkit.engine.pipeline import PipelinePasses
-from toolkit.engine.same_batch import compare_batches
-from toolkit.engine.schedule import LearningRate
-from toolkit.engine.stop import StopFlag
-from toolkit.engine.zero3_agreement import compare_within
+from toolkit.engine.signals import StopFlag
+from toolkit.engine.zero3_trace import compare_within
 from toolkit.errors import RunError
-from toolkit.groups.process_groups import join_group
-from toolkit.groups.world import World, disconnect
 from toolkit.modeling.loss import count_targets
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 
 class Run:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from toolkit.errors import Problem
 from toolkit.launch.extensions import Machine
-from toolkit.plan.deepspeed_config import Consumer
-from toolkit.plan.plan import Plan
+from toolkit.planning.deepspeed_config import Consumer
+from toolkit.planning.plan import Plan
 
 FIRST_FLOCK = (2, 14)
 

@@ -17,8 +17,8 @@ from toolkit.errors import Problem
 from toolkit.launch.architectures import readable_architectures
 from toolkit.launch.environment import Setting
 from toolkit.launch.extensions import Extension, Machine
-from toolkit.plan.deepspeed_config import Consumer
-from toolkit.plan.plan import Plan
+from toolkit.planning.deepspeed_config import Consumer
+from toolkit.planning.plan import Plan
 
 _ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 

@@ -15,8 +15,8 @@ from typing import cast, get_args
 from toolkit.errors import RunError, ToolkitError, raise_all
 from toolkit.launch.build_locks import lock_problems
 from toolkit.launch.build_tools import build_settings, tool_problems
-from toolkit.plan.deepspeed_config import Consumer
-from toolkit.plan.plan import Plan
+from toolkit.planning.deepspeed_config import Consumer
+from toolkit.planning.plan import Plan
 
 
 def check_builds(plan: Plan, consumer: Consumer = "toolkit") -> None:

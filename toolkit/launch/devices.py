@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
+from toolkit.catalog.gpus import Gpu, load_catalogue
 from toolkit.errors import Problem
-from toolkit.plan.plan import Plan
-from toolkit.spec.catalogue import Gpu, load_catalogue
+from toolkit.planning.plan import Plan
 
 # Of a card's memory: what its driver and its error correction keep to themselves, at most.
 _KEPT_SHARE = 0.08

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from toolkit.plan.deepspeed_config import Consumer
-from toolkit.plan.plan import Plan
+from toolkit.planning.deepspeed_config import Consumer
+from toolkit.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
     config = plan.deepspeed_config(consumer)
     zero = config["zero_optimization"]
     on_host = plan.profile.optimizer is not None
-    if plan.on_cpu and consumer != "toolkit":  # ours keeps DeepSpeed from it (groups/world.py _tell_deepspeed)
+    if plan.on_cpu and consumer != "toolkit":  # ours keeps DeepSpeed from it (distributed/world.py _tell_deepspeed)
         yield Extension(
             name="deepspeed_shm_comm",
             title="shared-memory collectives",

@@ -13,7 +13,7 @@ from toolkit.launch.nvme import check_nvme, nvme_folder_of
 from toolkit.launch.outcome import RunOutcome, rank_name
 from toolkit.launch.ports import check_port, free_port
 from toolkit.launch.supervisor import GRACE_SECONDS, WHEN_ASKED, supervise
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 LOGS = "logs"
 

@@ -11,10 +11,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.config.paths import path_kind
 from toolkit.errors import Problem, RunError, raise_all
-from toolkit.plan.optimizer_state import STATE_BYTES
-from toolkit.plan.plan import Plan
-from toolkit.spec.paths import path_kind
+from toolkit.planning.optimizer_state import STATE_BYTES
+from toolkit.planning.plan import Plan
 from toolkit.units import format_bytes
 
 # DeepSpeed's name for its folder below nvme_path (runtime/zero/stage3.py _configure_tensor_swapping).

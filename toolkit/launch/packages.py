@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from toolkit.errors import Problem
 from toolkit.launch.software import software_problems
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from packaging.version import Version
 
 from toolkit.errors import Problem
-from toolkit.plan.plan import Plan
+from toolkit.planning.plan import Plan
 
 # Packages of kernels for linear attention and state-space layers, by the names under which transformers imports them.
 KERNEL_PACKAGES: Mapping[str, str] = {

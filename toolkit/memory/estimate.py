@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from toolkit.arguments import checks_arguments
+from toolkit.config.job import Dtype, Job
+from toolkit.distributed.p2p import UNDER_WAY
 from toolkit.errors import PlanError
-from toolkit.groups.channels import UNDER_WAY
 from toolkit.launch.software import MULTIPLIES_CHUNKS, Software
-from toolkit.memory.calibration import Calibration
-from toolkit.memory.case import Case, check_zero_init
-from toolkit.memory.deepspeed_file import DeepSpeedFile
-from toolkit.memory.device import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.host_loading import Loading, loading
-from toolkit.memory.host_ranks import host_report
-from toolkit.memory.linear_attention import older_transformers
-from toolkit.memory.quantized import ASSUMPTION as NF4
-from toolkit.memory.ranks import phases_of_ranks, rank_report
-from toolkit.memory.report import MemoryReport
-from toolkit.memory.trace import Trace, TraceOptions
-from toolkit.memory.traces import Traces, engine_settings, keeps_frozen_inputs, trace_ranks
-from toolkit.plan.checkpoint_size import DiskUse, disk_use
-from toolkit.plan.plan import Plan
-from toolkit.plan.read import read_job_or_plan
-from toolkit.spec.job import Dtype, Job
+from toolkit.memory.kernels.linear_attention import older_transformers
+from toolkit.memory.kernels.quantized import ASSUMPTION as NF4
+from toolkit.memory.report.calibration import Calibration
+from toolkit.memory.report.host_loading import Loading, loading
+from toolkit.memory.report.host_ranks import host_report
+from toolkit.memory.report.overhead import TIGHT_EXPANDABLE, Allocator
+from toolkit.memory.report.ranks import phases_of_ranks, rank_report
+from toolkit.memory.report.report import MemoryReport
+from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.search.scenario import Case, check_zero_init
+from toolkit.memory.trace.ranks import Traces, engine_settings, keeps_frozen_inputs, trace_ranks
+from toolkit.memory.trace.run import Trace, TraceOptions
+from toolkit.planning.checkpoint_size import DiskUse, disk_use
+from toolkit.planning.plan import Plan
+from toolkit.planning.read import read_job_or_plan
 from toolkit.units import format_bytes
 
 ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {

@@ -20,30 +20,30 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 
+from toolkit.catalog.architectures import no_class
+from toolkit.config.job import Fp8, Lora
+from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
+from toolkit.distributed.world import World
 from toolkit.errors import PlanError, SpecError, ToolkitError, first_line
-from toolkit.groups.mpu import ModelParallelUnit
-from toolkit.groups.world import World
 from toolkit.launch.packages import LIGER_KERNELS
-from toolkit.modeling.adapters import apply_lora
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.fp8 import apply_fp8, check_device
 from toolkit.modeling.fp8 import check_installed as check_fp8_installed
 from toolkit.modeling.fused_kernels import apply_kernels
-from toolkit.modeling.fused_loss import apply_loss
 from toolkit.modeling.initialization import initialize_weights, tie_weights
 from toolkit.modeling.liger import check_installed, import_for
-from toolkit.modeling.storage import allocate
+from toolkit.modeling.lora import apply_lora
+from toolkit.modeling.materialize import allocate
 from toolkit.modeling.weights import load_pretrained
-from toolkit.pipeline_parallel.cut import cut_model
-from toolkit.pipeline_parallel.marks import mark_stage
+from toolkit.pipeline_parallel.param_tags import mark_stage
 from toolkit.pipeline_parallel.part import StagePart, inner_model, stage_info
-from toolkit.plan.plan import Plan
-from toolkit.plan.stage_parts import layers_of_ranks
-from toolkit.spec.architectures import no_class
-from toolkit.spec.job import Fp8, Lora
+from toolkit.pipeline_parallel.split import cut_model
+from toolkit.planning.plan import Plan
+from toolkit.planning.stage_parts import layers_of_ranks
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
-from toolkit.tensor_parallel.gradient_sums import register_gradient_sums
-from toolkit.tensor_parallel.marks import mark_parameters
+from toolkit.tensor_parallel.grad_sync import register_gradient_sums
+from toolkit.tensor_parallel.param_tags import mark_parameters
 from toolkit.tensor_parallel.tables import styles_for
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.config.job import Fp8
 from toolkit.errors import PlanError, first_line
 from toolkit.launch.packages import TORCHAO
-from toolkit.spec.job import Fp8
 
 if TYPE_CHECKING:
     from toolkit.modeling.fp8_linear import Fp8Linear

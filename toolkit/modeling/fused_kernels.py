@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.config.job import Kernels
 from toolkit.errors import PlanError
 from toolkit.launch.packages import LIGER_KERNELS
 from toolkit.modeling.liger import import_for
-from toolkit.spec.job import Kernels
 
 Activation = Literal["silu", "gelu_tanh"]
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.modeling.own_part import OwnPart
+from toolkit.modeling.local_shard import OwnPart
 
 _DONE = "_is_hf_initialized"  # transformers.initialization leaves a tensor alone that has this attribute
 

@@ -18,18 +18,18 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from toolkit.groups.collectives import all_reduce
+from toolkit.distributed.collectives import all_reduce
 from toolkit.modeling.initialization import module_seed, seed_draws
-from toolkit.tensor_parallel.gradient_sums import sum_gradients
-from toolkit.tensor_parallel.layout import Shard
-from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
-from toolkit.tensor_parallel.regions import (
+from toolkit.tensor_parallel.autograd import (
     SEQUENCE_DIM,
     copy_to_region,
     gather_from_sequence,
     reduce_from_region,
     reduce_scatter_to_sequence,
 )
+from toolkit.tensor_parallel.grad_sync import sum_gradients
+from toolkit.tensor_parallel.layout import Shard
+from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
 
 # For `LoraConfig._register_custom_module`: peft's own adapter of linear layers fits ours, whose sizes are this rank's.
 ADAPTED_BY = {ColumnParallelLinear: LoraLinear, RowParallelLinear: LoraLinear}

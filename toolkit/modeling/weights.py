@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import CheckpointError, Problem, raise_all
-from toolkit.modeling.agreement import agree, is_source
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys
+from toolkit.modeling.first_rank import agree, is_source
 from toolkit.modeling.initialization import gathered, initialize_buffers, initialize_weights, tie_weights, tied_keys
-from toolkit.modeling.own_part import OwnPart
+from toolkit.modeling.local_shard import OwnPart
 from toolkit.modeling.safetensors_folder import SafetensorsFolder, corrupt, some
 
 _BATCH_BYTES = 128 * 2**20  # tensors that cross in one go: enough to hide a collective's latency, little on the host

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import PlanError
-from toolkit.pipeline_parallel.anatomy import base_of, width_of
+from toolkit.pipeline_parallel.decoder_layout import base_of, width_of
 from toolkit.pipeline_parallel.part import StageInfo, inner_model, stage_info
-from toolkit.pipeline_parallel.passage import replaced
-from toolkit.tensor_parallel.regions import SEQUENCE_DIM
+from toolkit.pipeline_parallel.stage_context import replaced
+from toolkit.tensor_parallel.autograd import SEQUENCE_DIM
 from toolkit.tensor_parallel.sequence import check_length
 
 

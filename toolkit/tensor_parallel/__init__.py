@@ -1,7 +1,8 @@
 """Tensor parallelism of Hugging Face models: `apply_tensor_parallel`, and what a table of styles is written with."""
 
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
-from toolkit.tensor_parallel.styles import (
+from toolkit.tensor_parallel.embedding import gather_scores
+from toolkit.tensor_parallel.plan import (
     Attention,
     Column,
     Experts,
@@ -13,7 +14,6 @@ from toolkit.tensor_parallel.styles import (
     Vocabulary,
 )
 from toolkit.tensor_parallel.tables import styles_for
-from toolkit.tensor_parallel.vocabulary import gather_scores
 
 __all__ = [
     "Attention",

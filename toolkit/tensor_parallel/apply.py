@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from toolkit.distributed.process_groups import split_group
 from toolkit.errors import PlanError, raise_all
-from toolkit.groups.process_groups import split_group
-from toolkit.tensor_parallel.check import problems
 from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss
 from toolkit.tensor_parallel.decoder import Decoder, find_decoder
+from toolkit.tensor_parallel.embedding import VocabParallelEmbedding, embedding_shards, vocabulary_layout
 from toolkit.tensor_parallel.experts import expert_shards, shard_experts
-from toolkit.tensor_parallel.gradient_sums import sum_gradients
+from toolkit.tensor_parallel.grad_sync import sum_gradients
 from toolkit.tensor_parallel.guard import guard_part
 from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.linear import (
@@ -28,9 +28,7 @@ from toolkit.tensor_parallel.linear import (
     share_input,
 )
 from toolkit.tensor_parallel.norm import ParallelRMSNorm, norm_shards
-from toolkit.tensor_parallel.random_state import shard_dropout
-from toolkit.tensor_parallel.sequence import shard_sequence
-from toolkit.tensor_parallel.styles import (
+from toolkit.tensor_parallel.plan import (
     Attention,
     Column,
     Experts,
@@ -45,7 +43,9 @@ from toolkit.tensor_parallel.styles import (
     matching,
     regions,
 )
-from toolkit.tensor_parallel.vocabulary import VocabParallelEmbedding, embedding_shards, vocabulary_layout
+from toolkit.tensor_parallel.rng import shard_dropout
+from toolkit.tensor_parallel.sequence import shard_sequence
+from toolkit.tensor_parallel.validate import problems
 
 M = TypeVar("M", bound=nn.Module)
 # Names that configurations give to the dropout of attention weights, the one that acts on shards.

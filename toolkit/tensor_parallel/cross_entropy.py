@@ -17,8 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from toolkit.groups.collectives import all_reduce
-from toolkit.tensor_parallel.vocabulary import own_rows
+from toolkit.distributed.collectives import all_reduce
+from toolkit.tensor_parallel.embedding import own_rows
 
 IGNORED = -100  # torch.nn.functional.cross_entropy, ignore_index
 # Scores that live in fp32 at once: 128 MiB, and twice that while they are summed.

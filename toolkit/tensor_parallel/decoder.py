@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.errors import PlanError
 from toolkit.tensor_parallel.linear import Reads
-from toolkit.tensor_parallel.styles import Column, Experts, Region, Replicated, Row, Style, pattern_of, regions
+from toolkit.tensor_parallel.plan import Column, Experts, Region, Replicated, Row, Style, pattern_of, regions
 from toolkit.topology.grid import join
 
 # Names that architectures of transformers give to the norm behind the last layer.

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from toolkit.tensor_parallel.autograd import copy_to_region, reduce_from_region
 from toolkit.tensor_parallel.layout import Layout, Part, Shard
 from toolkit.tensor_parallel.linear import sharded_parameter
-from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
 
 
 def shard_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from toolkit.groups.collectives import all_gather
+from toolkit.distributed.collectives import all_gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

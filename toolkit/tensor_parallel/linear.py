@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.groups.collectives import start_all_gather
-from toolkit.tensor_parallel.functional import ColumnSpec, column_linears, row_linear
+from toolkit.distributed.collectives import start_all_gather
+from toolkit.tensor_parallel.autograd import SEQUENCE_DIM, gather_from_sequence
+from toolkit.tensor_parallel.deferred_grads import WeightGradients
 from toolkit.tensor_parallel.layout import Layout, Shard
-from toolkit.tensor_parallel.regions import SEQUENCE_DIM, gather_from_sequence
-from toolkit.tensor_parallel.weight_gradients import WeightGradients
+from toolkit.tensor_parallel.ops import ColumnSpec, column_linears, row_linear
 
 Reads = Literal["whole", "piece", "gathered"]
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.tensor_parallel.gradient_sums import sum_gradients
+from toolkit.tensor_parallel.autograd import copy_to_region, reduce_from_region
+from toolkit.tensor_parallel.grad_sync import sum_gradients
 from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.linear import sharded_parameter
-from toolkit.tensor_parallel.regions import copy_to_region, reduce_from_region
 
 
 def norm_shards(layout: Layout) -> dict[str, Shard]:

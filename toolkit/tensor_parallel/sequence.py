@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.errors import PlanError
+from toolkit.tensor_parallel.autograd import SEQUENCE_DIM, gather_from_region, scatter_to_region
 from toolkit.tensor_parallel.decoder import Decoder
-from toolkit.tensor_parallel.gradient_sums import sum_gradients
+from toolkit.tensor_parallel.grad_sync import sum_gradients
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, share_input
-from toolkit.tensor_parallel.random_state import RandomRegion
-from toolkit.tensor_parallel.regions import SEQUENCE_DIM, gather_from_region, scatter_to_region
-from toolkit.tensor_parallel.styles import Style, regions
+from toolkit.tensor_parallel.plan import Style, regions
+from toolkit.tensor_parallel.rng import RandomRegion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import PlanError
 from toolkit.tensor_parallel.linear import is_linear
-from toolkit.tensor_parallel.styles import (
+from toolkit.tensor_parallel.plan import (
     Attention,
     Column,
     Experts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.schedule import Backward, BackwardInput, Compute, Forward, Instruction
+from toolkit.pipeline_schedule import Backward, BackwardInput, Compute, Forward, Instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class Course:
         actions: Of the rank, in order; of fewer micro-batches than the step has where more repeat the same.
         num_micro_batches: Of the step, all of which are on the device from its start to its end.
         reduces_once: Whether gradients stay whole to the end of the step; else they are reduced after each backward pass.
-        sums_in_fp32: Whether whole gradients of 16 bit are added up in fp32 (pipeline_parallel/gradients.py).
+        sums_in_fp32: Whether whole gradients of 16 bit are added up in fp32 (pipeline_parallel/grads.py).
     """
 
     actions: tuple[Instruction, ...]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
-from toolkit.memory.account import in_blocks
+from toolkit.memory.engines.ledger import in_blocks
 from toolkit.memory.engines.replay import Replay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.trace import Parameter, Trace
+from toolkit.memory.trace.run import Parameter, Trace
 
 MASTER_ITEMSIZE = 4
 

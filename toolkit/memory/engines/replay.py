@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
-from toolkit.groups.channels import UNDER_WAY
-from toolkit.memory.account import Account, in_blocks
-from toolkit.memory.causes import LOSS, MODEL, RECEIVED, SENT
+from toolkit.distributed.p2p import UNDER_WAY
 from toolkit.memory.engines.course import Course
+from toolkit.memory.engines.ledger import Account, in_blocks
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.events import Placed, Run
-from toolkit.memory.trace import Parameter, Trace
-from toolkit.schedule import (
+from toolkit.memory.trace.attribution import LOSS, MODEL, RECEIVED, SENT
+from toolkit.memory.trace.events import Placed, Run
+from toolkit.memory.trace.run import Parameter, Trace
+from toolkit.pipeline_schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -132,7 +132,7 @@ class Replay(ABC):
                 self.module(placed.name, fetch=event.kind == "fetch", backward=event.backward)
 
     def _follow(self, course: Course, *, cold: bool) -> None:
-        """Runs the passes of a pipeline's step, and what they leave to its end (engine/reduction.py)."""
+        """Runs the passes of a pipeline's step, and what they leave to its end (engine/grad_reduction.py)."""
         account, threads = self.account, {"forward", "backward"} if cold else set()
         account.enter("forward")
         account.allocate(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.config.job import Optimizer as JobOptimizer
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
 from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam, Zero
-from toolkit.plan.optimizer_state import MOMENT_BYTES
-from toolkit.spec.job import Optimizer as JobOptimizer
+from toolkit.planning.optimizer_state import MOMENT_BYTES
 
 OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
 

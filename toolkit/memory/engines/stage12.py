@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.memory.account import in_blocks
+from toolkit.memory.engines.ledger import in_blocks
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.trace import Parameter, Trace
+from toolkit.memory.trace.run import Parameter, Trace
 
 # stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements a rank.
 ALIGNMENT = 2

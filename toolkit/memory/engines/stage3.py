@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.memory.engines.fetcher import Fetcher
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
 from toolkit.memory.engines.settings import STEP_BYTES, EngineSettings
-from toolkit.memory.trace import Parameter, Trace
+from toolkit.memory.trace.run import Parameter, Trace
 
 # stage3.py _constant_buffered_norm2 buffer_size, elements.
 NORM_ELEMENTS = 250_000_000

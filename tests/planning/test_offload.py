@@ -1,0 +1,81 @@
+import pytest
+from plan_jobs import plan_of
+
+from toolkit.config.job import Offload
+from toolkit.planning.offload import PROFILES, offload_section, parameter_buffer_size
+
+
+def section(name, **changes):
+    given = {"ratio": 0.5, "nvme_path": "/local", "pin_memory": True, "swap_buffer_size": 10, **changes}
+    return offload_section(PROFILES[name], **given)
+
+
+def test_every_name_of_the_job_file_has_a_profile():
+    assert set(PROFILES) == set(Offload.__args__)
+    assert all(name == profile.name for name, profile in PROFILES.items())
+
+
+def test_what_moves_nothing_adds_no_key():
+    assert section("none") == {}
+    assert section("activations-cpu") == {}
+
+
+def test_cpu_profiles():
+    cpu = {"device": "cpu", "pin_memory": True}
+    assert section("optimizer-cpu") == {"offload_optimizer": cpu}
+    assert section("full-cpu") == {"offload_optimizer": cpu, "offload_param": cpu}
+    assert section("optimizer-cpu-partial")["offload_optimizer"] == {**cpu, "ratio": 0.5}
+
+
+def test_nvme_profiles_name_their_folder_and_their_buffers():
+    optimizer = {"device": "nvme", "pin_memory": True, "nvme_path": "/local", "buffer_count": 4}
+    assert section("optimizer-nvme") == {"offload_optimizer": optimizer}
+    parameters = section("full-nvme")["offload_param"]
+    assert parameters == {
+        "device": "nvme", "pin_memory": True, "nvme_path": "/local", "buffer_count": 5, "buffer_size": 10,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("largest", "model", "ranks", "size"),
+    [
+        (128_256 * 4096, 8_000_000_000, 4, 128_256 * 1024),  # a rank's share of the embedding
+        (1_000_000, 8_000_000_000, 4, 100_000_000),  # DeepSpeed's default
+        (1_000_000, 3_000_001, 2, 1_500_001),  # the rank's share of all of a small model
+        (1_000_000, None, 2, 100_000_000),
+    ],
+)
+def test_a_swap_buffer_holds_any_parameter(largest, model, ranks, size):
+    found = parameter_buffer_size(largest_parameter=largest, num_parameters=model, dp_size=ranks)
+    assert found == size
+
+
+def test_experts_of_a_layer_are_one_parameter():
+    plan = plan_of(
+        model="mixtral-8x7b", ranks=4, nvme_path="/local", parallel={"offload": "full-nvme", "zero_stage": 3}
+    )
+    zero = plan.deepspeed_config()["zero_optimization"]
+    assert zero["offload_param"]["buffer_size"] == 8 * 2 * 14336 * 4096 // 4
+    assert zero["sub_group_size"] == 100_000_000
+
+
+def test_no_pinned_memory_where_nothing_crosses_pcie():
+    plan = plan_of(gpu="cpu", parallel={"zero_stage": 3, "offload": "full-cpu"}, train={"optimizer": "adamw_torch"})
+    zero = plan.deepspeed_config()["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": False}
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_every_profile_is_explained_and_carried_by_its_lowest_stage(name):
+    profile = PROFILES[name]
+    assert len(profile.explanation) > 20
+    plan = plan_of(
+        parallel={"offload": name, "zero_stage": profile.min_zero_stage},
+        train={"gradient_checkpointing": True},
+        **({"nvme_path": "/local"} if profile.needs_nvme else {}),
+    )
+    assert profile.explanation in plan.explain()
+    zero = plan.deepspeed_config()["zero_optimization"]
+    assert ("offload_optimizer" in zero) == (profile.optimizer is not None)
+    assert ("offload_param" in zero) == (profile.parameters is not None)

@@ -1,0 +1,428 @@
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from plan_jobs import TOY, V100, gpu_of, job_of, model_of, plan_of, problems_of
+
+import toolkit.deepspeed_spec
+import toolkit.planning
+from toolkit.deepspeed_spec import read_user_config
+from toolkit.errors import PlanError, SpecError
+from toolkit.planning.deepspeed_config import merge
+from toolkit.planning.resolve import resolve_with
+from toolkit.planning.rules import RULES
+
+
+def zero_keys(**keys):
+    return {"zero_optimization": keys}
+
+
+# (code, key, what the message must hold, the smallest job that breaks the rule)
+BROKEN = [
+    ("PIPELINE_UNUSED", "parallel.virtual_stages", "pipeline=1", {"parallel": {"virtual_stages": 2}}),
+    ("PIPELINE_UNUSED", "parallel.partition", "partition=[2, 2]", {"parallel": {"partition": [2, 2]}}),
+    ("PARTITION_STAGES", "parallel.pipeline", "num_hidden_layers=16", {"model": "llama-3.2-1b", "ranks": 17, "parallel": {"pipeline": 17}}),
+    ("PARTITION_STAGES", "parallel.pipeline", "20", {"model": "llama-3.2-1b", "ranks": 4, "train": {"gradient_accumulation_steps": 4}, "parallel": {"pipeline": 4, "pipeline_schedule": "interleaved", "virtual_stages": 5}}),
+    ("PARTITION_LAYERS", "parallel.partition", "[8, 9]", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "partition": [8, 9]}}),
+    ("PARTITION_STAGES", "parallel.partition", "[8, 4, 4]", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "partition": [8, 4, 4]}}),
+    ("SCHEDULE_VIRTUAL_STAGES", "parallel.virtual_stages", "pipeline_schedule=1f1b", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "pipeline_schedule": "1f1b", "virtual_stages": 2}}),
+    ("SCHEDULE_SPLIT", "parallel.zero_stage", "ZeRO-3 lets a weight go", {"model": "llama-3.2-1b", "ranks": 4, "parallel": {"pipeline": 2, "zero_stage": 3, "pipeline_schedule": "zb-h1"}}),
+    ("SCHEDULE_SPLIT", "parallel.zero_stage", "ZeRO-2 reduces gradients as", {"model": "llama-3.2-1b", "ranks": 4, "parallel": {"pipeline": 2, "zero_stage": 2, "pipeline_schedule": "zb-h1"}}),
+    ("SCHEDULE_SPLIT", "train.method", "adapters have next to no weights", {"model": "llama-3.2-1b", "ranks": 2, "train": {"method": "lora"}, "parallel": {"pipeline": 2, "zero_stage": 1, "pipeline_schedule": "zb-h1"}}),
+    ("SCHEDULE_SPLIT", "train.torch_compile", "in one", {"model": "llama-3.2-1b", "ranks": 2, "train": {"torch_compile": True}, "parallel": {"pipeline": 2, "zero_stage": 1, "pipeline_schedule": "zb-h1"}}),
+    ("SCHEDULE_VIRTUAL_STAGES", "parallel.virtual_stages", "virtual_stages=1", {"model": "llama-3.2-1b", "ranks": 2, "train": {"gradient_accumulation_steps": 4}, "parallel": {"pipeline": 2, "pipeline_schedule": "interleaved", "virtual_stages": 1}}),
+    ("PIPELINE_HALT", "deepspeed.comms_logger", "comms_logger with pipeline=2", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2}, "deepspeed": {"comms_logger": {"verbose": False}}}),
+    ("PIPELINE_HALT", "deepspeed.flops_profiler.enabled", "flops_profiler.enabled=true with pipeline=2", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2}, "deepspeed": {"flops_profiler": {"enabled": True}}}),
+    ("PIPELINE_HALT", "deepspeed.zero_optimization.overlap_comm", "overlap_comm=true with pipeline=2 and zero_stage=2", {"model": "llama-3.2-1b", "ranks": 4, "parallel": {"pipeline": 2, "zero_stage": 2}, "deepspeed": {"zero_optimization": {"overlap_comm": True}}}),
+    ("PIPELINE_STAGE", "parallel.zero_stage", "zero_stage=0", {"model": "llama-3.2-1b", "ranks": 2, "parallel": {"pipeline": 2, "zero_stage": 0}}),
+    ("PIPELINE_TOGETHER", "train.lora.modules_to_save", "lm_head", {"model": "llama-3.2-1b", "ranks": 2, "train": {"method": "lora", "lora": {"modules_to_save": ["lm_head"]}}, "parallel": {"pipeline": 2}}),
+    ("PIPELINE_TOGETHER", "train.lora.target_modules", "pipeline rank 1, which holds layers 8-15, norm, head", {"model": "llama-3.2-1b", "ranks": 2, "train": {"method": "lora", "lora": {"target_modules": r"model\.layers\.0\..*q_proj"}}, "parallel": {"pipeline": 2, "partition": [8, 8]}}),
+    ("PIPELINE_TOGETHER", "train.lora.target_modules", "pipeline rank 0", {"model": "llama-3.2-1b", "ranks": 4, "train": {"method": "lora", "lora": {"target_modules": r"model\.layers\.(5|9|15)\..*q_proj"}}, "parallel": {"pipeline": 4}}),
+    ("PIPELINE_TOGETHER", "train.lora.target_modules", "pipeline rank 0", {"model": "llama-3.2-1b", "ranks": 2, "train": {"method": "lora", "lora": {"target_modules": ["lm_head"]}}, "parallel": {"pipeline": 2}}),
+    ("PIPELINE_TOGETHER", "train.precision", "precision=fp8", {"model": "llama-3.2-1b", "ranks": 2, "train": {"precision": "fp8"}, "parallel": {"pipeline": 2}}),
+    ("PIPELINE_TOGETHER", "parallel.offload", "optimizer-nvme", {"model": "llama-3.2-1b", "ranks": 2, "nvme_path": "/local", "parallel": {"pipeline": 2, "offload": "optimizer-nvme", "zero_stage": 3}}),
+    ("TP_HEADS", "parallel.tensor", "num_attention_heads=32: a rank must own whole heads", {"model": "llama-3.1-8b", "ranks": 6, "parallel": {"tensor": 3}}),
+    ("TP_HEADS", "parallel.tensor", "num_key_value_heads=10", {"model": "phi-4", "ranks": 4, "parallel": {"tensor": 4}}),
+    ("TP_ARCHITECTURE", "parallel.tensor", "model_type=deepseek_v2", {"model": "deepseek-v2-lite", "parallel": {"tensor": 2}}),
+    ("TP_TOGETHER", "train.precision", "precision=fp8", {"model": "llama-3.1-8b", "train": {"precision": "fp8"}, "parallel": {"tensor": 2}}),
+    ("TP_TOGETHER", "train.loss", "loss=chunked", {"model": "llama-3.1-8b", "train": {"loss": "chunked"}, "parallel": {"tensor": 2}}),
+    ("TP_TOGETHER", "train.lora.lora_dropout", "0.1", {"model": "llama-3.1-8b", "train": {"method": "lora", "lora": {"lora_dropout": 0.1}}, "parallel": {"tensor": 2}}),
+    ("TP_TOGETHER", "train.lora.modules_to_save", "lm_head", {"model": "llama-3.1-8b", "train": {"method": "lora", "lora": {"modules_to_save": ["lm_head"]}}, "parallel": {"tensor": 2}}),
+    ("TP_TOGETHER", "train.lora.target_modules", "all-linear", {"model": "mixtral-8x7b", "train": {"method": "lora"}, "parallel": {"tensor": 2}}),
+    ("TP_TOGETHER", "parallel.offload", "optimizer-nvme", {"model": "llama-3.1-8b", "nvme_path": "/local", "parallel": {"tensor": 2, "offload": "optimizer-nvme", "zero_stage": 3}}),
+    ("TP_SEQUENCE", "parallel.sequence_parallel", "tensor=1", {"parallel": {"sequence_parallel": True}}),
+    ("TP_SEQUENCE", "parallel.sequence_parallel", "sequence_length=511", {"model": "llama-3.1-8b", "train": {"sequence_length": 511}, "parallel": {"tensor": 2, "sequence_parallel": True}}),
+    ("TP_STAGE", "parallel.zero_stage", "zero_stage=0", {"model": "llama-3.1-8b", "parallel": {"tensor": 2, "zero_stage": 0}}),
+    ("PRECISION_CARD", "train.precision", V100, {"gpu": V100, "train": {"precision": "bf16"}}),
+    ("PRECISION_CARD", "train.precision", "fp16", {"gpu": "cpu", "train": {"precision": "fp16"}}),
+    ("PRECISION_CARD", "train.precision", "no float8 units", {"gpu": "a100-sxm-80gb", "train": {"precision": "fp8"}}),
+    ("FP8_UNUSED", "train.fp8", "precision=bf16", {"train": {"precision": "bf16", "fp8": {"recipe": "rowwise"}}}),
+    ("ATTENTION_CARD", "train.attention", V100, {"gpu": V100, "train": {"attention": "flash_attention_2"}}),
+    ("ATTENTION_CARD", "train.attention", "cpu", {"gpu": "cpu", "train": {"attention": "flash_attention_2", "precision": "bf16"}}),
+    ("ATTENTION_PRECISION", "train.attention", "fp32", {"train": {"attention": "flash_attention_2", "precision": "fp32"}}),
+    ("LOSS_CARD", "train.loss", "gpu=cpu", {"gpu": "cpu", "train": {"loss": "liger"}}),
+    ("KERNELS_CARD", "train.kernels", "gpu=cpu", {"gpu": "cpu", "train": {"kernels": "liger"}}),
+    ("KERNELS_MODEL", "train.kernels", "model_type=gpt2", {"model": "gpt2", "train": {"kernels": "liger"}}),
+    ("KERNELS_COMPILE", "train.kernels", "torch_compile=true", {"train": {"kernels": "liger", "torch_compile": True}}),
+    ("LOSS_PRECISION", "train.loss", "fp16", {"train": {"loss": "liger", "precision": "fp16"}}),
+    ("SEQUENCE_LENGTH", "train.sequence_length", "max_position_embeddings=512", {"train": {"sequence_length": 513}}),
+    ("SEQUENCE_LENGTH", "train.sequence_length", "its position table ends", {"model": "gpt2", "train": {"sequence_length": 1025}}),
+    ("OPTIMIZER_CARD", "train.optimizer", "lion", {"gpu": "cpu", "train": {"optimizer": "lion"}}),
+    ("OFFLOAD_STAGE", "parallel.offload", "swap in its CPU optimizer", {"parallel": {"zero_stage": 0, "offload": "optimizer-cpu"}}),
+    ("OFFLOAD_STAGE", "parallel.offload", "ignore it", {"parallel": {"zero_stage": 2, "offload": "full-cpu"}}),
+    ("OFFLOAD_NVME_PATH", "cluster.nvme_path", "None", {"parallel": {"offload": "optimizer-nvme"}}),
+    ("OFFLOAD_NVME_FROZEN", "parallel.offload", "init=random", {"model": {"name": TOY, "init": "random"}, "nvme_path": "/local", "train": {"method": "lora"}, "parallel": {"offload": "full-nvme"}}),
+    ("OFFLOAD_RATIO", "parallel.offload_ratio", "0.5", {"parallel": {"offload_ratio": 0.5}}),
+    ("OFFLOAD_PARTIAL_OPTIMIZER", "train.optimizer", "lion", {"train": {"optimizer": "lion"}, "parallel": {"offload": "optimizer-cpu-partial"}}),
+    ("OFFLOAD_HOST_MEMORY", "parallel.offload", "64 GiB", {"model": "llama-3.1-8b", "host_memory_gib": 64, "train": {"sequence_length": 64}, "parallel": {"offload": "full-cpu"}}),
+    ("OFFLOAD_ACTIVATIONS", "parallel.offload", "false", {"train": {"gradient_checkpointing": False}, "parallel": {"offload": "activations-cpu"}}),
+    ("ACCUMULATION_DTYPE", "train.gradient_accumulation_dtype", "fp16", {"train": {"precision": "bf16", "gradient_accumulation_dtype": "fp16"}}),
+    ("ACCUMULATION_STAGE", "train.gradient_accumulation_dtype", "zero_stage=0", {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 0}}),
+    ("COMPILE_ZERO3", "train.torch_compile", "zero_stage=3", {"train": {"torch_compile": True}, "parallel": {"zero_stage": 3}}),
+    ("ESTIMATE_ONLY", "parallel.strategy", "strategy=ddp", {"parallel": {"strategy": "ddp"}}),
+    ("ESTIMATE_ONLY", "train.optimizer", "optimizer=adamw_8bit", {"train": {"optimizer": "adamw_8bit"}}),
+    ("LORA_TARGETS", "train.lora.target_modules", "target_modules=q_proj, v_proj with model_type=gpt2", {"model": "gpt2", "train": {"method": "lora", "lora": {"target_modules": ["q_proj", "v_proj"]}}}),
+    ("LORA_TARGETS", "train.lora.target_modules", "model_type=llama", {"train": {"method": "lora", "lora": {"target_modules": "c_attn"}}}),
+    ("FP8_LAYERS", "train.precision", "model_type=gpt2", {"model": "gpt2", "train": {"precision": "fp8"}}),
+    ("LORA_UNUSED", "train.lora", "method=full", {"train": {"lora": {"r": 4}}}),
+    ("OPTIMIZER_KEY", "train.momentum", "adamw", {"train": {"momentum": 0.9}}),
+    ("OPTIMIZER_KEY", "train.adam_epsilon", "lion", {"train": {"optimizer": "lion", "adam_epsilon": 1e-6}}),
+    ("OPTIMIZER_KEY", "train.adam_beta1", "sgd", {"train": {"optimizer": "sgd", "adam_beta1": 0.9}}),
+    ("LORA_DROPOUT_EXPERTS", "train.lora.lora_dropout", "0.1", {"model": "mixtral-8x7b", "train": {"method": "lora", "lora": {"lora_dropout": 0.1}}}),
+    ("STEPS_CONFLICT", "train.max_steps", "num_train_epochs=2", {"train": {"max_steps": 5, "num_train_epochs": 2}}),
+    ("WARMUP_CONFLICT", "train.warmup_steps", "warmup_ratio=0.1", {"train": {"warmup_steps": 5, "warmup_ratio": 0.1}}),
+    ("WARMUP_UNUSED", "train.lr_scheduler_type", "constant", {"train": {"lr_scheduler_type": "constant", "warmup_steps": 5}}),
+    ("WARMUP_UNUSED", "train.lr_scheduler_type", "constant", {"train": {"lr_scheduler_type": "constant", "warmup_ratio": 0.5}}),
+    ("WARMUP_LENGTH", "train.warmup_steps", "max_steps=5", {"train": {"warmup_steps": 5, "max_steps": 5}}),
+    ("WARMUP_LENGTH", "train.warmup_ratio", "1", {"train": {"warmup_ratio": 1.0}}),
+    ("MIN_LEARNING_RATE", "train.min_learning_rate_ratio", "no floor", {"train": {"lr_scheduler_type": "cosine_with_min_lr"}}),
+    ("MIN_LEARNING_RATE", "train.min_learning_rate_ratio", "cosine", {"train": {"min_learning_rate_ratio": 0.1}}),
+    ("POLYNOMIAL_RATE", "train.learning_rate", "1e-07", {"train": {"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}}),
+    ("LEARNING_RATE_SCALING", "train.learning_rate_scaling", "sqrt", {"train": {"learning_rate_scaling": "sqrt"}}),
+    ("LEARNING_RATE_SCALING", "train.learning_rate_scaling", "32", {"train": {"learning_rate_reference_batch_size": 32}}),
+    ("EVAL_WITHOUT_DATA", "train.eval_steps", "5", {"train": {"eval_steps": 5}}),
+    ("EVAL_WITHOUT_DATA", "train.per_device_eval_batch_size", "5", {"train": {"per_device_eval_batch_size": 5}, "data": {"train": "org/set"}}),
+    ("PACKING_COMPILE", "data.packing", "torch_compile", {"data": {"train": "org/set", "packing": "separated"}, "train": {"torch_compile": True}}),
+    ("BATCH_EQUATION", "train.train_batch_size", "7", {"train": {"train_batch_size": 7}}),
+    ("DEEPSPEED_REMOVED", "deepspeed.amp", "removed", {"deepspeed": {"amp": {"enabled": False}}}),
+    ("DEEPSPEED_REMOVED", "deepspeed.zero_optimization.mics_shard_size", "removed", {"deepspeed": zero_keys(mics_shard_size=2)}),
+    ("DEEPSPEED_HOME", "deepspeed.optimizer", "home", {"deepspeed": {"optimizer": {"params": {"lr": "auto"}}}}),
+    ("DEEPSPEED_HOME", "deepspeed.zero_optimization.stage", "home", {"deepspeed": zero_keys(stage="auto")}),
+    ("DEEPSPEED_HOME", "deepspeed.bf16.enabled", "home", {"deepspeed": {"bf16": {"enabled": True}}}),
+    ("DEEPSPEED_HOME", "deepspeed.compile", "home", {"deepspeed": {"compile": {"backend": "inductor"}}}),
+    ("DEEPSPEED_AUTO", "deepspeed.zero_optimization.reduce_bucket_size", "auto", {"deepspeed": zero_keys(reduce_bucket_size="auto")}),
+    ("DEEPSPEED_UNKNOWN", "deepspeed.gradient_cliping", "gradient_cliping", {"deepspeed": {"gradient_cliping": 1.0}}),
+    ("DEEPSPEED_UNKNOWN", "deepspeed.zero_optimisation", "zero_optimisation", {"deepspeed": {"zero_optimisation": {"stage": 3}}}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.reduce_bucket_size", "'5e8' (str)", {"deepspeed": zero_keys(reduce_bucket_size="5e8")}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.reduce_bucket_size", "0 (int)", {"deepspeed": zero_keys(reduce_bucket_size=0)}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.reduce_bucket_size", "None", {"deepspeed": zero_keys(reduce_bucket_size=None)}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization", "None", {"deepspeed": {"zero_optimization": None}}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization", "3", {"deepspeed": {"zero_optimization": 3}}),
+    ("DEEPSPEED_VALUE", "deepspeed.gradient_predivide_factor", "'2'", {"deepspeed": {"gradient_predivide_factor": "2"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.comms_logger.enabled", "turns the logger on", {"deepspeed": {"comms_logger": {"enabled": False}}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.reduce_bucket_size", "zero_stage=0", {"deepspeed": zero_keys(reduce_bucket_size=5), "parallel": {"zero_stage": 0}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.stage3_max_live_parameters", "zero_stage=2", {"deepspeed": zero_keys(stage3_max_live_parameters=5), "parallel": {"zero_stage": 2}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.allgather_bucket_size", "zero_stage=3", {"deepspeed": zero_keys(allgather_bucket_size=6), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.round_robin_gradients", "zero_stage=3", {"deepspeed": zero_keys(round_robin_gradients=True), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.overlap_comm", "BF16_Optimizer", {"deepspeed": zero_keys(overlap_comm=True), "train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.contiguous_gradients", "turns it on", {"deepspeed": zero_keys(contiguous_gradients=False), "parallel": {"zero_stage": 2, "offload": "optimizer-cpu"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_optimizer", "offload=none", {"deepspeed": zero_keys(offload_optimizer={"pin_memory": True})}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_param", "offload=optimizer-cpu", {"deepspeed": zero_keys(offload_param={"pin_memory": True}), "parallel": {"zero_stage": 3, "offload": "optimizer-cpu"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.offload_param.buffer_size", "full-cpu", {"deepspeed": zero_keys(offload_param={"buffer_size": 5}), "parallel": {"offload": "full-cpu"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.stage3_prefetch_bucket_size", "sets it to 1", {"deepspeed": zero_keys(stage3_prefetch_bucket_size=5, stage3_allgather_sequential=True), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.fp16", "precision=bf16", {"train": {"precision": "bf16"}, "deepspeed": {"fp16": {"loss_scale": 0}}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.fp16.hysteresis", "loss_scale=128", {"deepspeed": {"fp16": {"loss_scale": 128, "hysteresis": 2}}, "train": {"precision": "fp16"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.bf16.check_grad_overflow", "zero_stage=3", {"deepspeed": {"bf16": {"check_grad_overflow": False}}, "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.bf16.immediate_grad_update", "zero_stage=2", {"deepspeed": {"bf16": {"immediate_grad_update": True}}, "parallel": {"zero_stage": 2}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.gradient_predivide_factor", "prescale", {"deepspeed": {"prescale_gradients": True, "gradient_predivide_factor": 1.0, **zero_keys(reduce_scatter=False)}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.aio", "offload=none", {"deepspeed": {"aio": {"queue_depth": 8}}}),
+    ("DEEPSPEED_PRESCALE", "deepspeed.prescale_gradients", "reduce_scatter=true", {"deepspeed": {"prescale_gradients": True}}),
+    ("DEEPSPEED_PRESCALE", "deepspeed.gradient_predivide_factor", "reduce_scatter=true", {"deepspeed": {"gradient_predivide_factor": 2.0}}),
+    ("DEEPSPEED_UNSUPPORTED", "deepspeed.sequence_parallel_size", "parallel.tensor alone", {"deepspeed": {"sequence_parallel_size": 2}}),
+    ("DEEPSPEED_UNSUPPORTED", "deepspeed.zero_optimization.offload_optimizer.super_offload", "not foreseen", {"parallel": {"zero_stage": 3, "offload": "optimizer-cpu"}, "deepspeed": zero_keys(offload_optimizer={"super_offload": True})}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.reduce_bucket_size", "reads as 1", {"deepspeed": zero_keys(reduce_bucket_size=True)}),
+    ("DEEPSPEED_VALUE", "deepspeed.dump_state", "reads as true", {"deepspeed": {"dump_state": "false"}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.flops_profiler", "enabled left out", {"deepspeed": {"flops_profiler": {"profile_step": 2}}}),
+    ("DEEPSPEED_IGNORED", "deepspeed.disable_allgather", "never reads it", {"deepspeed": {"disable_allgather": True}}),
+    ("DEEPSPEED_UNSUPPORTED", "deepspeed.zero_optimization.legacy_stage1", "no such optimizer", {"deepspeed": zero_keys(legacy_stage1=True)}),
+    ("DEEPSPEED_PREDIVIDE", "deepspeed.gradient_predivide_factor", "2 times too small", {"deepspeed": {"gradient_predivide_factor": 2.0, **zero_keys(reduce_scatter=False)}, "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_PREDIVIDE", "deepspeed.gradient_predivide_factor", "data-parallel ranks", {"model": "llama-3.2-1b", "ranks": 4, "deepspeed": {"gradient_predivide_factor": 2.0, **zero_keys(reduce_scatter=False)}, "parallel": {"pipeline": 2, "zero_stage": 3}}),
+    ("DEEPSPEED_VALUE", "deepspeed.zero_optimization.allgather_bucket_size", "5 (int)", {"deepspeed": zero_keys(allgather_bucket_size=5)}),
+    ("DEEPSPEED_IGNORED", "deepspeed.zero_optimization.reduce_scatter", "always scatters", {"deepspeed": zero_keys(reduce_scatter=False, contiguous_gradients=False), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_HPZ", "deepspeed.zero_optimization.zero_hpz_partition_size", "world of 4", {"ranks": 4, "deepspeed": zero_keys(zero_hpz_partition_size=3), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_HPZ", "deepspeed.zero_optimization.zero_hpz_partition_size", "world of 2", {"deepspeed": zero_keys(zero_hpz_partition_size=4), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_GROUPS", "deepspeed.zero_optimization.zero_hpz_partition_size", "neighbouring", {"model": "llama-3.1-8b", "ranks": 4, "parallel": {"tensor": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2)}),
+    ("DEEPSPEED_GROUPS", "deepspeed.zero_optimization.zero_hpz_partition_size", "with pipeline=2", {"model": "llama-3.2-1b", "ranks": 4, "parallel": {"pipeline": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=4)}),
+    ("DEEPSPEED_GROUPS", "deepspeed.zero_optimization.zero_quantized_gradients", "zero_quantized_gradients=true with tensor=2 and pipeline=2", {"model": "llama-3.2-1b", "ranks": 8, "parallel": {"tensor": 2, "pipeline": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_quantized_gradients=True)}),
+    ("DEEPSPEED_CARD", "deepspeed.zero_optimization.zero_quantized_weights", "cpu", {"gpu": "cpu", "deepspeed": zero_keys(zero_quantized_weights=True), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_QUANTIZED", "deepspeed.zero_optimization.reduce_scatter", "false", {"deepspeed": zero_keys(zero_quantized_gradients=True, reduce_scatter=False), "parallel": {"zero_stage": 3}}),
+    ("DEEPSPEED_BUFFERS", "deepspeed.zero_optimization.offload_optimizer.buffer_count", "buffer_count=3", {"nvme_path": "/local", "deepspeed": zero_keys(offload_optimizer={"buffer_count": 3}), "parallel": {"offload": "optimizer-nvme"}}),
+    ("DEEPSPEED_BUFFERS", "deepspeed.zero_optimization.offload_optimizer.buffer_count", "buffer_count=4", {"nvme_path": "/local", "deepspeed": zero_keys(offload_optimizer={"pipeline_read": True}), "parallel": {"offload": "optimizer-nvme"}}),
+]  # fmt: skip
+
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("DEEPSPEED_SYNTAX", "DEEPSPEED_DUPLICATE", "ESTIMATE_UNSUPPORTED"),
+        "../deepspeed_spec/test_user_file.py",
+    ),
+    "TOKENIZER_NOT_FOUND": "../emit/test_emit_commands.py",
+    "MODEL_CONFIG_INVALID": "test_model_rules.py",
+    "TRAIN_NO_DATA": "../cli/test_cli_emit.py",
+    "ACCELERATE_FILE": "../deepspeed_spec/test_config_files.py",
+    "PLAN_UNREADABLE": "test_plan.py",
+    "EMIT_UNWRITABLE": "test_plan.py",
+    "CONSUMER_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_FRACTION": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_FP8": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_PIPELINE": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_TENSOR": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_KERNELS": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_LIGER": "test_trainer_config.py",
+    "CONSUMER_LOSS": "test_trainer_config.py, test_accelerate_config.py",
+    "CONSUMER_LEARNING_RATE": "test_accelerate_config.py",
+    "CONSUMER_POLYNOMIAL": "test_trainer_config.py",
+}
+
+
+def codes_in_source() -> set[str]:
+    folders = (Path(package.__file__).parent for package in (toolkit.planning, toolkit.deepspeed_spec))
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    return {code for path in sources for code in re.findall(r'code="([A-Z0-9_]+)"', path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize(("code", "key", "part", "job"), BROKEN, ids=[f"{row[0]}-{row[1]}" for row in BROKEN])
+def test_a_broken_rule_is_the_only_problem(code, key, part, job):
+    (problem,) = problems_of(**job)
+    assert (problem.code, problem.key) == (code, key)
+    assert part in problem.message
+    assert problem.fix
+    assert not problem.fix.endswith(".")
+
+
+def test_every_code_of_the_package_is_triggered_by_a_test():
+    alone = {
+        "OFFLOAD_PARTIAL_SIZE",
+        "STRATEGY_KEY",
+        "QLORA_STAGE",
+        "FP8_STRATEGY",
+        "FP8_METHOD",
+        "ATTENTION_CLASS",
+        "ATTENTION_SOFTCAP",
+        "CHECKPOINTING_LAYERS",
+    }
+    asked = {"PARTITION_STAGES", "PARTITION_LAYERS", "SCHEDULE_VIRTUAL_STAGES"}  # of toolkit.pipeline_schedule
+    assert codes_in_source() | asked == {row[0] for row in BROKEN} | set(ELSEWHERE) | alone
+    for code, files in ELSEWHERE.items():
+        for name in files.split(", "):
+            assert code in (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def test_keys_of_deepspeed_say_nothing_to_another_strategy():
+    found = problems_of(parallel={"strategy": "ddp", "zero_stage": 2}, deepspeed={"zero_optimization": {}})
+    assert {(problem.code, problem.key) for problem in found if problem.code != "ESTIMATE_ONLY"} == {
+        ("STRATEGY_KEY", "parallel.zero_stage"),
+        ("STRATEGY_KEY", "deepspeed.zero_optimization"),
+    }
+
+
+@pytest.mark.parametrize("parallel", [{"zero_stage": 3}, {"strategy": "fsdp2"}])
+def test_packed_weights_cannot_be_partitioned(parallel):
+    found = problems_of(train={"method": "qlora"}, parallel=parallel)
+    assert "QLORA_STAGE" in {problem.code for problem in found}
+
+
+@pytest.mark.parametrize(
+    ("code", "job"),
+    [
+        ("FP8_STRATEGY", {"parallel": {"strategy": "ddp"}}),
+        ("FP8_STRATEGY", {"parallel": {"strategy": "fsdp2"}}),
+        ("FP8_METHOD", {"train": {"method": "qlora"}}),
+    ],
+)
+def test_float8_is_estimated_for_no_engine_but_ours(code, job):
+    with_fp8 = {**job, "train": {"precision": "fp8", **job.get("train", {})}}
+    found = {problem.code: problem for problem in problems_of(**with_fp8)}
+    assert set(found) == {"ESTIMATE_ONLY", code}
+    assert found[code].key == "train.precision"
+    assert code not in {problem.code for problem in problems_of(**job)}
+
+
+def test_a_partial_offload_of_a_model_of_unknown_size():
+    job = job_of(parallel={"offload": "optimizer-cpu-partial"})
+    with pytest.raises(PlanError) as caught:
+        resolve_with(job, model=replace(model_of(job.model.name), num_parameters=None), gpu=gpu_of(job.cluster.gpu))
+    assert caught.value.codes == ("OFFLOAD_PARTIAL_SIZE",)
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"layerdrop": 0.1}, "layerdrop=0.1"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, "output_router_logits=true"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0}, "output_router_logits=true"),
+        ({"output_router_logits": True}, "output_router_logits=true"),
+        ({"layerdrop": 0.0, "output_router_logits": False}, None),
+    ],
+)
+def test_what_stages_cannot_follow_of_a_model_is_refused(config, part):
+    model = model_of("llama-3.2-1b")
+    job = {"model": "llama-3.2-1b", "ranks": 2, "train": {"gradient_accumulation_steps": 2}}
+    changed = replace(model, config_json=json.dumps(model.config | config))
+    wrapped = {"model_type": "llama4", "architectures": ["Llama4ForCausalLM"], "text_config": model.config | config}
+    multimodal = replace(model, config_json=json.dumps(wrapped))
+    for one in (changed, multimodal) if part else (changed,):
+        resolve_with(job_of(**job), model=one, gpu=gpu_of("h100-sxm-80gb"))
+        plan = partial(resolve_with, job_of(**job, parallel={"pipeline": 2}), model=one, gpu=gpu_of("h100-sxm-80gb"))
+        if part is None:
+            plan()
+            continue
+        with pytest.raises(PlanError) as caught:
+            plan()
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.key) == ("PIPELINE_TOGETHER", "model")
+        assert part in problem.message
+
+
+def test_every_problem_is_reported_at_once():
+    found = problems_of(
+        gpu=V100,
+        train={"precision": "bf16", "attention": "flash_attention_2", "train_batch_size": 7, "momentum": 0.5},
+        parallel={"zero_stage": 0, "offload": "full-cpu"},
+        deepspeed={"gradient_cliping": 1, "optimizer": {}},
+    )
+    assert {problem.code for problem in found} == {
+        "PRECISION_CARD", "ATTENTION_CARD", "BATCH_EQUATION", "OPTIMIZER_KEY", "OFFLOAD_STAGE", "DEEPSPEED_UNKNOWN",
+        "DEEPSPEED_HOME",
+    }  # fmt: skip
+
+
+def test_a_misspelt_key_names_the_right_one_even_where_it_has_another_home():
+    (problem,) = problems_of(deepspeed={"gradient_cliping": 1.0})
+    assert "train.max_grad_norm" in problem.fix
+    (problem,) = problems_of(deepspeed=zero_keys(reduce_bucket_sise=5))
+    assert "deepspeed.zero_optimization.reduce_bucket_size" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("config", "stage"),
+    [
+        ({"comms_logger": {"enabled": False}}, 2),
+        ({"flops_profiler": {"profile_step": 3}}, 2),
+        (zero_keys(stage3_max_live_parameters=5), 2),
+        (zero_keys(sub_group_size="auto"), 3),
+        (zero_keys(allgather_bucket_size=5), 2),
+        (zero_keys(reduce_bucket_size=0), 2),
+        (zero_keys(legacy=1), 2),
+        ({"prescale_gradients": True}, 2),
+        ({"zero_optimisation": {"stage": 3}}, 2),
+        ({"nothing_of_the_kind": {}}, 2),
+        ({"dump_state": "false"}, 2),
+        ({"amp": {}}, 2),
+    ],
+)
+def test_a_job_and_a_file_are_held_to_the_same_rules(config, stage):
+    (problem,) = problems_of(deepspeed=config, parallel={"zero_stage": stage})
+    notes, found = said_of_a_file(merge(config, zero_keys(stage=stage)))
+    assert [(each.code, f"deepspeed.{each.key}") for each in found] in ([], [(problem.code, problem.key)])
+    # Where DeepSpeed goes on with it: an error where we start the run, a note where the user does.
+    path = problem.key.removeprefix("deepspeed.")
+    assert [note.startswith(f"deepspeed_config: {path}") for note in notes] == ([] if found else [True])
+
+
+def said_of_a_file(config):
+    try:
+        return read_user_config(config).notes, ()
+    except SpecError as error:
+        return (), error.problems
+
+
+SOUND = [
+    {"parallel": {"zero_stage": 3}, "deepspeed": zero_keys(max_live_parameters=5e8, stage3_gather_16bit_weights_on_model_save=True, sub_group_size=0)},
+    {"deepspeed": {"zero_optimization": {"reduce_bucket_size": "5000", "round_robin_gradients": "yes"}, "steps_per_print": 1e3, "log_level": "INFO"}},
+    {"train": {"gradient_accumulation_dtype": "fp32"}},
+    {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"bf16": {"immediate_grad_update": True}}},
+    {"train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"prescale_gradients": True}},
+    {"deepspeed": {"prescale_gradients": True, **zero_keys(reduce_scatter=False)}},
+    {"deepspeed": {"gradient_predivide_factor": 2, "communication_data_type": "fp32", "steps_per_print": 5, **zero_keys(reduce_scatter=False)}},
+    {"deepspeed": {"prescale_gradients": False}},
+    {"model": "llama-3.2-1b", "ranks": 4, "deepspeed": {"gradient_predivide_factor": 4, **zero_keys(reduce_scatter=False)}, "parallel": {"pipeline": 2, "zero_stage": 3}},
+    {"train": {"kernels": "liger", "precision": "fp32", "loss": "liger", "method": "lora"}},
+    {"gpu": V100, "train": {"kernels": "liger", "precision": "fp16"}},
+    {"gpu": "l4-24gb", "train": {"precision": "fp8", "fp8": {"recipe": "rowwise"}, "torch_compile": True}},
+    {"gpu": "cpu", "train": {"precision": "fp8", "method": "lora"}, "parallel": {"zero_stage": 3}},
+    {"train": {"precision": "fp8", "gradient_accumulation_dtype": "fp32"}, "parallel": {"zero_stage": 1}, "deepspeed": {"bf16": {"immediate_grad_update": True}}},
+    {"gpu": V100, "train": {"precision": "fp16"}, "deepspeed": {"fp16": {"hysteresis": 1, "loss_scale_window": 100}}},
+    {"ranks": 4, "parallel": {"zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=2, zero_quantized_weights=True)},
+    {"model": "llama-3.2-1b", "ranks": 4, "parallel": {"pipeline": 2, "zero_stage": 3}, "deepspeed": zero_keys(zero_hpz_partition_size=1, zero_quantized_gradients=False)},
+    {"nvme_path": "/local", "parallel": {"offload": "full-nvme"}, "deepspeed": {"aio": {"queue_depth": 32}, **zero_keys(offload_optimizer={"buffer_count": 8, "pipeline_write": True})}},
+    {"nvme_path": "/local"},
+    {"train": {"optimizer": "sgd"}, "parallel": {"offload": "optimizer-cpu"}},
+    {"model": "gemma-2-2b", "train": {"attention": "flash_attention_2"}},
+    {"gpu": "mi300x-192gb", "train": {"attention": "flash_attention_2"}},
+    {"gpu": "cpu", "train": {"optimizer": "lion"}, "parallel": {"zero_stage": 1, "offload": "optimizer-cpu"}},
+    {"train": {"lr_scheduler_type": "constant", "warmup_steps": 0}},
+    {"train": {"train_batch_size": 12, "per_device_train_batch_size": 3}},
+    {"data": {"train": "org/set", "name": "main", "split": "train[:5]"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("job", SOUND, ids=range(len(SOUND)))
+def test_what_is_sound_passes(job):
+    assert problems_of(**job) == ()
+    plan_of(**job).deepspeed_config()
+
+
+def test_every_rule_says_what_it_guards():
+    assert len(set(RULES)) == len(RULES)
+    assert all(rule.__doc__ for rule in RULES)
+
+
+QLORA = {"method": "qlora"}
+
+
+def estimable(**sections):
+    """What stands against estimating a job."""
+    job = job_of(**sections)
+    try:
+        resolve_with(job, model=model_of(job.model.name), gpu=gpu_of(job.cluster.gpu), to_run=False)
+    except PlanError as error:
+        return {problem.code: problem for problem in error.problems}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said", "ways"),
+    [
+        (
+            {"strategy": "fsdp2"},
+            "Set parallel.strategy to ddp, or to zero, whose stages 0 to 2 leave weights whole, or train.method to lora",
+            [
+                {"strategy": "ddp"},
+                {"strategy": "zero"},
+                *({"strategy": "zero", "zero_stage": stage} for stage in range(3)),
+            ],
+        ),
+        (
+            {"zero_stage": 3},
+            "Set parallel.zero_stage to 0, 1 or 2, or train.method to lora",
+            [{"zero_stage": stage} for stage in range(3)],
+        ),
+    ],
+)
+def test_what_the_refusal_of_qlora_says_is_accepted(parallel, said, ways):
+    found = estimable(train=QLORA, parallel=parallel)
+    assert list(found) == ["QLORA_STAGE"]
+    assert found["QLORA_STAGE"].fix == said
+    for way in ways:
+        assert estimable(train=QLORA, parallel=way) == {}, way
+    assert estimable(train={"method": "lora"}, parallel=parallel) == {}
+
+
+def test_an_offload_that_needs_stage_3_sends_nobody_from_qlora_there():
+    problem = estimable(train=QLORA, parallel={"offload": "full-cpu"})["OFFLOAD_STAGE"]
+    assert "zero_stage to 3" not in problem.fix
+    for name in problem.fix.partition("one of ")[2].split(", "):
+        assert estimable(train=QLORA, parallel={"offload": name}) == {}, name

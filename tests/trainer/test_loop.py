@@ -1,0 +1,315 @@
+"""The loop on two real ranks: resumed as if never stopped, evaluated, rotated, logged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_distributed
+from train_jobs import curve, job_values, records, write_inputs
+
+from toolkit.checkpoint import shared
+from toolkit.checkpoint.discovery import list_checkpoints
+from toolkit.config.job import Job
+from toolkit.errors import ToolkitError
+from toolkit.planning.resolve import resolve
+from toolkit.trainer.loop import train
+from toolkit.trainer.progress import Silent
+from toolkit.trainer.session import TrainResult
+
+pytestmark = pytest.mark.gloo
+
+
+def _run(
+    root: Path,
+    name: str,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    told: Told | None = None,
+    **sections: Any,
+) -> Any:
+    """Trains a job; gives its result, or its codes."""
+    plan = resolve(Job.model_validate(job_values(root, name, **sections)))
+    told = told or Told()
+    try:
+        folder = resume if resume in (None, "auto", "latest") else root / name / resume
+        return train(plan, resume=folder, stop_after=stop_after, reporter=told)
+    except ToolkitError as error:
+        return error.codes
+    finally:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+            with (root / f"{name}.log").open("a") as log:
+                log.writelines(f"{line}\n" for line in told.lines)
+
+
+class Told(Silent):
+    """Keeps what a person would read; a signal comes while one rank writes a line that begins so, or the record of a step."""
+
+    def __init__(self, *, rank: int = 0, line: str | None = None, step: int | None = None) -> None:
+        self.lines: list[str] = []
+        self._line, self._step = line, step
+        self._hears = rank == torch.distributed.get_rank() if line or step else False
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+        if self._hears and self._line is not None and text.startswith(self._line):
+            signal.raise_signal(signal.SIGUSR1)
+
+    def update(self, record: dict[str, Any]) -> None:
+        if self._hears and record["step"] == self._step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _flip(path: Path) -> None:
+    """Damages a file, once for all ranks."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    torch.distributed.barrier()
+
+
+def _queue(root: Path, results: dict[str, Any]) -> None:
+    """The same call again and again, as a queue makes it: no checkpoint, a sound one, damaged ones."""
+    train = {"weight_decay": 0.1, "save_total_limit": 3}
+    results["auto"] = [_run(root, "auto", resume="auto", stop_after=2, train=train)]
+    results["auto"] += [_run(root, "auto", resume="auto", stop_after=3, train=train)]
+    results["auto"] += [_run(root, "auto", resume="auto", stop_after=5, train=train)]
+    _flip(next((root / "auto" / "checkpoint-5").rglob("*rank_1*optim_states.pt")))  # which loading alone finds
+    _flip(root / "auto" / "checkpoint-4" / "state.json")
+    results["auto"] += [_run(root, "auto", resume="auto", train=train)]
+    results["auto"] += [_run(root, "auto", resume="auto", train=train)]
+    results["auto-other"] = _run(root, "auto", resume="auto", train={**train, "seed": 1})
+    results["auto-none"] = [_run(root, "auto-none", resume="auto", stop_after=2, train=train)]
+    _flip(root / "auto-none" / "checkpoint-2" / "state.json")
+    results["auto-none"] += [_run(root, "auto-none", resume="auto", train=train)]
+
+
+def _apart(root: Path) -> Any:
+    """Each rank finds another folder under the same relative name, as on nodes without a disk in common."""
+    rank, here = torch.distributed.get_rank(), Path.cwd()
+    apart = root / f"node-{rank}"
+    apart.mkdir()
+    os.chdir(apart)
+    shared.SEEN_WITHIN_SECONDS = 0.2
+    try:
+        return _run(root, "apart", train={"output_dir": "run"}), sorted(map(str, apart.rglob("*")))
+    finally:
+        os.chdir(here)
+
+
+def _poison(root: Path) -> tuple[str, ...]:
+    """A learning rate at which the weights overflow, logged too rarely to be seen before the save."""
+    values = {"learning_rate": 1e37, "max_grad_norm": 0.0, "warmup_steps": 0, "save_steps": 3, "logging_steps": 8}
+    return _run(root, "nan", train=values)
+
+
+def _all_runs(rank: int, root_name: str) -> dict[str, Any]:
+    root = Path(root_name)
+    results: dict[str, Any] = {}
+    for stage in (2, 3):
+        sections = {"parallel": {"zero_stage": stage}, "train": {"weight_decay": 0.1}}
+        results[f"whole-{stage}"] = _run(root, f"whole-{stage}", **sections)
+        results[f"first-{stage}"] = _run(root, f"parts-{stage}", stop_after=3, **sections)
+        # Other draws in between, as another process would have made: what is restored must not depend on them.
+        torch.rand(17 + rank)
+        results[f"second-{stage}"] = _run(root, f"parts-{stage}", resume="checkpoint-3", **sections)
+    results["over"] = _run(root, "whole-2", parallel={"zero_stage": 2}, train={"weight_decay": 0.1})
+    results["again"] = _run(root, "parts-2", resume="checkpoint-8", train={"weight_decay": 0.1})
+    results["too-early"] = _run(root, "parts-2", resume="checkpoint-4", stop_after=4, train={"weight_decay": 0.1})
+    lora = {"method": "lora", "lora": {"r": 4, "lora_dropout": 0.1}}
+    results["lora"] = _run(root, "lora", train=lora)
+    results["lora-first"] = _run(root, "lora-parts", stop_after=4, train=lora)
+    results["lora-second"] = _run(root, "lora-parts", resume="checkpoint-4", train=lora)
+    epochs = {"max_steps": None, "num_train_epochs": 1.5, "logging_steps": 5, "eval_steps": 6, "save_steps": 4}
+    epochs |= {"save_total_limit": 2, "report_to": ["tensorboard"], "train_batch_size": None}
+    results["epochs"] = _run(root, "epochs", train=epochs, data={"validation_fraction": 0.25, "max_samples": 24})
+    rotate = {"save_total_limit": 2, "save_steps": 2}
+    results["branch"] = _run(root, "branch", train=rotate)
+    results["back"] = _run(root, "branch", resume="checkpoint-6", stop_after=7, train=rotate)
+    results["nan"] = _poison(root)
+    _queue(root, results)
+    results["in-save"] = _run(root, "in-save", told=Told(rank=1, line="saved "))
+    held = {"data": {"validation_fraction": 0.25}, "train": {"eval_steps": 3}}
+    results["in-eval"] = _run(root, "in-eval", told=Told(step=3), **held)
+    results["apart"] = _apart(root)
+    windows = {"logging_steps": 3, "weight_decay": 0.1}
+    results["windows"] = _run(root, "windows", train=windows)
+    results["windows-first"] = _run(root, "window-parts", stop_after=4, train=windows)
+    results["windows-second"] = _run(root, "window-parts", resume="checkpoint-4", train=windows)
+    thread = threading.Thread(target=lambda: results.update(thread=_run(root, "thread", train={"max_steps": 3})))
+    thread.start()
+    thread.join()
+    return results
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("loop"))
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict[str, Any]:
+    first, second = run_distributed(_all_runs, 2, str(root))
+    assert first == second, "every rank is told the same"
+    return first
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(root: Path, results: dict[str, Any], stage: int) -> None:
+    """Bitwise, under dropout: loss, gradient norm and learning rate of each step."""
+    whole, parts = (curve(root / f"{name}-{stage}") for name in ("whole", "parts"))
+    assert sorted(whole) == list(range(1, 9))
+    assert parts == whole
+    assert len({loss for loss, _, _ in whole.values()}) == 8
+    first, second = results[f"first-{stage}"], results[f"second-{stage}"]
+    assert (first.step, first.num_steps, first.interrupted) == (3, 8, False)
+    assert (second.step, second.loss) == (8, whole[8][0])
+    assert second.checkpoint == root / f"parts-{stage}" / "checkpoint-8"
+
+
+def test_lora_resumes_too(root: Path, results: dict[str, Any]) -> None:
+    assert isinstance(results["lora"], TrainResult), results["lora"]
+    assert curve(root / "lora-parts") == curve(root / "lora")
+
+
+def test_the_stages_agree(root: Path, results: dict[str, Any]) -> None:
+    """Dropout draws the same under any stage, so only rounding differs."""
+    for (second, _, _), (third, _, _) in zip(
+        curve(root / "whole-2").values(), curve(root / "whole-3").values(), strict=True
+    ):
+        assert math.isclose(second, third, rel_tol=1e-4)
+
+
+def test_nothing_left_to_do(root: Path, results: dict[str, Any]) -> None:
+    done = results["again"]
+    assert (done.step, done.loss, done.interrupted) == (8, None, False)
+    assert done.checkpoint.is_dir()
+    assert results["too-early"] == ("STOP_AFTER",)
+
+
+def test_an_earlier_run_is_not_trained_over(root: Path, results: dict[str, Any]) -> None:
+    assert results["over"] == ("OUTPUT_EXISTS",)
+    assert sorted(curve(root / "whole-2")) == list(range(1, 9))
+
+
+def _fail_alone(rank: int, root_name: str) -> tuple[Any, bool]:
+    torch.distributed.destroy_process_group()  # the harness's own: here `train` joins the groups, as in a script
+    data = {"train": str(Path(root_name) / "absent.jsonl")}
+    codes = _run(Path(root_name), "alone", cluster={"gpus_per_node": 1}, data=data)
+    left = not torch.distributed.is_initialized()
+    if left:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return codes, left
+
+
+def test_a_failed_preparation_leaves_no_groups(root: Path) -> None:
+    assert run_distributed(_fail_alone, 1, str(root)) == [(("DATA_NOT_FOUND",), True)]
+
+
+def test_epochs_evaluation_logging_and_tensorboard(root: Path, results: dict[str, Any]) -> None:
+    done, folder = results["epochs"], root / "epochs"
+    assert isinstance(done, TrainResult), done
+    assert done.step == done.num_steps
+    logged = [record for record in records(folder) if "loss" in record]
+    assert [record["step"] for record in logged] == [*range(5, done.step, 5), done.step]
+    assert math.isclose(logged[-1]["epoch"], 1.5, abs_tol=0.2)
+    evaluated = [record for record in records(folder) if "eval_loss" in record]
+    assert [record["step"] for record in evaluated] == sorted({*range(6, done.step + 1, 6), done.step})
+    assert all(0 < record["eval_loss"] < 7 for record in evaluated)
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    kept = [path.name for path in list_checkpoints(folder)]
+    assert len(kept) == 2
+    assert kept[-1] == f"checkpoint-{done.step}"
+
+
+def test_the_logged_loss_is_the_mean_since_the_log_before(root: Path, results: dict[str, Any]) -> None:
+    """As Trainer logs it; after a resume since the checkpoint, which does not hold the steps before."""
+    each = {step: loss for step, (loss, _, _) in curve(root / "whole-2").items()}
+
+    def means(*windows: tuple[int, int]) -> dict[int, float]:
+        return {
+            last: sum(each[step] for step in range(first, last + 1)) / (last + 1 - first) for first, last in windows
+        }
+
+    logged = {step: loss for step, (loss, _, _) in curve(root / "windows").items()}
+    assert logged == pytest.approx(means((1, 3), (4, 6), (7, 8)), rel=1e-12)
+    assert results["windows"].loss == logged[8]
+    parts = {step: loss for step, (loss, _, _) in curve(root / "window-parts").items()}
+    assert parts == pytest.approx(means((1, 3), (4, 4), (5, 6), (7, 8)), rel=1e-12)
+
+
+def test_a_run_outside_the_main_thread(root: Path, results: dict[str, Any]) -> None:
+    """Where Python lets nobody install a handler for Ctrl-C."""
+    assert isinstance(results["thread"], TrainResult), results["thread"]
+    assert list_checkpoints(root / "thread")[-1].name == "checkpoint-3"
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves(root: Path, results: dict[str, Any]) -> None:
+    """The newest checkpoint is the one saved last, not the one of the highest step, which is of the other branch."""
+    assert results["branch"].step == 8
+    assert results["back"].step == 7
+    kept = [path.name for path in list_checkpoints(root / "branch")]
+    assert kept == ["checkpoint-8", "checkpoint-7"]
+    assert sorted(curve(root / "branch")) == list(range(1, 8))
+
+
+def test_the_same_call_again_and_again(root: Path, results: dict[str, Any]) -> None:
+    """From the start, from the latest, from the one before a damaged one; then there is nothing to do."""
+    assert [(result.step, result.loss is None) for result in results["auto"]] == [
+        *((2, False), (3, False), (5, False), (8, False), (8, True)),
+    ]
+    assert curve(root / "auto") == curve(root / "whole-2"), "the run is the uninterrupted one"
+    told = (root / "auto.log").read_text().splitlines()
+    resumed = [line.partition(" at step ")[0].rpartition("-")[2] for line in told if line.startswith("resumed from ")]
+    assert resumed == ["2", "3", "3"]
+    first, second = (line for line in told if line.startswith("warning: "))
+    assert f"{root / 'auto' / 'checkpoint-5'}/" in first
+    assert f"{root / 'auto' / 'checkpoint-4' / 'state.json'} has another SHA-256" in second
+    assert first.endswith("; it is passed over")
+    assert told[-1] == "the run is complete: step 8 of 8"
+    assert results["auto-other"] == ("CHECKPOINT_DATA",), "a job that has changed is no reason to begin anew"
+
+
+def test_the_same_call_where_no_checkpoint_is_sound(root: Path, results: dict[str, Any]) -> None:
+    folder = root / "auto-none"
+    assert [result.step for result in results["auto-none"]] == [2, 8]
+    assert curve(folder) == curve(root / "whole-2")
+    assert (folder / "damaged-checkpoint-2" / "state.json").exists(), "nothing is lost"
+    assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_a_stop_during_a_save_or_an_evaluation_ends_the_run_at_that_step(root: Path, results: dict[str, Any]) -> None:
+    """On all ranks, whichever heard it: no step and no save more, and no evaluation to its end."""
+    for name, step in (("in-save", 4), ("in-eval", 3)):
+        assert (results[name].step, results[name].interrupted) == (step, True)
+        assert [path.name for path in list_checkpoints(root / name)] == [f"checkpoint-{step}"]
+        assert sorted(curve(root / name)) == list(range(1, step + 1))
+    assert [record for record in records(root / "in-eval") if "eval_loss" in record] == []
+
+
+def test_ranks_that_do_not_share_the_output_folder(root: Path, results: dict[str, Any]) -> None:
+    assert results["apart"] == (("OUTPUT_NOT_SHARED",), []), "and nothing is left"
+
+
+def test_weights_that_are_not_numbers_are_not_saved(root: Path, results: dict[str, Any]) -> None:
+    assert results["nan"] == ("LOSS_NAN",)
+    assert list_checkpoints(root / "nan") == ()
+
+
+def test_a_checkpoint_says_what_it_is(root: Path, results: dict[str, Any]) -> None:
+    folder = root / "whole-3" / "checkpoint-8"
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["step"], state["num_steps"], state["zero_stage"], state["world_size"]) == (8, 8, 3, 2)
+    assert state["train_batch_size"] == 8
+    assert {"torch", "deepspeed", "transformers", "toolkit"} == set(state["versions"])
+    assert (folder / "probe.safetensors").exists()
+    assert not (root / "whole-3" / "checkpoint-4" / "probe.safetensors").exists()

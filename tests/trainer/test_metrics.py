@@ -1,0 +1,144 @@
+"""metrics.jsonl, TensorBoard and the numbers in them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_plans import tiny_plan
+
+from toolkit.config.job import Job
+from toolkit.engine.memory_tracker import MemoryWatch
+from toolkit.errors import RunError
+from toolkit.planning.plan import Plan
+from toolkit.trainer.metrics import Meter, MetricsWriter, flops_per_token
+
+
+def _plan(folder: Path, **train: Any) -> Plan:
+    return tiny_plan(train={"output_dir": str(folder), **train})
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=_refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def test_one_object_a_line_at_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(_plan(tmp_path / "run"), resumed_step=0)
+    writer.write({"step": 1, "loss": 2.5})
+    assert _lines(tmp_path / "run") == [{"step": 1, "loss": 2.5}], "not only when the file is closed"
+    writer.write({"step": 2, "loss": 2.25})
+    writer.close()
+    writer.close()
+    assert [record["step"] for record in _lines(tmp_path / "run")] == [1, 2]
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    writer = MetricsWriter(_plan(tmp_path), resumed_step=0)
+    writer.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "mfu": None})
+    writer.close()
+    assert _lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "mfu": None}]
+
+
+def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    text = '{"step": 1, "loss": 1}\n{"step": 2, "loss": 2}\n{"step": 2, "eval_loss": 2}\n{"step": 3, "loss": 3}\n{"ste'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    writer = MetricsWriter(_plan(tmp_path), resumed_step=2)
+    writer.write({"step": 3, "loss": 4})
+    writer.close()
+    assert [tuple(record.values()) for record in _lines(tmp_path)] == [(1, 1), (2, 2), (2, 2), (3, 4)]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_is_named() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    writer = MetricsWriter.__new__(MetricsWriter)
+    writer.path, writer._file, writer._board = full, full.open("a"), None
+    with pytest.raises(RunError) as caught:
+        writer.write({"step": 1})
+    assert caught.value.codes == ("DISK_FULL",)
+    writer.close()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    plan = _plan(tmp_path, report_to=["tensorboard"])
+    writer = MetricsWriter(plan, resumed_step=0)
+    for step in (1, 2, 3):
+        writer.write({"step": step, "loss": float(step), "mfu": None})
+    writer.close()
+    writer = MetricsWriter(plan, resumed_step=1)  # resumed from step 1: what came after is gone there too
+    writer.write({"step": 2, "loss": 20.0})
+    writer.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert board.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
+
+
+def test_throughput_counts_between_readings(tmp_path: Path) -> None:
+    meter = Meter(_plan(tmp_path), MemoryWatch(torch.device("cpu")))
+    time.sleep(0.2)
+    began = time.perf_counter()
+    meter.skip()  # an evaluation
+    time.sleep(0.1)
+    found = meter.read(1000, 2)
+    assert 0.099 <= 1000 / found["tokens_per_second"] <= 1.001 * (time.perf_counter() - began)
+    assert math.isclose(found["step_seconds"], 500 / found["tokens_per_second"])
+    assert found["mfu"] is None, "no peak rate is known of a CPU"
+    assert found["peak_allocated_bytes"] == MemoryWatch(torch.device("cpu")).peak_bytes > 50 * 2**20
+
+
+def _gpu_plan(model: str, **train: Any) -> Plan:
+    from toolkit.planning.resolve import resolve
+
+    job = {"model": model, "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 8}, "parallel": {"zero_stage": 3}}
+    return resolve(Job.model_validate(job | {"train": {"sequence_length": 4096, "max_steps": 5, **train}}))
+
+
+ATTENTION_8B = 12 * 32 * 32 * 128 * 4096
+
+
+def test_model_flops_utilization() -> None:
+    """Llama 3.1 8B: 6 × 7.5 B parameters without the embedding table, and 12 · 32 · 4096 · 4096 for attention."""
+    plan = _gpu_plan("llama-3.1-8b")
+    assert flops_per_token(plan) == 6 * (8_030_261_248 - 128_256 * 4096) + ATTENTION_8B
+    meter = Meter(plan, MemoryWatch(torch.device("cpu")))
+    time.sleep(0.05)
+    found = meter.read(1000, 1)
+    peak = plan.gpu.flops_per_second("bf16") * 8
+    assert math.isclose(found["mfu"], found["tokens_per_second"] * flops_per_token(plan) / peak)
+
+
+def test_flops_of_a_tied_table_count_once_as_the_head() -> None:
+    plan = _gpu_plan("llama-3.2-1b")
+    assert flops_per_token(plan) == 6 * 1_235_814_400 + 12 * 16 * 32 * 64 * 4096
+
+
+def test_flops_of_lora_and_of_experts() -> None:
+    full, lora = (_gpu_plan("llama-3.1-8b", method=method) for method in ("full", "lora"))
+    assert flops_per_token(full) - flops_per_token(lora) == 2 * (8_030_261_248 - 128_256 * 4096)
+    # mistralai: 12.9 B of the 46.7 B parameters are used by a token, 0.13 B of them its embedding table.
+    mixtral = flops_per_token(_gpu_plan("mixtral-8x7b"))
+    assert math.isclose((mixtral - ATTENTION_8B) / 6, 12.75e9, rel_tol=0.005)
+    # deepseek-ai: 2.4 B of 15.7 B are active, the shared experts and the dense first layer among them.
+    lite = flops_per_token(_gpu_plan("deepseek-v2-lite"))
+    attention = 12 * 27 * 16 * 192 * 4096
+    assert math.isclose((lite - attention) / 6, 2.66e9 - 102_400 * 2048, rel_tol=0.02)
+
+
+def test_flops_of_an_undeclared_architecture_are_unknown() -> None:
+    plan = _gpu_plan("llama-3.1-8b")
+    foreign = json.dumps({**plan.model.config, "model_type": "not_declared"})
+    assert flops_per_token(replace(plan, model=replace(plan.model, config_json=foreign))) is None

@@ -1,0 +1,185 @@
+"""Which choices of a plan each key of an emitted config follows from: one table a consumer's file.
+
+A key maps to the plan's choices by their dotted path, and to a reason where the choice alone does not explain the value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from toolkit.planning.trainer_config import LIGER_KERNELS, checkpointing_argument
+
+
+class Origin(NamedTuple):
+    """Choices that a value follows from, and how it follows where that is not plain."""
+
+    choices: tuple[str, ...]
+    reason: str = ""
+
+
+def _default(reason: str) -> Origin:
+    return Origin((), f"DeepSpeed's default, written out: {reason}")
+
+
+_BUCKET = "deepspeed.zero_optimization.reduce_bucket_size"
+_OFFLOAD = "parallel.offload"
+
+DEEPSPEED: dict[str, Origin] = {
+    "train_batch_size": Origin(("train.train_batch_size",)),
+    "train_micro_batch_size_per_gpu": Origin(("train.per_device_train_batch_size",)),
+    "gradient_accumulation_steps": Origin(("train.gradient_accumulation_steps",)),
+    "gradient_clipping": Origin(("train.max_grad_norm",), "0 turns clipping off; DeepSpeed's own default is 1"),
+    "bf16.enabled": Origin(("train.precision",)),
+    "fp16.enabled": Origin(("train.precision",)),
+    "data_types.grad_accum_dtype": Origin(("train.gradient_accumulation_dtype",)),
+    "timers.throughput.enabled": Origin(
+        ("parallel.pipeline",),
+        "DeepSpeed's clock waits for the card at each pass, and so for messages that wait for this rank",
+    ),
+    "zero_optimization.stage": Origin(("parallel.zero_stage",)),
+    "zero_optimization.overlap_comm": Origin(
+        ("parallel.zero_stage",), "on under stage 3, as in DeepSpeed; below it would take a second bucket"
+    ),
+    "zero_optimization.contiguous_gradients": _default("gradients go to one buffer, so memory is not fragmented"),
+    "zero_optimization.reduce_scatter": _default("a rank receives only the gradients that it keeps"),
+    "zero_optimization.reduce_bucket_size": Origin((_BUCKET,)),
+    "zero_optimization.allgather_bucket_size": Origin((_BUCKET,), "the size of the reduce bucket"),
+    "zero_optimization.sub_group_size": Origin(
+        ("deepspeed.zero_optimization.sub_group_size", _OFFLOAD),
+        "DeepSpeed's default of 1e9 parameters, unless a partial or NVMe offload needs smaller sub-groups",
+    ),
+    "zero_optimization.stage3_prefetch_bucket_size": _default("parameters fetched ahead of their use"),
+    "zero_optimization.stage3_param_persistence_threshold": _default("smaller parameters stay whole on each GPU"),
+    "zero_optimization.stage3_max_live_parameters": _default("what prefetching may keep whole at a time"),
+    "zero_optimization.stage3_max_reuse_distance": Origin(
+        (_OFFLOAD,), "what is used again sooner is not released; all is where it holds a swap buffer"
+    ),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Origin(
+        ("parallel.zero_stage",),
+        "on for Trainer and Accelerate, which save no weights without it; our own checkpoints gather by themselves",
+    ),
+    "zero_optimization.offload_optimizer.device": Origin((_OFFLOAD,)),
+    "zero_optimization.offload_optimizer.pin_memory": Origin(
+        (_OFFLOAD, "cluster.gpu"), "page-locked memory crosses PCIe faster; CPU jobs cross none"
+    ),
+    "zero_optimization.offload_optimizer.ratio": Origin(("parallel.offload_ratio",)),
+    "zero_optimization.offload_optimizer.nvme_path": Origin(("cluster.nvme_path",)),
+    "zero_optimization.offload_optimizer.buffer_count": Origin(
+        (_OFFLOAD,), "Adam swaps four states a parameter: master copy, gradient and two moments"
+    ),
+    "zero_optimization.offload_param.device": Origin((_OFFLOAD,)),
+    "zero_optimization.offload_param.pin_memory": Origin(
+        (_OFFLOAD, "cluster.gpu"), "page-locked memory crosses PCIe faster; CPU jobs cross none"
+    ),
+    "zero_optimization.offload_param.nvme_path": Origin(("cluster.nvme_path",)),
+    "zero_optimization.offload_param.buffer_count": _default("swap buffers for parameters on NVMe"),
+    "zero_optimization.offload_param.buffer_size": Origin(
+        ("model.name", "cluster.gpus_per_node"),
+        "a swap buffer must hold a rank's share of any parameter: DeepSpeed's default of 1e8, more for larger ones, never "
+        "more than the share of the model",
+    ),
+    "optimizer.type": Origin(("train.optimizer",)),
+    "optimizer.params.lr": Origin(("train.learning_rate",)),
+    "optimizer.params.betas": Origin(("train.adam_beta1", "train.adam_beta2")),
+    "optimizer.params.eps": Origin(("train.adam_epsilon",)),
+    "optimizer.params.weight_decay": Origin(("train.weight_decay",)),
+    "optimizer.params.momentum": Origin(("train.momentum",)),
+    "optimizer.params.torch_adam": Origin(
+        ("train.optimizer", "cluster.gpu"),
+        "torch's Adam: asked for, or on CPU, where DeepSpeed's would be compiled first",
+    ),
+    "zero_allow_untested_optimizer": Origin(
+        ("train.optimizer",), "DeepSpeed's list of ZeRO optimizers lacks torch's SGD and those that a script brings"
+    ),
+    "zero_force_ds_cpu_optimizer": Origin(
+        ("train.optimizer", _OFFLOAD), "off, or DeepSpeed's CPU Adam would take the place of the script's optimizer"
+    ),
+}
+
+# What these say of a pipeline, whose passes our loop orders.
+PIPELINE: dict[str, Origin] = {
+    "train_batch_size": Origin(
+        ("train.per_device_train_batch_size", "train.train_batch_size"),
+        "one micro-batch of each data-parallel rank: our loop runs all micro-batches of a step, and tells the engine of one",
+    ),
+    "gradient_accumulation_steps": Origin(
+        ("parallel.pipeline", "train.gradient_accumulation_steps"),
+        "our loop runs all micro-batches of a step, and tells the engine of one",
+    ),
+    "data_types.grad_accum_dtype": Origin(
+        ("train.precision", "train.gradient_accumulation_dtype"),
+        "under ZeRO-1 that of the gradients, since our loop adds them up before the engine reduces them",
+    ),
+}
+
+ACCELERATE: dict[str, Origin] = {
+    "compute_environment": Origin((), "`accelerate launch` starts the processes on the machine it runs on"),
+    "debug": Origin((), "off: it would check shapes before every collective"),
+    "deepspeed_config.deepspeed_config_file": Origin(
+        (), "the file beside this one; batch, precision, clipping and ZeRO have their one home there"
+    ),
+    "deepspeed_config.zero3_init_flag": Origin(
+        ("parallel.zero_stage",), "under stage 3 a model is partitioned while it is built"
+    ),
+    "deepspeed_config.deepspeed_multinode_launcher": Origin(
+        ("cluster.nodes",), "each node starts its own processes; the default, pdsh, needs a hostfile"
+    ),
+    "distributed_type": Origin(("parallel.strategy",)),
+    "machine_rank": Origin((), "the first node; commands.sh gives the others theirs as --machine_rank"),
+    "main_process_ip": Origin((), "the first of the hosts that `toolkit emit` was given: the node of rank 0"),
+    "main_process_port": Origin(("cluster.master_port",)),
+    "num_machines": Origin(("cluster.nodes",)),
+    "num_processes": Origin(("cluster.gpus_per_node", "cluster.nodes"), "one process a device, over all nodes"),
+    "rdzv_backend": Origin((), "ranks follow --machine_rank; under c10d they follow the order of arrival"),
+    "same_network": Origin((), "all nodes reach each other directly"),
+    "use_cpu": Origin(("cluster.gpu",)),
+}
+
+_EVAL = ("train.eval_steps", "data.eval", "data.validation_fraction")
+
+TRAINER: dict[str, Origin] = {
+    "output_dir": Origin(("train.output_dir",)),
+    "per_device_train_batch_size": Origin(("train.per_device_train_batch_size",)),
+    "per_device_eval_batch_size": Origin(("train.per_device_eval_batch_size",)),
+    "gradient_accumulation_steps": Origin(("train.gradient_accumulation_steps",)),
+    "learning_rate": Origin(("train.learning_rate",)),
+    "weight_decay": Origin(("train.weight_decay",)),
+    "adam_beta1": Origin(("train.adam_beta1",), "read by Adam and Lion alone"),
+    "adam_beta2": Origin(("train.adam_beta2",), "read by Adam and Lion alone"),
+    "adam_epsilon": Origin(("train.adam_epsilon",), "read by Adam alone"),
+    "max_grad_norm": Origin(("train.max_grad_norm",)),
+    "lr_scheduler_type": Origin(("train.lr_scheduler_type",)),
+    "lr_scheduler_kwargs": Origin(
+        ("train.min_learning_rate_ratio", "train.lr_scheduler_type"), "only cosine_with_min_lr takes any"
+    ),
+    "lr_scheduler_kwargs.min_lr_rate": Origin(("train.min_learning_rate_ratio",)),
+    "warmup_steps": Origin(
+        ("train.warmup_steps", "train.warmup_ratio", "train.lr_scheduler_type"),
+        "TrainingArguments reads a number below 1 as a share of all steps; a constant schedule has none",
+    ),
+    "max_steps": Origin(("train.max_steps", "train.num_train_epochs"), "-1 leaves the length to num_train_epochs"),
+    "num_train_epochs": Origin(
+        ("train.num_train_epochs", "train.max_steps"), "TrainingArguments' own default, not read, when max_steps is set"
+    ),
+    "bf16": Origin(("train.precision",)),
+    "fp16": Origin(("train.precision",)),
+    checkpointing_argument(): Origin(("train.gradient_checkpointing",)),
+    f"{checkpointing_argument()}_kwargs.use_reentrant": Origin((), "the variant that torch recommends"),
+    "logging_steps": Origin(("train.logging_steps",)),
+    "save_strategy": Origin(("train.save_steps",)),
+    "save_steps": Origin(("train.save_steps",)),
+    "save_total_limit": Origin(("train.save_total_limit",)),
+    "eval_strategy": Origin(_EVAL, "no evaluation without evaluation data"),
+    "eval_steps": Origin(_EVAL, "no evaluation without evaluation data"),
+    "report_to": Origin(("train.report_to",), "none unless the job names one"),
+    "seed": Origin(("train.seed",)),
+    "torch_compile": Origin(("train.torch_compile",)),
+    "use_liger_kernel": Origin(("train.loss",)),
+    "liger_kernel_config": Origin(("train.loss",)),
+    **{
+        f"liger_kernel_config.{name}": Origin(("train.loss",), "the loss alone, as this run has it")
+        for name in LIGER_KERNELS
+    },
+    "use_cpu": Origin(("cluster.gpu",)),
+    "deepspeed": Origin((), "the file beside this one; Trainer compares it with these arguments and finds them equal"),
+}

@@ -1,0 +1,240 @@
+"""Which class transformers builds for a model type, and which attention it has, read from the installed source.
+
+Nothing is imported: transformers takes seconds and torch. What is read is what will run, whichever release is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.job import Attention
+from toolkit.errors import Problem
+
+# How transformers calls a model that reads more than text (Gemma3ForConditionalGeneration), where it is the class of a type
+# among the causal language models. Encoder-decoders are called so, too, and are none of these.
+_MULTIMODAL = "ForConditionalGeneration"
+# Base of every layer that can recompute (transformers modeling_layers.py); a file that names `AutoModel` has others' layers.
+_CHECKPOINTED = "GradientCheckpointingLayer"
+# Flags of `PreTrainedModel`, from which every class inherits (transformers modeling_utils.py).
+_SDPA, _FLASH, _KERNELS = "_supports_sdpa", "_supports_flash_attn", "_compatible_flash_implementations"
+_INHERITED: Mapping[str, Any] = {_SDPA: False, _FLASH: False, _KERNELS: None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What `AutoModelForCausalLM` makes of a configuration.
+
+    Args:
+        class_name: The model class.
+        attention: Values of `train.attention` that it can be built with; None where its source could not be read.
+        flash_kernel: Kernel that transformers takes in place of flash_attention_2 for this class; None where it takes none.
+        checkpoints: Whether it has layers that transformers can checkpoint; None where another class brings them.
+    """
+
+    class_name: str
+    attention: tuple[Attention, ...] | None
+    flash_kernel: str | None = None
+    checkpoints: bool | None = None
+
+
+def runs_own_code(config: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
+    """Whether the model is built by code that its repository brings."""
+    return trust_remote_code and _own_class(config) is not None
+
+
+def architecture_of(
+    config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: Path | None = None
+) -> Architecture | None:
+    """Finds the class that a configuration is built as.
+
+    Args:
+        config: Content of config.json.
+        trust_remote_code: Whether code that the model's repository brings may run.
+        folder: Where that code lies; None for a repository on the hub.
+    Returns:
+        The class. None where nothing can tell: transformers is not installed, it has no causal language model of this
+        type (`causal_lm_types` says which it has), or the code lies on the hub.
+    """
+    if runs_own_code(config, trust_remote_code=trust_remote_code):
+        module, _, own = str(_own_class(config)).rpartition(".")
+        source = None if folder is None or "--" in module else _text(folder / f"{module}.py")
+        return None if source is None else _architecture(own, source, folder)
+    name = causal_lm_types().get(str(config.get("model_type")))
+    return None if name is None else _built_in(name)
+
+
+def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: bool) -> Iterator[Problem]:
+    """Says what keeps a folder's model from being built as the causal language model that it would be priced as.
+
+    Args:
+        config: Content of config.json.
+        name: Of the model, as the job has it.
+        trust_remote_code: Whether code that the model's repository brings may run; nothing is known of such a model.
+    """
+    types, model_type = causal_lm_types(), config.get("model_type")
+    if not types or not isinstance(model_type, str) or runs_own_code(config, trust_remote_code=trust_remote_code):
+        return
+    declared = config.get("architectures")
+    named = [str(entry) for entry in declared] if isinstance(declared, list | tuple) else []
+    built = types.get(model_type)
+    if built is None:
+        yield no_class(model_type, named, brings_code=_own_class(config) is not None)
+    elif named and built.lower() not in (entry.lower() for entry in named):  # old folders write LLaMAForCausalLM
+        why = f"what would be trained is a {built}" + (", which has a head" if named[0].endswith("Model") else "")
+        yield _other_task(name, named[0], why, f"Name a folder that holds a {built}")
+    elif built.endswith(_MULTIMODAL):
+        why = "it reads images or sound beside text, for which there is no data here"
+        yield _other_task(name, built, why, "Name a folder that holds its language model alone")
+
+
+def no_class(model_type: str, architectures: Sequence[str] = (), *, brings_code: bool = False) -> Problem:
+    """Return MODEL_CLASS: the installed transformers has no causal language model of a type."""
+    named = f" ({', '.join(architectures)})" if architectures else ""
+    own = (
+        ", or set model.trust_remote_code to true, which runs the code that its repository brings"
+        if brings_code
+        else ""
+    )
+    return Problem(
+        code="MODEL_CLASS",
+        key="model",
+        message=f"model_type={model_type}{named} has no causal language model in the installed transformers",
+        fix=f"Choose a decoder model, or update transformers{own}",
+        source="transformers models/auto/modeling_auto.py MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    )
+
+
+def _other_task(name: str, architecture: str, why: str, fix: str) -> Problem:
+    return Problem(
+        code="MODEL_TASK",
+        key="model",
+        message=f"model={name} holds a {architecture}, whose task is not built here: {why}",
+        fix=f"{fix}; this version trains causal language models",
+        source="architectures of its config.json",
+    )
+
+
+@lru_cache(maxsize=1)
+def causal_lm_types() -> Mapping[str, str]:
+    """Return the class of each model type that has a causal language model; empty where transformers is not installed.
+
+    Source:
+        transformers models/auto/modeling_auto.py MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, which `AutoModelForCausalLM` looks up.
+    """
+    root = _models()
+    text = None if root is None else _text(root / "auto" / "modeling_auto.py")
+    return {} if text is None else dict(_pairs(text, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+
+
+def _own_class(config: Mapping[str, Any]) -> str | None:
+    own = config.get("auto_map")
+    name = own.get("AutoModelForCausalLM") if isinstance(own, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+@cache
+def _built_in(name: str) -> Architecture:
+    """Reads a class of transformers; some types are built as the class of another type, which lies in its module."""
+    root = _models()
+    types = [model_type for model_type, built in causal_lm_types().items() if built == name]
+    for folder in () if root is None else (root / _module_of(model_type) for model_type in types):
+        for file in sorted(folder.glob("modeling_*.py")):
+            if (text := _text(file)) is not None and _block(text, name) is not None:
+                return _architecture(name, text, root)
+    return Architecture(class_name=name, attention=None)
+
+
+def _architecture(name: str, text: str, root: Path | None) -> Architecture:
+    try:
+        flags = {**_INHERITED, **_flags(name, text, root)}
+    except (ValueError, SyntaxError):  # a flag that is computed, or no Python
+        return Architecture(class_name=name, attention=None)
+    kernels: list[str] = flags[_KERNELS] or []
+    replaced = bool(flags[_FLASH] and kernels and "flash_attention_2" not in kernels)
+    attention: list[Attention] = ["eager"]
+    if flags[_SDPA]:
+        attention.append("sdpa")
+    if flags[_FLASH] and not replaced:
+        attention.append("flash_attention_2")
+    return Architecture(
+        class_name=name,
+        attention=tuple(attention),
+        flash_kernel=kernels[0] if replaced else None,
+        checkpoints=_CHECKPOINTED in text or (None if "AutoModel" in text or root is None else False),
+    )
+
+
+def _flags(name: str, text: str, root: Path | None) -> dict[str, Any]:
+    """Return the flags that a class sets or inherits within the model files; its bases first, as it overrides them."""
+    block = _block(text, name)
+    if block is None:
+        return {}
+    bases, source = block
+    found: dict[str, Any] = {}
+    for base in reversed(bases):
+        if _block(text, base) is not None:
+            found |= _flags(base, text, root)
+        elif (other := _imported(text, base, root)) is not None:
+            found |= _flags(base, other, root)
+    for statement in ast.parse(source).body[0].body:  # type: ignore[attr-defined]  # of the class
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in _INHERITED and statement.value is not None:
+                found[target.id] = ast.literal_eval(statement.value)
+    return found
+
+
+def _block(text: str, name: str) -> tuple[list[str], str] | None:
+    """Return the names of a class's bases and its source; None where the module has no such class."""
+    start = re.search(rf"^class {re.escape(name)}\(([^)]*)\):", text, re.MULTILINE)
+    if start is None:
+        return None
+    end = re.compile(r"^[^\s#)]", re.MULTILINE).search(text, start.end())
+    bases = [base.strip().rpartition(".")[2] for base in start[1].split(",")]
+    return [base for base in bases if base.isidentifier()], text[start.start() : end.start() if end else len(text)]
+
+
+def _imported(text: str, name: str, root: Path | None) -> str | None:
+    """Return the source of the model file that a class is imported from."""
+    pattern = rf"^from \.+(?:models\.)?(\w+)\.(modeling_\w+) import (?:\([^)]*\b{name}\b|[^(\n]*\b{name}\b)"
+    found = re.search(pattern, text, re.MULTILINE)
+    return None if found is None or root is None else _text(root / found[1] / f"{found[2]}.py")
+
+
+@cache
+def _module_of(model_type: str) -> str:
+    """Return the folder below `models` that holds a type (configuration_auto.py model_type_to_module_name)."""
+    root = _models()
+    named: dict[str, str] = {}
+    for file in ("auto_mappings.py", "configuration_auto.py"):
+        if root is not None and (text := _text(root / "auto" / file)) is not None:
+            named |= dict(_pairs(text, "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"))
+    return named.get(model_type, model_type.replace("-", "_"))
+
+
+def _pairs(text: str, name: str) -> Iterator[tuple[str, str]]:
+    """Reads the pairs of strings of a module's mapping: where it is made, and where it is updated."""
+    for found in re.finditer(rf"^{name}(?: = \w+|\.update)\((.*?)^\)", text, re.MULTILINE | re.DOTALL):
+        given = ast.literal_eval(found[1].strip())
+        yield from given.items() if isinstance(given, dict) else given
+
+
+@lru_cache(maxsize=1)
+def _models() -> Path | None:
+    spec = find_spec("transformers")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "models"
+
+
+@lru_cache(maxsize=8)
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None

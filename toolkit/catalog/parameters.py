@@ -1,0 +1,253 @@
+"""Exact parameter counts by arithmetic: of the whole model, of each layer, and of LoRA adapters on it.
+
+Tied weights count once. The tests hold every count against the model that transformers and peft build.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.catalog.dimensions import Fields
+from toolkit.catalog.families import FAMILIES, Family, Linear
+from toolkit.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """Parameters by where they sit; numbers of elements, not bytes.
+
+    Args:
+        embedding: Token and learned position tables, and the projections that some OPT models put around the decoder.
+        layers: Each decoder layer, first to last.
+        active_layers: What of each works on one token.
+        final_norm: The norm after the last layer.
+        head: Output projection; 0 when it is tied to the embedding.
+        experts: Routed experts, a part of `layers`.
+        active: Parameters that work on one token: all but the experts it is not routed to.
+    """
+
+    embedding: int
+    layers: tuple[int, ...]
+    active_layers: tuple[int, ...]
+    final_norm: int
+    head: int
+    experts: int
+    active: int
+
+    @property
+    def total(self) -> int:
+        """All parameters, tied weights once."""
+        return self.embedding + sum(self.layers) + self.final_norm + self.head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraLayers:
+    """Where adapters lie.
+
+    Args:
+        layers: Indices of decoder layers, from 0.
+        before: Whether some lie before them, on the embedding or beside it.
+        behind: Whether some lie behind them, on the head or beside it.
+    """
+
+    layers: frozenset[int]
+    before: bool
+    behind: bool
+
+
+def _known(config: Mapping[str, Any]) -> tuple[Fields, Family] | None:
+    fields = Fields(config)
+    # A multimodal wrapper holds more than its text model, so its count is not the text model's.
+    family = None if fields.is_wrapper else FAMILIES.get(fields.model_type)
+    return None if family is None else (fields, family)
+
+
+def _word_width(fields: Fields) -> int:
+    return fields.size_or("word_embed_proj_dim", fields.hidden) if fields.model_type == "opt" else fields.hidden
+
+
+def count_parameters(config: Mapping[str, Any]) -> ParameterCount | None:
+    """Counts the parameters of the causal language model that a `config.json` describes.
+
+    Args:
+        config: Its content.
+    Returns:
+        The exact count, or None for a `model_type` without a declared family, and for multimodal wrappers.
+    Raises:
+        SpecError: MODEL_CONFIG_INVALID, if a size is missing or unusable.
+    """
+    if (known := _known(config)) is None:
+        return None
+    f, family = known
+    layers = [family.layer(f, index) for index in range(f.size("num_hidden_layers"))]
+    table = f.size("vocab_size") * _word_width(f)
+    outside = sum(linear.numel for linear in (*family.positions(f), *family.projections(f)))
+    experts = sum(layer.experts for layer in layers)
+    head = 0 if f.flag("tie_word_embeddings") else table
+    total = table + outside + sum(layer.numel for layer in layers) + family.final_norm(f) + head
+    idle = [_idle_experts(f, layer.experts) for layer in layers]
+    return ParameterCount(
+        embedding=table + outside,
+        layers=tuple(layer.numel for layer in layers),
+        active_layers=tuple(layer.numel - unused for layer, unused in zip(layers, idle, strict=True)),
+        final_norm=family.final_norm(f),
+        head=head,
+        experts=experts,
+        active=total - sum(idle),
+    )
+
+
+def _idle_experts(f: Fields, experts: int) -> int:
+    """Counts the parameters of a layer's experts that a token is not routed to."""
+    if not experts:
+        return 0
+    num_experts = f.size("num_experts")
+    return experts // num_experts * max(0, num_experts - f.size_or("num_experts_per_tok", num_experts))
+
+
+def _linears(f: Fields, family: Family) -> Iterator[Linear]:
+    for index in range(f.size("num_hidden_layers")):
+        for linear in family.layer(f, index).linears:
+            yield linear._replace(name=f"{family.layers}.{index}.{linear.name}")
+    yield from family.projections(f)
+
+
+def count_lora_parameters(
+    config: Mapping[str, Any], *, r: int, target_modules: str | tuple[str, ...] = "all-linear"
+) -> int | None:
+    """Counts the trainable parameters of LoRA: `r * (inputs + outputs)` for each module it is put on.
+
+    Args:
+        config: Content of config.json.
+        r: Rank.
+        target_modules: peft's `target_modules`: `all-linear` (every linear map but the output head), a regular
+            expression for whole module names, or names that a module path ends in.
+    Returns:
+        The exact count. None where only building the model can tell: an undeclared `model_type`, a target that is no
+        linear map or table, and targets beyond named attention maps in models with routed experts, where peft
+        rewrites targets to the fused parameters in ways that differ between its releases.
+    Source:
+        arXiv 2106.09685; peft 0.19, tuners/tuners_utils.py, check_target_module_exists and
+        _maybe_include_all_linear_layers; utils/transformers_weight_conversion.py for fused experts.
+    Raises:
+        SpecError: MODEL_CONFIG_INVALID; LORA_TARGETS_INVALID, if a string is not a regular expression.
+    """
+    if (known := _known(config)) is None:
+        return None
+    f, family = known
+    chosen = _lora_targets(f, family, target_modules)
+    return None if chosen is None else r * sum(module.inputs + module.outputs for module in chosen)
+
+
+def names_without_target(
+    config: Mapping[str, Any], target_modules: str | tuple[str, ...] = "all-linear"
+) -> tuple[str, ...]:
+    """Return the last words of the names that adapters can have, where none of them is a target.
+
+    Args:
+        config: Content of config.json.
+        target_modules: As `count_lora_parameters` takes it.
+    Returns:
+        The names; none where some module is a target, or only building the model can tell.
+    Raises:
+        SpecError: As `count_lora_parameters`.
+    """
+    if target_modules == "all-linear" or (known := _known(config)) is None:
+        return ()
+    f, family = known
+    if any(family.layer(f, index).experts for index in range(f.size("num_hidden_layers"))):
+        return ()
+    patterns = _patterns(target_modules)
+    modules = _adaptable(f, family)
+    if any(_matches(pattern, module.name) for pattern in patterns for module in modules):
+        return ()
+    return tuple(sorted({module.name.rpartition(".")[2] for module in _linears(f, family)}))
+
+
+def float8_layers(config: Mapping[str, Any]) -> bool | None:
+    """Whether a decoder layer has a linear map that float8 kernels take; None for a `model_type` without a declared family.
+
+    Source:
+        torchao float8/float8_linear_utils.py convert_to_float8_training: `torch.nn.Linear`, sizes in multiples of 16.
+    """
+    if (known := _known(config)) is None:
+        return None
+    f, family = known
+    layers = (family.layer(f, index) for index in range(f.size("num_hidden_layers")))
+    fit = (not linear.inputs % 16 and not linear.outputs % 16 for layer in layers for linear in layer.linears)
+    return not family.own_linears and any(fit)
+
+
+def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]) -> LoraLayers | None:
+    """Return where LoRA puts adapters.
+
+    Args:
+        config: Content of config.json.
+        target_modules: As `count_lora_parameters` takes it.
+    Returns:
+        The places. None where `count_lora_parameters` gives none.
+    Raises:
+        SpecError: As `count_lora_parameters`.
+    """
+    if (known := _known(config)) is None:
+        return None
+    f, family = known
+    chosen = _lora_targets(f, family, target_modules)
+    if chosen is None:
+        return None
+    inside = re.compile(rf"{re.escape(family.layers)}\.(\d+)\.")
+    layers = {module.name: inside.match(module.name) for module in chosen}
+    outside = {name for name, match in layers.items() if match is None}
+    behind = {name for name in outside if name == "lm_head" or name.endswith("project_out")}
+    return LoraLayers(
+        layers=frozenset(int(match[1]) for match in layers.values() if match),
+        before=bool(outside - behind),
+        behind=bool(behind),
+    )
+
+
+def _lora_targets(f: Fields, family: Family, target_modules: str | tuple[str, ...]) -> set[Linear] | None:
+    """Return the modules that get adapters; None where only building the model can tell."""
+    linears = list(_linears(f, family))
+    routed = any(family.layer(f, index).experts for index in range(f.size("num_hidden_layers")))
+    if isinstance(target_modules, str) and routed:
+        return None
+    if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
+        return set(linears)
+    modules = _adaptable(f, family)
+    chosen: set[Linear] = set()
+    for pattern in _patterns(target_modules):
+        hit = {module for module in modules if _matches(pattern, module.name)}
+        if not hit or (routed and any(".self_attn." not in module.name for module in hit)):
+            return None
+        chosen |= hit
+    return chosen
+
+
+def _adaptable(f: Fields, family: Family) -> list[Linear]:
+    word, vocab = _word_width(f), f.size("vocab_size")
+    tables = [Linear(family.tokens, vocab, word), *family.positions(f)]
+    return [*tables, *_linears(f, family), Linear("lm_head", word, vocab)]
+
+
+def _patterns(target_modules: str | tuple[str, ...]) -> list[str]:
+    """Return targets as expressions for whole module names."""
+    if isinstance(target_modules, str):
+        return [target_modules]
+    return [rf"(.*\.)?{re.escape(target)}" for target in target_modules]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise SpecError.of(
+            code="LORA_TARGETS_INVALID",
+            key="train.lora.target_modules",
+            message=f"target_modules={pattern!r} is not a regular expression: {error}",
+            fix="Write all-linear, a list such as [q_proj, v_proj], or a regular expression for whole module names",
+            source="peft, tuners/tuners_utils.py: check_target_module_exists",
+        ) from error

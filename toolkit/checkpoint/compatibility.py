@@ -1,0 +1,158 @@
+"""Whether a plan can go on from a checkpoint, and what that changes; decided without torch, so before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.fingerprint import source_problems
+from toolkit.checkpoint.manifest import is_shard, verify
+from toolkit.checkpoint.resume_rules import RULES, Rule
+from toolkit.checkpoint.state import State, saved_plan, step_problems
+from toolkit.deepspeed_spec.nested import leaf_values
+from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.planning.plan import Plan
+
+_DEEPSPEED = "deepspeed."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A key with another value than the checkpoint's run had, and the row of its rule."""
+
+    key: str
+    now: Any
+    then: Any
+    rule: Rule
+
+    @property
+    def name(self) -> str:
+        """How a message calls the key."""
+        return self.rule.name or self.key
+
+    def __str__(self) -> str:
+        return f"{self.name} {_shown(self.then)} → {_shown(self.now)}"
+
+
+def check_resumable(plan: Plan, folder: Path) -> State:
+    """Checks all of a checkpoint but the contents of DeepSpeed's files, which the ranks compare before they load them.
+
+    Returns:
+        Where the saved run stood.
+
+    Raises:
+        CheckpointError: The checkpoint is absent, incomplete, damaged, or not of this plan.
+    """
+    manifest = verify(folder, unread=is_shard)
+    state = State.load(folder)
+    raise_all(CheckpointError, step_problems(folder, manifest, state))
+    saved = saved_plan(folder)
+    moved = source_problems(plan.job, saved.job, state.sources, folder)
+    raise_all(CheckpointError, [*layout_problems(plan, saved, folder), *moved])
+    return state
+
+
+def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
+    """Return the length of the run that a plan would make of a checkpoint; None where only reading the data tells."""
+    if plan.settings.max_steps is not None:
+        return plan.settings.max_steps
+    saved = saved_plan(folder).settings
+    is_same = saved.max_steps is None and saved.num_train_epochs == plan.settings.num_train_epochs
+    return state.num_steps if is_same else None
+
+
+def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
+    """Return what differs between a plan and that of a checkpoint, and cannot change on a resume."""
+    refused = [change for change in changes(plan, saved) if change.rule.on_change == "refused"]
+    causes: dict[str, list[Change]] = {}
+    for change in refused:
+        causes.setdefault(change.rule.cause or change.key, []).append(change)
+    problems = [_refused(together, folder) for together in causes.values()]
+    if plan.model.config != saved.model.config:
+        changed = sorted(
+            key
+            for key in {*plan.model.config, *saved.model.config}
+            if plan.model.config.get(key) != saved.model.config.get(key)
+        )
+        problems.append(
+            Problem(
+                code="CHECKPOINT_MODEL",
+                key="model",
+                message=f"{folder} holds another model: {', '.join(changed)} differ",
+                fix=f"Set model to {saved.model.name}, or train into another output_dir",
+            )
+        )
+    return problems
+
+
+def describe_changes(plan: Plan, saved: Plan) -> str | None:
+    """Says in one line what takes effect that the checkpoint's run had otherwise; None where nothing has changed."""
+    told = [str(change) for change in changes(plan, saved) if change.rule.on_change == "told"]
+    return f"resume changes {', '.join(told)}" if told else None
+
+
+def _refused(changed: Sequence[Change], folder: Path) -> Problem:
+    rule = changed[-1].rule
+    now = " and ".join(f"{change.name}={_shown(change.now)}" for change in changed)
+    then = " and ".join(_shown(change.then) for change in changed)
+    back = " and ".join(f"{change.name} to {_shown(change.then)}" for change in changed)
+    return Problem(
+        code=rule.code,
+        key=changed[-1].name,
+        message=f"{now}, but {folder} was saved with {then}: {rule.why}",
+        fix=f"Set {back} to resume, or export it (`toolkit export {folder}`) and warm-start from the export",
+        source="deepspeed runtime/engine.py load_checkpoint" if rule.code == "CHECKPOINT_LAYOUT" else "",
+    )
+
+
+def changes(now: Plan, then: Plan) -> Iterator[Change]:
+    """Yield each key that is told or refused and has changed, with its settled values.
+
+    Args:
+        now: What is to go on.
+        then: The checkpoint's plan.
+    """
+    for key, rule in _rows(now, then):
+        if rule.on_change in ("free", "content") or not rule.counts(now, then):
+            continue
+        values = [_value(plan, key, rule) for plan in (now, then)]
+        if values[0] == values[1]:
+            continue
+        if rule.on_change == "refused" and rule.fits(now, then):
+            rule = replace(rule, on_change="told")
+        yield Change(key=key, now=values[0], then=values[1], rule=rule)
+
+
+def rule_of(key: str) -> Rule:
+    """Return the row of a key of the job, such as `train.learning_rate`, or of the section that it lies in."""
+    while key not in RULES:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            raise KeyError(key)
+    return RULES[key]
+
+
+def _rows(now: Plan, then: Plan) -> Iterator[tuple[str, Rule]]:
+    """Yield the rows that can differ: of DeepSpeed's keys those that a job writes."""
+    yield from ((key, rule) for key, rule in RULES.items() if rule.value or not key.startswith(_DEEPSPEED))
+    sections = [plan.job.deepspeed for plan in (now, then)]
+    written = sorted({f"{_DEEPSPEED}{path}" for section in sections for path, _ in leaf_values(section)})
+    yield from ((key, rule) for key in written if not (rule := rule_of(key)).value)
+
+
+def _value(plan: Plan, key: str, rule: Rule) -> Any:
+    """Return the value that a plan settles on; None where there is no such thing."""
+    if rule.value is not None:
+        return rule.value(plan)
+    if key.startswith(_DEEPSPEED):
+        return dict(leaf_values(plan.deepspeed_config())).get(key.removeprefix(_DEEPSPEED), rule.default)
+    section, _, name = key.partition(".")
+    if hasattr(plan.settings, name):
+        return getattr(plan.settings, name)
+    return getattr(getattr(plan.job, section), name, None)
+
+
+def _shown(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,56 @@
+"""A few tokens and the trained model's scores for them, kept with a checkpoint so that an export can be proven equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from toolkit.engine.run import Run
+from toolkit.modeling.fp8 import without_fp8
+from toolkit.tensor_parallel.embedding import gather_scores
+from toolkit.tensor_parallel.linear import ColumnParallelLinear
+
+PROBE = "probe.safetensors"
+
+# Enough positions for attention, rotary phases and norms to show; 16 rows of a 256k vocabulary are 16 MB in fp32.
+NUM_TOKENS = 16
+
+
+def probe_tokens(vocab_size: int, *, num_pieces: int = 1) -> torch.Tensor:
+    """Return the token ids, spread over the vocabulary, as many as `num_pieces` divides. Shape (1, 16 or more), int64."""
+    count = -(-NUM_TOKENS // num_pieces) * num_pieces
+    # 7919 is prime, so the ids are distinct and from all over.
+    return (torch.arange(count) * 7919 + 11).remainder(vocab_size).unsqueeze(0)
+
+
+def record_probe(run: Run, folder: Path) -> None:
+    """Writes `input_ids` and `logits` of the live model; all ranks run the forward pass, the first that holds the head writes.
+
+    Products in fp8 run in bf16 here: an export holds bf16 weights, and who loads it multiplies them so.
+
+    Collectives:
+        Those of a forward pass under ZeRO-3 or over stages; an all-gather of the scores over the tensor group.
+    """
+    num_pieces = run.world.grid.tp if run.plan.settings.sequence_parallel else 1
+    ids_BS = probe_tokens(run.plan.model.vocab_size, num_pieces=num_pieces)
+    with torch.no_grad(), without_fp8(run.model):
+        for _, outputs in run.outputs([{"input_ids": ids_BS}]):
+            if outputs is None:
+                continue
+            logits_BSV = _whole(run, outputs.logits)
+            if run.world.coordinate.dp == run.world.coordinate.tp == 0:
+                save_file({"input_ids": ids_BS, "logits": logits_BSV.float().cpu().contiguous()}, folder / PROBE)
+
+
+def _whole(run: Run, logits_BSV: torch.Tensor) -> torch.Tensor:
+    """Joins the ranks' scores where each has those of its part of the vocabulary."""
+    model: Any = run.model
+    head = model.get_output_embeddings()
+    columns = [] if head is None else [part for part in head.modules() if isinstance(part, ColumnParallelLinear)]
+    if not columns or run.world.tp_group is None:
+        return logits_BSV
+    vocab_size = columns[0].shards["weight"].dense_length
+    return gather_scores(logits_BSV, vocab_size=vocab_size, tp_group=run.world.tp_group)

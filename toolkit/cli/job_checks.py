@@ -1,0 +1,184 @@
+"""Every check of a job that needs neither torch nor network, at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from toolkit.catalog.gpus import find_gpu
+from toolkit.catalog.models import ModelSpec, resolve_model
+from toolkit.catalog.tokenizer import TokenizerFacts, read_tokenizer_facts
+from toolkit.cli.options import collect
+from toolkit.cli.topology import place_job
+from toolkit.config.job import Job
+from toolkit.config.paths import is_folder, path_kind, shown
+from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX, ChatTemplate
+from toolkit.dataset_inspection.formats import Format
+from toolkit.dataset_inspection.inspect import DatasetFacts, peek
+from toolkit.errors import Problem, SpecError
+from toolkit.planning.plan import Plan
+from toolkit.planning.refusals import refusals
+from toolkit.planning.resolve import resolve, resolve_with
+from toolkit.planning.rules.integrations import consumer_problems
+from toolkit.planning.stage_parts import bubble_warning
+from toolkit.planning.trainable import training_problems
+
+_CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a look at a job found.
+
+    Args:
+        job: None where some of its keys cannot be read.
+        plan: None when there are problems.
+        data: None without a data section.
+        problems: Everything that stops the job.
+        warnings: What a person should know and may want, one sentence each.
+    """
+
+    job: Job | None
+    plan: Plan | None
+    data: DatasetFacts | None
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+
+
+def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdict:
+    """Checks model, card, plan, placement, data files and tokenizer; never stops at the first fault.
+
+    Args:
+        job: What to check.
+        rules: Whether plan and placement are checked; else only what each key names.
+        decided: The job's plan, where it has been decided: that is what will run, and what is checked.
+    """
+    problems: list[Problem] = []
+    model = collect(problems, lambda: resolve_model(job.model))
+    gpu = collect(problems, lambda: find_gpu(job.cluster.gpu))
+    plan = None
+    if model is not None and gpu is not None and rules:
+        decide = partial(resolve_with, job, model=model, gpu=gpu) if decided is None else partial(resolve, decided)
+        plan = collect(problems, decide)
+    if rules:
+        collect(problems, lambda: place_job(job))
+    unread = len(problems)
+    tokenizer = collect(problems, lambda: _tokenizer_folder(job, model))
+    facts = None if tokenizer is None else collect(problems, lambda: read_tokenizer_facts(tokenizer))
+    readable = tokenizer is not None and len(problems) == unread
+    data = None
+    if job.data is not None:
+        data, found = peek(job.data, template=_chat_template(facts))
+        problems += found
+    problems += output_problems(job.train.output_dir)
+    if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):
+        problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
+    kept = tuple(dict.fromkeys(problems))
+    return Verdict(
+        job=job,
+        plan=None if kept else plan,
+        data=data,
+        problems=kept,
+        warnings=(*_warnings(job, model, plan, facts), *(data.warnings if data is not None else ())),
+    )
+
+
+def output_problems(folder: Path) -> Iterator[Problem]:
+    """Says whether a file stands where output_dir, or a folder above it, must be one."""
+    try:
+        path_kind(folder, key="train.output_dir")
+    except SpecError as error:
+        yield from error.problems
+        return
+    nearest = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
+    if nearest is not None and not nearest.is_dir():
+        yield Problem(
+            code="OUTPUT_PATH",
+            key="train.output_dir",
+            message=f"output_dir={folder}: {nearest} exists and is no folder, so nothing could be written there",
+            fix="Set train.output_dir to another folder, or move that file",
+        )
+
+
+def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
+    """Return the local folder that the tokenizer will be read from; None for the hub, or where there is none.
+
+    Raises:
+        SpecError: PATH_UNREADABLE; TOKENIZER_NOT_FOUND, for what can only be a folder and is none.
+    """
+    name = job.model.tokenizer
+    if name is None:
+        return model.path if model is not None and model.origin == "folder" else None
+    folder = Path(name)
+    if is_folder(folder, key="model.tokenizer"):
+        return folder
+    if name.startswith((".", "/", "~")):
+        raise SpecError.of(
+            code="TOKENIZER_NOT_FOUND",
+            key="model.tokenizer",
+            message=f"tokenizer={shown(name)} is no folder on this machine",
+            fix="Name a folder with tokenizer.json, or a hub id",
+        )
+    return None
+
+
+def _chat_template(facts: TokenizerFacts | None) -> ChatTemplate | None:
+    if facts is None or facts.chat_template is None:
+        return None
+    return ChatTemplate(facts.chat_template, facts.eos_token)
+
+
+def _tokenizer_problems(
+    folder: Path, facts: TokenizerFacts | None, job: Job, format_: Format | None
+) -> Iterator[Problem]:
+    if facts is None:
+        yield Problem(
+            code="DATA_NO_TOKENIZER",
+            key="model.tokenizer",
+            message=f"{folder} holds no tokenizer, so the data cannot be turned into tokens",
+            fix="Set model.tokenizer to a folder with tokenizer.json, or to a hub id",
+        )
+        return
+    has_template = facts.has_chat_template or (job.data is not None and job.data.chat_template is not None)
+    if format_ == "messages" and not has_template:
+        yield Problem(
+            code="DATA_NO_CHAT_TEMPLATE",
+            key="model.tokenizer",
+            message=f"the tokenizer in {folder} has no chat template, which data of the format messages needs",
+            fix=NO_CHAT_TEMPLATE_FIX,
+        )
+    if format_ in ("text", "prompt_completion") and facts.eos_token is None:
+        yield Problem(
+            code="DATA_NO_EOS",
+            key="model.tokenizer",
+            message=f"the tokenizer in {folder} has no eos_token, so nothing would mark where a document ends",
+            fix="Set eos_token in its tokenizer_config.json, or name another tokenizer in model.tokenizer",
+        )
+
+
+def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: TokenizerFacts | None) -> Iterator[str]:
+    if model is not None:
+        yield from (f"`toolkit train` would refuse it: {problem}" for problem in training_problems(job, model))
+    if model is not None and model.origin == "hub" and not model.has_weights and job.model.init != "random":
+        yield (
+            f"model={model.name} has no whole safetensors in the hub's cache, and the hub is off or out of reach: to train, "
+            "go online, or set model.init to random"
+        )
+    if model is not None and facts is not None and (facts.vocab_size or 0) > model.vocab_size:
+        # Not an error: published tokenizers hold marks that text never gives (Gemma 3), and training checks ids.
+        yield (
+            f"the tokenizer has {facts.vocab_size} tokens, the model's embedding {model.vocab_size} rows: training stops "
+            f"at a document that needs a token past {model.vocab_size - 1}"
+        )
+    if plan is not None:
+        yield from bubble_warning(plan)
+
+
+def consumer_notes(plan: Plan) -> Iterator[str]:
+    """Says which of Trainer and Accelerate cannot carry a plan, and why."""
+    found = {name: tuple(consumer_problems(plan, consumer)) for consumer, name in _CONSUMERS.items()}
+    for names, reason in refusals(found):
+        yield f"not for {' or '.join(names)}: {reason}"

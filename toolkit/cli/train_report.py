@@ -1,0 +1,205 @@
+"""How `toolkit train` ends: the export, what lies where, or the command that goes on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.cli.output import print_fields, print_json, print_problems, say
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint.resume import ResumePoint
+    from toolkit.launch.outcome import RunOutcome
+    from toolkit.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a person gave that the command to go on must repeat."""
+
+    job: Path
+    overrides: tuple[str, ...] = ()
+    resume: str | None = None
+    stop_after: int | None = None
+    no_export: bool = False
+
+    def command(self, checkpoint: Path | None = None, *, overwrite: bool = False, step: int = 0) -> str:
+        """Return the command as shell text.
+
+        Args:
+            checkpoint: Where it goes on; `--resume auto` finds it again.
+            overwrite: Whether it replaces an earlier run.
+            step: Optimizer steps that are done: a --stop-after that is reached is left out.
+        """
+        from toolkit.checkpoint.resume import AUTO
+
+        words = self._words("train")
+        if self.resume == AUTO:
+            words += ["--resume", AUTO]
+        elif checkpoint:
+            words += ["--resume_from_checkpoint", str(checkpoint)]
+        words += ["--overwrite"] if overwrite else []
+        words += ["--stop-after", str(self.stop_after)] if (self.stop_after or 0) > step else []
+        words += ["--no-export"] if self.no_export else []
+        return shlex.join(words)
+
+    def validate_command(self) -> str:
+        """Return the command that explains the plan, as shell text."""
+        return shlex.join([*self._words("validate"), "--explain"])
+
+    def _words(self, command: str) -> list[str]:
+        words = ["toolkit", command, str(self.job)]
+        for override in self.overrides:
+            words += ["--set", override]
+        return words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The export of a finished run, and how it was checked; None where it lay there before."""
+
+    folder: Path
+    checked: str | None
+
+
+def is_finished(plan: Plan) -> bool:
+    """Whether the last checkpoint of output_dir is that of the run's last step."""
+    from toolkit.checkpoint.state import State
+
+    last = last_checkpoint(plan)
+    if last is None:
+        return False
+    state = State.load(last)
+    return state.num_steps is not None and state.step >= state.num_steps
+
+
+def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first: bool = False) -> Exported | None:
+    """Exports a finished run, or says why not: the run itself is safe either way.
+
+    Args:
+        plan: What ran.
+        checkpoint: The last of output_dir when left out.
+        verify_first: Whether to read its checksums: the run's own processes have hashed it a moment ago.
+    """
+    from toolkit.checkpoint.discovery import latest_checkpoint
+    from toolkit.cli.export import describe_checks, load_exporter
+
+    source = checkpoint or latest_checkpoint(plan.output_dir)
+    try:
+        say(f"exporting {source} ...")
+        done = load_exporter()(
+            source,
+            plan.output_dir / "export",
+            overwrite=True,
+            trust_remote_code=plan.job.model.trust_remote_code,  # what the job says that runs, not the checkpoint
+            verify_first=verify_first,
+        )
+    except ToolkitError as error:
+        print_problems(error.problems, as_json=False)
+        return None
+    except KeyboardInterrupt:
+        trusted = ["--trust-remote-code"] if plan.job.model.trust_remote_code else []
+        command = shlex.join(["toolkit", "export", str(source), "--overwrite", *trusted])
+        say(f"the export was stopped, but the run is whole in {source}. Export it with:\n  {command}")
+        raise
+    return Exported(folder=done.folder, checked=describe_checks(done))
+
+
+def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json: bool) -> None:
+    """Answers a resume of a run that has no step left: says so, and makes up for an export that is missing."""
+    from toolkit.cli.launching import outcome_as_dict
+    from toolkit.launch.outcome import RunOutcome
+
+    say(complete_line(point))
+    folder = plan.output_dir / "export"
+    exported: Exported | None = None
+    if _is_export_of(folder, point):
+        exported = Exported(folder=folder, checked=None)
+    elif not no_export:
+        exported = export_finished(plan, point.folder, verify_first=True)
+    if as_json:
+        value = outcome_as_dict(plan, RunOutcome(exit_code=0, interrupted=False, failure=None))
+        print_json(value | _places(point.folder, exported, command=None))
+        return
+    _print_places(plan, point.folder, exported)
+
+
+def complete_line(point: ResumePoint) -> str:
+    """Says that no step is left, with the numbers."""
+    return f"the run is complete: step {point.state.step} of {point.num_steps} is in {point.folder}, and nothing is left to train"
+
+
+def _is_export_of(folder: Path, point: ResumePoint) -> bool:
+    """Whether a whole export was written since the checkpoint: an extended run leaves that of its first end behind."""
+    from toolkit.catalog.weights import find_weights, read_header
+
+    written = [path.stat().st_mtime for path in folder.glob("*config.json")]
+    if not written or min(written) < point.state.saved_at:
+        return False
+    return find_weights(folder).loadable or read_header(folder / "adapter_model.safetensors") is not None
+
+
+def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | None, as_json: bool) -> None:
+    """Says how the run ended and what lies where, or how to go on."""
+    from toolkit.cli.launching import outcome_as_dict, print_failure
+
+    print_failure(outcome)
+    failed = () if outcome.failure is None else outcome.failure.problems
+    damaged = {problem.key for problem in failed if problem.code == "CHECKPOINT_DAMAGED"}
+    last = last_checkpoint(plan, but=damaged)
+    finished = outcome.exit_code == 0 and is_finished(plan)
+    command = None if finished else _next_command(plan, call, last)
+    if as_json:
+        print_json(outcome_as_dict(plan, outcome) | _places(last, exported, command=command))
+        return
+    if outcome.exit_code == 0:
+        _print_places(plan, last, exported)
+    if command is not None:
+        what = f"{'Saved' if outcome.exit_code == 0 else 'The last complete checkpoint is'} {last}. Go on with:"
+        none = "No other checkpoint is whole" if damaged else "Nothing was saved yet"
+        say(f"{what if last else f'{none}. Start again with:'}\n  {command}")
+
+
+def _places(checkpoint: Path | None, exported: Exported | None, *, command: str | None) -> dict[str, Any]:
+    return {
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "export": None if exported is None else str(exported.folder),
+        "next_command": command,
+    }
+
+
+def _print_places(plan: Plan, checkpoint: Path | None, exported: Exported | None) -> None:
+    fields = [("metrics", str(plan.output_dir / "metrics.jsonl")), ("checkpoint", str(checkpoint))]
+    if exported is not None:
+        fields.append(("export", str(exported.folder)))
+        fields += [("checked", exported.checked)] if exported.checked else []
+    print_fields(fields)
+
+
+def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | None:
+    """Return the last complete checkpoint of output_dir that says where it stood, if any; none of those that are damaged.
+
+    Args:
+        plan: Of the run.
+        but: Folders whose contents were found to be others than those that were written.
+    """
+    from toolkit.checkpoint.discovery import list_checkpoints
+    from toolkit.checkpoint.state import is_readable
+
+    damaged = {Path(folder).resolve() for folder in but if folder is not None}
+    latest_first = reversed(list_checkpoints(plan.output_dir))
+    return next((folder for folder in latest_first if folder.resolve() not in damaged and is_readable(folder)), None)
+
+
+def _next_command(plan: Plan, call: Call, last: Path | None) -> str:
+    from toolkit.checkpoint.resume import AUTO
+    from toolkit.checkpoint.state import State
+    from toolkit.trainer.checks import held_output
+
+    if last is None:
+        return call.command(overwrite=call.resume != AUTO and bool(held_output(plan.output_dir)))
+    return call.command(last, step=State.load(last).step)

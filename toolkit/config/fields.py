@@ -1,0 +1,152 @@
+"""The kinds of value that a job's keys take: numbers that the libraries below can hold, words and paths that are usable."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
+
+# Counts of steps, sequences and tokens: what a 32-bit integer holds, as the libraries below keep some of them.
+MAX_COUNT = 2**31 - 1
+# numpy.random.seed, which transformers.set_seed calls, takes no larger one.
+MAX_SEED = 2**32 - 1
+# Far above any machine: a typing error, which would keep the arithmetic of ranks busy for hours.
+MAX_GPUS_PER_NODE = 1024
+MAX_NODES = 65_536
+# Smallest normal and largest number of IEEE 754 binary32: past them training would compute with 0 or infinity.
+MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+# Bytes of one file or folder name (NAME_MAX of Linux's file systems), and of a path (PATH_MAX, less its zero byte).
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 4095
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's reader of a type, made once: that takes milliseconds."""
+    return _adapter_of(kind)
+
+
+@cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _not_a_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+def _in_float32(value: float) -> float:
+    if not MIN_FLOAT32 <= value <= MAX_FLOAT32:
+        raise ValueError(f"give a number of 32 bits: from {MIN_FLOAT32:.2g} to {MAX_FLOAT32:.2g}")
+    return value
+
+
+def _at_home(value: Any) -> Any:
+    """Writes a leading ~ out, as a shell does before a program sees it; a home that nobody has stays as it is written."""
+    if not isinstance(value, str | Path) or not str(value).startswith("~"):
+        return value
+    try:
+        return type(value)(Path(value).expanduser())
+    except RuntimeError:
+        return value
+
+
+def _of_somebody(value: Path) -> Path:
+    if str(value).startswith("~"):
+        raise ValueError("no user of this machine has that home folder: write the path out")
+    return value
+
+
+def _written(value: Any) -> Any:
+    """Return a path as the text that a job file would hold."""
+    return str(value) if isinstance(value, Path) else value
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, str) and not value:
+        raise ValueError("it is empty: give a value or leave the key out")
+    return value
+
+
+def _release(value: Any) -> Any:
+    if not isinstance(value, str) or not re.fullmatch(r"\d{1,9}(\.\d{1,9}){1,4}", value):
+        raise ValueError('write a released version in quotes, such as "5.17.0"')
+    return value
+
+
+def _printable(value: str) -> str:
+    if found := _CONTROL.search(value):
+        raise ValueError(f"remove the control character {found.group()!r}")
+    return value
+
+
+def _nameable(value: Any) -> Any:
+    """Refuses what no file system can name, before a call trips over it."""
+    try:
+        path = _printable(str(value)).encode()
+    except UnicodeEncodeError:
+        raise ValueError("write it in UTF-8") from None
+    if len(path) > MAX_PATH_BYTES:
+        raise ValueError(f"it has {len(path)} bytes, and a path of at most {MAX_PATH_BYTES} is possible")
+    if (longest := max(map(len, path.split(b"/")))) > MAX_NAME_BYTES:
+        raise ValueError(f"a name between slashes has {longest} bytes, and {MAX_NAME_BYTES} at most are possible")
+    return value
+
+
+def _as_capability(value: Any) -> Any:
+    return str(value) if isinstance(value, float) else value
+
+
+def _is_capability(value: str) -> str:
+    if re.fullmatch(r"\d{1,2}\.\d|gfx[0-9a-f]+", value) is None:
+        raise ValueError('write it as CUDA does, such as "8.9", or as AMD does, such as gfx942')
+    return value
+
+
+def reporters(value: Any) -> Any:
+    """Reads `train.report_to`: one name, a list of them or `none`, as TrainingArguments takes them."""
+    given = [value] if isinstance(value, str) else value
+    if given == ["none"]:
+        return ()
+    if isinstance(given, list | tuple) and any(name != "tensorboard" for name in given):
+        raise ValueError(
+            "give tensorboard or none: no other reporter is supported, but output_dir/metrics.jsonl holds every logged "
+            "step as JSON for any other tool"
+        )
+    return given
+
+
+Capability = Annotated[str, AfterValidator(_is_capability), BeforeValidator(_as_capability)]
+Word = Annotated[str, AfterValidator(_printable), BeforeValidator(_filled)]
+Name = Annotated[
+    str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled), BeforeValidator(_written)
+]
+Folder = Annotated[
+    Path, AfterValidator(_nameable), AfterValidator(_of_somebody), BeforeValidator(_at_home), BeforeValidator(_filled)
+]
+
+Release = Annotated[str, BeforeValidator(_release), BeforeValidator(_filled)]
+
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT), BeforeValidator(_not_a_bool)]
+NonNegativeCount = Annotated[int, Field(ge=0, le=MAX_COUNT), BeforeValidator(_not_a_bool)]
+NumNodes = Annotated[int, Field(gt=0, le=MAX_NODES), BeforeValidator(_not_a_bool)]
+NumGpus = Annotated[int, Field(gt=0, le=MAX_GPUS_PER_NODE), BeforeValidator(_not_a_bool)]
+ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(_not_a_bool)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED), BeforeValidator(_not_a_bool)]
+PositiveNumber = Annotated[
+    float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_float32), BeforeValidator(_not_a_bool)
+]
+# 0 turns these off, and what rounds to 0 does no harm.
+NonNegativeNumber = Annotated[float, Field(ge=0, le=MAX_FLOAT32, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
+
+# Orders in which a pipeline's stages work through the micro-batches of a step; `toolkit.pipeline_schedule` builds them.
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]

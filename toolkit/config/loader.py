@@ -1,0 +1,151 @@
+"""Reads a job file strictly: duplicate keys, foreign names and numbers written as strings are errors with a fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.arguments import checks_arguments, shown
+from toolkit.config.accelerate_file import refuse_accelerate_file
+from toolkit.config.job import Job
+from toolkit.config.schema import section_of, wants_number
+from toolkit.config.section import Section
+from toolkit.config.yaml_text import load_yaml, parse_value
+from toolkit.errors import SpecError
+
+# "8" in quotes where a number is asked for; what a person means is a number.
+_NUMBER = re.compile(r"^[+-]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][+-]?\d+)?$", re.ASCII)
+
+
+@checks_arguments
+def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
+    """Reads a job file and applies `--set` overrides; relative paths stay relative to the working directory.
+
+    Raises:
+        SpecError: With every unreadable, unknown, duplicate or mistyped key.
+    """
+    return parse_job(load_document(Path(path), overrides))
+
+
+def load_document(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Reads the YAML of a job file and applies overrides, its keys not yet checked.
+
+    Raises:
+        SpecError: As `load_yaml` does; ACCELERATE_FILE where it is a configuration of Accelerate; SET_SYNTAX.
+    """
+    document = load_yaml(path)
+    refuse_accelerate_file(document, name=str(path))
+    for override in overrides:
+        apply_override(document, override)
+    return document
+
+
+# Sections that may be written as a name alone.
+_NAMED = ("model", "cluster.gpu")
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Changes one value in place: `train.sequence_length=8192`; the value is YAML.
+
+    Raises:
+        SpecError: SET_SYNTAX when it is not key=value, or the key leads through a value that is not a section.
+    """
+    key, separator, text = override.partition("=")
+    key = key.strip()
+    if not separator:
+        raise _bad_key(override, f"--set {override!r}")
+    node, leaf = _place(document, key, given=f"--set {override}")
+    try:
+        node[leaf] = parse_value(text, name=f"--set {key}")
+    except yaml.YAMLError:
+        node[leaf] = text
+
+
+def change_job(job: Job, changes: Iterable[str | Mapping[str, Any]]) -> Job:
+    """Does what `Job.with_` says."""
+    document = job.written()
+    for change in changes:
+        if isinstance(change, str):
+            apply_override(document, change)
+        else:
+            _apply_values(document, change)
+    return parse_job(document)
+
+
+def _apply_values(document: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        node, leaf = _place(document, key, given=f"{key}={shown(value)}")
+        if value is None:
+            node.pop(leaf, None)
+        elif isinstance(value, Mapping):
+            inside = node.setdefault(leaf, {})
+            if not isinstance(inside, dict):
+                inside = node[leaf] = {"name": inside} if key in _NAMED else {}
+            _apply_values(inside, value)
+        else:
+            node[leaf] = value
+
+
+def _place(document: dict[str, Any], key: str, *, given: str) -> tuple[dict[str, Any], str]:
+    """Return the section that holds a dotted key, made where it is absent, and the key's last word."""
+    if not isinstance(key, str) or not all(key.split(".")):
+        raise _bad_key(str(key), given)
+    *parents, leaf = key.split(".")
+    node = document
+    for depth, parent in enumerate(parents):
+        if node.get(parent) is None:
+            node[parent] = {}
+        child = node[parent]
+        path = ".".join(parents[: depth + 1])
+        if path in _NAMED and isinstance(child, str):
+            child = node[parent] = {"name": child}
+        if not isinstance(child, dict):
+            raise SpecError.of(
+                code="SET_SYNTAX",
+                key=key,
+                message=f"{given}: {path} is {child!r}, not a section",
+                fix=f"Set {path} itself",
+            )
+        node = child
+    return node, leaf
+
+
+def _bad_key(key: str, given: str) -> SpecError:
+    return SpecError.of(
+        code="SET_SYNTAX",
+        key=key,
+        message=f"{given} is not key=value, or a word of its key is empty",
+        fix="Write --set train.sequence_length=8192; in Python with_({'train.sequence_length': 8192})",
+    )
+
+
+def parse_job(document: Mapping[str, Any]) -> Job:
+    """Builds a Job from a mapping.
+
+    Raises:
+        SpecError: With one problem for each unknown, missing or mistyped key.
+    """
+    return Job.model_validate(_numbers_from_strings(dict(document), Job))
+
+
+def _numbers_from_strings(value: Any, annotation: Any) -> Any:
+    """Turns "1e-4" and "8" into numbers where the schema asks for a number; leaves all else as it is."""
+    if isinstance(value, Section) and type(value) is section_of(annotation):
+        value = value.written()
+    if isinstance(value, dict):
+        section = section_of(annotation)
+        if section is None:
+            return value
+        fields = section.model_fields
+        return {
+            key: _numbers_from_strings(item, fields[key].annotation if key in fields else None)
+            for key, item in value.items()
+        }
+    if isinstance(value, str) and wants_number(annotation) and _NUMBER.match(text := value.strip()):
+        number = float(text)  # exact for every whole number that a key allows
+        return int(number) if number.is_integer() else number
+    return value

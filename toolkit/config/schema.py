@@ -1,0 +1,56 @@
+"""What the schema of a job says of its keys: their paths, and what kind of value each asks for."""
+
+from __future__ import annotations
+
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from toolkit.config.job import Job
+
+
+def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> tuple[str, ...]:
+    """Return the dotted path of every key that a job file may hold."""
+    paths: list[str] = []
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = section_of(field.annotation)
+        paths.append(path)
+        if inner is not None:
+            paths.extend(known_keys(inner, f"{path}."))
+    return tuple(paths)
+
+
+def path_of(section: type[BaseModel], within: type[BaseModel] = Job) -> tuple[str, ...]:
+    """Return the keys that lead to a section: ("train", "lora") for `Lora`, none for the job itself."""
+    for name, field in within.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is section:
+            return (name,)
+        if inner is not None and (below := path_of(section, inner)):
+            return (name, *below)
+    return ()
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a field of this annotation holds; None where it holds a value."""
+    for member in members_of(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            return member
+    return None
+
+
+def wants_number(annotation: Any) -> bool:
+    """Whether a field of this annotation takes numbers, and no text."""
+    members = [member for member in members_of(annotation) if member is not NoneType]
+    return any(member in (int, float) for member in members) and str not in members
+
+
+def members_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that a field of this annotation takes: those of a union, without what validates them."""
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(inner for member in get_args(annotation) for inner in members_of(member))
+    if hasattr(annotation, "__metadata__"):
+        return members_of(get_args(annotation)[0])
+    return (annotation,)

@@ -1,0 +1,83 @@
+"""The base of every part of a job: frozen, unknown keys refused, whatever is wrong with it told as a job file's faults are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from toolkit.errors import SpecError
+
+
+class Section(BaseModel):
+    """Base of every part of a job, written in YAML or made in Python.
+
+    Raises:
+        SpecError: KEY_UNKNOWN, KEY_FOREIGN, KEY_MISSING or KEY_VALUE for each key that is wrong, whether the section is
+            made by its name, by `model_validate` or inside another; JOB_FROZEN when an attribute is set later.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    if not TYPE_CHECKING:  # type checkers know the keys of a section without it
+
+        def __init__(self, /, *positional: Any, **values: Any) -> None:
+            with _told_as_problems(type(self)):
+                if positional:
+                    raise _by_position(type(self), positional)
+                super().__init__(**values)
+
+        # What pydantic asks to know that values may be checked without calling this (pydantic main.py BaseModel.__init__):
+        # so it goes on after a section that is wrong, and all faults of a job are told at once.
+        __init__.__pydantic_base_init__ = True
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Makes a section from a mapping; options are pydantic's."""
+        with _told_as_problems(cls):
+            return super().model_validate(obj, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        with _told_as_problems(type(self)):
+            super().__setattr__(name, value)
+
+    def written(self) -> dict[str, Any]:
+        """Return what was written of the section, as a mapping that `model_validate` takes.
+
+        What got into it past all checks, as by `model_copy(update=...)`, is there too, whatever it is.
+        """
+        known = type(self).model_fields
+        return {
+            name: _copied(value)
+            for name, value in vars(self).items()
+            if name in self.model_fields_set or name not in known
+        }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.written()
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@contextmanager
+def _told_as_problems(kind: type[Section]) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        from toolkit.config.job_problems import problems_of  # which needs the sections to be there
+
+        raise SpecError(*problems_of(error, kind)) from None
+
+
+def _by_position(kind: type[Section], given: tuple[Any, ...]) -> SpecError:
+    first, *_ = kind.model_fields
+    shown = repr(given[0])
+    return SpecError.of(
+        code="ARGUMENT",
+        key=kind.__name__,
+        message=f"{kind.__name__}({shown:.80}) gives a value without its key",
+        fix=f"Write {kind.__name__}({first}=...)",
+    )

@@ -1,0 +1,174 @@
+"""Strict YAML: duplicate keys, aliases that explode and files that are no mapping are errors with a fix."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.config.suggestions import nearest
+from toolkit.errors import SpecError
+from toolkit.io import read_text
+
+# Bytes of a file that are read: a thousand times what jobs and configurations take, and /dev/zero ends.
+_MAX_FILE_BYTES = 16 * 2**20
+# Values of a document once its aliases are written out: a few lines of nested aliases can stand for billions.
+_MAX_VALUES = 100_000
+
+# YAML 1.1 without its numbers of base 8 (010 is 8) and base 60 (1:30 is 90), which nobody means, and with the 5e8 and
+# 1e-4 of YAML 1.2.
+_NUMBER_FORMS = {
+    "tag:yaml.org,2002:int": r"[-+]?(?:0b[0-1_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$",
+    "tag:yaml.org,2002:float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$"
+    r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$",
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a mapping with the same key twice, and reads numbers as people do."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own name and form
+        first: [(tag, re.compile(_NUMBER_FORMS[tag]) if tag in _NUMBER_FORMS else form) for tag, form in forms]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Checked here and not on construction: by then `<<` may have copied the keys of another mapping into this one.
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            kind = key_node.tag.rpartition(":")[2]
+            if not isinstance(key_node, yaml.ScalarNode) or kind not in ("str", "merge"):
+                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "of several parts"
+                raise SpecError.of(
+                    code="YAML_KEY",
+                    message=f"{self.name}, line {line}: key {shown} is a {kind}, not a word",
+                    fix="Write keys as plain words, in quotes where YAML reads them as something else",
+                )
+            key = key_node.value
+            if key in seen:
+                raise SpecError.of(
+                    code="YAML_DUPLICATE",
+                    key=key,
+                    message=f"{self.name}, line {line}: {key} appears twice, first on line {seen[key]}",
+                    fix="Keep one of the two",
+                )
+            seen[key] = line
+        return node
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Reads one YAML mapping.
+
+    Raises:
+        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE or
+            YAML_NOT_MAPPING.
+    """
+    return parse_yaml(read_named(path, kind="a job file: YAML"), name=str(path))
+
+
+def read_named(path: Path, *, kind: str) -> str:
+    """Reads a file of text that a user named.
+
+    Args:
+        path: Of the file.
+        kind: What it should be, for the error.
+
+    Raises:
+        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE.
+    """
+    try:
+        return read_text(path, max_bytes=_MAX_FILE_BYTES)
+    except FileNotFoundError:
+        near = nearest(path.name, _siblings(path))
+        fix = f"Did you mean {path.parent / near[0]}" if near else "Check the path"
+        raise SpecError.of(code="FILE_NOT_FOUND", key=str(path), message=f"{path} does not exist", fix=fix) from None
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a path with a zero byte
+        raise SpecError.of(
+            code="FILE_UNREADABLE",
+            key=str(path),
+            message=f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            fix=f"Name {kind} text in UTF-8",
+        ) from None
+
+
+def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
+    """Parses YAML text whose top level is a mapping; `name` stands for it in errors.
+
+    Raises:
+        SpecError: YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE, YAML_NOT_MAPPING.
+    """
+    try:
+        value = parse_value(text, name=name)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}, line {mark.line + 1}" if mark else name
+        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
+        if problem == "but found another document":
+            problem = "a second document begins, and a job is one"
+        raise SpecError.of(
+            code="YAML_SYNTAX", key=name, message=f"{where}: {problem}", fix="Mend the YAML there"
+        ) from None
+    if not isinstance(value, dict):
+        kind = "nothing" if value is None else f"a {type(value).__name__}"
+        raise SpecError.of(
+            code="YAML_NOT_MAPPING",
+            key=name,
+            message=f"{name} holds {kind}, not a mapping",
+            fix="Start with `model:`, `cluster:` and `train:`",
+        )
+    return value
+
+
+def parse_value(text: str, *, name: str) -> Any:
+    """Parses any YAML value; whatever the parser trips over is a YAMLError or a SpecError."""
+    try:
+        loader = _StrictLoader(text)
+        loader.name = name
+        try:
+            node = loader.get_single_node()
+            if node is not None and _count_values(node, {}, name=name) > _MAX_VALUES:
+                raise _recursive(
+                    name, f"its aliases stand for more than {_MAX_VALUES:,} values", "Write out what the job needs"
+                )
+            value = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+        # As deep as this is what emit can write; an escape can spell half of a surrogate pair, which nothing can.
+        json.dumps(value, default=str, ensure_ascii=False).encode()
+    except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # SafeLoader lets the errors of chr(), int(), datetime() and its table of booleans through.
+        raise yaml.YAMLError(f"a value is not what its tag or its form says: {error}") from None
+    except RecursionError:
+        raise _recursive(name, "sections are nested too deep", "Remove levels: a job has four at most") from None
+    return value
+
+
+def _count_values(node: yaml.Node, counted: dict[int, int], *, name: str) -> int:
+    """Counts the values below a node as often as aliases repeat them; `counted` keeps each node's own count."""
+    key = id(node)
+    if (known := counted.get(key)) is not None:
+        if not known:
+            raise _recursive(name, "an anchor stands inside itself", "Write the value out in place of the alias")
+        return known
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    counted[key] = 0  # being counted: to meet it again is to be inside it
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    counted[key] = 1 + sum(_count_values(part, counted, name=name) for part in parts)
+    return counted[key]
+
+
+def _recursive(name: str, what: str, fix: str) -> SpecError:
+    return SpecError.of(code="YAML_RECURSIVE", key=name, message=f"{name}: {what}", fix=fix)
+
+
+def _siblings(path: Path) -> list[str]:
+    try:
+        return [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return []

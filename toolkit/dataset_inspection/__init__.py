@@ -1,0 +1,1 @@
+"""A look at the files of a data set before a run, without torch: format, columns, chat template."""

@@ -1,0 +1,210 @@
+"""`data.chat_template`: the template of a tokenizer that has none, or in place of the one it has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.job import Data
+from toolkit.config.paths import path_kind, shown
+from toolkit.dataset_inspection.formats import Format
+from toolkit.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    import jinja2
+
+CHATML = "chatml"
+
+# ChatML as Qwen and SmolLM speak it. Each answer ends with the tokenizer's own end mark as well, where that is another,
+# so that generation stops. `toolkit.data.chat_template` puts a beginning mark in front for tokenizers that use one.
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ (message['content'] or '') + '<|im_end|>' }}"
+    "{% if eos_token and eos_token != '<|im_end|>' %}{{ eos_token }}{% endif %}{% endgeneration %}"
+    "{% else %}{{ (message['content'] or '') + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+NO_CHAT_TEMPLATE_FIX = (
+    "Set model.tokenizer to the tokenizer of the model's instruct version, or data.chat_template to chatml or to a file "
+    "with a Jinja template, or give prompt and completion columns"
+)
+
+# Characters of a template file: a hundred times what published ones take.
+_MAX_CHARACTERS = 1_000_000
+
+
+def read_chat_template(name: str, *, base: Path | None = None) -> str:
+    """Return the text of `data.chat_template`.
+
+    Args:
+        name: `chatml`, or a file.
+        base: Folder that a relative path starts from; the working directory when None.
+    Raises:
+        DataError: DATA_CHAT_TEMPLATE_FILE, if it is not readable text, or empty.
+        SpecError: PATH_UNREADABLE.
+    """
+    if name == CHATML:
+        return CHATML_TEMPLATE
+    path = (base or Path.cwd()) / name
+    try:
+        if (kind := path_kind(path, key="data.chat_template")) != "file":
+            raise ValueError("there is no such file" if kind == "absent" else "it is not a file")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS + 1)
+        if not text.strip():
+            raise ValueError("it is empty")
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError(f"it holds more than {_MAX_CHARACTERS:,} characters")
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(chat_template_problem(name, f"{shown(path)} cannot be read: {reason}")) from None
+    return text
+
+
+class TemplateRefusalError(Exception):
+    """A template says by `raise_exception` that it does not take a conversation."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Renders conversations as transformers does, without it.
+
+    Args:
+        text: Jinja.
+        eos_token: End mark of the tokenizer; None if it has none.
+    """
+
+    text: str
+    eos_token: str | None = None
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        compiled = _compile(self.text)
+        if isinstance(compiled, str):
+            raise TemplateRefusalError(compiled)
+        return compiled
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        """Return the text of a conversation.
+
+        Raises:
+            TemplateRefusalError: By the template's own word, or because it is not valid Jinja.
+            Exception: Whatever else a program raises.
+        """
+        marks = {} if self.eos_token is None else {"eos_token": self.eos_token}
+        rendered: str = self._compiled.render(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=False, **marks
+        )
+        return rendered
+
+
+def _environment() -> jinja2.Environment:
+    """Makes Jinja's environment with what templates of chats expect there.
+
+    Source:
+        transformers utils/chat_template_utils.py _cached_compile_jinja_template: the same syntax, extensions and filters.
+    """
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Takes `{% generation %}`, with which templates mark answers."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise TemplateRefusalError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Stands for Jinja's own filter, which escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def template_problems(name: str, text: str) -> list[Problem]:
+    """Return DATA_CHAT_TEMPLATE_FILE where a template is not valid Jinja.
+
+    Args:
+        name: As the job has it.
+        text: Its content.
+    """
+    compiled = _compile(text)
+    return [chat_template_problem(name, compiled)] if isinstance(compiled, str) else []
+
+
+def _compile(text: str) -> jinja2.Template | str:
+    """Compiles a template, or says what is wrong with it."""
+    import jinja2
+
+    try:
+        return _environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {(error.message or 'it is not Jinja').rstrip('.')}"
+    except SyntaxError as error:  # Python's, of what Jinja makes of it, such as a break outside of a loop
+        return error.msg
+    except RecursionError:
+        return "it is nested too deep"
+
+
+def chat_template_problem(name: str, what: str) -> Problem:
+    """Return DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is not a template."""
+    return Problem(
+        code="DATA_CHAT_TEMPLATE_FILE",
+        key="data.chat_template",
+        message=f"data.chat_template={shown(name)}: {what}",
+        fix="Name a UTF-8 file with a Jinja template, or write chatml",
+    )
+
+
+def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
+    """Return DATA_CHAT_TEMPLATE: a template does not take a conversation.
+
+    Args:
+        reason: What it says.
+        where: File or data, and record.
+        key: Key path that the problem names.
+    """
+    return Problem(
+        code="DATA_CHAT_TEMPLATE",
+        key=key,
+        message=f"{where}: the chat template does not render it: {reason.rstrip('.')}",
+        fix="Correct or remove the record, or set data.chat_template to a template that takes it",
+    )
+
+
+def unused_chat_template(data: Data, format_: Format) -> list[Problem]:
+    """Return DATA_CHAT_TEMPLATE_UNUSED where no conversation is rendered."""
+    if data.chat_template is None or format_ == "messages":
+        return []
+    return [
+        Problem(
+            code="DATA_CHAT_TEMPLATE_UNUSED",
+            key="data.chat_template",
+            message=f"data.chat_template={data.chat_template} is read by nothing: the data is {format_}",
+            fix="Remove data.chat_template, or give messages",
+        )
+    ]

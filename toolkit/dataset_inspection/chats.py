@@ -1,0 +1,101 @@
+"""What shows of conversations before they are loaded: what is learned of them, and what their chat template leaves out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from toolkit.dataset_inspection.chat_messages import (
+    dropped,
+    dropped_problem,
+    for_template,
+    learning_fault,
+    tools_of,
+    unread_keys,
+)
+from toolkit.dataset_inspection.chat_template import ChatTemplate, TemplateRefusalError, refused_problem
+from toolkit.dataset_inspection.layouts import Layout
+from toolkit.errors import Problem
+
+Records = Sequence[tuple[int, dict[str, Any]]]
+
+
+def conversations(records: Records, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the records that are conversations without a fault, by our own columns, with their lines."""
+    for line, record in records:
+        if layout.format == "messages" and layout.fault(record) is None:
+            yield line, record if layout.convert is None else layout.convert(record)
+
+
+def conversation_problems(
+    records: Records, layout: Layout, loss_on: str, template: ChatTemplate | None, *, key: str, name: str
+) -> list[Problem]:
+    """Return what keeps conversations from being learned whole, as far as their files and their template tell.
+
+    Args:
+        records: The head of a source.
+        layout: How it holds them.
+        loss_on: `data.loss_on`.
+        template: What they are rendered by; None where only the tokenizer on the hub can tell.
+        key: Key path that problems name.
+        name: Of the source.
+    Returns:
+        DATA_TYPE, DATA_CHAT_DROPPED or DATA_CHAT_TEMPLATE, each for the first record that it is true of.
+    """
+    found: dict[str, Problem] = {}
+    shapes: set[str] = set()
+    for line, record in conversations(records, layout):
+        where = f"{name}, record at line {line}"
+        if (fault := learning_fault(record["messages"], loss_on)) is not None:
+            fix = "Correct or remove the key"
+            found.setdefault("fault", Problem(code="DATA_TYPE", key=key, message=f"{where}: {fault}", fix=fix))
+        # What a template shows depends on who speaks and which keys there are: one record of a kind stands for the others
+        # here, and each is looked at when it is tokenised.
+        shape = repr([(message["role"], sorted(message)) for message in for_template(record["messages"])])
+        if template is None or shape in shapes:
+            continue
+        shapes.add(shape)
+        for problem in _rendering_problems(record, template, where=where, key=key):
+            found.setdefault(problem.code, problem)
+    return list(found.values())
+
+
+def _rendering_problems(
+    record: Mapping[str, Any], template: ChatTemplate, *, where: str, key: str
+) -> Iterator[Problem]:
+    messages = for_template(record["messages"])
+    try:
+        tools = tools_of(record)
+    except ValueError as error:
+        yield Problem(code="DATA_TYPE", key=key, message=f"{where}: {error}", fix="Write tools as a list of objects")
+        return
+    try:
+        part = dropped(messages, tools, template.render(messages, tools), template.render)
+    except TemplateRefusalError as error:
+        yield refused_problem(str(error), where=where, key=key)
+    except Exception:  # transformers' own environment has the last word on other faults of a program
+        return
+    else:
+        if part is not None:
+            yield dropped_problem(part, where=where, key=key)
+
+
+def unread_key_warning(name: str, conversations_: Sequence[Any], *, template: str | None) -> str | None:
+    """Names once the keys of a source's messages that nothing reads, with how often they occur; None without any.
+
+    Args:
+        name: Of the source.
+        conversations_: Lists of messages, as the file has them.
+        template: Text of their chat template, if it is at hand.
+    """
+    found: Counter[str] = Counter()
+    for messages in conversations_:
+        found += unread_keys(messages if isinstance(messages, list) else (), template=template)
+    if not found:
+        return None
+    keys = ", ".join(f"{key} ({count} ×)" for key, count in found.most_common())
+    return (
+        f"{name}: its messages have keys that nothing reads: {keys} in the first {len(conversations_)} records; work them "
+        "into the content, or remove them"
+    )

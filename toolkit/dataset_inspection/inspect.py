@@ -1,0 +1,346 @@
+"""What a job's data is, and every mistake in it that shows without loading it: no torch, no `datasets`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.job import Data
+from toolkit.config.paths import PathKind, is_file, is_folder, num_bytes, path_kind, shown
+from toolkit.config.suggestions import nearest
+from toolkit.dataset_inspection.chat_template import (
+    CHATML,
+    ChatTemplate,
+    read_chat_template,
+    template_problems,
+    unused_chat_template,
+)
+from toolkit.dataset_inspection.chats import conversation_problems, unread_key_warning
+from toolkit.dataset_inspection.columns import resolve_layout
+from toolkit.dataset_inspection.files import SUFFIXES, Head, Kind, read_head
+from toolkit.dataset_inspection.formats import Format, as_format, loss_on_problem
+from toolkit.dataset_inspection.layouts import Layout, unread_columns
+from toolkit.errors import DataError, Problem, SpecError, ToolkitError, raise_all
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILE_SUFFIXES = {".tsv", ".gz", ".zst", ".zip", ".tar", ".jsonlines", ".ndjson", ".arrow", ".md", ".yaml", ".xlsx"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFacts:
+    """One entry of `data.train` or `data.eval`.
+
+    Args:
+        name: As written in the job.
+        kind: Suffix family of a file, `saved` (a folder of `datasets`), or `hub`.
+        path: Where it lies; None for the hub.
+        columns: Names of its columns; empty for the hub.
+        format: What its records are; None when only loading it tells.
+        num_bytes: Size on disk, bytes; None for the hub.
+        unread: Columns that are not empty, would add to the documents by their names, and are read by nothing.
+        unread_keys: Says which keys of its messages are read by nothing; None where none is.
+    """
+
+    name: str
+    kind: Kind
+    path: Path | None
+    columns: tuple[str, ...]
+    format: Format | None
+    num_bytes: int | None
+    unread: tuple[str, ...] = ()
+    unread_keys: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFacts:
+    """All sources of a job's data, and the one format that they share (None when only loading tells)."""
+
+    train: tuple[SourceFacts, ...]
+    eval: tuple[SourceFacts, ...]
+    format: Format | None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the training sources, in order of first appearance."""
+        return tuple(dict.fromkeys(column for source in self.train for column in source.columns))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What training would pass over, a sentence for the columns and one for the keys of messages of each source."""
+        sources = self.train + self.eval
+        columns = [unread_warning(source.name, source.unread) for source in sources if source.unread]
+        return (*columns, *(source.unread_keys for source in sources if source.unread_keys is not None))
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Size of the local training sources on disk, bytes; None when one lies on the hub."""
+        sizes = [source.num_bytes for source in self.train]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def unread_warning(name: str, columns: Sequence[str]) -> str:
+    """Says that columns with context are read by nothing, and what to do."""
+    them, is_ = ("it", "is") if len(columns) == 1 else ("them", "are")
+    return (
+        f"{name}: the column{'s' * (len(columns) > 1)} {', '.join(columns)} {is_} read by nothing: work {them} into the"
+        f" columns that are read, or remove {them}"
+    )
+
+
+def peek(
+    data: Data, *, base: Path | None = None, template: ChatTemplate | None = None
+) -> tuple[DatasetFacts, tuple[Problem, ...]]:
+    """Looks at the head of every source (1000 records a file), never stopping at the first fault.
+
+    Args:
+        data: The job's data section.
+        base: Folder that relative paths start from; the working directory when None.
+        template: Chat template of the tokenizer, if it is at hand; `data.chat_template` goes before it.
+    Returns:
+        The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
+        PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
+        DATA_REVISION, DATA_VALIDATION, DATA_CHAT_TEMPLATE_FILE, DATA_CHAT_TEMPLATE_UNUSED, DATA_CHAT_TEMPLATE,
+        DATA_CHAT_DROPPED.
+    """
+    problems: list[Problem] = []
+    root = base or Path.cwd()
+    template, unreadable = _template(data, root, template)
+    sources: dict[str, list[SourceFacts]] = {"train": [], "eval": []}
+    splits = {"train": data.split, "eval": data.eval_split or "validation"}
+    for part, names in (("train", data.train), ("eval", data.eval)):
+        for key, name in _entries(f"data.{part}", names):
+            facts = _look_at(name, data, key=key, root=root, split=splits[part], template=template, problems=problems)
+            if facts is not None:
+                sources[part].append(facts)
+    everything = sources["train"] + sources["eval"]
+    formats = {source.format for source in everything if source.format is not None}
+    if len(formats) > 1:
+        problems.append(_mixed(everything))
+    found = next(iter(formats)) if len(formats) == 1 else None
+    problems += _combination_problems(data, found, sources)
+    problems += unreadable
+    return DatasetFacts(train=tuple(sources["train"]), eval=tuple(sources["eval"]), format=found), tuple(problems)
+
+
+def check_data(data: Data, *, base: Path | None = None) -> DatasetFacts:
+    """Return the facts of `peek`, or raises DataError with all its problems."""
+    facts, problems = peek(data, base=base)
+    raise_all(DataError, problems)
+    return facts
+
+
+def _entries(key: str, names: str | tuple[str, ...] | None) -> list[tuple[str, str]]:
+    if names is None:
+        return []
+    if isinstance(names, str):
+        return [(key, names)]
+    return [(f"{key}[{index}]", name) for index, name in enumerate(names)]
+
+
+def _look_at(
+    name: str,
+    data: Data,
+    *,
+    key: str,
+    root: Path,
+    split: str,
+    template: ChatTemplate | None,
+    problems: list[Problem],
+) -> SourceFacts | None:
+    path = root / name
+    try:
+        found = path_kind(path, key=key)
+        path = Path(os.path.realpath(path))  # Path.resolve raises for links in a circle before Python 3.13
+        if found == "absent":
+            if is_hub_id(name):
+                return SourceFacts(name=name, kind="hub", path=None, columns=(), format=_wanted(data), num_bytes=None)
+            problems.append(_not_found(name, path, key=key))
+            return None
+        kind = _local_kind(path, found, key=key)
+        if kind is None:
+            problems.append(_odd_kind(name, path, found, key=key))
+            return None
+        size = num_bytes(path, key=key)
+    except SpecError as error:
+        problems += error.problems
+        return None
+    head = read_head(path, kind, key=key, split=split)
+    return _facts_of(name, path, kind, head, data, key=key, size=size, template=template, problems=problems)
+
+
+def _facts_of(
+    name: str,
+    path: Path,
+    kind: Kind,
+    head: Head,
+    data: Data,
+    *,
+    key: str,
+    size: int,
+    template: ChatTemplate | None,
+    problems: list[Problem],
+) -> SourceFacts:
+    problems += head.problems
+    facts = SourceFacts(name=name, kind=kind, path=path, columns=head.columns, format=_wanted(data), num_bytes=size)
+    if not head.columns:
+        return facts
+    layout = resolve_layout(head.columns, data.format, key=key, name=name)
+    if isinstance(layout, Problem):
+        problems.append(layout)
+        return replace(facts, format=None)
+    problems += _type_problems(head.records, layout, key=key, name=name)
+    problems += _blank_problems(head.records, layout.format, key=key, name=name)
+    unread_keys = None
+    if layout.format == "messages":
+        problems += conversation_problems(head.records, layout, data.loss_on, template, key=key, name=name)
+        said = [record.get(layout.needed[0]) for _, record in head.records]
+        unread_keys = unread_key_warning(name, said, template=None if template is None else template.text)
+    return replace(facts, format=layout.format, unread=_unread(layout, head), unread_keys=unread_keys)
+
+
+def _wanted(data: Data) -> Format | None:
+    return None if data.format == "auto" else as_format(data.format)
+
+
+def _not_found(name: str, path: Path, *, key: str) -> Problem:
+    near = nearest(path.name, (entry.name for entry in path.parent.glob("*")))
+    fix = f"Did you mean {path.with_name(near[0])}" if near else "Name an existing file, or a hub id such as org/name"
+    where = "" if is_folder(path.parent, key=key) else f": the folder {shown(path.parent)} does not exist either"
+    message = f"{key}={shown(name)} is not found at {shown(path)}{where}"
+    return Problem(code="DATA_NOT_FOUND", key=key, message=message, fix=fix)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is not a local path reads as `org/name` or a bare name on the hub."""
+    suffix = Path(name).suffix.lower()
+    return _HUB_ID.fullmatch(name) is not None and suffix not in SUFFIXES and suffix not in _FILE_SUFFIXES
+
+
+def _local_kind(path: Path, found: PathKind, *, key: str) -> Kind | None:
+    if found == "folder":
+        saved = any(is_file(path / name, key=key) for name in ("state.json", "dataset_dict.json"))
+        return "saved" if saved else None
+    return SUFFIXES.get(path.suffix.lower()) if found == "file" else None  # a pipe would be waited for
+
+
+def _odd_kind(name: str, path: Path, found: PathKind, *, key: str) -> Problem:
+    what = "a pipe or a device" if found == "other" else f"suffix={path.suffix or 'none'}"
+    if found == "folder":
+        what = "a folder without state.json or dataset_dict.json"
+    return Problem(
+        code="DATA_SUFFIX",
+        key=key,
+        message=f"{key}={name} is not a kind of file that is read: {what}",
+        fix=f"Name a file ending in {', '.join(SUFFIXES)}, or a folder written by Dataset.save_to_disk",
+    )
+
+
+def _type_problems(
+    records: Iterable[tuple[int, dict[str, Any]]], layout: Layout, *, key: str, name: str
+) -> list[Problem]:
+    faults = [(number, fault) for number, record in records if (fault := layout.fault(record))]
+    if not faults:
+        return []
+    more = f" (and {len(faults) - 1} more records)" if len(faults) > 1 else ""
+    shapes = {
+        "text": 'Make text a string: {"text": "..."}',
+        "prompt_completion": 'Make both strings: {"prompt": "...", "completion": "..."}',
+        "messages": 'Write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+        "alpaca": 'Make them strings: {"instruction": "...", "input": "", "output": "..."}',
+        "sharegpt": 'Write {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
+    }
+    message = f"{name}, record at line {faults[0][0]}: {faults[0][1]}{more}"
+    return [Problem(code="DATA_TYPE", key=key, message=message, fix=shapes[layout.name])]
+
+
+def _blank_problems(
+    records: Sequence[tuple[int, dict[str, Any]]], format_: Format, *, key: str, name: str
+) -> list[Problem]:
+    texts = [record.get("text") for _, record in records]
+    if format_ != "text" or not texts or any(not isinstance(text, str) or text.strip() for text in texts):
+        return []
+    message = f"{name}: text is blank in all of the first {len(texts)} records"
+    return [Problem(code="DATA_EMPTY", key=key, message=message, fix="Name files that hold documents")]
+
+
+def _unread(layout: Layout, head: Head) -> tuple[str, ...]:
+    return tuple(
+        column
+        for column in unread_columns(layout, head.columns)
+        if any(record.get(column) for _, record in head.records)
+    )
+
+
+def _mixed(sources: list[SourceFacts]) -> Problem:
+    listed = ", ".join(f"{source.name} is {source.format}" for source in sources if source.format is not None)
+    message = f"data has several formats: {listed}"
+    return Problem(code="DATA_MIXED", key="data", message=message, fix="Give all files of a job the same columns")
+
+
+def _combination_problems(data: Data, format_: Format | None, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
+    """Checks keys against each other: none may be accepted and then not used."""
+    problems: list[Problem] = []
+    if format_ is not None:
+        if problem := loss_on_problem(data.loss_on, format_):
+            problems.append(problem)
+        problems += unused_chat_template(data, format_)
+    if data.eval is not None and data.validation_fraction is not None:
+        message = (
+            f"data.validation_fraction={data.validation_fraction} conflicts with data.eval: both name validation data"
+        )
+        fix = "Remove one of the two"
+        problems.append(Problem(code="DATA_VALIDATION", key="data.validation_fraction", message=message, fix=fix))
+    if data.eval_split is not None and data.eval is None:
+        message = f"data.eval_split={data.eval_split} is read by nothing: data.eval is not given"
+        fix = "Set data.eval to the data set whose split it is, or remove data.eval_split"
+        problems.append(Problem(code="DATA_SPLIT", key="data.eval_split", message=message, fix=fix))
+    kinds = {part: {source.kind for source in found} for part, found in sources.items()}
+    everything = kinds["train"] | kinds["eval"]
+    if data.name is not None and everything and "hub" not in everything:
+        message = (
+            f"data.name={data.name} is read by nothing: it is a configuration of a hub data set, and all data is local"
+        )
+        problems.append(Problem(code="DATA_SPLIT", key="data.name", message=message, fix="Remove data.name"))
+    problems += _revision_problems(data, [source for found in sources.values() for source in found])
+    unsplit = {part for part, found in kinds.items() if found and not found & {"hub", "saved"}}
+    for part, key, split, default in (
+        ("train", "data.split", data.split, "train"),
+        ("eval", "data.eval_split", data.eval_split, None),
+    ):
+        if part in unsplit and split != default:
+            message = f"{key}={split} is read by nothing: local files have no splits"
+            problems.append(Problem(code="DATA_SPLIT", key=key, message=message, fix=f"Remove {key}"))
+    return problems
+
+
+def _template(data: Data, root: Path, own: ChatTemplate | None) -> tuple[ChatTemplate | None, tuple[Problem, ...]]:
+    """Return what renders messages, if it is at hand, and what is wrong with the job's own template."""
+    name = data.chat_template
+    if name is None:
+        return own, ()
+    try:
+        text = read_chat_template(name, base=root)
+        problems = () if name == CHATML else tuple(template_problems(name, text))
+    except ToolkitError as error:
+        return None, error.problems
+    return None if problems else ChatTemplate(text, None if own is None else own.eos_token), problems
+
+
+def _revision_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:
+    """A revision is of one repository: of no local file, and not of two repositories at once."""
+    if data.revision is None or not sources:
+        return []
+    said, ids = f"data.revision={data.revision}", sorted({source.name for source in sources if source.kind == "hub"})
+    local = [source.name for source in sources if source.kind != "hub"]
+    if local:
+        message, fix = f"{said} is of a hub data set, and {', '.join(local)} is local", "Remove data.revision"
+    elif len(ids) > 1:
+        message = f"{said} is of one hub data set, and the job names {len(ids)}: {', '.join(ids)}"
+        fix = "Name one data set, or remove data.revision"
+    else:
+        return []
+    return [Problem(code="DATA_REVISION", key="data.revision", message=message, fix=fix)]

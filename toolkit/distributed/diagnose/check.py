@@ -1,0 +1,236 @@
+"""Proves every group of a grid by real collectives: who is in it, in which order, and that data moves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from toolkit.distributed.device import rank_device
+from toolkit.distributed.diagnose.blocked_ranks import Step
+from toolkit.distributed.diagnose.collective_tests import OPERATIONS, Member, Operation, bus_bandwidth
+from toolkit.distributed.diagnose.hang_detection import Board, OnHang, watched
+from toolkit.distributed.process_groups import join_group
+from toolkit.errors import CheckError, PlanError, Problem, first_line
+from toolkit.launch.environment import Backend, WorkerIdentity
+from toolkit.topology.grid import KINDS, Grid
+from toolkit.topology.table import format_ranks
+
+_START = Step(kind="world", operation="start")
+_REPORT = Step(kind="world", operation="report")
+_LEAVE = Step(kind="world", operation="leave")
+_JOIN, _BANDWIDTH = "join", "bandwidth"
+# The watch must speak before a process group does, which knows only its own operation.
+_GROUP_PATIENCE = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindReport:
+    """What the check found of one kind of group.
+
+    Args:
+        passed: Whether every operation gave the right result on every rank.
+        seconds: Of the slowest rank, from joining to the last operation, bandwidth aside.
+        bus_gb_per_second: Of the slowest rank, all groups of the kind at once: 2 (n - 1) / n × bytes / time of an
+            all-reduce of 64 MiB, in 10^9 bytes/s, which is comparable across group sizes; None on CPU.
+    """
+
+    kind: str
+    passed: bool
+    seconds: float
+    bus_gb_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What the check found; `problems` are GROUP_RESULT, of all ranks."""
+
+    backend: Backend
+    kinds: tuple[KindReport, ...]
+    operations: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def check_groups(
+    grid: Grid,
+    *,
+    identity: WorkerIdentity,
+    backend: Backend | None,
+    timeout_seconds: float,
+    on_hang: OnHang,
+    operations: Sequence[Operation] = OPERATIONS,
+) -> CheckReport | None:
+    """Takes this rank's part in the check of every group that has more than one rank, and of the world.
+
+    Args:
+        grid: All ranks, each of which calls this; torch.distributed must not be initialised.
+        identity: This rank; the ranks meet at the environment's MASTER_ADDR and MASTER_PORT.
+        backend: The same on all ranks; None for `nccl` where each rank has a card, else `gloo`.
+        timeout_seconds: Time in which no rank moves, after which all ranks end with exit code 1.
+        on_hang: What a rank does then, before it ends.
+        operations: What to prove, in order; for tests, which leave one out on one rank.
+
+    Returns:
+        On rank 0 the report, on the others None.
+
+    Raises:
+        CheckError: GROUP_HANG where the store cannot be reached; GROUP_OPERATION where an operation fails.
+        PlanError: WORLD_SIZE, WORLD_NO_GPU.
+    """
+    _check_size(grid, identity)
+    if backend is not None:
+        rank_device(backend, identity.local_rank)  # a card that is missing is known before others are waited for
+    store = _meet(identity.rank, timeout_seconds=timeout_seconds)
+    board = Board(_second_connection(store), rank=identity.rank, grid=grid)
+    with watched(board, grid, all_steps(grid), rank=identity.rank, timeout_seconds=timeout_seconds, on_hang=on_hang):
+        with board.inside(_START):
+            all_have = board.agree(
+                "cards", torch.cuda.is_available() and identity.local_rank < torch.cuda.device_count()
+            )
+            backend = backend or ("nccl" if all_have else "gloo")
+            device = rank_device(backend, identity.local_rank)
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("groups", store),
+                rank=identity.rank,
+                world_size=grid.world_size,
+                timeout=timedelta(seconds=_GROUP_PATIENCE * timeout_seconds),
+                device_id=device if backend == "nccl" else None,
+            )
+        own = {kind: _prove_kind(grid, kind, identity.rank, device, board, operations) for kind in kinds_of(grid)}
+        with board.inside(_REPORT):
+            reports = board.gather(own)
+        with board.inside(_LEAVE):  # once nobody is in an operation, and while rank 0 keeps the store
+            dist.destroy_process_group()
+    return _merge(backend, operations, reports) if identity.rank == 0 else None
+
+
+def kinds_of(grid: Grid) -> tuple[str, ...]:
+    """Return the kinds whose groups hold more than one rank, and the world.
+
+    >>> kinds_of(Grid(dp=2, tp=2))
+    ('tp', 'dp', 'model', 'stage', 'dp-pp', 'world')
+    """
+    return tuple(kind for kind in KINDS if kind == "world" or grid.size(kind) > 1)
+
+
+def all_steps(grid: Grid) -> tuple[Step, ...]:
+    """Return every step that ranks show on the board, in the order in which they take them."""
+    names = (_JOIN, *(operation.name for operation in OPERATIONS), _BANDWIDTH)
+    steps = (Step(kind=kind, operation=name) for kind in kinds_of(grid) for name in names)
+    return (_START, *steps, _REPORT, _LEAVE)
+
+
+def _prove_kind(
+    grid: Grid, kind: str, rank: int, device: torch.device, board: Board, operations: Sequence[Operation]
+) -> dict[str, Any]:
+    """Joins this rank's group of a kind and runs each operation; gives a JSON object."""
+    ranks = grid.group_of(rank, kind)
+    started = time.monotonic()
+    with board.inside(Step(kind=kind, operation=_JOIN)):
+        group = join_group(grid, rank, kind)
+    member = Member(
+        kind=kind, ranks=ranks, rank=rank, world_size=grid.world_size, group=group, device=device, board=board
+    )
+    problems = [problem for operation in operations for problem in _prove(operation, member)]
+    seconds = time.monotonic() - started
+    bandwidth = None
+    if device.type == "cuda" and len(ranks) > 1:
+        with board.inside(Step(kind=kind, operation=_BANDWIDTH)):
+            bandwidth = bus_bandwidth(member)
+    return {
+        "seconds": seconds,
+        "bus_gb_per_second": bandwidth,
+        "problems": [problem.as_dict() for problem in problems],
+    }
+
+
+def _prove(operation: Operation, member: Member) -> list[Problem]:
+    where = f"{operation.name} over the {member.kind} group of ranks {format_ranks(member.ranks)}"
+    with member.board.inside(Step(kind=member.kind, operation=operation.name)):
+        try:
+            got, expected = operation.run(member)
+        except RuntimeError as error:  # what torch raises of NCCL and gloo, too
+            raise CheckError.of(
+                code="GROUP_OPERATION",
+                message=f"{where} failed on rank {member.rank}: {first_line(error)}",
+                fix="Look at the other ranks first: one that died takes its neighbours with it; NCCL_DEBUG=INFO tells more",
+            ) from error
+    if got == expected:
+        return []
+    return [
+        Problem(
+            code="GROUP_RESULT",
+            message=f"{where} gave rank {member.rank} {_brief(got)}, not {_brief(expected)}",
+            fix="Compare driver, NCCL and torch of these ranks' machines; with cards, NCCL_P2P_DISABLE=1 tells whether "
+            "transfers from card to card are at fault",
+        )
+    ]
+
+
+def _brief(values: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, values[:8]))}{', …' if len(values) > 8 else ''}]"
+
+
+def _check_size(grid: Grid, identity: WorkerIdentity) -> None:
+    if identity.world_size != grid.world_size:
+        raise PlanError.of(
+            code="WORLD_SIZE",
+            key="cluster.gpus_per_node",
+            message=f"the launcher started {identity.world_size} process{'es' if identity.world_size > 1 else ''}, the grid "
+            f"has {grid.world_size} ranks",
+            fix=f"Start {grid.world_size} processes, or give sizes whose product is {identity.world_size}",
+        )
+
+
+def _meet(rank: int, *, timeout_seconds: float) -> Store:
+    """Connects to the launcher's store and waits for no other rank: the board tells who comes.
+
+    Source:
+        torch distributed/rendezvous.py _env_rendezvous_handler; a world of unknown size, -1, is not waited for.
+    """
+    try:
+        store, _, _ = next(rendezvous(f"env://?rank={rank}&world_size=-1", timeout=timedelta(seconds=timeout_seconds)))
+    except dist.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CheckError.of(
+            code="GROUP_HANG",
+            message=f"rank {rank} cannot reach the ranks' store at {address} within {timeout_seconds:g} s: rank 0 "
+            "has not started there, or the network lets nobody through",
+            fix="Check that rank 0's machine has this name and that its firewall lets the other machines in",
+        ) from error
+    # A group that waits for a rank waits on the store; the watch must speak before the store gives up.
+    store.set_timeout(timedelta(seconds=_GROUP_PATIENCE * timeout_seconds))
+    return cast("Store", store)
+
+
+def _second_connection(store: Any) -> Store:
+    return cast("Store", store.clone())  # torch's stub of Store lacks it
+
+
+def _merge(
+    backend: Backend, operations: Sequence[Operation], reports: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> CheckReport:
+    """Joins the ranks' findings: the slowest counts."""
+    kinds = []
+    for kind in reports[0]:
+        found = [report[kind] for report in reports]
+        speeds = [one["bus_gb_per_second"] for one in found if one["bus_gb_per_second"] is not None]
+        seconds = max(one["seconds"] for one in found)
+        passed = not any(one["problems"] for one in found)
+        kinds.append(KindReport(kind=kind, passed=passed, seconds=seconds, bus_gb_per_second=min(speeds, default=None)))
+    problems = [Problem(**problem) for report in reports for one in report.values() for problem in one["problems"]]
+    return CheckReport(
+        backend=backend,
+        kinds=tuple(kinds),
+        operations=(_JOIN, *(operation.name for operation in operations)),
+        problems=tuple(problems),
+    )

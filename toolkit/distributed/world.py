@@ -1,0 +1,239 @@
+"""Live process groups of a grid: who this process is, on which device, and with whom it talks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from toolkit.distributed.device import rank_device
+from toolkit.distributed.process_groups import forget_groups, join_group
+from toolkit.errors import PlanError, RunError, ToolkitError
+from toolkit.launch.environment import ALLOCATOR, WorkerIdentity, rank_from_environment
+from toolkit.topology.grid import Coordinate, Grid
+
+# A rank that waits this long for another is lost. Long enough for the first step to compile kernels and for a
+# rank 0 that tokenises a large data set while the others wait.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One process's place.
+
+    Args:
+        rank: Global rank.
+        local_rank: Rank within the node.
+        device: Where its tensors live.
+        grid: The grid of all ranks.
+        coordinate: This rank's place in the grid.
+        dp_group: Ranks that hold the same parameters and see different data.
+        tp_group: Ranks that share each layer and see the same data; None where each rank holds layers whole.
+        owns_groups: Whether `connect` joined the process groups, so that `disconnect` leaves them.
+    """
+
+    rank: int
+    local_rank: int
+    device: torch.device
+    grid: Grid
+    coordinate: Coordinate
+    dp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup | None
+    owns_groups: bool
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is global rank 0, which prints and writes."""
+        return self.rank == 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.grid.world_size
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        dist.barrier()
+
+    def agree(self, error: Exception | None) -> None:
+        """Waits for all ranks, and raises on each of them the error of the lowest rank that has one.
+
+        Raises:
+            Exception: A rank's own error as it is; another rank's ToolkitError as it is, any other as RANK_FAILED.
+        """
+        shared = error if error is None or isinstance(error, ToolkitError) else repr(error)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, shared)
+        first = next((rank for rank, item in enumerate(found) if item is not None), None)
+        if first is None:
+            return
+        if error is not None:
+            raise error
+        if isinstance(found[first], ToolkitError):
+            raise found[first]
+        raise RunError.of(
+            code="RANK_FAILED",
+            message=f"rank {first} failed with {found[first]}, so rank {self.rank} ends too",
+            fix=f"See the trace of rank {first}",
+        )
+
+
+def connect(
+    grid: Grid,
+    *,
+    backend: str,
+    environment: Mapping[str, str] | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> World:
+    """Joins the process groups that the launcher announced; a grid of one rank needs no launcher.
+
+    Args:
+        grid: The plan's grid.
+        backend: `nccl` or `gloo`.
+        environment: Launcher's variables; the process's own when left out.
+
+    Raises:
+        PlanError: WORLD_SIZE when the launcher started another number of processes than the plan has ranks;
+            WORLD_NO_GPU when the plan wants CUDA and this process sees none.
+    """
+    environment = os.environ if environment is None else environment
+    identity = rank_from_environment(environment)
+    identity = identity or WorkerIdentity(rank=0, local_rank=0, world_size=1)
+    rank, local_rank, size = identity.rank, identity.local_rank, identity.world_size
+    if size != grid.world_size:
+        raise PlanError.of(
+            code="WORLD_SIZE",
+            key="cluster.gpus_per_node",
+            message=f"the launcher started {size} process{'es' if size > 1 else ''}, the plan has {grid.world_size} ranks",
+            fix=f"Start {grid.world_size} processes (`toolkit train`, torchrun, deepspeed or accelerate launch), or change "
+            "cluster.gpus_per_node and cluster.nodes",
+        )
+    _prepare_process(backend, identity)
+    if grid.pp > 1 and backend == "nccl":
+        _prepare_messages()
+    device = rank_device(backend, local_rank)
+    owns_groups = not dist.is_initialized()
+    if owns_groups:
+        _reset_deepspeed()
+        _initialize(backend, environment, rank=rank, size=size, timeout=timeout, device=device)
+    _tell_deepspeed(backend)
+    coordinate = grid.coordinate(rank)
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        device=device,
+        grid=grid,
+        coordinate=coordinate,
+        dp_group=join_group(grid, rank, "dp"),
+        tp_group=join_group(grid, rank, "tp") if grid.tp > 1 else None,
+        owns_groups=owns_groups,
+    )
+
+
+def disconnect(world: World) -> None:
+    """Leaves the process groups that `connect` joined; those that the caller's script joined stay."""
+    if not world.owns_groups or not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    forget_groups()
+
+
+def _reset_deepspeed() -> None:
+    """Empties DeepSpeed's caches of groups, which are of an earlier run of this process, if of any.
+
+    Source:
+        deepspeed utils/groups.py (_WORLD_GROUP and its like are module globals that nothing resets), comm/comm.py (cdb).
+    """
+    import deepspeed.comm.comm as deepspeed_comm
+    from deepspeed.utils import groups as deepspeed_groups
+
+    deepspeed_comm.cdb = None
+    importlib.reload(deepspeed_groups)
+
+
+def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
+    """Sets what torch and DeepSpeed read from the environment, where the launcher has not."""
+    # deepspeed comm/comm.py and zero/utils.py read them by name; Open MPI, SLURM and a lone process have others or none.
+    os.environ.update(identity.as_environment())
+    if backend == "nccl":
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            # Read when CUDA starts: the same 8 B run reserves 56 GiB instead of 68.
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())
+
+
+def _prepare_messages() -> None:
+    # CUDA puts its streams into so many queues, of 8 by default, and some frameworks ask for 1. A message that waits in the
+    # queue of a kernel would hold that up, and with it what its sender waits for.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    # Each channel is a group of its own, which is what this warning advises (ProcessGroupNCCL.cpp).
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+
+
+def _initialize(
+    backend: str, environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> None:
+    dist.init_process_group(
+        backend,
+        store=_own_store(environment, rank=rank, size=size, timeout=timeout),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def _tell_deepspeed(backend: str) -> None:
+    """Makes DeepSpeed see the groups; until then its configuration takes the world for one rank.
+
+    Source:
+        deepspeed comm/torch.py build_shm_op: on CPU it compiles an extension that only tensor-parallel inference calls
+        (inference_all_reduce). That needs a compiler and half a minute, and a run that is killed meanwhile leaves a lock
+        for which all later ones wait without a word.
+    """
+    import deepspeed
+
+    if backend == "gloo":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def _own_store(environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return a key-value store that all ranks share and that no earlier run of these processes has written to."""
+    if size == 1:
+        return HashStore()
+    address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    store = _launcher_store(address, rank=rank, size=size, timeout=timeout)
+    # What the groups of an earlier run left there are addresses of sockets that are gone. Each rank counts for
+    # itself: all of them join equally often.
+    return PrefixStore(f"run-{store.add(f'joined-by-{rank}', 1)}", store)
+
+
+@functools.cache
+def _launcher_store(address: str, *, rank: int, size: int, timeout: timedelta) -> Store:
+    """Meets the other ranks at the launcher's address, once a process.
+
+    Were the store to end with a run, a rank that is quick to begin the next would still meet the server of the last.
+
+    Source:
+        torch distributed/rendezvous.py _env_rendezvous_handler.
+    """
+    store: Store
+    store, _, _ = next(rendezvous(f"env://?rank={rank}&world_size={size}", timeout=timeout))
+    store.set_timeout(timeout)
+    return store

@@ -1,0 +1,50 @@
+"""That the ranks of one replica were given one batch: shards of a layer, and stages of a model, must see the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from toolkit.distributed.world import World
+from toolkit.errors import RunError
+
+
+def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: World) -> None:
+    """Compares the batches of the ranks that share one replica of the model.
+
+    Args:
+        micro_batches: Of one step, on this rank.
+        world: This rank's place; all ranks of the world call this together.
+
+    Collectives:
+        A gather of 32 bytes a rank, over the world, so that every rank ends where one would.
+
+    Raises:
+        RunError: TP_BATCH on every rank of the world, naming the ranks that differ.
+    """
+    digests: list[str | None] = [None] * world.size
+    dist.all_gather_object(digests, _digest(micro_batches))
+    for group in world.grid.groups("model"):
+        others = [rank for rank in group if digests[rank] != digests[group[0]]]
+        if others:
+            raise RunError.of(
+                code="TP_BATCH",
+                key="parallel.tensor" if world.grid.pp == 1 else "parallel.pipeline",
+                message=f"ranks {', '.join(map(str, others))} were given another batch than rank {group[0]} of their replica "
+                f"{', '.join(map(str, group))}: their parts of one model would see different tokens",
+                fix="Give all ranks of a replica the same batch: draw it by `run.world.coordinate.dp`, not by rank, or "
+                "take batches from `run.loader`",
+            )
+
+
+def _digest(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in micro_batches:
+        for name in sorted(batch):
+            value = batch[name].detach().cpu().contiguous()
+            digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,180 @@
+"""When a pipeline's gradients are reduced over data-parallel ranks: once a step under ZeRO-1, and after each backward pass
+under ZeRO-2 and 3, which keep no gradient whole.
+
+DeepSpeed knows micro-batches that follow each other, each forward and then backward. Here several are under way and a backward
+pass may go through a part of a rank's layers only, so that what the engine counts is told to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from toolkit.distributed.p2p import Channels
+from toolkit.distributed.world import World
+from toolkit.pipeline_parallel.grads import Fp32Gradients, HeldBack, sum_tied
+from toolkit.pipeline_parallel.part import inner_model, stage_info
+from toolkit.planning.plan import Plan
+
+
+class Reduction(Protocol):
+    """What becomes of a step's gradients."""
+
+    sums: Fp32Gradients | None
+    """Where whole gradients are added up in fp32, if they are."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Runs the passes of a step, and leaves its gradients as `engine.step` takes them; not where a pass has failed."""
+
+    def before_backward(self, chunk: int) -> None:
+        """Readies the engine for a backward pass through a chunk."""
+
+
+def reduction(plan: Plan, world: World, engine: Any, channels: Channels) -> Reduction:
+    """Return the one of a plan's ZeRO stage."""
+    settings = plan.settings
+    tied = _tied_weight(engine.module) if plan.job.train.method == "full" and channels.ends is not None else None
+    kind = OncePerStep if settings.reduces_once else AfterEachPass
+    return kind(engine, tied, ends=channels.ends, dp_size=world.grid.dp, in_fp32=settings.sums_in_fp32)
+
+
+class OncePerStep:
+    """Gradients stay whole, and are reduced after the last pass.
+
+    Args:
+        engine: The DeepSpeed engine.
+        tied: This rank's copy of a weight that the first and the last stage hold, if it has one.
+        ends: The two stages of all replicas.
+        dp_size: Replicas.
+        in_fp32: Whether gradients of 16 bit are added up in fp32.
+
+    Collectives:
+        A step ends with the reduction over its replicas, before which `ends` add up the gradient of `tied`.
+    """
+
+    def __init__(self, engine: Any, tied: nn.Parameter | None, *, ends: Any, dp_size: int, in_fp32: bool) -> None:
+        self._engine, self._tied, self._ends, self._dp_size = engine, tied, ends, dp_size
+        self.sums = Fp32Gradients(engine.module.parameters()) if in_fp32 else None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        # DeepSpeed reduces whatever ends its block: a rank that has run out of memory would wait for others that wait for it.
+        flush = "_flush_coalesced_reduction_zero12"
+        try:
+            with self._engine.coalesce_grad_reduction():
+                try:
+                    yield
+                    self._finish()
+                except BaseException:
+                    vars(self._engine)[flush] = lambda optimizer: None
+                    raise
+        finally:
+            vars(self._engine).pop(flush, None)
+
+    def before_backward(self, chunk: int) -> None: ...
+
+    def _finish(self) -> None:
+        if self._tied is not None:
+            total = None if self.sums is None else self.sums.of(self._tied)
+            if total is None:
+                assert self._tied.grad is not None, "an embedding and a head have a gradient after each step"
+                total = self._tied.grad
+            sum_tied(total, group=self._ends, dp_size=self._dp_size)
+        if self.sums is not None:
+            self.sums.settle()
+
+
+class AfterEachPass:
+    """Each backward pass ends with the reduction of its gradients, of which a rank keeps its partition; so do sums in fp32.
+
+    A weight that two stages hold is the exception: its gradient stays whole until both know it all.
+
+    Args:
+        engine: As `OncePerStep` takes it; so are the others.
+        tied: See there.
+        ends: See there.
+        dp_size: See there.
+        in_fp32: See there.
+
+    Collectives:
+        Each backward pass ends with the reduction over its replicas. At the end of a step `ends` add up the gradient of `tied`,
+        which is then reduced as well.
+
+    Source:
+        deepspeed runtime/engine.py step (managed_gradient_accumulation=False), which leaves to finalize_gradient_accumulation_boundary
+        what follows the last backward pass; stage_1_and_2.py setup_buckets and stage3.py partition_grads, for which the first
+        pass of a step is the one with `micro_step_id` 0.
+    """
+
+    sums: Fp32Gradients | None = None
+
+    def __init__(self, engine: Any, tied: nn.Parameter | None, *, ends: Any, dp_size: int, in_fp32: bool) -> None:
+        self._engine, self._optimizer, self._ends, self._dp_size = engine, engine.optimizer, ends, dp_size
+        self._partitions_weights = engine.zero_optimization_partition_weights()
+        self._passes: Counter[int] = Counter()  # of each chunk in this step
+        self._held = None if tied is None else HeldBack(tied, in_fp32=in_fp32, partitioned=self._partitions_weights)
+        if self._held is not None:
+            self._hold_back(self._held)
+        if not self._partitions_weights:
+            self._end_without_gradients()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._passes.clear()
+        self._engine.set_gradient_accumulation_boundary(False)
+        if not self._partitions_weights:
+            # After an overflow DeepSpeed leaves them under offload, and would add to what is infinite.
+            self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
+        yield
+        if self._held is not None:
+            sum_tied(self._held.total, group=self._ends, dp_size=self._dp_size)
+            self._count_pass(0)  # nothing of it has been reduced in this step
+            with self._held.released():
+                if self._partitions_weights:
+                    self._engine._flush_coalesced_reduction_zero3(self._optimizer)
+                else:
+                    self._engine._flush_coalesced_reduction_zero12(self._optimizer)
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._optimizer.finalize_gradient_accumulation_boundary()
+
+    def before_backward(self, chunk: int) -> None:
+        self._count_pass(self._passes[chunk])
+        self._passes[chunk] += 1
+
+    def _count_pass(self, number: int) -> None:
+        """Tells the engine how many passes the parameters at hand have had in this step: the first begins their sum."""
+        self._optimizer.clear_backward_seen_flag()  # what DeepSpeed does at a forward pass, which need not come between
+        # Stages 1 and 2 count up when they make their buckets.
+        self._optimizer.micro_step_id = number if self._partitions_weights else number - 1
+
+    def _end_without_gradients(self) -> None:
+        """Has a pass through layers that are not trained end with empty buckets: DeepSpeed expects it to have made some."""
+        end = self._optimizer.overlapping_partition_gradients_reduce_epilogue
+
+        def make_and_end() -> None:
+            self._optimizer.setup_buckets()
+            end()
+
+        self._optimizer.overlapping_partition_gradients_reduce_epilogue = make_and_end
+
+    def _hold_back(self, held: HeldBack) -> None:
+        reduce = self._optimizer.reduce_ready_partitions_and_remove_grads
+
+        def reduce_others(parameter: nn.Parameter, *group: int) -> None:
+            if not held.take(parameter):
+                reduce(parameter, *group)
+
+        self._optimizer.reduce_ready_partitions_and_remove_grads = reduce_others
+
+
+def _tied_weight(model: Any) -> nn.Parameter | None:
+    """Return this rank's copy of a weight that the first and the last stage hold."""
+    info = stage_info(model)
+    if info is None or info.tied_key is None:
+        return None
+    weight: nn.Parameter = inner_model(model).get_parameter(info.tied_key)
+    return weight

@@ -1,0 +1,235 @@
+"""`tk.export`: a verified checkpoint becomes a verified export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from toolkit.arguments import Positive, checks_arguments
+from toolkit.checkpoint.layout import MODEL, tag_of
+from toolkit.checkpoint.manifest import damaged, is_shard, read_manifest
+from toolkit.checkpoint.manifest import verify as verify_checkpoint
+from toolkit.checkpoint.reference_logits import PROBE
+from toolkit.checkpoint.state import State, saved_plan
+from toolkit.engine.initialize import locate_weights
+from toolkit.errors import CheckError, CheckpointError, first_line
+from toolkit.exporter.export import ExportReport, export_checkpoint
+from toolkit.exporter.model_folder import brings_code, read_model_object
+from toolkit.modeling.build import DTYPES
+from toolkit.planning.checkpoint_size import leaves_frozen_out
+from toolkit.planning.plan import Plan
+from toolkit.units import format_count
+
+# Parameters up to which the export is loaded whole and run on the CPU by default: 8 GB of host memory in fp32.
+CHECK_LOGITS_PARAMETERS = 2_000_000_000
+
+# Largest difference of two scores, as a share of the largest score: rounding of one forward pass on another device,
+# some ten layers of 2**-8 (bf16), 2**-11 (fp16) or 2**-24 (fp32) each, with room.
+TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What was exported and how it was checked.
+
+    Args:
+        folder: The export.
+        report: What was written.
+        logits_difference: Largest difference between the reloaded export's scores and the live model's, as a share of
+            the largest score; None where it was not compared.
+        not_compared: Why it was not; None where it was.
+    """
+
+    folder: Path
+    report: ExportReport
+    logits_difference: float | None
+    not_compared: str | None
+
+
+@checks_arguments
+def export(
+    checkpoint: str | Path,
+    output_dir: str | Path,
+    *,
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    max_shard_size_bytes: Positive = 5 * 10**9,
+    merge_adapter: bool = False,
+    overwrite: bool = False,
+    check_logits: bool | None = None,
+    trust_remote_code: bool = False,
+    verify_first: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Export:
+    """Writes a checkpoint of any ZeRO stage as Hugging Face safetensors with config and tokenizer beside them.
+
+    Args:
+        checkpoint: Folder that `tk.save` or `toolkit train` wrote.
+        output_dir: Created whole at the end, or not at all.
+        dtype: Of the weights; the training precision when left out, bf16 after fp8. fp32 reads the master weights.
+        max_shard_size_bytes: Above it a new file begins.
+        merge_adapter: LoRA: write the base with the adapter merged into it, not the adapter.
+        overwrite: Replace what `output_dir` holds.
+        check_logits: Reload the export and compare its scores with those that the live model left in the checkpoint.
+            By default where the checkpoint has them, the dtype is the training precision, and the model has at most
+            two billion parameters. After fp8 training both are computed in bf16, in which the weights lie.
+        trust_remote_code: Run the Python code that the checkpoint's model brings, and that of the base of an adapter. What
+            the checkpoint's own plan says of it counts for nothing: whoever made the checkpoint wrote that too.
+        verify_first: Compare the checksums of the files that the export reads, and the sizes of all, before. `toolkit
+            train` does without for the checkpoint that its own processes have hashed a moment ago: that would read
+            every byte once more to learn what is known. The export itself is read back and compared either way.
+        progress: Called with tensors written and tensors in all.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or more than data; EXPORT_REMOTE_CODE.
+        CheckError: EXPORT_VERIFY, EXPORT_LOGITS: the export is not equal to it.
+    """
+    source = Path(checkpoint)
+    if verify_first:
+        verify_checkpoint(source, unread=is_shard)  # before its plan says which shards are read
+    state, plan = State.load(source), saved_plan(source)
+    if verify_first:
+        _verify_shards(source, plan, dtype=dtype, merge_adapter=merge_adapter)
+    if plan.job.model.trust_remote_code and not trust_remote_code and _has_code(source / MODEL):
+        raise CheckpointError(brings_code(source / MODEL))
+    probe = source / PROBE if PROBE in read_manifest(source) else None  # what it does not name was never checked
+    if check_logits and probe is None:
+        raise CheckpointError.of(
+            code="EXPORT_NO_PROBE",
+            key=str(source),
+            message=f"{source} holds no scores of the live model to compare with",
+            fix="Export without comparing logits, or save with `tk.save(run, path, probe=True)`; "
+            "`toolkit train` does at a run's end",
+        )
+    reason = _why_not_compared(plan, probe, dtype=dtype, asked=check_logits, merge_adapter=merge_adapter)
+    differences: list[float] = []
+
+    def compare(folder: Path, report: ExportReport) -> None:
+        assert probe is not None, "or there is a reason not to compare"
+        model = _reload(plan, folder, report, trust_remote_code=trust_remote_code)
+        differences.append(_compare(plan, model, report, probe))
+
+    report = export_checkpoint(
+        source,
+        output_dir,
+        tag_dir=source / tag_of(state.step),
+        base_dir=_base_weights(plan, merge_adapter=merge_adapter),
+        dtype=None if dtype is None else DTYPES[dtype],
+        max_shard_size_bytes=max_shard_size_bytes,
+        merge_adapter=merge_adapter,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        grid=plan.grid,
+        progress=progress,
+        inspect=compare if reason is None else None,
+    )
+    difference = differences[0] if differences else None
+    return Export(folder=report.output_dir, report=report, logits_difference=difference, not_compared=reason)
+
+
+def _why_not_compared(
+    plan: Plan, probe: Path | None, *, dtype: str | None, asked: bool | None, merge_adapter: bool
+) -> str | None:
+    """Says why an export's scores are not compared with the live model's; None where they are."""
+    own, known = plan.settings.dtype, plan.model.num_parameters
+    if asked is False:
+        return "not asked for"
+    if probe is None:
+        return "this checkpoint holds no scores of the live model, as that of a run's last step does"
+    if plan.job.train.method == "lora" and plan.settings.init == "random" and not merge_adapter:
+        return "the base that the adapter belongs to was drawn at random, and lies in no folder to reload"
+    if asked:
+        return None
+    if dtype not in (None, own):
+        return f"{dtype} is not the training precision {own}; --check-logits compares all the same"
+    if known is None or known > CHECK_LOGITS_PARAMETERS:
+        size = "of unknown size" if known is None else f"of {format_count(known)} parameters"
+        return f"a model {size} takes much of the host; --check-logits compares all the same"
+    return None
+
+
+def _verify_shards(source: Path, plan: Plan, *, dtype: str | None, merge_adapter: bool) -> None:
+    """Compares the checksums of those of DeepSpeed's files that the export reads.
+
+    Below stage 3 the module's own copy has every weight in the training dtype; the optimizer's files, six times as large
+    in bf16, hold the rest: fp32 masters, from which adapters are merged, and moments.
+    """
+    settings = plan.settings
+    module_will_do = settings.zero_stage < 3 and dtype in (None, settings.dtype) and not merge_adapter
+    verify_checkpoint(source, unread=lambda name: not is_shard(name) or (module_will_do and _is_optimizer_file(name)))
+
+
+def _has_code(model_dir: Path) -> bool:
+    return (model_dir / "config.json").exists() and "auto_map" in read_model_object(model_dir, "config.json")
+
+
+def _is_optimizer_file(name: str) -> bool:
+    return name.endswith("_optim_states.pt")
+
+
+def logits_difference(model: Any, probe: Path) -> float:
+    """The largest difference of a model's scores from a probe's, as a share of the largest score.
+
+    Raises:
+        CheckpointError: CHECKPOINT_DAMAGED.
+    """
+    try:
+        held = load_file(probe)
+        ids_BS, wanted_BSV = held["input_ids"], held["logits"]
+        with torch.no_grad():
+            logits_BSV = model(input_ids=ids_BS).logits.float()
+        return float((logits_BSV - wanted_BSV).abs().max() / wanted_BSV.abs().max())
+    except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
+        what = f"holds no scores of this model: {error!r:.200}"
+        raise CheckpointError(damaged(probe.parent, probe.name, what)) from None
+
+
+def _compare(plan: Plan, model: Any, report: ExportReport, probe: Path) -> float:
+    difference = logits_difference(model, probe)
+    # Not "difference > limit", which a difference that is not a number would pass.
+    if not difference <= TOLERANCE[plan.settings.dtype]:
+        raise CheckError.of(
+            code="EXPORT_LOGITS",
+            key=str(report.output_dir),
+            message=f"the export's scores differ from the trained model's by {difference:.2%} of the largest",
+            fix="Nothing was put in place; please report it with the model's name",
+        )
+    return difference
+
+
+def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
+    arguments = {
+        "dtype": DTYPES[plan.settings.dtype],
+        "attn_implementation": attention,
+        "trust_remote_code": trust_remote_code,
+    }
+    base = folder if report.kind != "adapter" else locate_weights(plan)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, **arguments)
+        if report.kind == "adapter":
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, str(folder))
+        return model.eval()
+    except Exception as error:  # of whatever kind: a configuration that the library cannot use
+        raise CheckpointError.of(
+            code="EXPORT_CONFIG",
+            key=str(report.output_dir),
+            message=f"the export cannot be loaded: {first_line(error)}",
+            fix="Nothing was put in place; export another checkpoint, or pass --no-check-logits to export without loading",
+        ) from error
+
+
+def _base_weights(plan: Plan, *, merge_adapter: bool) -> Path | None:
+    """Return the folder of a LoRA run's frozen weights, which its checkpoints leave out."""
+    return locate_weights(plan) if merge_adapter and leaves_frozen_out(plan) else None

@@ -1,0 +1,239 @@
+"""A checkpoint of the engine becomes a folder that `from_pretrained` loads: HF names, safetensors, config, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from toolkit.errors import CheckpointError, Problem
+from toolkit.exporter.adapter import (
+    base_key,
+    factor_of,
+    is_adapted,
+    lora_targets,
+    read_adapter_config,
+)
+from toolkit.exporter.adapter_shards import adapted_shards
+from toolkit.exporter.contents import Contents, Kind, Opened, choose_contents
+from toolkit.exporter.model_folder import adapted_model, copy_companions, empty_model
+from toolkit.exporter.pipeline_reader import UnitedCheckpoint
+from toolkit.exporter.readback import verify_written
+from toolkit.exporter.tensor_parallel_reader import JoinedCheckpoint
+from toolkit.exporter.writer import Entry, ShardWriter, staged_folder
+from toolkit.exporter.zero_reader import ZeroCheckpoint
+from toolkit.io import read_plain
+from toolkit.modeling.conversion import revert
+from toolkit.modeling.initialization import tied_keys
+from toolkit.tensor_parallel.apply import dense_shards
+from toolkit.tensor_parallel.tables import styles_for
+from toolkit.topology.grid import Grid
+
+Progress = Callable[[int, int], None]
+_ONE_RANK = Grid()
+_SAMPLES = 16  # tensors whose bytes are read back
+_MAX_TAG_BYTES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What was written.
+
+    Args:
+        output_dir: The folder.
+        kind: Full model, adapter alone, or adapter merged into its base.
+        files: Weight files, in order.
+        num_tensors: Tensors written; tied ones once.
+        num_bytes: Their size, bytes.
+        dtype: That of the token embedding, as `config.json` says; for an adapter that of its first matrix.
+        untied: Weights that the config tied, but that training made differ; written apart, and the config says so.
+        verified: Whether names, shapes and a sample of the values were read back.
+    """
+
+    output_dir: Path
+    kind: Kind
+    files: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+    dtype: str
+    untied: tuple[str, ...]
+    verified: bool
+
+
+def export_checkpoint(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    *,
+    tag_dir: Path | None = None,
+    model_dir: Path | None = None,
+    peft_dir: Path | None = None,
+    base_dir: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size_bytes: int = 5 * 10**9,
+    merge_adapter: bool = False,
+    verify: bool = True,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    grid: Grid = _ONE_RANK,
+    progress: Progress | None = None,
+    inspect: Callable[[Path, ExportReport], None] | None = None,
+) -> ExportReport:
+    """Writes a checkpoint of ZeRO 0 to 3 as Hugging Face safetensors, on one CPU process.
+
+    Host memory: the largest group of tensors that convert together (mostly one matrix; of a mixture of experts, one
+    layer's stacked matrix), and one rank's part of one, whatever the size of the model or of a shard.
+
+    Args:
+        checkpoint_dir: A `checkpoint-STEP` folder.
+        output_dir: Created whole at the end, or not at all.
+        tag_dir: Folder of the engine's files; `checkpoint_dir/TAG`, where the file `latest` names TAG, when left out.
+        model_dir: Folder with config.json and the tokenizer; `checkpoint_dir/model` when left out.
+        peft_dir: Folder with adapter_config.json, for LoRA; `model_dir` when left out.
+        base_dir: Folder of the base model's safetensors, to merge into when the checkpoint leaves frozen weights out.
+        dtype: Of the floating-point tensors; when left out the training dtype. fp32 reads the master weights.
+        max_shard_size_bytes: Above it a new file begins.
+        merge_adapter: Write the base with the adapter merged into it, not the adapter.
+        verify: Read back every name and shape, as `from_pretrained` would match them, and a sample of the values.
+        overwrite: Replace what `output_dir` holds.
+        trust_remote_code: Run model code that lies in `model_dir`.
+        grid: Of the run: stages and tensor ranks, whose parts are joined. Its replicas hold the same.
+        progress: Called with tensors written and tensors in all.
+        inspect: Called with the finished folder before it takes its place; what it raises leaves nothing behind.
+    Raises:
+        CheckpointError: EXPORT_LATEST, EXPORT_CONFIG, EXPORT_REMOTE_CODE, EXPORT_KEYS, EXPORT_SHAPE, EXPORT_NOT_ADAPTED, EXPORT_EXISTS,
+            EXPORT_VERIFY, and those of `ZeroCheckpoint`, `JoinedCheckpoint`, `UnitedCheckpoint` and `toolkit.exporter.adapter`.
+        RunError: EXPORT_WRITE.
+    """
+    source = Path(checkpoint_dir)
+    target = Path(output_dir).absolute()
+    if source.resolve().is_relative_to(target.resolve()):
+        raise CheckpointError(_would_be_lost(source, target))
+    opened = _open(
+        tag_dir or _latest(source),
+        model_dir or source / "model",
+        peft_dir,
+        trust_remote_code=trust_remote_code,
+        grid=grid,
+    )
+    if merge_adapter and opened.peft_model is None:
+        raise CheckpointError(_not_adapted(source))
+    with staged_folder(target, overwrite=overwrite) as folder:
+        plan = choose_contents(opened, dtype, base_dir=base_dir, merge_adapter=merge_adapter)
+        writer = _write(plan, opened.model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
+        copy_companions(opened.model_dir, folder, plan, architecture=type(opened.model).__name__)
+        if verify:
+            loaded = empty_model(folder, trust_remote_code=trust_remote_code) if plan.untied else opened.model
+            verify_written(folder, writer, loaded, adapter_of=opened.peft_model if plan.kind == "adapter" else None)
+        report = ExportReport(
+            output_dir=target,
+            kind=plan.kind,
+            files=tuple(sorted(set(writer.file_of.values()))),
+            num_tensors=len(writer.entries),
+            num_bytes=writer.num_bytes,
+            dtype=plan.dtype_name,
+            untied=plan.untied,
+            verified=verify,
+        )
+        if inspect is not None:
+            inspect(folder, report)
+    return report
+
+
+def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool, grid: Grid) -> Opened:
+    ranks = [ZeroCheckpoint(tag_dir, mp_rank, grid) for mp_rank in range(grid.size("model"))]
+    adapted = any(map(is_adapted, ranks))
+    model = empty_model(model_dir, trust_remote_code=trust_remote_code)
+    lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
+    peft_model = adapted_model(empty_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
+    names = {name for rank in ranks for name in rank.tensors}
+    shards = {}
+    if grid.tp > 1:
+        shards = dense_shards(model, styles_for(model), num_ranks=grid.tp)
+        if peft_model is not None:
+            shards = adapted_shards(names, shards, lora_targets(peft_model))
+    stages = [
+        JoinedCheckpoint(tag_dir, ranks[first : first + grid.tp], shards, first)
+        for first in range(0, len(ranks), grid.tp)
+    ]
+    weights = UnitedCheckpoint(tag_dir, stages, _tied_names(names, model))
+    return Opened(weights=weights, model=model, model_dir=model_dir, lora=lora, peft_model=peft_model)
+
+
+def _tied_names(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
+    """Names of a checkpoint's tied weights to the names of those that they share their values with."""
+    named = {base_key(name): name for name in names if factor_of(name) is None}
+    return {named[key]: named[kept] for key, kept in tied_keys(model).items() if key in named and kept in named}
+
+
+def _write(
+    plan: Contents, model: PreTrainedModel, folder: Path, *, max_shard_size_bytes: int, progress: Progress | None
+) -> ShardWriter:
+    entries: list[Entry] = []
+    for group in plan.groups:
+        metas = _reverted(plan, model, {key: plan.meta(key) for key in group})
+        entries.extend(Entry(name=name, shape=tuple(value.shape), dtype=value.dtype) for name, value in metas.items())
+    # peft reads one file only
+    limit = max_shard_size_bytes if plan.kind != "adapter" else sum(entry.num_bytes for entry in entries) + 1
+    sampled = {entries[position].name for position in _spread(len(entries), _SAMPLES)}
+    stem = "adapter_model" if plan.kind == "adapter" else "model"
+    done = 0
+    with ShardWriter(folder, entries, limit, stem) as writer:
+        for group in plan.groups:
+            values = _reverted(plan, model, {key: plan.read(key) for key in group})
+            while values:
+                name = next(iter(values))
+                writer.write(name, values.pop(name), remember=name in sampled)
+                done += 1
+            if progress is not None:
+                progress(done, len(entries))
+    return writer
+
+
+def _reverted(plan: Contents, model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors if plan.kind == "adapter" else revert(model, tensors)
+
+
+def _latest(checkpoint_dir: Path) -> Path:
+    latest = checkpoint_dir / "latest"
+    try:
+        tag = read_plain(checkpoint_dir, "latest", max_bytes=_MAX_TAG_BYTES).decode("utf-8").strip()
+        if not tag.isprintable() or Path(tag).name != tag:
+            raise ValueError(f"{tag!r:.80} is no tag")
+        return checkpoint_dir / tag
+    except (OSError, ValueError) as error:
+        raise CheckpointError.of(
+            code="EXPORT_LATEST",
+            key=str(latest),
+            message=f"{latest} cannot be read ({error}): saving this checkpoint never came to its end, or this is none",
+            fix="Name a checkpoint-STEP folder of output_dir that holds a file named latest",
+            source="deepspeed, runtime/engine.py, DeepSpeedEngine.save_checkpoint",
+        ) from error
+
+
+def _would_be_lost(source: Path, target: Path) -> Problem:
+    return Problem(
+        code="EXPORT_EXISTS",
+        key=str(target),
+        message=f"{target} holds {source}, the checkpoint itself, which the export would take the place of",
+        fix="Name another folder",
+    )
+
+
+def _not_adapted(source: Path) -> Problem:
+    return Problem(
+        code="EXPORT_NOT_ADAPTED",
+        key="merge_adapter",
+        message=f"merge_adapter=True, but {source} holds no LoRA weights",
+        fix="Leave merge_adapter out",
+    )
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Up to `count` positions, evenly spread, first and last among them."""
+    if length <= count:
+        return list(range(length))
+    return [round(number * (length - 1) / (count - 1)) for number in range(count)]

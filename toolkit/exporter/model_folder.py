@@ -1,0 +1,125 @@
+"""The folder `model` of a checkpoint: the model that it describes, without weights, and what goes with an export."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from toolkit.checkpoint.manifest import damaged
+from toolkit.errors import CheckpointError, Problem, first_line
+from toolkit.exporter.adapter import ADAPTER_CONFIG
+from toolkit.exporter.contents import Contents
+from toolkit.io import open_plain, read_plain_object, write_json
+from toolkit.modeling.initialization import tie_weights
+
+_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_GENERATION = frozenset({"config.json", "generation_config.json"})
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
+
+
+def empty_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Builds the causal language model of a folder on the meta device.
+
+    Raises:
+        CheckpointError: CHECKPOINT_DAMAGED, EXPORT_REMOTE_CODE, EXPORT_CONFIG.
+    """
+    for name in _OBJECTS:
+        if (model_dir / name).exists():
+            read_model_object(model_dir, name)
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation="eager",  # not one that the file names, whose package or kernel may have to be had
+                trust_remote_code=trust_remote_code,
+            )
+    except Exception as error:  # a configuration class fails in its own way on each value that it does not expect
+        # transformers dynamic_module_utils.py resolve_trust_remote_code
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise CheckpointError(brings_code(model_dir)) from None
+        raise CheckpointError.of(
+            code="EXPORT_CONFIG",
+            key=str(model_dir),
+            message=f"{model_dir} holds no configuration of a causal language model: {first_line(error)}",
+            fix=f"Put this model's config.json and tokenizer into {model_dir}, or export another checkpoint",
+        ) from error
+    tie_weights(model)
+    return model
+
+
+def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
+    """Puts the adapter of a configuration on a model of the meta device.
+
+    Raises:
+        CheckpointError: EXPORT_ADAPTER_CONFIG.
+    """
+    try:
+        with torch.device("meta"):
+            return get_peft_model(model, LoraConfig.from_peft_type(**lora))  # type: ignore[no-any-return]
+    except Exception as error:  # peft fails in its own way on each value that it does not expect
+        raise CheckpointError.of(
+            code="EXPORT_ADAPTER_CONFIG",
+            key=ADAPTER_CONFIG,
+            message=f"{ADAPTER_CONFIG} makes no adapter of this model: {first_line(error)}",
+            fix="Put the adapter_config.json of this job into the checkpoint's folder model",
+        ) from error
+
+
+def copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architecture: str) -> None:
+    """Copies tokenizer and generation settings, and writes the config with the dtype of the weights."""
+    skipped = {ADAPTER_CONFIG, *(_GENERATION if plan.kind == "adapter" else ())}
+    for path in sorted(model_dir.iterdir()):
+        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        # Hidden files are of no checkpoint: they are passed over, as its manifest passes over them.
+        if path.is_file() and path.name[0] != "." and path.name not in skipped and not is_weights:
+            with open_plain(model_dir, path.name) as content, (folder / path.name).open("wb") as copy:
+                shutil.copyfileobj(content, copy)
+    if plan.adapter_config is not None:
+        write_json(folder / ADAPTER_CONFIG, plan.adapter_config, sort_keys=True)
+        return
+    config = read_plain_object(model_dir, "config.json")
+    config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
+    config |= {"dtype": plan.dtype_name, "architectures": [architecture]}
+    if plan.untied:
+        config["tie_word_embeddings"] = False
+    write_json(folder / "config.json", config, sort_keys=True)
+
+
+def read_model_object(model_dir: Path, name: str) -> dict[str, Any]:
+    """Reads a file of a checkpoint's folder `model` that holds a JSON object.
+
+    Raises:
+        CheckpointError: CHECKPOINT_DAMAGED.
+    """
+    try:
+        return read_plain_object(model_dir, name)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            damaged(model_dir.parent, f"{model_dir.name}/{name}", f"cannot be read: {error}")
+        ) from None
+
+
+def brings_code(model_dir: Path) -> Problem:
+    """The problem of a model that only code of its own can build, which nobody has allowed to run."""
+    return Problem(
+        code="EXPORT_REMOTE_CODE",
+        key="trust_remote_code",
+        message=f"{model_dir} brings Python code that builds the model, and an export would run it",
+        fix="Read that code; if you trust it, pass --trust-remote-code (trust_remote_code=True)",
+        source="transformers dynamic_module_utils.py resolve_trust_remote_code",
+    )

@@ -1,0 +1,75 @@
+"""The stages of a checkpoint as one: each tensor is read from the stage that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import CheckpointError, Problem
+from toolkit.exporter.adapter import Weights
+from toolkit.exporter.zero_reader import StoredTensor
+from toolkit.modeling.safetensors_folder import some
+
+
+@dataclass(slots=True)
+class UnitedCheckpoint:
+    """The tensors of all stages under their names in the whole model, which they have on every stage.
+
+    Of a tied weight the last stage holds a copy of its own, trained as the first stage's is. It counts as the same tensor.
+
+    Args:
+        folder: Where they come from, for messages.
+        stages: In their order; one holds all where there is no pipeline.
+        tied: Name of a tied weight to the name of the one that it shares its values with.
+    Raises:
+        CheckpointError: EXPORT_DAMAGED where stages hold one tensor with other values.
+    """
+
+    folder: Path
+    stages: Sequence[Weights]
+    tied: Mapping[str, str]
+    tensors: dict[str, StoredTensor] = field(init=False)
+    _stage_of: dict[str, Weights] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._stage_of = {}
+        for stage, weights in enumerate(self.stages):
+            unlike = sorted(self._unlike(weights))
+            if unlike:
+                raise CheckpointError(_other_values(self.folder, stage, unlike))
+            self._stage_of |= {name: weights for name in weights.tensors if name not in self._stage_of}
+        self.tensors = {name: self._described(name) for name in self._stage_of}
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One whole tensor, in `dtype` if it is a floating-point one."""
+        return self._stage_of[name].read(name, dtype)
+
+    def _unlike(self, weights: Weights) -> Iterator[str]:
+        """Yield what a stage holds with other values than an earlier one: buffers outside the layers are all they share."""
+        for name in weights.tensors.keys() & self._stage_of.keys():
+            earlier = self._stage_of[name]
+            own, other = weights.tensors[name], earlier.tensors[name]
+            is_same = (own.shape, own.dtype) == (other.shape, other.dtype)
+            if not is_same or not torch.equal(weights.read(name, own.dtype), earlier.read(name, own.dtype)):
+                yield name
+
+    def _described(self, name: str) -> StoredTensor:
+        holder, kept = self._stage_of[name], self.tied.get(name)
+        stored = holder.tensors[name]
+        if kept is None or self._stage_of[kept] is holder:  # one that is tied on its stage says so itself
+            return stored
+        return replace(stored, owner=self._stage_of[kept].tensors[kept].owner)
+
+
+def _other_values(folder: Path, stage: int, names: list[str]) -> Problem:
+    return Problem(
+        code="EXPORT_DAMAGED",
+        key=str(folder),
+        message=f"the files of stage {stage} in {folder} hold {some(names)} with other values than an earlier stage: they are "
+        "not of one run",
+        fix="Copy the files of every rank from one and the same run, or export an earlier checkpoint",
+    )

@@ -1,0 +1,41 @@
+"""Reads an export back: names and shapes as the loading library takes them, and a sample of the values."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from peft import get_peft_model_state_dict
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.errors import CheckError
+from toolkit.exporter.writer import ShardWriter, tensor_bytes
+from toolkit.modeling.safetensors_folder import SafetensorsFolder, some
+from toolkit.modeling.weights import schedule_loading
+
+
+def verify_written(folder: Path, writer: ShardWriter, model: PreTrainedModel, *, adapter_of: nn.Module | None) -> None:
+    """Matches the written names and shapes as the loading library would, and reads a sample of the values back.
+
+    Raises:
+        CheckError: EXPORT_VERIFY.
+    """
+    if adapter_of is not None:
+        files = SafetensorsFolder(folder, stem="adapter_model")
+        expected = get_peft_model_state_dict(adapter_of, save_embedding_layers=False)
+        shapes = [{key: tuple(value.shape) for key, value in metas.items()} for metas in (expected, files.metas)]
+        faults = [f"{key} {shape}" for key, shape in sorted(shapes[0].items() ^ shapes[1].items())]
+    else:
+        files = SafetensorsFolder(folder)
+        faults = [problem.message for problem in schedule_loading(model, files.metas).problems]
+    for name, digest in writer.digests.items():
+        if hashlib.sha256(tensor_bytes(files.read(name))).hexdigest() != digest:
+            faults.append(f"{name} reads back with other values than were written")
+    if faults:
+        raise CheckError.of(
+            code="EXPORT_VERIFY",
+            key=str(folder),
+            message=f"the exported files do not load as they should: {some(faults)}",
+            fix="Check the disk and export again; nothing was put in place",
+        )

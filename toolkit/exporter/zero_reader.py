@@ -1,0 +1,263 @@
+"""Reads single tensors out of a checkpoint that the DeepSpeed engine wrote, whatever its ZeRO stage: one rank's of the model.
+
+Files are mapped, not loaded: a tensor's bytes are read when that tensor is asked for, and Adam's moments, three
+quarters of a checkpoint, never are. The layouts are those of DeepSpeed 0.19:
+
+* stage 0 to 2: `mp_rank_MM_model_states.pt` holds model-parallel rank MM's whole module in the training dtype;
+  `*_mp_rank_MM_optim_states.pt` of each data-parallel rank holds its slice of the fp32 master weights, with the address
+  of every parameter's fragment;
+* stage 3: `zero_pp_rank_D_mp_rank_MM_model_states.pt` holds shapes, buffers and data-parallel rank D's part of each
+  frozen parameter; its part of the trainable ones is in its `*_optim_states.pt`, in the order of the shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoint.nvme_state import SWAPPED, master_weights, read_sub_groups
+from toolkit.checkpoint.pickles import read_pickle
+from toolkit.errors import CheckpointError, Problem
+from toolkit.exporter.engine_files import check_model_ranks, model_files, optimizer_files
+from toolkit.topology.grid import Coordinate, Grid
+
+_ONE_RANK = Grid()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor of the checkpoint.
+
+    Args:
+        shape: Whole shape.
+        dtype: Training dtype: what the module computed with.
+        owner: Its own name, or the name of the tensor that it shares storage with.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: str
+
+
+@dataclass(slots=True)
+class ZeroCheckpoint:
+    """The module's tensors of one checkpoint tag, as one rank of the model held them: one tensor rank's of one stage.
+
+    Args:
+        folder: The tag's folder.
+        mp_rank: Whose tensors: its model-parallel rank.
+        grid: Of the run that wrote the tag: stages and tensor ranks. How many replicas wrote, the files say.
+    Raises:
+        CheckpointError: EXPORT_NO_CHECKPOINT, EXPORT_INCOMPLETE, EXPORT_DAMAGED, EXPORT_MODEL_PARALLEL, EXPORT_NVME,
+            CHECKPOINT_UNSAFE.
+    Source:
+        deepspeed, runtime/engine.py, DeepSpeedEngine._save_checkpoint; utils/zero_to_fp32.py.
+    """
+
+    folder: Path
+    mp_rank: int = 0
+    grid: Grid = _ONE_RANK
+    tensors: dict[str, StoredTensor] = field(init=False)
+    _module: dict[str, Tensor] = field(init=False)
+    _states: list[dict[str, Any]] = field(init=False)
+    _optimizer_names: list[str] = field(init=False)
+    _optimizers: list[dict[str, Any]] = field(init=False, default_factory=list)
+    _is_partitioned: bool = field(init=False)
+    _fragments: dict[str, list[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_model_ranks(self.folder, self.grid)
+        models = [path.name for path in model_files(self.folder, mp_rank=self.mp_rank)]
+        self._optimizer_names = [path.name for path in optimizer_files(self.folder, mp_rank=self.mp_rank)]
+        self._is_partitioned = models[0].startswith("zero_pp_rank_")
+        self._states = [_load(self.folder, name) for name in (models if self._is_partitioned else models[:1])]
+        with _as_damage(self.folder):
+            self._module = {key: value for key, value in self._states[0]["module"].items() if isinstance(value, Tensor)}
+            self._check_complete()
+            self._fragments = dict(self._partitions()) if self._is_partitioned else {}
+            self.tensors = dict(self._describe())
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One whole tensor, in `dtype` if it is a floating-point one.
+
+        It comes from the module's copy when that has this dtype, and from the fp32 master weight otherwise.
+
+        Raises:
+            CheckpointError: EXPORT_DAMAGED, if its parts do not add up.
+        """
+        stored = self.tensors[name]
+        if stored.owner in self._fragments:
+            return self._join(name, self._fragments[stored.owner], dtype)
+        whole = self._module[name]
+        if tuple(whole.shape) != stored.shape:
+            raise CheckpointError(_damaged(self.folder, f"holds no values of {name}"))
+        if not whole.is_floating_point() or whole.dtype == dtype:
+            return whole.contiguous()
+        with _as_damage(self.folder):
+            masters = list(self._master_fragments(stored.owner))
+        return self._join(name, masters, dtype) if masters else whole.to(dtype)
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        """What each data-parallel rank's optimizer saved: read where it is needed, since below stage 3 it mostly is not."""
+        if not self._optimizers:
+            self._optimizers = [_load(self.folder, name)["optimizer_state_dict"] for name in self._optimizer_names]
+        return self._optimizers
+
+    def _join(self, name: str, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        stored = self.tensors[name]
+        numel = math.prod(stored.shape)
+        held = sum(part.numel() for part in parts)
+        if held < numel:
+            raise CheckpointError(_damaged(self.folder, f"holds {held} of the {numel} elements of {name}"))
+        joined = torch.empty(numel, dtype=dtype if parts[0].is_floating_point() else parts[0].dtype)
+        start = 0
+        for part in parts:  # the last part may be padded
+            taken = min(part.numel(), numel - start)
+            joined[start : start + taken].copy_(part[:taken])
+            start += taken
+        return joined.view(stored.shape)
+
+    def _master_fragments(self, name: str) -> Iterator[Tensor]:
+        """Slices of the fp32 master weight, in rank order (stages 1 and 2, and bf16 at stage 0)."""
+        for state in self._optimizer_states():
+            for addresses, flat in zip(
+                state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True
+            ):
+                address = addresses.get(name)
+                if address is not None:
+                    yield flat[address.start : address.start + address.numel]
+
+    def _partitions(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Stage 3: each parameter's parts in rank order, the last one padded. Parts are views of the mapped files.
+
+        Source:
+            deepspeed, utils/zero_to_fp32.py, _zero3_merge_trainable_params.
+        """
+        for name in self._states[0].get("frozen_param_shapes") or {}:
+            yield name, [state["frozen_param_fragments"][name] for state in self._states]
+        flats = [_Concatenation(pieces) for pieces in self._master_weights()]
+        start = 0
+        for group in self._states[0].get("param_shapes") or ():
+            for name, shape in group.items():
+                length = -(-math.prod(shape) // len(flats))
+                yield name, [part for flat in flats for part in flat.slices(start, start + length)]
+                start += length
+        if any(flat.numel != start for flat in flats):
+            raise CheckpointError(_damaged(self.folder, f"does not hold {start} master weights in each rank's file"))
+
+    def _master_weights(self) -> Iterator[list[Tensor]]:
+        """Stage 3: each rank's flat master weights, in memory or in swap files of an NVMe offload."""
+        in_memory = [list(optimizer["fp32_flat_groups"]) for optimizer in self._optimizer_states()]
+        if not (self.folder / SWAPPED).exists():
+            yield from in_memory
+            return
+        try:
+            groups = read_sub_groups(self.folder)
+            if groups is None:
+                raise CheckpointError(_on_nvme(self.folder))
+            for dp_rank, flats in enumerate(in_memory):
+                yield list(master_weights(self.folder, self._global_rank(dp_rank), flats, groups))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(_damaged(self.folder, f"holds swap files that cannot be read: {error}")) from error
+
+    def _global_rank(self, dp_rank: int) -> int:
+        """Return the rank by which swap files lie."""
+        stage, tp_rank = divmod(self.mp_rank, self.grid.tp)
+        grid = Grid(pp=self.grid.pp, dp=len(self._optimizer_names), tp=self.grid.tp)
+        return grid.rank(Coordinate(pp=stage, dp=dp_rank, tp=tp_rank))
+
+    def _describe(self) -> Iterator[tuple[str, StoredTensor]]:
+        shared = self._states[0].get("shared_params") or {}
+        shapes = _shapes(self._states[0])
+        buffers = frozenset(self._states[0].get("buffer_names") or ())
+        places: dict[tuple[int, int, tuple[int, ...]], str] = {}
+        for name, value in self._module.items():
+            owner = shared.get(name, name)
+            if self._is_partitioned and owner not in self._fragments and name not in buffers:
+                continue  # the placeholder of a frozen weight that was left out
+            shape = tuple(shapes.get(owner, value.shape)) if self._is_partitioned else tuple(value.shape)
+            if not self._is_partitioned and value.numel():
+                place = (value.untyped_storage().data_ptr(), int(value.storage_offset()), shape)
+                owner = places.setdefault(place, name)
+            yield name, StoredTensor(shape=shape, dtype=value.dtype, owner=owner)
+
+    def _check_complete(self) -> None:
+        if not self._optimizer_names:
+            if self._states[0].get("param_shapes") is not None:
+                raise CheckpointError(_incomplete(self.folder, "its *_optim_states.pt files", 0))
+            return
+        expected = int(self._states[0]["dp_world_size"])
+        if len(self._optimizer_names) != expected:
+            raise CheckpointError(_incomplete(self.folder, f"{expected} *_optim_states.pt", len(self._optimizer_names)))
+        if self._is_partitioned and len(self._states) != expected:
+            raise CheckpointError(_incomplete(self.folder, f"{expected} *_model_states.pt", len(self._states)))
+
+
+class _Concatenation:
+    """Several flat tensors seen as one, without copying."""
+
+    def __init__(self, pieces: list[Tensor]) -> None:
+        self._pieces = pieces
+        self._ends = list(accumulate(piece.numel() for piece in pieces))
+        self.numel = self._ends[-1] if self._ends else 0
+
+    def slices(self, start: int, stop: int) -> Iterator[Tensor]:
+        for piece, end in zip(self._pieces, self._ends, strict=True):
+            begin = end - piece.numel()
+            if start < end and stop > begin:
+                yield piece[max(start - begin, 0) : min(stop, end) - begin]
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for group in state.get("param_shapes") or ():
+        shapes |= {name: tuple(shape) for name, shape in group.items()}
+    return shapes | {name: tuple(shape) for name, shape in (state.get("frozen_param_shapes") or {}).items()}
+
+
+def _load(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return read_pickle(folder, name, mmap=True)
+    except ValueError as error:
+        raise CheckpointError(_damaged(folder / name, str(error))) from error
+
+
+@contextmanager
+def _as_damage(folder: Path) -> Iterator[None]:
+    """Turns what comes of a state that lacks something, or holds it in another form, into an error of the folder."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(_damaged(folder, f"holds no state of the engine: {error!r:.200}")) from error
+
+
+def _incomplete(folder: Path, wanted: str, found: int) -> Problem:
+    return Problem(
+        code="EXPORT_INCOMPLETE",
+        key=str(folder),
+        message=f"{folder} lacks {wanted}, found {found}: each data-parallel rank writes one",
+        fix="Copy the files of every node into this folder, or export an earlier checkpoint",
+        source="deepspeed, runtime/engine.py, DeepSpeedEngine._save_zero_checkpoint",
+    )
+
+
+def _on_nvme(folder: Path) -> Problem:
+    return Problem(
+        code="EXPORT_NVME",
+        key=str(folder),
+        message=f"{folder} keeps its master weights as swap files, and lacks the list of their lengths that we write",
+        fix="Resume it with the program that wrote it, or export a checkpoint of `toolkit train`",
+        source="deepspeed, runtime/swap_tensor/optimizer_utils.py, OptimizerSwapper",
+    )
+
+
+def _damaged(path: Path, what: str) -> Problem:
+    return Problem(code="EXPORT_DAMAGED", key=str(path), message=f"{path} {what}", fix="Export an earlier checkpoint")

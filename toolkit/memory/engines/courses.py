@@ -1,0 +1,74 @@
+"""From a plan to what each rank of its pipeline does in one step."""
+
+from __future__ import annotations
+
+from toolkit.config.fields import PipelineSchedule
+from toolkit.memory.engines.course import Course
+from toolkit.pipeline_schedule import (
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    Schedule,
+    SendActivation,
+    actions,
+    build_schedule,
+)
+from toolkit.pipeline_schedule.interleaved import round_sizes
+from toolkit.planning.plan import Plan
+
+# Micro-batches beyond those that fill the pipeline: so many show all that a rank does between filling and draining it,
+# and let ZeRO-3 record an order of modules and follow it.
+STEADY = 3
+# Rounds (pipeline_schedule/interleaved.py): the first two fill the pipeline.
+ROUNDS = 4
+
+
+def course_of(plan: Plan, pp_rank: int) -> Course:
+    """Return what a rank of a plan's pipeline does in one step; of fewer micro-batches where these need as much."""
+    settings = plan.settings
+    schedule = build_schedule(
+        settings.pipeline_schedule,
+        pp=plan.grid.pp,
+        micro_batches=fewest(settings.pipeline_schedule, pp=plan.grid.pp, micro_batches=settings.batch.accumulation),
+        virtual_stages=settings.virtual_stages,
+    )
+    return Course(
+        actions=actions(schedule, pp_rank),
+        num_micro_batches=settings.batch.accumulation,
+        reduces_once=settings.reduces_once,
+        sums_in_fp32=settings.sums_in_fp32,
+    )
+
+
+def fewest(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
+    """Return how many micro-batches show the memory of a step.
+
+    >>> fewest("1f1b", pp=4, micro_batches=64), fewest("interleaved", pp=4, micro_batches=64)
+    (7, 16)
+    >>> fewest("interleaved", pp=4, micro_batches=66)  # in rounds of 5, 5, 4, 4 …
+    18
+    """
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule == "1f1b":
+        return min(micro_batches, pp + STEADY)
+    return sum(round_sizes(pp, micro_batches)[:ROUNDS])
+
+
+def course_of_evaluation(plan: Plan, pp_rank: int) -> Course:
+    """Return what a rank does in an evaluation: one batch after the other goes through its chunks (engine/pipeline.py outputs)."""
+    schedule = Schedule(
+        name="gpipe", pp=plan.grid.pp, micro_batches=STEADY, virtual_stages=plan.settings.virtual_stages, order=()
+    )
+    found: list[Instruction] = []
+    for batch in range(STEADY):
+        for chunk in range(schedule.virtual_stages):
+            stage = schedule.stage(pp_rank, chunk)
+            if stage > 0:
+                source, _ = schedule.place(stage - 1)
+                found.append(ReceiveActivation(chunk=chunk, micro_batch=batch, peer=source))
+            found.append(Forward(chunk=chunk, micro_batch=batch))
+            if stage < schedule.num_stages - 1:
+                target, _ = schedule.place(stage + 1)
+                found.append(SendActivation(chunk=chunk, micro_batch=batch, peer=target))
+    return Course(actions=tuple(found), num_micro_batches=1, reduces_once=True)

@@ -1,0 +1,99 @@
+"""A running balance of one device's memory: what lives, for which cause, and the peak of each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from toolkit.memory.trace.events import Run
+
+PHASES = ("init", "forward", "backward", "step", "save")
+
+# CUDACachingAllocator.cpp kMinBlockSize: every block is a multiple of this, bytes.
+BLOCK_BYTES = 512
+
+
+@dataclass(slots=True)
+class Peak:
+    """The highest level of a phase, bytes, and what made it up."""
+
+    allocated_bytes: int = 0
+    causes: dict[str, int] = field(default_factory=dict)
+
+
+class Account:
+    """Memory of one device while an engine is replayed."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.peaks: dict[str, Peak] = {phase: Peak() for phase in PHASES}
+        self.phase = "init"
+        self._live: dict[str, int] = {}
+
+    def enter(self, phase: str) -> None:
+        """Starts a phase: its peak is at least what lives now."""
+        self.phase = phase
+        self._observe(self.total, ())
+
+    def allocate(self, cause: str, size: float) -> None:
+        """Adds a buffer that stays until `free`."""
+        whole = in_blocks(size)
+        self._live[cause] = self._live.get(cause, 0) + whole
+        self.total += whole
+        self._observe(self.total, ())
+
+    def free(self, cause: str, size: float) -> None:
+        """Releases `size` bytes of a cause."""
+        whole = in_blocks(size)
+        self._live[cause] = self._live.get(cause, 0) - whole
+        self.total -= whole
+
+    def free_all(self, cause: str) -> None:
+        """Releases everything of a cause."""
+        self.total -= self._live.pop(cause, 0)
+
+    def held(self, cause: str) -> int:
+        """Return the live bytes of a cause."""
+        return self._live.get(cause, 0)
+
+    @contextmanager
+    def temporary(self, cause: str, size: float) -> Iterator[None]:
+        """Holds a buffer for the length of a block."""
+        self.allocate(cause, size)
+        yield
+        self.free(cause, size)
+
+    def spike(self, cause: str, size: float) -> None:
+        """Allocates and releases at once."""
+        whole = in_blocks(size)
+        self._observe(self.total + whole, ((cause, whole),))
+
+    def apply(self, run: Run) -> None:
+        """Replays a traced run."""
+        if run.peak_bytes:
+            self._observe(self.total + run.peak_bytes, run.peak)
+        for cause, size in run.net:
+            self._live[cause] = self._live.get(cause, 0) + size
+            self.total += size
+        if run.net:
+            self._observe(self.total, ())
+
+    def live(self) -> dict[str, int]:
+        """Return what lives now, by cause."""
+        return {cause: size for cause, size in self._live.items() if size}
+
+    def _observe(self, level: int, extra: tuple[tuple[str, int], ...]) -> None:
+        peak = self.peaks[self.phase]
+        if level <= peak.allocated_bytes:
+            return
+        causes = dict(self._live)
+        for cause, size in extra:
+            causes[cause] = causes.get(cause, 0) + size
+        peak.allocated_bytes = level
+        peak.causes = {cause: size for cause, size in causes.items() if size}
+
+
+def in_blocks(size: float) -> int:
+    """Return what the allocator takes for `size` bytes: whole blocks."""
+    return -(-int(size) // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,0 +1,1 @@
+"""What the kernels of a GPU allocate and save, as stand-ins that run on fake tensors."""

@@ -1,0 +1,156 @@
+"""Linear attention and state-space layers, which other packages have kernels for: traced as the machine that trains runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.launch.software import CHUNK_SCAN, CONTRACTS_CHUNKS, KERNEL_PACKAGES, Software
+from toolkit.memory.kernels.recurrent import STAND_INS
+from toolkit.units import format_bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Recurrence:
+    """What was run where a model may leave a function to another package.
+
+    Args:
+        software: Of the machine that trains.
+        missing: Packages that it has not, in whose place transformers' own code ran.
+        present: Packages that it has, for whose kernels stand-ins ran.
+        contracted: Whether code ran that older versions of transformers do not contract.
+    """
+
+    software: Software
+    missing: set[str] = field(default_factory=set)
+    present: set[str] = field(default_factory=set)
+    contracted: bool = False
+
+    def describe(self) -> Iterator[str]:
+        """Says what was traced; nothing if there are no such layers."""
+        if self.missing:
+            yield (
+                f"Linear attention and state-space layers are priced as transformers {self.software.transformers}'s own PyTorch "
+                f"code, which runs without {' and '.join(sorted(self.missing))}; where the cluster has them, less is needed: "
+                f"cluster.kernel_packages=[{', '.join(sorted(self.missing))}]"
+            )
+        if self.present:
+            yield (
+                f"the kernels of {' and '.join(sorted(self.present))} are taken to be installed where the job trains, and priced "
+                "from their source; no card has shown these figures"
+            )
+
+
+@contextlib.contextmanager
+def replaced_kernels(model: nn.Module, software: Software) -> Iterator[Recurrence]:
+    """Runs what a model may leave to another package as the machine that trains does, for the length of a block.
+
+    Yields:
+        What ran by then.
+
+    Source:
+        transformers integrations/hub_kernels.py use_kernel_func_from_hub_with_fallback.
+    """
+    seen = Recurrence(software=software)
+    replaced: list[tuple[Any, str, Any]] = []
+    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name, value in list(vars(file).items()):
+            found = _fallback(value)
+            if found is not None:
+                replaced.append((file, name, value))
+                setattr(file, name, _noting(*found, seen))
+    try:
+        yield seen
+    finally:
+        for file, name, value in replaced:
+            setattr(file, name, value)
+
+
+def _fallback(value: Any) -> tuple[Callable[..., Any], str, str] | None:
+    """Return the PyTorch code of a function that may be another package's, its name there and the package; None for all others."""
+    while isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
+        around = _closed_over(value)
+        package = around.get("package")
+        if isinstance(package, str):
+            # In wrapped() it is free; func_name is where the message names it.
+            return value.__wrapped__, str(around.get("func_name", value.__name__)), package
+        value = value.__wrapped__
+    return None
+
+
+def _closed_over(function: FunctionType) -> dict[str, Any]:
+    """Return what a function has from the one around it; a cell may be empty, as after torch.compile's imports."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
+def _noting(function: Callable[..., Any], name: str, package: str, seen: Recurrence) -> Callable[..., Any]:
+    distribution = KERNEL_PACKAGES.get(package, package)
+    stand_in = STAND_INS.get(name) if distribution in seen.software.kernel_packages else None
+    accepted = inspect.signature(function).parameters
+    is_chunk_scan = name == CHUNK_SCAN
+    multiplies = is_chunk_scan and not seen.software.contracts_chunks
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if stand_in is not None:
+            seen.present.add(distribution)
+            return stand_in(*args, **kwargs)
+        seen.missing.add(distribution)
+        seen.contracted |= is_chunk_scan and not multiplies
+        with multiplied_out() if multiplies else contextlib.nullcontext():
+            return function(*args, **{key: value for key, value in kwargs.items() if key in accepted})
+
+    return run
+
+
+@contextlib.contextmanager
+def multiplied_out() -> Iterator[None]:
+    """Lets `torch.einsum` of two tensors multiply them out over all indices, and then sum, as transformers before 5.18 does."""
+    contract = torch.einsum
+    torch.einsum = _multiply_out
+    try:
+        yield
+    finally:
+        torch.einsum = contract
+
+
+def _multiply_out(equation: str, first: Tensor, second: Tensor) -> Tensor:
+    """Return a contraction of two tensors by way of their product.
+
+    >>> left, right = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
+    >>> torch.equal(_multiply_out("ij,jk->ik", left, right), left @ right)
+    True
+    """
+    inputs, kept = equation.replace(" ", "").split("->")
+    names = inputs.split(",")
+    every = [*kept, *(index for index in dict.fromkeys(inputs.replace(",", "")) if index not in kept)]
+    wide = [
+        tensor.permute([own.index(index) for index in every if index in own])[
+            tuple(slice(None) if index in own else None for index in every)
+        ]
+        for own, tensor in zip(names, (first, second), strict=True)
+    ]
+    product = wide[0] * wide[1]
+    summed = list(range(len(kept), len(every)))
+    return product.sum(dim=summed) if summed else product
+
+
+def older_transformers(peak_bytes: int) -> str:
+    """Says what a transformers that multiplies chunks out would need."""
+    return (
+        f"with transformers before {CONTRACTS_CHUNKS}, whose own code multiplies each chunk of a Mamba-2 layer out, the peak would "
+        f"be {format_bytes(peak_bytes)}; cluster.transformers says which version the cluster has"
+    )

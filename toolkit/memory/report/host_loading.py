@@ -1,0 +1,142 @@
+"""What `from_pretrained` makes of its own on the host, in every rank of a script that does not build its model under zero.Init.
+
+A tensor that the model holds as the file does is mapped from it: pages of the file, one copy for all ranks of a node, given
+up when memory is short. What is cast, or merged from several tensors (the experts of a layer), is the process's own.
+
+Source:
+    transformers core_model_loading.py convert_and_load_state_dict_in_model, spawn_materialize, MergeModulelist, Concatenate;
+    modeling_utils.py _load_pretrained_model (safe_open with the mmap backend).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.config.job import Dtype
+from toolkit.memory.report.host import HostMemory
+from toolkit.memory.trace.fake_model import build_empty
+from toolkit.modeling.build import DTYPES, import_architecture, model_config
+from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys, revert
+from toolkit.planning.plan import Plan
+
+# malloc maps larger blocks for themselves, and gives them back when they are freed; smaller ones may stay with the process
+# (glibc malloc/malloc.c DEFAULT_MMAP_THRESHOLD_MAX, the most that its dynamic threshold grows to).
+MAPPED_BY_ITSELF = 32 * 2**20
+
+_NAMES: Mapping[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """Private memory of one rank's `from_pretrained`, bytes.
+
+    Args:
+        dtype: In which the weights are loaded.
+        kept: Of the weights, once they are loaded.
+        made_meanwhile: Beside them at the fullest moment.
+        left: Freed by then, and still with the process.
+    """
+
+    dtype: Dtype
+    kept: int
+    made_meanwhile: int
+    left: int
+
+    @property
+    def peak(self) -> int:
+        """The fullest moment."""
+        return self.kept + self.made_meanwhile
+
+    def replay(self, memory: HostMemory) -> None:
+        """Loads, then moves the model to the card, as the engine does first (engine.py _configure_distributed_model)."""
+        weights = "weights loaded by from_pretrained"
+        memory.allocate(weights, self.kept)
+        with memory.temporary("weights being cast and merged", self.made_meanwhile - self.left):
+            memory.allocate("freed by from_pretrained, not returned", self.left)
+        memory.free(weights, self.kept)
+
+
+def checkpoint_dtype(plan: Plan) -> Dtype:
+    """Return the number format of a model's files: that of its config.json, else the run's."""
+    dtype = getattr(model_config(plan).get_text_config(decoder=True), "dtype", None)
+    return _NAMES.get(dtype, plan.settings.dtype) if isinstance(dtype, torch.dtype) else plan.settings.dtype
+
+
+def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
+    """Return what each rank's `from_pretrained` holds.
+
+    What is cast is cast by threads that run ahead of the merging, so that all of it may be there before the first of it goes.
+
+    Args:
+        plan: Whose model is loaded.
+        dtype: That `from_pretrained` is given; that of the files when left out, which is its default, too.
+
+    Raises:
+        SpecError: MODEL_CLASS, MODEL_CONFIG_INVALID.
+    """
+    stored = checkpoint_dtype(plan)
+    asked = dtype or stored
+    config = model_config(plan)
+    trusted = plan.job.model.trust_remote_code
+    import_architecture(config, trust_remote_code=trusted)
+    model = build_empty(config, "causal-lm", dtype=DTYPES[asked], trust_remote_code=trusted)
+    targets = {name: weight.detach() for name, weight in model.named_parameters()}
+    kept = left = most = 0
+    for layer, count in _distinct_layers(targets):
+        tensors = {key: value.to(DTYPES[stored]) for key, value in revert(model, layer).items()}
+        groups, _ = group_checkpoint_keys(model, tensors, targets)
+        for group in groups:
+            made = convert_group(model, group, tensors, targets)
+            own = _own_bytes(group, made, tensors, targets)
+            freed = list(_freed(group, made, tensors, targets))
+            kept += count * own
+            left += count * sum(size for size in freed if size < MAPPED_BY_ITSELF)
+            most = max(most, sum(size for size in freed if size >= MAPPED_BY_ITSELF))
+    return Loading(dtype=asked, kept=kept, made_meanwhile=left + most, left=left)
+
+
+def _distinct_layers(targets: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Yield the weights of one of the layers that are alike, and how many those are; what lies around the layers is one more."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, weight in targets.items():
+        match = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(match.group() if match else "", {})[name] = weight
+    kinds = {
+        prefix: tuple((name.removeprefix(prefix), weight.shape, weight.dtype) for name, weight in layer.items())
+        for prefix, layer in layers.items()
+    }
+    counts = Counter(kinds.values())
+    first = {kind: prefix for prefix, kind in reversed(kinds.items())}
+    for kind, prefix in first.items():
+        yield layers[prefix], counts[kind]
+
+
+def _own_bytes(
+    group: ConversionGroup, made: Mapping[str, Tensor], tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> int:
+    """Return the bytes of the model's tensors that are no pages of the file."""
+    if group.converter is None and tensors[group.keys[0]].dtype == targets[group.name].dtype:
+        return 0
+    return sum(value.numel() * targets[name].itemsize for name, value in made.items() if name in targets)
+
+
+def _freed(
+    group: ConversionGroup, made: Mapping[str, Tensor], tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> Iterator[int]:
+    """Yield the blocks that a conversion makes and frees: the cast tensors of the files, and what lies between two operations."""
+    if group.converter is None:
+        return
+    itemsize = targets[group.name].itemsize
+    if any(tensors[key].dtype != targets[group.name].dtype for key in group.keys):
+        yield from (tensors[key].numel() * itemsize for key in group.keys)
+    if len(group.converter.operations) > 1:  # one stack for each name that the rule joins
+        sizes: Counter[str] = Counter()
+        for key, pattern in group.sources:
+            sizes[pattern] += tensors[key].numel() * itemsize
+        yield from sizes.values()

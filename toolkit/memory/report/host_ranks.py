@@ -1,0 +1,100 @@
+"""Host memory of the fullest node, whose ranks may hold different stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from toolkit.memory.engines.courses import course_of
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.stage3 import Stage3
+from toolkit.memory.report.host import HostMemory, HostReport, pinned
+from toolkit.memory.report.host_loading import Loading
+from toolkit.memory.report.host_zero import replay_stage3, replay_stage12
+from toolkit.memory.report.report import RankReport
+from toolkit.memory.trace.ranks import Traces
+from toolkit.memory.trace.run import Trace
+from toolkit.planning.plan import Plan
+from toolkit.units import GIB
+
+
+def host_report(
+    plan: Plan,
+    traces: Traces,
+    settings: EngineSettings,
+    *,
+    ranks: Sequence[RankReport],
+    loaded: Loading | None = None,
+) -> HostReport:
+    """Return the host memory of the fullest node.
+
+    Args:
+        plan: What will run.
+        traces: Of its model, or of each rank of its pipeline.
+        settings: What the engine's memory depends on.
+        ranks: All of them, whose tensors are host memory on CPU.
+        loaded: What each rank's `from_pretrained` does; None where the model is built under `zero.Init`, or on the card.
+    """
+    gib = plan.job.cluster.host_memory_gib or (plan.gpu.host.host_memory_gib if plan.gpu.host else None)
+    peaks = [0] * plan.grid.pp
+    for rank in ranks:
+        peaks[rank.coordinate.pp] = max(peaks[rank.coordinate.pp], rank.peak_allocated_bytes)
+    of_stages = [
+        Counter(_host_of_rank(plan, events, settings, pp_rank, peak_bytes=peaks[pp_rank], loaded=loaded))
+        for pp_rank, events in enumerate(traces)
+    ]
+    width = plan.job.cluster.gpus_per_node
+    nodes = [
+        [of_stages[rank.coordinate.pp] for rank in ranks[start : start + width]]
+        for start in range(0, len(ranks), width)
+    ]
+    fullest = max(nodes, key=lambda node: sum(found.total() for found in node))
+    most = max(fullest, key=lambda found: found.total())
+    return HostReport(
+        bytes_per_rank=dict(most),
+        ranks_per_node=width,
+        capacity_bytes=None if gib is None else int(gib * GIB),
+        bytes_on_node=dict(sum(fullest, Counter())),
+    )
+
+
+def _host_of_rank(
+    plan: Plan,
+    events: Trace,
+    settings: EngineSettings,
+    pp_rank: int,
+    *,
+    peak_bytes: int,
+    loaded: Loading | None,
+) -> dict[str, int]:
+    memory = HostMemory()
+    if loaded is not None:
+        loaded.replay(memory)
+    if plan.job.parallel.strategy != "zero":
+        _replay_whole(memory, events, upcast=plan.job.parallel.strategy == "fsdp2")
+    elif settings.zero_stage == 3:
+        replay_stage3(memory, Stage3(events, settings, workspace_bytes=0), settings)
+    else:
+        replay_stage12(memory, events, settings)
+    if events.chunks:
+        waiting = course_of(plan, pp_rank).most_held([sum(map(pinned, chunk.host_copies)) for chunk in events.chunks])
+    else:
+        waiting = sum(map(pinned, events.host_copies))
+    memory.allocate("layer inputs", waiting)
+    if plan.on_cpu:  # the ranks' tensors are host memory, too
+        memory.allocate("tensors", peak_bytes)
+    return memory.peak
+
+
+def _replay_whole(memory: HostMemory, trace: Trace, *, upcast: bool) -> None:
+    """DDP and FSDP2: each process has the whole model before it moves or is sharded.
+
+    Args:
+        memory: Of the process.
+        trace: The model.
+        upcast: Whether what trains becomes fp32 on the host (accelerate utils/fsdp_utils.py fsdp2_prepare_model).
+    """
+    whole = sum(p.numel * (4 if upcast and p.trainable else p.itemsize) for p in trace.parameters)
+    with memory.temporary("weights at the start", whole):
+        pass
+    memory.start_passes()

@@ -1,0 +1,142 @@
+"""What the ZeRO engines keep on the host, in the order in which they make it.
+
+Source: deepspeed runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.__init__ (cpu_offload), runtime/zero/stage3.py
+_create_fp16_partitions_with_defragmentation, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer,
+_optimizer_step; runtime/zero/partition_parameters.py _partition_param; runtime/swap_tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.stage3 import Stage3
+from toolkit.memory.engines.stage12 import gradient_bytes, partition_numel
+from toolkit.memory.report.host import HostMemory
+from toolkit.memory.trace.run import Trace
+
+# Pageable memory that is filled first and then copied into a page-locked block.
+BEING_PINNED = "being page-locked"
+GRADIENTS = "gradients in fp32"
+PARTITIONS = "parameter partitions"
+
+
+def replay_stage12(memory: HostMemory, trace: Trace, settings: EngineSettings) -> None:
+    """Replays what stages 1 and 2 offload, to the end of the second step.
+
+    Args:
+        memory: Of a process whose model is built.
+        trace: The model.
+        settings: What the engine's memory depends on.
+    """
+    if not settings.offload_optimizer:
+        memory.start_passes()
+        return
+    hold = _holder(memory, settings.state_offload.pin_memory)
+    trainable = [parameter for parameter in trace.parameters if parameter.trainable]
+    numel = sum(parameter.numel for parameter in trainable)
+    partition = partition_numel(numel, settings.dp_size)
+    largest = max((parameter.numel for parameter in trainable), default=0)
+    master = settings.master_itemsize * partition
+    staging = settings.itemsize * partition
+    hold("master parameters", master)
+    # The pageable copy of the staging buffer is a variable of the constructor, and goes with it.
+    memory.allocate(BEING_PINNED, staging)
+    (memory.pin if settings.state_offload.pin_memory else memory.allocate)("parameter staging", staging)
+    hold("gradient staging", settings.itemsize * largest)
+    hold(GRADIENTS, master)
+    memory.free(BEING_PINNED, staging)
+    memory.start_passes()
+    if settings.adds_up_on_host and settings.accumulation_itemsize == settings.itemsize:  # else they add up on the card
+        for size in max(gradient_bytes(trace, settings), key=sum):  # of the fullest rank
+            hold("accumulated gradients", size)
+    memory.allocate("optimizer state", settings.state_bytes * partition)
+
+
+def replay_stage3(memory: HostMemory, engine: Stage3, settings: EngineSettings) -> None:
+    """Replays what stage 3 keeps on the host, from the partitions of the parameters to the end of the second step.
+
+    Args:
+        memory: Of a process that is about to partition its model.
+        engine: The same engine on the card.
+        settings: What the engine's memory depends on.
+    """
+    _partition_parameters(memory, engine, settings)
+    if settings.offload_optimizer == "cpu":
+        _make_optimizer_state(memory, engine, settings)
+    elif settings.offload_optimizer == "nvme":
+        master = settings.master_itemsize * engine.largest_group
+        memory.allocate("optimizer swap buffers", settings.state_offload.buffer_count * master)
+        memory.allocate(GRADIENTS, master)
+    if settings.offload_optimizer:
+        numel = sum(engine.sub_groups)
+        _holder(memory, settings.state_offload.pin_memory)("gradient partition", settings.accumulation_itemsize * numel)
+    memory.start_passes()
+    if settings.offload_optimizer == "cpu":
+        memory.allocate("optimizer state", settings.state_bytes * sum(engine.host_groups))
+        if settings.offload_param is None:
+            # _reassign_or_swap_out_partitioned_parameters: what goes to the card is cast before it leaves the host.
+            with memory.temporary("parameters being cast", settings.itemsize * max(engine.host_groups, default=0)):
+                pass
+    elif settings.offload_optimizer == "nvme":
+        # The first step makes a sub-group's moments in common memory, from which they are written out.
+        memory.allocate("optimizer state of a sub-group", settings.state_bytes * engine.largest_group)
+
+
+def _partition_parameters(memory: HostMemory, engine: Stage3, settings: EngineSettings) -> None:
+    """zero.Init puts each partition where it belongs; then those that train become views of one flat buffer."""
+    trained = sum(engine.partition(parameter) * parameter.itemsize for parameter in engine.trainable)
+    if settings.offload_param is None:
+        with memory.temporary("parameter partitions at the start", trained):  # defragment() sends them through the host
+            return
+    offload = settings.parameter_offload
+    if settings.offload_param == "nvme":
+        buffers = offload.buffer_count * offload.buffer_size * settings.itemsize
+        (memory.pin if offload.pin_memory else memory.allocate)("parameter swap buffers", buffers)
+        stored = sum(engine.partition(parameter) * parameter.itemsize for parameter in engine.trace.parameters)
+        memory.allocate("parameters kept in memory", min(offload.max_in_cpu * settings.itemsize, stored))
+        return
+    # A small one, which stays whole, has its partition on the card.
+    moved = [parameter for parameter in engine.trace.parameters if parameter.name not in engine.persistent]
+    sizes = {parameter.name: engine.partition(parameter) * parameter.itemsize for parameter in moved}
+    take, release = (memory.pin, memory.unpin) if offload.pin_memory else (memory.allocate, memory.free)
+    tied = [sizes[name] for _, name in engine.trace.tied if name in sizes and settings.built_partitioned]
+    for size in (*sizes.values(), *tied):  # a head is partitioned before it is tied
+        take(PARTITIONS, size)
+    for size in tied:
+        release(PARTITIONS, size)
+    memory.pin(PARTITIONS, trained)  # _create_param_groups_fp16_flat_cpu_memory, whatever pin_memory says
+    for parameter in moved:
+        if parameter.trainable:
+            release(PARTITIONS, sizes[parameter.name])
+
+
+def _make_optimizer_state(memory: HostMemory, engine: Stage3, settings: EngineSettings) -> None:
+    """Master parameters of the sub-groups that the CPU steps; a gradient for each sub-group, made on the host wherever it goes."""
+    on_card = len(engine.sub_groups) - len(engine.host_groups)
+    for group in engine.host_groups:
+        master = settings.master_itemsize * group
+        with memory.temporary("master parameters being cast", master):
+            memory.allocate("master parameters", master)
+    sizes = [settings.master_itemsize * group for group in engine.sub_groups]
+    hold = _holder(memory, settings.state_offload.pin_memory)
+    with memory.temporary("gradient of the largest sub-group", max(sizes, default=0)):
+        for size in islice(sizes, on_card):
+            hold(GRADIENTS, size)
+            (memory.unpin if settings.state_offload.pin_memory else memory.free)(GRADIENTS, size)
+        for size in islice(sizes, on_card, None):
+            hold(GRADIENTS, size)
+
+
+def _holder(memory: HostMemory, pins: bool) -> Callable[[str, float], None]:
+    """Return what makes a buffer that stays: pageable, or filled there and then copied into a page-locked block."""
+
+    def hold(cause: str, size: float) -> None:
+        if not pins:
+            memory.allocate(cause, size)
+            return
+        with memory.temporary(BEING_PINNED, size):
+            memory.pin(cause, size)
+
+    return hold

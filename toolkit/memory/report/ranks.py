@@ -1,0 +1,220 @@
+"""From traces to the peaks of each rank: the engine is replayed on each kind of rank, and what surrounds it is added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from toolkit.config.job import Strategy
+from toolkit.memory.engines.bf16 import Bf16
+from toolkit.memory.engines.course import Course
+from toolkit.memory.engines.courses import course_of, course_of_evaluation
+from toolkit.memory.engines.ddp import Ddp
+from toolkit.memory.engines.fsdp2 import Fsdp2
+from toolkit.memory.engines.ledger import Account
+from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.stage0 import Stage0
+from toolkit.memory.engines.stage3 import Stage3
+from toolkit.memory.engines.stage12 import Stage12, gradient_bytes
+from toolkit.memory.report.calibration import Calibration
+from toolkit.memory.report.overhead import Allocator, overhead, workspace_bytes
+from toolkit.memory.report.report import PhaseReport, RankReport
+from toolkit.memory.trace.ranks import Traces, capability, engine_settings
+from toolkit.memory.trace.run import Trace
+from toolkit.planning.plan import Plan
+from toolkit.topology.grid import Coordinate, Grid
+
+# Ranks differ only in the gradients that their partition touches; so many sizes are told apart, each rounded up.
+MAX_RANK_KINDS = 8
+
+
+def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., Replay]:
+    """Return what wraps the optimizer; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
+    if strategy != "zero":
+        return Ddp if strategy == "ddp" else Fsdp2
+    if settings.zero_stage == 0:
+        return Stage0
+    if settings.zero_stage == 3:
+        return Stage3
+    widened = settings.accumulation_itemsize > settings.itemsize
+    bf16 = settings.itemsize == 2 and not settings.fp16
+    if settings.zero_stage == 1 and bf16 and widened and not settings.offload_optimizer:
+        return Bf16
+    return Stage12
+
+
+def phases_of_ranks(
+    plan: Plan, traces: Traces, settings: EngineSettings, *, evaluation: bool = False
+) -> dict[tuple[int, int], dict[str, PhaseReport]]:
+    """Return the peak of each phase by pipeline and data-parallel rank; of an engine that runs evaluations, its own phases."""
+    replayed: dict[tuple[int, Course | None], dict[int, dict[str, PhaseReport]]] = {}
+    found: dict[tuple[int, int], dict[str, PhaseReport]] = {}
+    for pp_rank, events in enumerate(traces):
+        # Stages in the middle that are alike, and do the same, need the same.
+        key = id(events), _course(plan, pp_rank, evaluation=evaluation)
+        if key not in replayed:
+            replayed[key] = _phases_of_stage(plan, events, settings, key[1])
+        found |= {(pp_rank, dp): dict(phases) for dp, phases in replayed[key].items()}
+    return found
+
+
+def _course(plan: Plan, pp_rank: int, *, evaluation: bool = False) -> Course | None:
+    if plan.grid.pp == 1:
+        return None
+    return course_of_evaluation(plan, pp_rank) if evaluation else course_of(plan, pp_rank)
+
+
+def _phases_of_stage(
+    plan: Plan, events: Trace, settings: EngineSettings, course: Course | None
+) -> dict[int, dict[str, PhaseReport]]:
+    accounts = replay_ranks(
+        events,
+        settings,
+        strategy=plan.job.parallel.strategy,
+        workspace=workspace_bytes(capability(plan.gpu)),
+        course=course,
+    )
+    return {dp: _phases(account) for dp, account in accounts.items()}
+
+
+def stage_required_bytes(
+    plan: Plan,
+    pp_rank: int,
+    *,
+    traced: Trace,
+    evaluated: Trace | None,
+    tied: bool,
+    calibration: Calibration | None = None,
+) -> int:
+    """Return what the cards of one pipeline rank must have, were its layers those that were traced.
+
+    Args:
+        plan: What will run, under whatever cut.
+        pp_rank: Which rank of the pipeline.
+        traced: Its layers.
+        evaluated: The same in an evaluation, if the plan has any.
+        tied: Whether the first and the last stage hold one weight.
+        calibration: What was measured on the machine at hand.
+    """
+    settings = engine_settings(plan)
+    phases = _phases_of_stage(plan, traced, settings, _course(plan, pp_rank))
+    if evaluated is not None:
+        course = _course(plan, pp_rank, evaluation=True)
+        for dp, found in _phases_of_stage(plan, evaluated, settings, course).items():
+            phases[dp]["evaluation"] = found["forward"]
+    first = plan.grid.rank(Coordinate(pp=pp_rank, dp=0, tp=0))
+    fullest = max(phases.values(), key=lambda found: max(phase.allocated_bytes for phase in found.values()))
+    report = rank_report(
+        plan,
+        first,
+        fullest,
+        settings,
+        num_replicas=traced.num_replicas,
+        tied=tied,
+        calibration=calibration,
+        allocator=None,
+    )
+    return report.required_bytes
+
+
+def rank_report(
+    plan: Plan,
+    rank: int,
+    phases: dict[str, PhaseReport],
+    settings: EngineSettings,
+    *,
+    num_replicas: int,
+    tied: bool,
+    calibration: Calibration | None,
+    allocator: Allocator | None,
+) -> RankReport:
+    """Adds what a card must have besides.
+
+    Args:
+        plan: What will run.
+        rank: Which rank.
+        phases: Its peaks.
+        settings: What the engine's memory depends on.
+        num_replicas: As in `Trace`.
+        tied: Whether the first and the last stage of a pipeline hold one weight.
+        calibration: What was measured on the machine at hand.
+        allocator: How torch's allocator is set; as the plan has it when left out.
+    """
+    coordinate = plan.grid.coordinate(rank)
+    num_communicators = _count_communicators(
+        plan.grid, settings, rank, num_replicas=num_replicas, wraps=plan.settings.virtual_stages > 1
+    ) + int(tied and coordinate.pp in (0, plan.grid.pp - 1))  # the two ends sum a tied weight's gradient
+    around = overhead(
+        max(phase.allocated_bytes for phase in phases.values()),
+        num_communicators=num_communicators,
+        allocator=allocator or plan.allocator,
+        calibration=calibration,
+    )
+    return RankReport(
+        rank=rank,
+        coordinate=coordinate,
+        phases=phases,
+        allocator_slack_bytes=around.slack_bytes,
+        context_and_nccl_bytes=0 if plan.on_cpu else around.context_and_nccl_bytes,
+        num_communicators=num_communicators,
+    )
+
+
+def _count_communicators(grid: Grid, settings: EngineSettings, rank: int, *, num_replicas: int, wraps: bool) -> int:
+    """Counts the NCCL communicators of a rank that have more than one rank: one for each group that differs.
+
+    A stage has one to and one from each of its neighbours, for activations, and as many for gradients.
+
+    Source:
+        toolkit distributed/process_groups.py: a group that holds all ranks is the world's; split_group, of one part likewise;
+        distributed/p2p.py; distributed/world.py; distributed/deepspeed_mpu.py.
+    """
+    kinds = ["world", *(("dp", "tp") if grid.tp > 1 else ())]
+    if grid.pp > 1:
+        kinds += ["dp", "model", "dp-pp"]
+    groups = {grid.group_of(rank, kind) for kind in kinds}
+    of_axes = sum(len(ranks) > 1 for ranks in groups)
+    replicas = 1 < num_replicas < grid.tp
+    stage = grid.coordinate(rank).pp
+    neighbours = 0 if grid.pp == 1 else 2 if wraps else (stage > 0) + (stage < grid.pp - 1)
+    channels = 2 * neighbours
+    return (
+        of_axes + channels + int(replicas) + int(settings.zero.zero_hpz_partition_size > 1)
+    )  # hpZ gathers over groups of its own
+
+
+def replay_ranks(
+    events: Trace,
+    settings: EngineSettings,
+    *,
+    workspace: int,
+    strategy: Strategy = "zero",
+    course: Course | None = None,
+) -> dict[int, Account]:
+    """Replays one rank of each kind; gives every data-parallel rank the account of its kind."""
+    engine = choose_engine(settings, strategy)
+    if course is not None:
+        engine = partial(engine, course=course)
+    if choose_engine(settings, strategy) is not Stage12:
+        account = engine(events, settings, workspace_bytes=workspace).run()
+        return dict.fromkeys(range(settings.dp_size), account)
+    sizes = dict(enumerate(map(sum, gradient_bytes(events, settings))))
+    distinct = sorted(set(sizes.values()))
+    width = -(-len(distinct) // MAX_RANK_KINDS)
+    chosen = {
+        size: distinct[min((index // width + 1) * width, len(distinct)) - 1] for index, size in enumerate(distinct)
+    }
+    representative = {size: rank for rank, size in sizes.items()}
+    made = {
+        size: engine(events, settings, workspace_bytes=workspace, rank=representative[size]).run()
+        for size in set(chosen.values())
+    }
+    return {rank: made[chosen[size]] for rank, size in sizes.items()}
+
+
+def _phases(account: Account) -> dict[str, PhaseReport]:
+    return {
+        name: PhaseReport(allocated_bytes=peak.allocated_bytes, causes=dict(peak.causes))
+        for name, peak in account.peaks.items()
+    }

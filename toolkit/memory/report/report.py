@@ -1,0 +1,181 @@
+"""What an estimate says: per rank, per phase, per cause; of the card, the host and the disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.memory.report.host import HostReport
+from toolkit.memory.report.overhead import Allocator
+from toolkit.planning.checkpoint_size import DiskUse
+from toolkit.topology.grid import Coordinate
+
+# Share of a card: with less than it left, another driver, uneven experts or a desktop on the card may take the rest.
+TIGHT_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """The peak of one phase, bytes; the causes sum to it."""
+
+    allocated_bytes: int
+    causes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank's peaks.
+
+    Args:
+        rank: Global rank.
+        coordinate: Its place in the grid.
+        phases: `init`, `forward`, `backward`, `step`, `evaluation` if the job has any, `save`.
+        allocator_slack_bytes: What the allocator cannot reuse.
+        context_and_nccl_bytes: CUDA context, kernels and communicators.
+        num_communicators: NCCL communicators among them.
+    """
+
+    rank: int
+    coordinate: Coordinate
+    phases: dict[str, PhaseReport]
+    allocator_slack_bytes: int = 0
+    context_and_nccl_bytes: int = 0
+    num_communicators: int = 0
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """What `torch.cuda.max_memory_allocated()` will show."""
+        return max(phase.allocated_bytes for phase in self.phases.values())
+
+    @property
+    def required_bytes(self) -> int:
+        """What its card must have."""
+        return self.peak_allocated_bytes + self.allocator_slack_bytes + self.context_and_nccl_bytes
+
+    @property
+    def limiting_phase(self) -> str:
+        """The phase with the highest peak; the first of several."""
+        return max(self.phases, key=lambda phase: self.phases[phase].allocated_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """An estimate.
+
+    Args:
+        ranks: One entry a rank.
+        allocator: How torch's allocator is set.
+        allocator_slack_bytes: What the allocator of the fullest rank cannot reuse.
+        context_and_nccl_bytes: CUDA context, kernels and communicators of the fullest rank.
+        gpu_capacity_bytes: Of the card; None for CPU processes.
+        host: The fullest node.
+        disk: What the run keeps on disk.
+        num_traced_layers: Layers that were run on fake tensors.
+        num_layers: Layers that they stand for.
+        assumptions: What the estimate takes for granted, one sentence each.
+        num_communicators: NCCL communicators among them.
+        worst_routing_peak_bytes: Peak of the fullest rank if all tokens choose the same experts; None without experts.
+    """
+
+    ranks: tuple[RankReport, ...]
+    allocator: Allocator
+    allocator_slack_bytes: int
+    context_and_nccl_bytes: int
+    gpu_capacity_bytes: int | None
+    host: HostReport
+    disk: DiskUse
+    num_traced_layers: int
+    num_layers: int
+    assumptions: tuple[str, ...]
+    num_communicators: int = 0
+    worst_routing_peak_bytes: int | None = None
+
+    @property
+    def fullest(self) -> RankReport:
+        """The rank that needs most of its card; the first of several."""
+        return max(self.ranks, key=lambda rank: rank.required_bytes)
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """Peak of the fullest rank."""
+        return self.fullest.peak_allocated_bytes
+
+    @property
+    def limiting_phase(self) -> str:
+        """The phase of that peak."""
+        return self.fullest.limiting_phase
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Disk space of one checkpoint, all ranks."""
+        return self.disk.checkpoint_bytes
+
+    @property
+    def required_bytes(self) -> int:
+        """What a card must have."""
+        return self.peak_allocated_bytes + self.allocator_slack_bytes + self.context_and_nccl_bytes
+
+    @property
+    def fits_gpu(self) -> bool:
+        """Whether the card holds it."""
+        return self.gpu_capacity_bytes is None or self.required_bytes <= self.gpu_capacity_bytes
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits, with less than 5 % of the card left."""
+        capacity = self.gpu_capacity_bytes
+        return capacity is not None and self.fits and capacity - self.required_bytes < TIGHT_SHARE * capacity
+
+    @property
+    def fits(self) -> bool:
+        """Whether card and host hold it."""
+        return self.fits_gpu and self.host.fits
+
+    def plot(self, path: str | Path) -> None:
+        """Draws phases and causes of the fullest rank as stacked bars, with the card's capacity.
+
+        Raises:
+            SpecError: PLOT_FORMAT when the suffix is none of .png, .svg and .html.
+        """
+        from toolkit.memory.report.figures import plot_report  # matplotlib takes a second to import
+
+        plot_report(self, Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of `toolkit estimate --json`."""
+        return {
+            "fits": self.fits,
+            "fits_gpu": self.fits_gpu,
+            "fits_host": self.host.fits,
+            "tight": self.tight,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "allocator": self.allocator,
+            "allocator_slack_bytes": self.allocator_slack_bytes,
+            "context_and_nccl_bytes": self.context_and_nccl_bytes,
+            "required_bytes": self.required_bytes,
+            "gpu_capacity_bytes": self.gpu_capacity_bytes,
+            "host_bytes_per_node": self.host.bytes_per_node,
+            "host_bytes_per_rank": dict(self.host.bytes_per_rank),
+            "host_capacity_bytes": self.host.capacity_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "disk": self.disk.to_dict(),
+            "worst_routing_peak_bytes": self.worst_routing_peak_bytes,
+            "limiting_phase": self.limiting_phase,
+            "limiting_rank": self.fullest.rank,
+            "num_traced_layers": self.num_traced_layers,
+            "num_layers": self.num_layers,
+            "assumptions": list(self.assumptions),
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "coordinate": {"pp": rank.coordinate.pp, "dp": rank.coordinate.dp, "tp": rank.coordinate.tp},
+                    "required_bytes": rank.required_bytes,
+                    "phases": {
+                        name: {"allocated_bytes": phase.allocated_bytes, "causes": dict(phase.causes)}
+                        for name, phase in rank.phases.items()
+                    },
+                }
+                for rank in self.ranks
+            ],
+        }

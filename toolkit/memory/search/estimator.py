@@ -1,0 +1,204 @@
+"""Many estimates of one job, changed a little each time: a trace is made once for all that differ in the engine alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Unpack
+
+from toolkit.catalog.gpus import Gpu
+from toolkit.errors import ToolkitError
+from toolkit.launch.environment import ALLOCATOR
+from toolkit.launch.software import Software
+from toolkit.memory.estimate import report_of
+from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.report.calibration import Calibration
+from toolkit.memory.report.ranks import stage_required_bytes
+from toolkit.memory.report.report import MemoryReport
+from toolkit.memory.search.scenario import Case, Outcome
+from toolkit.memory.trace.ranks import Traces, capability, engine_settings, keeps_frozen_inputs, trace_ranks
+from toolkit.memory.trace.run import StageTracer, TraceOptions, stage_tracer
+from toolkit.modeling.build import stage_part
+from toolkit.pipeline_parallel import StagePart
+from toolkit.planning.plan import Plan
+
+
+class Estimator:
+    """Estimates cases and keeps their traces.
+
+    Args:
+        calibrations: What was measured on the machine at hand, by card.
+        notify: Called with one line before each trace, the slow part.
+        other_allocator: A setting of torch's allocator that the user has made, and launches leave.
+    """
+
+    def __init__(
+        self,
+        *,
+        calibrations: Mapping[str, Calibration] | None = None,
+        notify: Callable[[str], None] = lambda line: None,
+        other_allocator: str | None = None,
+    ) -> None:
+        self._calibrations = calibrations or {}
+        self._notify = notify
+        self._other_allocator = other_allocator
+        self._traces: dict[str, Traces] = {}
+        self._tracers: dict[str, StageTracer] = {}
+
+    @property
+    def num_traces(self) -> int:
+        """Traces made so far."""
+        return len(self._traces)
+
+    def estimate(self, case: Case) -> MemoryReport:
+        """Estimates one case.
+
+        Raises:
+            PlanError: The job does not resolve, or its model cannot be traced.
+        """
+        return self.estimate_plan(case.plan(), case)
+
+    def estimate_plan(self, plan: Plan, case: Case) -> MemoryReport:
+        """Estimates a plan that `case` resolved to."""
+        calibration = self._calibrations.get(plan.gpu.name)
+        report, notes = report_of(plan, case, trace=self._trace, calibration=calibration), []
+        if calibration is not None:
+            notes.append(f"context and NCCL as `toolkit calibrate` has learned them of {plan.gpu.name} on this machine")
+        if self._other_allocator is not None and case.file is None and not plan.on_cpu:
+            notes.append(
+                f"{self._other_allocator} is set here, and launches leave it: the slack is that of {ALLOCATOR}"
+            )
+        return replace(report, assumptions=(*report.assumptions, *notes))
+
+    def attempt(self, case: Case, changes: Mapping[str, Any] | None = None) -> Outcome:
+        """Estimates a case, with other values under dotted keys of its job, or says why that cannot be done."""
+        plan = None
+        try:
+            changed = case.changed(changes) if changes else case
+            plan = changed.plan()
+            return Outcome(plan=plan, report=self.estimate_plan(plan, changed))
+        except ToolkitError as error:
+            return Outcome(plan=plan, problems=error.problems)
+
+    def stages(self, plan: Plan) -> StageRequirements:
+        """Return what the stages of a plan's pipeline need, under any cut."""
+        tracer = partial(self._tracer, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan)))
+        return StageRequirements(
+            plan,
+            tracer=tracer(),
+            evaluated=None if plan.settings.eval_steps is None else tracer(evaluation=True),
+            calibration=self._calibrations.get(plan.gpu.name),
+        )
+
+    def _trace(self, plan: Plan, **options: Unpack[TraceOptions]) -> Traces:
+        options = _written_out(plan, options)
+        key = _key(plan, options)
+        cut = f"{key} {plan.settings.partition} {plan.settings.virtual_stages}"
+        if cut not in self._traces:
+            settings = plan.settings
+            micro = settings.per_device_eval_batch_size if options.get("evaluation") else settings.batch.micro
+            stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
+            self._notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
+            tracer = self._tracer(plan, **options) if plan.grid.pp > 1 else None
+            self._traces[cut] = trace_ranks(plan, tracer=tracer, **options)
+        return self._traces[cut]
+
+    def _tracer(self, plan: Plan, **options: Unpack[TraceOptions]) -> StageTracer:
+        options = _written_out(plan, options)
+        key = _key(plan, options)
+        if key not in self._tracers:
+            device = Device(capability=capability(plan.gpu))
+            self._tracers[key] = stage_tracer(plan, device=device, **options)
+        return self._tracers[key]
+
+
+class StageRequirements:
+    """What a stage of a plan's pipeline needs of its card, by its layers.
+
+    Args:
+        plan: What will run, under whatever cut.
+        tracer: Of its stages.
+        evaluated: Of its stages in an evaluation, if the plan has any.
+        calibration: What was measured on the machine at hand.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        tracer: StageTracer,
+        evaluated: StageTracer | None,
+        calibration: Calibration | None,
+    ) -> None:
+        self._plan, self._tracer, self._evaluated, self._calibration = plan, tracer, evaluated, calibration
+        self._known: dict[Any, int] = {}
+        self._tied = bool(tracer.trace(stage_part(plan, plan.grid.pp - 1)).copies)
+
+    @property
+    def layers_are_alike(self) -> bool:
+        """Whether a stage's need depends on the number of its layers alone."""
+        return self._tracer.layers_are_alike
+
+    def required_bytes(self, stage: int, start: int, stop: int) -> int:
+        """Return what the cards of a stage must have that holds the layers start … stop - 1."""
+        part = StagePart(chunks=(range(start, stop),), num_layers=sum(self._plan.settings.partition))
+        key = stage, self._tracer.kind(part)
+        if key not in self._known:
+            self._known[key] = stage_required_bytes(
+                self._plan,
+                stage,
+                traced=self._tracer.trace(part),
+                evaluated=None if self._evaluated is None else self._evaluated.trace(part),
+                tied=self._tied,
+                calibration=self._calibration,
+            )
+        return self._known[key]
+
+
+def _written_out(plan: Plan, options: TraceOptions) -> TraceOptions:
+    """Return options with the machine's software and always ZeRO-3's marks: one trace serves every stage (with adapters, all but the third)."""
+    return {"software": Software.of(plan), **options, "marks_modules": True}
+
+
+def _key(plan: Plan, options: TraceOptions) -> str:
+    evaluated = plan.settings.per_device_eval_batch_size if options.get("evaluation") else 0
+    return f"{evaluated} {sorted(options.items())} {trace_key(plan)}"
+
+
+def trace_key(plan: Plan) -> str:
+    """Names all that a trace depends on: plans of one key differ in the engine alone, and in how a pipeline is cut."""
+    settings, job = plan.settings, plan.job
+    parts = {
+        "model": plan.model.to_dict(),
+        "settings": [
+            settings.batch.micro,
+            settings.sequence_length,
+            settings.precision,
+            settings.attention,
+            settings.kernels,
+            settings.gradient_checkpointing,
+            plan.profile.activations,
+        ],
+        "job": job.model.model_dump(mode="json"),
+        "train": job.train.model_dump(mode="json", include={"method", "lora", "loss", "torch_compile", "fp8"}),
+        "data": None if job.data is None else job.data.model_dump(mode="json"),
+        "strategy": job.parallel.strategy,
+        "tensor": [plan.grid.tp, settings.sequence_parallel],
+        "pipeline": [plan.grid.pp > 1, settings.splits_backward],
+        "kernels": _kernels(plan.gpu),
+        "emulated": plan.on_cpu and settings.precision == "fp8",
+    }
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def _kernels(gpu: Gpu) -> tuple[str | bool, ...]:
+    """Tells the cards apart between which torch's fused attention can differ.
+
+    Source:
+        aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: every comparison of a device's capability there.
+    """
+    version = capability(gpu)
+    small_shared_memory = 8.6 <= version <= 8.9 or 12.0 <= version <= 12.1
+    return (gpu.vendor, version >= 5.0, version >= 8.0, small_shared_memory, 9.0 <= version < 11.0)

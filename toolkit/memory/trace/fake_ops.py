@@ -1,0 +1,63 @@
+"""Answers to code that asks for the values of tensors, which fake ones do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+aten = torch.ops.aten
+collectives: Any = torch.ops._c10d_functional
+
+
+class Answer(Protocol):
+    """Return the result of an operation from its arguments; NotImplemented where it has nothing to say."""
+
+    def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+
+
+def no_chance(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Lets every layer run where some may be dropped by chance, and counts over a known number of classes.
+
+    Source:
+        transformers models/opt/modeling_opt.py (layerdrop), models/mixtral/modeling_mixtral.py
+        load_balancing_loss_func (5.17).
+    """
+    if function is aten.rand.default and not args[0]:
+        return torch.tensor(1.0)
+    if function is aten.bincount.default:
+        given: list[Any] = [*args, None, None]
+        values, weights, minlength = given[:3]
+        classes = minlength or kwargs.get("minlength", 0)
+        if classes:
+            return values.new_empty(classes, dtype=torch.int64 if weights is None else torch.float64)
+    return NotImplemented
+
+
+def in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return collectives that write to their input, and the wait for one, the memory of their input, as they have it.
+
+    Of `wait_tensor` fake tensors would make another one. On the host (but not on a card) ranks draw the seed of their own
+    dropout.
+
+    Source:
+        torch csrc/distributed/c10d/Functional.cpp; toolkit tensor_parallel/rng.py.
+    """
+    if function in (collectives.wait_tensor.default, collectives.all_reduce_.default):
+        return args[0]
+    if function is aten.randint.generator and not args[1]:
+        return torch.tensor(0)
+    return NotImplemented
+
+
+def pass_checks(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Answers True or 1, so that checks pass: vision-language models count image tokens to compare them to features.
+
+    All images are real ones, none is padding (transformers models/idefics3/modeling_idefics3.py get_image_features).
+    """
+    if function is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool and args[1][0].ndim == 1:
+        return torch.empty_like(args[0])
+    if function is not aten._local_scalar_dense.default:
+        return NotImplemented
+    return True if args[0].dtype == torch.bool else 1

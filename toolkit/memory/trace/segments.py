@@ -1,0 +1,322 @@
+"""One run of a pruned model, cut into segments: what precedes the layers, each layer, what follows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from toolkit.memory.kernels.zero3_hooks import hook_modules
+from toolkit.memory.trace.attribution import LOSS, Causes, cause_of
+from toolkit.memory.trace.events import Mark, MarkKind, Owner, Recorder, TracedEvent
+from toolkit.memory.trace.fake_ops import Answer
+from toolkit.memory.trace.representatives import Stack
+from toolkit.memory.trace.tracker import StorageTracker
+from toolkit.modeling import checkpointing
+from toolkit.tensor_parallel.deferred_grads import Delayed, WeightGradients
+
+
+@dataclass(slots=True)
+class Segment:
+    """What happened while one layer, or what surrounds the layers, ran."""
+
+    owner: Owner
+    events: list[TracedEvent] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Ends:
+    """What the passes of a stage have at its ends.
+
+    Attributes:
+        received: Hidden states of the stage before; None for the first stage.
+        gradient: Of the hidden states that the stage gives; None for the last stage.
+        reported: The loss as it is reported, once the forward pass has run; of the last stage.
+        sends_on: Whether what the forward pass gives is sent to another stage.
+        batch: The micro-batch.
+        sent_bytes: Of the gradient of `received`, or without a backward pass of the hidden states.
+        reported_bytes: Of `reported`.
+        keeps_received: Whether the second half of the backward pass needs `received`.
+    """
+
+    received: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    reported: torch.Tensor | None = None
+    sends_on: bool = False
+    batch: dict[str, torch.Tensor] = field(default_factory=dict)
+    sent_bytes: int = 0
+    reported_bytes: int = 0
+    keeps_received: bool = False
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """What was there before the passes."""
+        return [tensor for tensor in (self.received, self.gradient, *self.batch.values()) if tensor is not None]
+
+
+class Locator:
+    """Where a path of the pruned model lies."""
+
+    def __init__(self, stacks: Sequence[Stack]) -> None:
+        self._stacks = stacks
+
+    def __call__(self, path: str) -> tuple[int, int, str] | None:
+        """Return stack, position among its traced layers and path inside the layer; None outside the layers."""
+        for index, stack in enumerate(self._stacks):
+            if path.startswith(f"{stack.prefix}."):
+                number, _, rest = path[len(stack.prefix) + 1 :].partition(".")
+                position = int(number) - stack.offset
+                if 0 <= position < len(stack.kept):
+                    return index, position, rest
+        return None
+
+
+class Segmenter:
+    """Runs a model on fake tensors and cuts what it does to memory into segments.
+
+    Args:
+        model: With storage on the fake device, in training mode.
+        stacks: Its layers, by paths of this model.
+        marked: Whether the hooks of ZeRO-3 are marked.
+        answers: What answers operations that ask for values; what none answers, the model must do without.
+    """
+
+    def __init__(self, model: Any, stacks: Sequence[Stack], *, marked: bool, answers: Sequence[Answer] = ()) -> None:
+        self.forward: list[Segment] = []
+        self.backward: list[Segment] = []
+        self.after: list[Segment] = []
+        self.weights: list[Segment] = []
+        self.host_copies: list[tuple[Owner, int]] = []
+        self._model = model
+        self._stacks = stacks
+        self._marked = marked
+        self._locate = Locator(stacks)
+        self._recorder = Recorder()
+        self._causes = Causes()
+        self._owner: Owner = None
+        self._inside = False  # whether a layer's forward pass is running
+        self._running = self.forward
+        self._head_input: torch.Tensor | None = None
+        self._ran: list[tuple[int, int]] = []
+        self._handles: list[Any] = []
+        self.tracker = StorageTracker(
+            self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner, answers=answers
+        )
+
+    def run(
+        self,
+        step: Callable[[], torch.Tensor],
+        *,
+        backward: bool = True,
+        ends: Ends | None = None,
+        gradients: WeightGradients | None = None,
+    ) -> None:
+        """Runs forward and backward.
+
+        Args:
+            step: Runs the model on a batch that it makes, and gives the loss, or what a stage of a pipeline sends on.
+            backward: Whether the backward pass follows; without it no gradients are prepared for either.
+            ends: What a stage of a pipeline has of its neighbours, which is not counted; what it sends back or reports
+                is handed over to it.
+            gradients: Of weights, which come in a second half of the backward pass; None where it is whole.
+        """
+        ends = ends or Ends()
+        self.tracker.ignore([*self._model.parameters(), *self._model.buffers(), *ends.given])
+        self._hook()
+        try:
+            with self.tracker, self._inputs_on_host(), torch.set_grad_enabled(backward):
+                root = step()
+                self._head_input = None
+                if ends.reported is not None:
+                    ends.reported_bytes = self.tracker.hand_over(ends.reported)
+                if not backward and ends.sends_on:
+                    ends.sent_bytes = self.tracker.hand_over(root)
+                self._switch(None)
+                waiting: deque[Delayed] = deque()
+                if backward:
+                    self._causes.backward, self._running = True, self.backward
+                    self._causes.in_loss = ends.gradient is None
+                    with gradients.put_off() if gradients is not None else contextlib.nullcontext(waiting) as waiting:
+                        root.backward(ends.gradient)  # type: ignore[no-untyped-call]
+                    if ends.received is not None and ends.received.grad is not None:
+                        ends.sent_bytes = self.tracker.hand_over(ends.received.grad)
+                    self._switch(None)
+                    self._running = self.after
+                del root  # and with it the graph: a script holds it through the optimizer step
+                self._close()
+                ends.keeps_received = any(_share(delayed.input, ends.received) for delayed in waiting)
+                self._run_weights(waiting)
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _run_weights(self, waiting: deque[Delayed]) -> None:
+        """Computes the gradients that have waited (toolkit pipeline_parallel/zero_bubble_backward.py accumulate)."""
+        self._running = self.weights
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        while waiting:
+            delayed = waiting.popleft()
+            where = self._locate(names[delayed.parameters[0]])
+            self._switch(None if where is None else where[:2])
+            found = list(delayed.compute())
+            for parameter in delayed.parameters:
+                size = self.tracker.hand_over(found.pop(0))
+                self._mark("gradient", names[parameter], size=size)
+            del delayed
+        self._close()
+
+    @contextlib.contextmanager
+    def _inputs_on_host(self) -> Iterator[None]:
+        """Sends layer inputs that wait in host memory out of what is counted: on fake tensors both are CPU memory."""
+        move = checkpointing._HostCopy.move_to_host
+
+        def uncounted(held: Any) -> None:
+            self.host_copies.append((self._owner, held._tensor.nbytes))
+            with self.tracker.host():
+                move(held)
+
+        checkpointing._HostCopy.move_to_host = uncounted  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            checkpointing._HostCopy.move_to_host = move  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def loss(self) -> Iterator[None]:
+        """Reports what is allocated in a block under the loss."""
+        self._causes.push(LOSS)
+        yield
+        self._causes.pop()
+
+    def _switch(self, owner: Owner) -> None:
+        """Ends the current segment and starts another."""
+        self._close()
+        if self._causes.backward and owner is not None:
+            self._causes.in_loss = False
+        self._owner = owner
+
+    def _close(self) -> None:
+        events = self._recorder.take()
+        if events:
+            self._running.append(Segment(self._owner, events))
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward pass has begun."""
+        return self._causes.backward
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the layers of each list that ran at all ran once each, one list after the other.
+
+        Only then can one layer stand for another.
+        """
+        expected = [
+            (index, position)
+            for index in dict.fromkeys(index for index, _ in self._ran)
+            for position in range(len(self._stacks[index].kept))
+        ]
+        return self._ran == expected
+
+    def _hook(self) -> None:
+        for index, stack in enumerate(self._stacks):
+            layers: Any = self._model.get_submodule(stack.prefix)
+            for position in range(len(stack.kept)):
+                self._hook_layer(layers[stack.offset + position], (index, position))
+        for name, module in self._model.named_modules():
+            where = self._locate(name)
+            if where is None:
+                self._handles.append(module.register_forward_pre_hook(self._leave_layers))
+            cause = cause_of(name, module, within=where[2] if where is not None else None)
+            if cause is not None:
+                self._handles += self._causes.hook(module, cause)
+            if cause == LOSS:
+                self._handles.append(module.register_forward_pre_hook(self._end_of_loss))
+        if self._marked:
+            self._handles += hook_modules(
+                self._model, lambda name, fetch: self._mark("fetch" if fetch else "release", name)
+            )
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient(name)))
+
+    def _end_of_loss(self, module: nn.Module, args: Any) -> None:
+        """A head takes its input: when that has its gradient, the backward pass of the loss is over.
+
+        A model that is given labels computes its loss while its frame still holds that input, which matters where the
+        head is frozen and keeps nothing itself.
+        """
+        tensor = _first_tensor(args)
+        if tensor is not None and tensor.requires_grad:
+            self._head_input = tensor
+            tensor.register_hook(lambda _: setattr(self._causes, "in_loss", False))  # type: ignore[no-untyped-call]
+
+    def _leave_layers(self, module: nn.Module, args: Any) -> None:
+        """A module outside the layers runs: only now has the last layer's call let go of its arguments."""
+        if self._owner is not None and not self._inside and not self._causes.backward:
+            self._switch(None)
+
+    def _hook_layer(self, layer: nn.Module, owner: tuple[int, int]) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._causes.backward:
+                return
+            self._switch(owner)
+            self._inside = True
+            self._ran.append(owner)
+            if owner[1] == 0:
+                tensor = _first_tensor((args, kwargs))
+                if tensor is not None and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._switch(None))  # type: ignore[no-untyped-call]
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            if self._causes.backward:
+                return
+            self._inside = False
+            tensor = _first_tensor(output)
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._switch(owner))  # type: ignore[no-untyped-call]
+
+        self._handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(layer.register_forward_hook(leave))
+
+    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:  # its weight's product waits: torch calls this all the same
+                return
+            size = self.tracker.hand_over(parameter.grad)
+            parameter.grad = None
+            self._mark("gradient", name, size=size)
+
+        return take
+
+    def _mark(self, kind: MarkKind, name: str, *, size: int = 0) -> None:
+        backward = self._causes.backward
+        where = self._locate(name)
+        if where is None:
+            self._recorder.note(Mark(kind, name, None, size, backward))
+            return
+        stack, position, rest = where
+        if self._owner is not None and self._owner[0] == stack:
+            self._recorder.note(Mark(kind, rest, position - self._owner[1], size, backward))
+            return
+        # Outside of the layers: the first and last layers stand for themselves.
+        self._recorder.note(Mark(kind, rest, None, size, backward, (stack, position)))
+
+
+def _share(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    """Return the first floating-point tensor of nested arguments."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf
+    return None

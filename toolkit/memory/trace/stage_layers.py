@@ -1,0 +1,83 @@
+"""The layers of a pipeline's rank: how few of them, and of the layers of others, its trace must have."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from toolkit.memory.trace.representatives import Stack, kinds_of, layer_types, prune, shorten
+from toolkit.pipeline_parallel import StagePart
+from toolkit.pipeline_parallel.decoder_layout import find_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """Which layers of a model a stage's trace has.
+
+    Args:
+        kept: Original indices, ascending: the stage's own, and some of other stages, which are met and not run.
+        stacks: One for each chunk.
+        part: The rank's part of the pruned model.
+    """
+
+    kept: tuple[int, ...]
+    stacks: tuple[Stack, ...]
+    part: StagePart
+
+
+def choose(prefix: str, kinds: Sequence[Hashable], types: Sequence[Hashable], part: StagePart) -> Pruned:
+    """Chooses layers: of each chunk few that stand for all, and of other stages as many as decide what a pass computes.
+
+    These are the ones at which hidden states enter and leave, and one of each kind that the configuration lists, since
+    models make a mask and rotary tables for each kind that they have anywhere.
+
+    Args:
+        prefix: Path of the list of layers.
+        kinds: Of all layers, what tells them apart.
+        types: Of all layers, what the configuration says of them.
+        part: The rank's layers.
+    """
+    shortened = [shorten([kinds[index] for index in chunk]) for chunk in part.chunks]
+    own = [[chunk.start + index for index in kept] for chunk, (kept, _) in zip(part.chunks, shortened, strict=True)]
+    absent = {chunk.start - 1 for chunk in part.chunks} | {chunk.stop for chunk in part.chunks}
+    absent &= set(range(part.num_layers))
+    seen = {types[index] for indices in (*own, absent) for index in indices}
+    for index, found in enumerate(types):
+        if found not in seen:
+            seen.add(found)
+            absent.add(index)
+    return _pruned(prefix, part, own, [stands_for for _, stands_for in shortened], absent)
+
+
+def choose_all(prefix: str, part: StagePart) -> Pruned:
+    """Keeps every layer."""
+    own = [list(chunk) for chunk in part.chunks]
+    others = {index for index in range(part.num_layers) if not part.holds(index)}
+    return _pruned(prefix, part, own, [tuple(range(len(chunk))) for chunk in part.chunks], others)
+
+
+def prune_to_part(model: nn.Module, part: StagePart, *, all_layers: bool) -> tuple[list[Stack], StagePart]:
+    """Leaves in a model, which is whole, only what a stage's trace needs; gives its layers, and the part to cut out of it."""
+    prefix = find_layers(model)
+    layers: Any = model.get_submodule(prefix)
+    chosen = choose_all(prefix, part)
+    if not all_layers:
+        chosen = choose(prefix, kinds_of(model, layers), layer_types(model, len(layers)), part)
+    prune(model, [Stack(prefix=prefix, kept=chosen.kept, stands_for=tuple(range(part.num_layers)))])
+    return list(chosen.stacks), chosen.part
+
+
+def _pruned(
+    prefix: str, part: StagePart, own: list[list[int]], stands_for: list[tuple[int, ...]], absent: set[int]
+) -> Pruned:
+    kept = tuple(sorted({index for indices in own for index in indices} | absent))
+    offsets = [kept.index(indices[0]) for indices in own]
+    stacks = tuple(
+        Stack(prefix=prefix, kept=tuple(indices), stands_for=represented, first=chunk.start, offset=offset)
+        for indices, represented, chunk, offset in zip(own, stands_for, part.chunks, offsets, strict=True)
+    )
+    chunks = tuple(range(offset, offset + len(indices)) for indices, offset in zip(own, offsets, strict=True))
+    return Pruned(kept=kept, stacks=stacks, part=StagePart(chunks=chunks, num_layers=len(kept)))

@@ -1,0 +1,163 @@
+"""Watches every storage that a fake forward and backward pass allocates and releases."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from toolkit.memory.engines.ledger import in_blocks
+from toolkit.memory.trace.events import Owner, Recorder, Release
+from toolkit.memory.trace.fake_ops import Answer
+
+# Bytes that a CUDA kernel takes for its first argument beside the result, which is all that fake tensors show:
+# grad * output (cuda/SoftMax.cu softmax_backward_cuda_out), isneginf of the scores (transformers/attention.cpp
+# _safe_softmax), the exponentials (ReduceOps.cpp logsumexp_out_impl).
+WITHIN_CALL: Mapping[Any, Callable[[torch.Tensor], int]] = {
+    torch.ops.aten._softmax_backward_data.default: lambda gradient: gradient.nbytes,
+    torch.ops.aten._safe_softmax.default: lambda scores: scores.numel(),
+    torch.ops.aten.logsumexp.default: lambda scores: scores.nbytes,
+}
+
+
+@dataclass(slots=True)
+class _Storage:
+    watch: weakref.ref[Any]
+    cause: str
+    size: int
+    birth: Owner
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes allocations and releases in a recorder, each under the cause that holds at its birth.
+
+    Storages that exist before, such as parameters, are not counted.
+
+    Args:
+        recorder: What notes them.
+        cause: Gives the cause of what is allocated now.
+        owner: Gives the layer that runs now.
+        answers: What answers operations that ask for values, in order; what none answers, fake tensors must do.
+
+    Source:
+        torch/distributed/_tools/mem_tracker.py watches storages through weak references in the same way.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        cause: Callable[[], str],
+        owner: Callable[[], Owner],
+        answers: Sequence[Answer] = (),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self._cause = cause
+        self._owner = owner
+        self._answers = answers
+        self._live: dict[int, _Storage] = {}
+        self._on_host = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch need not guard each of the thousands of calls."""
+        return False
+
+    def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves the storages of `tensors` out."""
+        for tensor in tensors:
+            self._note(tensor.untyped_storage(), cause="", size=0)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # float8 with its scale: what it does to the two comes here by itself
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls
+        result = NotImplemented
+        for answer in self._answers:
+            if result is NotImplemented:
+                result = answer(function, args, kwargs or {})
+        if result is NotImplemented:
+            result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._watch(result)
+        else:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._watch(leaf)
+        within = WITHIN_CALL.get(function)
+        if within is not None and not self._on_host:
+            self._pass_through(in_blocks(within(args[0])))
+        return result
+
+    def _pass_through(self, size: int) -> None:
+        """Notes what a call takes beside its result and releases before it returns."""
+        cause = self._cause()
+        self._recorder.change(cause, size)
+        self._recorder.change(cause, -size)
+
+    def hand_over(self, tensor: torch.Tensor) -> int:
+        """Stops counting a tensor's storage, which an engine takes over; gives its bytes."""
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        if entry is None or not entry.size:
+            return tensor.nbytes
+        size = entry.size
+        self._subtract(entry)
+        entry.size = 0
+        return size
+
+    @contextlib.contextmanager
+    def host(self) -> Iterator[None]:
+        """Leaves out what a block allocates: it lies in host memory."""
+        self._on_host = True
+        yield
+        self._on_host = False
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes counted and not yet released."""
+        return sum(entry.size for entry in self._live.values())
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._live:
+            return
+        size = 0 if self._on_host else in_blocks(storage.nbytes())
+        cause = self._cause()
+        self._note(storage, cause=cause, size=size)
+        if size:
+            self._recorder.change(cause, size)
+
+    def _note(self, storage: Any, *, cause: str, size: int) -> None:
+        key = storage._cdata
+        self._live[key] = _Storage(weakref.ref(storage, lambda _: self._release(key)), cause, size, self._owner())
+
+    def _release(self, key: int) -> None:
+        entry = self._live.pop(key, None)
+        if entry is not None and entry.size:
+            self._subtract(entry)
+
+    def _subtract(self, entry: _Storage) -> None:
+        """Notes a release; one that its segment does not do in each layer that it stands for is noted apart."""
+        now = self._owner()
+        if _is_local(entry.birth, now):
+            self._recorder.change(entry.cause, -entry.size)
+        else:
+            self._recorder.note(Release(entry.cause, entry.size, entry.birth))
+
+
+def _is_local(birth: Owner, now: Owner) -> bool:
+    """Whether each layer releases what its like neighbour, or itself, has allocated."""
+    if birth is None or now is None:
+        return birth is now
+    return birth[0] == now[0] and abs(birth[1] - now[1]) <= 1

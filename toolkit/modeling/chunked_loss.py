@@ -1,0 +1,225 @@
+"""A causal language model that gives its loss without its logits, whatever its architecture.
+
+The model's own forward pass runs with its head taken out, which notes what the head would have been given; the head is
+then called once, on its own, with the targets. So ZeRO-3 gathers the head as it does for any module, adapters stay where
+they are, and all that the model computes besides, such as a router's loss, is kept.
+
+B: sequences of a micro batch, S: tokens of a sequence, D: width, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+
+from toolkit.config.job import Loss
+from toolkit.errors import PlanError, first_line
+from toolkit.modeling import liger
+from toolkit.modeling.linear_cross_entropy import LogitMap, chunked_cross_entropy, linear_cross_entropy
+from toolkit.modeling.loss import IGNORED
+
+# Head outputs on which it is seen what a model does to them; several sizes and both signs tell scaling and capping apart.
+PROBE = (-41.0, -7.5, -0.5, 0.0, 0.25, 3.0, 19.0, 64.0)
+PROBE_TOLERANCE = 1e-5
+
+# Head, hidden states and targets to the loss.
+HeadLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def apply_loss(model: Any, loss: Loss) -> None:
+    """Makes a model that is called with `labels` give the summed loss instead of logits; `full` leaves it as it is.
+
+    Args:
+        model: A `PreTrainedModel`, or a `peft.PeftModel` around one; adapters must be in place.
+        loss: Way to compute it.
+
+    Raises:
+        PlanError: LOSS_ARCHITECTURE where the model does not end in one head whose output is scaled or capped at most;
+            LOSS_LIGER_HEAD for a head that Liger's kernel cannot take; LOSS_LIGER_PACKAGE.
+    """
+    if loss == "full":
+        return
+    inner: PreTrainedModel = model.get_base_model() if hasattr(model, "peft_config") else model
+    if loss == "liger":
+        liger.check_installed()
+    path = _head_path(inner, loss)
+    mapped = find_logit_map(inner, path, loss)
+    evaluate = _head_loss(inner.get_submodule(path), mapped, loss)
+    # The model and its head are looked up in each call, so that a deep copy runs its own.
+    own_forward = inner.forward.__func__
+
+    def forward(self: PreTrainedModel, *args: Any, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+        if labels is None:
+            return own_forward(self, *args, **inputs)
+        with _without_head(self, path) as taken:
+            outputs = own_forward(self, *args, **inputs)
+        [hidden_BSD] = taken.inputs
+        targets_BS = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return MoeCausalLMOutputWithPast(
+            loss=evaluate(self.get_submodule(path), hidden_BSD.flatten(0, -2), targets_BS.flatten()),
+            aux_loss=getattr(outputs, "aux_loss", None),
+        )
+
+    inner.forward = MethodType(forward, inner)
+
+
+def find_logit_map(model: PreTrainedModel, head_path: str, loss: Loss) -> LogitMap:
+    """Finds what a model does to its head's output, by running its outermost forward pass alone on known numbers.
+
+    Args:
+        model: On any device, meta included: none of its weights is read.
+        head_path: Name of the head among its own modules.
+        loss: For the error.
+
+    Raises:
+        PlanError: LOSS_ARCHITECTURE where it is neither nothing nor a factor nor a cap.
+    """
+    given = torch.tensor(PROBE)
+    with _without_head(model, head_path, answer=given.view(1, 1, -1), alone=True) as taken, torch.no_grad():
+        try:
+            outputs = model.forward(input_ids=torch.zeros((1, 1), dtype=torch.int64))
+            seen = outputs.logits.float().flatten()
+        except Exception as error:  # any model code: what it needs besides its head cannot be known
+            raise _refused(
+                model, loss, f"its forward pass cannot be told from its head's: {first_line(error)}"
+            ) from error
+    if len(taken.inputs) != 1 or seen.shape != given.shape:
+        raise _refused(model, loss, f"it calls its head {len(taken.inputs)} times")
+    scale = float(seen[4] / given[4])
+    caps = [value for name, value in vars(model.config.get_text_config(decoder=True)).items() if _is_cap(name, value)]
+    for mapped in (LogitMap(), LogitMap(scale=scale), *(LogitMap(cap=float(cap)) for cap in caps)):
+        if torch.allclose(mapped.apply(given), seen, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE):
+            return mapped
+    raise _refused(
+        model, loss, "it does more to its head's output than scale it or cap it by a value of its config.json"
+    )
+
+
+def _is_cap(name: str, value: Any) -> bool:
+    return "cap" in name and isinstance(value, float | int) and not isinstance(value, bool) and value > 0
+
+
+class _Taken(nn.Module):
+    """Stands in a head's place: notes what it is given and answers with no scores."""
+
+    _head: Any
+
+    def __init__(self, head: Any, answer: torch.Tensor | None) -> None:
+        super().__init__()
+        self.inputs: list[torch.Tensor] = []
+        object.__setattr__(self, "_head", head)  # not as a module: the engine must find it in one place alone
+        self._answer = answer
+
+    @property
+    def weight(self) -> Any:
+        """The head's, for models that ask for its type."""
+        return self._head.weight
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        self.inputs.append(hidden_BSD)
+        return hidden_BSD.new_zeros((*hidden_BSD.shape[:-1], 1)) if self._answer is None else self._answer
+
+
+class _Absent(nn.Module):
+    """Stands for all of a model but its head: called, it gives one token's hidden state."""
+
+    _absent: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_absent", module)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._absent, name)
+        return self if isinstance(value, nn.Module) else value  # a model inside the model, such as OPT's decoder
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _AbsentOutput(last_hidden_state=torch.zeros((1, 1, 1)))
+
+
+class _AbsentOutput(MoeModelOutputWithPast):  # type: ignore[misc]
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+@contextlib.contextmanager
+def _without_head(
+    model: PreTrainedModel, path: str, *, answer: torch.Tensor | None = None, alone: bool = False
+) -> Iterator[_Taken]:
+    """Takes the head out of a model for a block, and, with `alone`, all else too."""
+    before = dict(model._modules)
+    taken = _Taken(before[path], answer)
+    model._modules[path] = taken
+    if alone:
+        others = {name: module for name, module in before.items() if module is not None and name != path}
+        model._modules.update({name: _Absent(module) for name, module in others.items()})
+    try:
+        yield taken
+    finally:
+        model._modules.update(before)
+
+
+def _head_path(model: PreTrainedModel, loss: Loss) -> str:
+    head = model.get_output_embeddings()
+    path: str | None = next((name for name, module in model.named_children() if module is head), None)
+    if head is None or path is None:
+        raise _refused(model, loss, "its head is not a module of the model itself")
+    return path
+
+
+def _head_loss(head: Any, mapped: LogitMap, loss: Loss) -> HeadLoss:
+    """Return the function that computes the loss through the head's own call."""
+    linear = _trained_linear(head)
+    if linear is not None:
+        linear.forward = MethodType(_forward_with_targets, linear)  # type: ignore[method-assign]
+        fused = liger.liger_cross_entropy if loss == "liger" else linear_cross_entropy
+        return lambda head, hidden, targets: head(hidden, targets, mapped, fused)
+    if loss == "liger":
+        raise PlanError.of(
+            code="LOSS_LIGER_HEAD",
+            key="train.loss",
+            message=f"loss=liger with a head of class {type(head).__name__}: Liger's kernel takes one linear layer",
+            fix="Set train.loss to chunked, or leave the head out of train.lora.target_modules",
+            source="liger_kernel ops/fused_linear_cross_entropy.py",
+        )
+    width = getattr(head, "out_features", None) or head.weight.shape[0]
+    return lambda head, hidden, targets: chunked_cross_entropy(head, hidden, targets, mapped, vocab_size=width)
+
+
+def _trained_linear(head: Any) -> nn.Linear | None:
+    """Return the linear layer that a head is, or that peft trains in its place (`modules_to_save`); else None."""
+    if hasattr(head, "modules_to_save"):
+        head = head.modules_to_save[head.active_adapters[0]]
+    return head if type(head) is nn.Linear else None
+
+
+def _forward_with_targets(
+    self: nn.Linear,
+    hidden: torch.Tensor,
+    targets_T: torch.Tensor | None = None,
+    mapped: LogitMap | None = None,
+    fused: Callable[..., torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the loss where targets are given: inside the head's own call ZeRO-3 has gathered its weights."""
+    if targets_T is None or fused is None:
+        return functional.linear(hidden, self.weight, self.bias)
+    return fused(hidden, self.weight, self.bias, targets_T, mapped)
+
+
+def _refused(model: PreTrainedModel, loss: Loss, reason: str) -> PlanError:
+    return PlanError.of(
+        code="LOSS_ARCHITECTURE",
+        key="train.loss",
+        message=f"loss={loss} cannot be computed for {type(model).__name__}: {reason}",
+        fix="Set train.loss to full",
+    )

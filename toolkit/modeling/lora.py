@@ -1,0 +1,138 @@
+"""LoRA adapters through peft."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.config.job import Lora
+from toolkit.errors import PlanError, Problem, first_line, raise_all
+from toolkit.modeling.sharded_adapters import ADAPTED_BY, draw_adapters, shard_adapters
+from toolkit.pipeline_parallel.part import stage_info
+from toolkit.tensor_parallel.guard import PartOfModel, guard_part
+from toolkit.tensor_parallel.linear import ShardedLinear
+
+
+def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
+    """Freezes the model and adds adapters in its own precision.
+
+    Args:
+        seed: Draws the A matrices; B starts at zero, so the model's outputs do not change.
+
+    Returns:
+        A `peft.PeftModel`.
+
+    Raises:
+        PlanError: LORA_TARGETS when `lora.target_modules` matches nothing that can be adapted; LORA_SAVE when
+            `lora.modules_to_save` matches nothing; LORA_DROPOUT_EXPERTS for dropout on stacked experts.
+
+    Source:
+        arXiv 2106.09685; peft tuners/lora.
+    """
+    targets = lora.target_modules
+    linear = _linear_names(model)
+    raise_all(PlanError, _unmatched(model, lora))
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=_resolved_targets(model, targets),
+        exclude_modules=_on_other_stages(model),
+        modules_to_save=list(lora.modules_to_save) or None,
+        use_rslora=lora.use_rslora,
+    )
+    config._register_custom_module(ADAPTED_BY)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", message="Unsupported layer type .*ParallelLinear", category=UserWarning
+                )
+                # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
+                adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+            if stage_info(model) is not None:
+                # The configuration that is saved is of the whole adapter, not of this rank's layers.
+                adapted.active_peft_config.exclude_modules = None
+                adapted.active_peft_config.target_modules = targets if isinstance(targets, str) else set(targets)
+            shard_adapters(adapted)
+            if isinstance(model, PartOfModel):
+                guard_part(adapted, held_part=model.held_part, tp_group=model.tensor_group)
+            draw_adapters(adapted, seed=seed)
+            return adapted
+        except (ValueError, re.error) as error:
+            if "lora_dropout" in str(error):
+                raise _dropout_on_experts(model, lora, linear) from None
+            raise PlanError.of(
+                code="LORA_TARGETS",
+                key="train.lora.target_modules",
+                message=f"target_modules={targets!r} cannot be adapted in {type(model).__name__}: {first_line(error)}",
+                fix=f"Name some of {', '.join(linear)}, or all-linear",
+                source="peft tuners/tuners_utils.py",
+            ) from None
+
+
+def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
+    """Return the targets as peft reads them: its `all-linear` would pass over our sharded layers."""
+    if not isinstance(targets, str):
+        return list(targets)
+    sharded = any(isinstance(module, ShardedLinear) for module in model.modules())
+    if targets != "all-linear" or not sharded:
+        return targets
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is not head and _is_linear(module)]
+
+
+def _on_other_stages(model: PreTrainedModel) -> list[str] | None:
+    """Names what stands in a cut model for modules of other stages, which have their adapters there."""
+    info = stage_info(model)
+    return None if info is None else list(info.absent)
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear | Conv1D | ShardedLinear)
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    """Return the last part of each linear layer's name, once."""
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+
+
+def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:
+    """`modules_to_save` that peft would silently pass over."""
+    names = [name for name, _ in model.named_modules() if name]
+    for wanted in lora.modules_to_save:
+        if not any(name.endswith(wanted) for name in names):
+            yield Problem(
+                code="LORA_SAVE",
+                key="train.lora.modules_to_save",
+                message=f"modules_to_save={wanted} is not a module of {type(model).__name__}, so nothing would be trained in full",
+                fix=f"Name modules of the model, such as {_name_of(model, model.get_output_embeddings())}, or leave it out",
+                source="peft utils/other.py _set_trainable",
+            )
+
+
+def _name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:
+    return next(str(name) for name, module in model.named_modules() if module is wanted)
+
+
+def _dropout_on_experts(model: PreTrainedModel, lora: Lora, linear: list[str]) -> PlanError:
+    return PlanError.of(
+        code="LORA_DROPOUT_EXPERTS",
+        key="train.lora.lora_dropout",
+        message=(
+            f"lora_dropout={lora.lora_dropout:g} with target_modules={lora.target_modules!r}: the experts of "
+            f"{type(model).__name__} are stacked in one parameter, whose adapter has no dropout"
+        ),
+        fix="Set train.lora.lora_dropout to 0, or train.lora.target_modules to linear layers outside the experts, "
+        f"such as {', '.join(name for name in linear if name.endswith('_proj'))}",
+        source="peft tuners/lora/layer.py ParamWrapper",
+    )

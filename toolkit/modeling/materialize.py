@@ -1,0 +1,70 @@
+"""Storage for a model that was made on the meta device, whole or partitioned, with all that its weights carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.tensor_parallel.grad_sync import carry_hooks
+
+
+def allocate(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    zero_config: Mapping[str, Any] | None = None,
+    dp_group: dist.ProcessGroup | None = None,
+    mpu: Any = None,
+) -> None:
+    """Allocates each weight and buffer of a meta model on `device`, with nothing in it yet.
+
+    Weights that modules share stay one. What has been set on a weight stays on it, its hooks too, which `to_empty`
+    would lose: they sum the gradients of what several ranks of a tensor group hold.
+
+    Args:
+        model: On the meta device, sharded or not.
+        device: Where it is to live.
+        zero_config: DeepSpeed configuration whose ZeRO-3 partitions the weights, one module after the other, as if the
+            model had been built under `deepspeed.zero.Init`; when left out each rank holds them all.
+        dp_group: Ranks that share each weight under ZeRO-3; all when left out.
+        mpu: What tells DeepSpeed of the tensor groups.
+    Collectives:
+        Under ZeRO-3 a broadcast of each weight over `dp_group`.
+    Source:
+        deepspeed, runtime/zero/partition_parameters.py, Init._post_init_method.
+    """
+    partition = None if zero_config is None else _zero_init(zero_config, dp_group, mpu)
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                if weight not in made:
+                    made[weight] = _weight_like(weight, device, partition)
+                module._parameters[name] = made[weight]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device))
+        if partition is not None:
+            partition._post_init_method(module)
+
+
+def _zero_init(config: Mapping[str, Any], dp_group: dist.ProcessGroup | None, mpu: Any) -> Any:
+    import deepspeed
+
+    # Given a module, here one without weights, it replaces the linear product as it does for a model built inside it.
+    return deepspeed.zero.Init(
+        module=nn.Module(), data_parallel_group=dp_group, config_dict_or_path=dict(config), mpu=mpu
+    )
+
+
+def _weight_like(weight: nn.Parameter, device: torch.device, partition: Any) -> nn.Parameter:
+    # zero.Init has one dtype for all floating-point weights, that of the training.
+    dtype = partition.dtype if partition is not None and weight.is_floating_point() else weight.dtype
+    made = nn.Parameter(torch.empty_like(weight, dtype=dtype, device=device), requires_grad=weight.requires_grad)
+    made.__dict__.update(weight.__dict__)
+    carry_hooks(weight, made)
+    return made

@@ -1,0 +1,233 @@
+"""Where a Hugging Face decoder can be cut: found by running it with nothing but blanks in the place of its modules.
+
+The run takes three tokens and no weight, so it is made on the CPU whatever the model's size, and is what every stage between
+the ends does later. It tells what is called before the layers and what behind them, what layers give, and whether anything
+but the hidden states passes from layer to layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from toolkit.errors import PlanError, first_line
+from toolkit.pipeline_parallel.stage_context import Passage, StageLayers, StandIn, hidden_of, replaced
+from toolkit.planning.pipeline_layout import across_stages
+
+# Tokens of the trial run: more than one, so that a sequence is told from a single step of generation.
+_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """The parts of a decoder, by names of its modules.
+
+    Args:
+        layers: Its list of decoder layers.
+        before: What is called before the first layer and has weights or drops elements.
+        behind: What is called behind the last layer, head included.
+        gives_tuple: Whether layers give a tuple.
+    """
+
+    layers: str
+    before: tuple[str, ...]
+    behind: tuple[str, ...]
+    gives_tuple: bool
+
+
+def find_anatomy(model: PreTrainedModel) -> Anatomy:
+    """Finds the parts of a causal language model; it is left as it was.
+
+    Raises:
+        PlanError: PIPELINE_LAYERS, PIPELINE_ARCHITECTURE.
+    """
+    layers = find_layers(model)
+    ends = _ends(model, layers)
+    reasons = list(_reasons(model, layers))
+    if reasons:
+        raise _refused(model, reasons[0])
+    plain = _Trial(model, layers, ends, gives_tuple=False)
+    trial = plain if plain.problem is None else _Trial(model, layers, ends, gives_tuple=True)
+    if trial.problem is not None:  # of two refusals, that of the run which came further
+        raise _refused(model, max(plain, trial, key=lambda one: len(one.calls)).problem or trial.problem)
+    before = tuple(name for name in ends if trial.is_before(name))
+    behind = tuple(name for name in ends if name not in before)  # also what the base model does not call: the head
+    return Anatomy(layers=layers, before=before, behind=behind, gives_tuple=trial is not plain)
+
+
+def find_layers(model: nn.Module) -> str:
+    """Return the name of a model's one list of decoder layers.
+
+    Raises:
+        PlanError: PIPELINE_LAYERS.
+    """
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    ]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if len(outermost) == 1:
+        return str(outermost[0])
+    found = f"it has {len(outermost)}: {', '.join(outermost)}" if outermost else "it has none"
+    raise PlanError.of(
+        code="PIPELINE_LAYERS",
+        key="parallel.pipeline",
+        message=f"a pipeline cuts {type(model).__name__} along its one nn.ModuleList whose members are all a "
+        f"GradientCheckpointingLayer, and {found}",
+        fix="Set parallel.pipeline to 1; in model code of your own, derive the decoder layer from "
+        "transformers.modeling_layers.GradientCheckpointingLayer and keep all layers in one nn.ModuleList",
+        source="transformers modeling_layers.py",
+    )
+
+
+def base_of(model: PreTrainedModel) -> Any:
+    """Return the module of a causal language model that runs the layers: the model inside it, or itself."""
+    return getattr(model, model.base_model_prefix, model)
+
+
+def width_of(model: PreTrainedModel) -> int:
+    """Return the width of the hidden states between layers."""
+    return int(model.config.get_text_config(decoder=True).hidden_size)
+
+
+def _ends(model: nn.Module, layers: str, prefix: str = "") -> list[str]:
+    """Names the modules outside the layers that have weights or drop elements, each as high up as it goes."""
+    names: list[str] = []
+    for own, module in model.named_children():
+        name = f"{prefix}{own}"
+        if layers.startswith(f"{name}."):
+            names += _ends(module, layers, f"{name}.")
+        elif name != layers and (isinstance(module, nn.Dropout) or any(True for _ in module.parameters())):
+            names.append(name)
+    return names
+
+
+def _reasons(model: PreTrainedModel, layers: str) -> Iterator[str]:
+    """What can be seen without a run."""
+    parts = layers.split(".")
+    for depth in range(len(parts)):
+        name = ".".join(parts[:depth])
+        for own, weight in model.get_submodule(name)._parameters.items():
+            if weight is not None:
+                yield f"{f'{name}.{own}'.lstrip('.')} is used by the model itself, not by a module that a stage could hold"
+    for value, why in across_stages(model.config.get_text_config(decoder=True).to_dict()):
+        yield f"{value}: {why}"
+
+
+class _Trial:
+    """One run of a model with nothing in it, and what was seen.
+
+    Hidden states require gradients here, so that whatever else a layer is given and depends on them shows.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: str, ends: list[str], *, gives_tuple: bool) -> None:
+        self.calls: list[str | int] = []
+        self.problem: str | None = None
+        self._layers, self._gives_tuple = layers, gives_tuple
+        self._given: torch.Tensor | None = None
+        stack: Any = model.get_submodule(layers)
+        self._num_layers = len(stack)
+        passage = Passage(num_layers=self._num_layers, gives_tuple=gives_tuple)
+        # None is run, but a model may ask for its dtype.
+        held = StageLayers(stack, frozenset(range(len(stack))), passage)
+        stand_ins = {name: StandIn(passage) for name in ends}
+        for name, stand_in in stand_ins.items():
+            stand_in.register_forward_pre_hook(lambda module, args, name=name: self.calls.append(name))
+        try:
+            with replaced(model, {**stand_ins, layers: held}), _bare(model):
+                self._run(model, passage, held)
+        except Exception as error:  # any model code: what it needs besides its modules cannot be known
+            self._note(f"its forward pass does not run without its modules: {first_line(error)}")
+        if [call for call in self.calls if isinstance(call, int)] != list(range(self._num_layers)):
+            self._note(f"it does not call the {self._num_layers} layers of {layers} once each, in their order")
+        for name in ends:
+            met = {
+                sum(isinstance(call, int) for call in self.calls[:at])
+                for at, call in enumerate(self.calls)
+                if call == name
+            }
+            if len(met) > 1 or not met <= {0, self._num_layers}:
+                self._note(f"{name} is called between the layers of {layers}, or on both sides of them")
+
+    def _run(self, model: PreTrainedModel, passage: Passage, held: StageLayers) -> None:
+        weight = next(model.parameters())
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        blank_BSD = torch.zeros((1, _TOKENS, width_of(model)), dtype=model.dtype, device=device, requires_grad=True)
+        no_padding = (model.config.get_text_config(decoder=True).pad_token_id or 0) + 1
+        ids = torch.full((1, _TOKENS), no_padding, dtype=torch.int64, device=device)
+        nowhere = range(self._num_layers, self._num_layers)
+        with passage.through(nowhere, blank_BSD=blank_BSD, received=None, training=False), torch.device(device):
+            for position, layer in enumerate(held):
+                layer.register_forward_hook(partial(self._on_layer, position), with_kwargs=True)
+            base_of(model)(input_ids=ids, use_cache=False)
+
+    def _on_layer(self, position: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Notes a layer's call, and answers with hidden states that nothing else has."""
+        self.calls.append(position)
+        hidden = hidden_of(args, kwargs)
+        if self._given is not None and hidden is not self._given:
+            self._note(f"it changes hidden states between layer {position - 1} and layer {position} of {self._layers}")
+        others = (args[1:], {name: value for name, value in kwargs.items() if value is not hidden})
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
+            self._note(
+                f"layer {position} of {self._layers} reads the embeddings, or what another layer gives, besides its input"
+            )
+        self._given = torch.zeros_like(hidden, requires_grad=True)
+        return (self._given,) if self._gives_tuple else self._given
+
+    def _note(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+    def is_before(self, name: str) -> bool:
+        """Whether a module is called, and before the layers alone."""
+        return name in self.calls and self.calls.index(name) < self.calls.index(0)
+
+
+@contextlib.contextmanager
+def _bare(model: PreTrainedModel) -> Iterator[None]:
+    """For a block: buffers of the meta device have values, nothing is drawn, masks are made as plain tensors."""
+    before = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    config = model.config
+    attention = config._attn_implementation
+    config._attn_implementation = "eager"
+    for module, _, buffers in before:
+        module.training = False
+        module._buffers.update(_with_values(buffers))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            yield
+    finally:
+        for module, training, buffers in before:
+            module.training = training
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        config._attn_implementation = attention
+
+
+def _with_values(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros_like(buffer, device="cpu")
+        for name, buffer in buffers.items()
+        if buffer is not None and buffer.is_meta
+    }
+
+
+def _refused(model: PreTrainedModel, reason: str) -> PlanError:
+    return PlanError.of(
+        code="PIPELINE_ARCHITECTURE",
+        key="parallel.pipeline",
+        message=f"{type(model).__name__} cannot be cut into stages: {reason}",
+        fix="Set parallel.pipeline to 1",
+    )

@@ -1,0 +1,143 @@
+"""Cuts a causal language model into the part that a rank of a pipeline holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.errors import PlanError
+from toolkit.pipeline_parallel.decoder_layout import Anatomy, find_anatomy
+from toolkit.pipeline_parallel.part import StageInfo, StagePart
+from toolkit.pipeline_parallel.stage import forward_of_stage
+from toolkit.pipeline_parallel.stage_context import Passage, StageLayers, StandIn
+from toolkit.tensor_parallel.guard import guard_part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What a cut model runs with, kept on it as `pipeline_cut`.
+
+    Args:
+        info: What it is of the whole.
+        passage: What all that stands in it asks.
+        before: Stand-ins for the modules before the layers, those that it holds too: for all chunks but the first stage.
+        behind: Stand-ins for the modules behind the layers: for all chunks but the last stage.
+    """
+
+    info: StageInfo
+    passage: Passage
+    before: Mapping[str, nn.Module]
+    behind: Mapping[str, nn.Module]
+
+
+def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
+    """Takes out of a model, in place, all that is not this rank's; what stays keeps its name.
+
+    The embedding and all that is called before the layers is the first stage's, the final norm, the head and all that is
+    called behind them the last one's. What has no weights, such as rotary tables, stays on every stage. A head that is tied
+    to the embedding is a weight of its own on the last stage. `save_pretrained` and `generate` of a stage are refused
+    (PART_SAVE, PART_GENERATE).
+
+    Args:
+        model: On any device; best on meta, before it has storage. Sharded by `apply_tensor_parallel` before, or not; without adapters.
+        part: This rank's layers.
+
+    Returns:
+        What the model is now; `stage_info` gives it later.
+
+    Raises:
+        PlanError: PIPELINE_LAYERS where its layers are not found, PIPELINE_ARCHITECTURE where it does more between them than
+            pass hidden states on, PIPELINE_SHARED for a weight of two stages. The model is then as it was.
+        ValueError: If the model has another number of layers than `part` says, is cut already, or was never tied.
+    """
+    if hasattr(model, "pipeline_cut"):
+        raise ValueError("the model is cut already")
+    for one, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if model.get_parameter(one) is not model.get_parameter(other):
+            raise ValueError(f"{one} and {other} are tied by the configuration, and not yet by tie_weights")
+    anatomy = find_anatomy(model)
+    stack: Any = model.get_submodule(anatomy.layers)
+    if len(stack) != part.num_layers:
+        raise ValueError(f"a model of {len(stack)} layers is cut by a part of {part.num_layers}")
+    tied = _tied_ends(model, anatomy)
+    pieces = getattr(stack, "sequence_pieces", None)
+    passage = Passage(num_layers=part.num_layers, gives_tuple=anatomy.gives_tuple, pieces=pieces)
+    own = frozenset(layer for layer in range(part.num_layers) if part.holds(layer))
+    model.set_submodule(anatomy.layers, StageLayers(stack, own, passage))
+    before = {name: StandIn(passage) for name in anatomy.before}
+    behind = {name: StandIn(passage) for name in anatomy.behind}
+    absent = {**({} if part.first else before), **({} if part.last else behind)}
+    for name, stand_in in absent.items():
+        model.set_submodule(name, stand_in)
+    info = StageInfo(
+        part=part,
+        layers=anatomy.layers,
+        absent=tuple(absent),
+        **_part_ends(model, part, tied),
+    )
+    model.pipeline_cut = Cut(
+        info=info,
+        passage=passage,
+        before=before,
+        behind=behind,
+    )
+    model.forward = MethodType(forward_of_stage(model.forward.__func__), model)
+    if len(own) < part.num_layers:
+        guard_part(model, held_part="the layers of its stage of a pipeline")
+    return info
+
+
+def _tied_ends(model: PreTrainedModel, anatomy: Anatomy) -> tuple[str, str] | None:
+    """Return the keys of the one weight that embedding and head share, in this order; None where they share none.
+
+    Raises:
+        PlanError: PIPELINE_SHARED for any other weight that two parts share.
+    """
+    keys: dict[nn.Parameter, dict[str, str]] = {}  # weight to the parts that have it, and its key there
+    for key, weight in model.named_parameters(remove_duplicate=False):
+        keys.setdefault(weight, {}).setdefault(_part_of(key, anatomy), key)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied: tuple[str, str] | None = None
+    for weight, parts in keys.items():
+        if len(parts) == 1:
+            continue
+        is_tie = parts.keys() == {"before", "behind"} and tied is None
+        if not is_tie or not all(_owns(end, weight) for end in (embedding, head)):
+            raise PlanError.of(
+                code="PIPELINE_SHARED",
+                key="parallel.pipeline",
+                message=f"{type(model).__name__} has one weight as {' and '.join(parts.values())}, which may lie on different "
+                "stages: only an embedding and a head can share one over a pipeline",
+                fix="Set parallel.pipeline to 1",
+            )
+        tied = parts["before"], parts["behind"]
+    return tied
+
+
+def _part_of(key: str, anatomy: Anatomy) -> str:
+    if key.startswith(f"{anatomy.layers}."):
+        return key.removeprefix(f"{anatomy.layers}.").partition(".")[0]
+    return "before" if any(key.startswith(f"{name}.") for name in anatomy.before) else "behind"
+
+
+def _owns(module: nn.Module | None, weight: nn.Parameter) -> bool:
+    return module is not None and any(own is weight for own in module._parameters.values())
+
+
+def _part_ends(model: PreTrainedModel, part: StagePart, tied: tuple[str, str] | None) -> dict[str, Any]:
+    """Unties a head from an embedding that is not on its rank, and tells of what they share."""
+    if tied is None or (part.first and part.last):
+        return {"tied_key": None, "tied_copy": {}}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            # Both say what transformers and peft tie again; here one of the two is another rank's.
+            module.all_tied_weights_keys, module._tied_weights_keys = {}, {}
+    embedding, head = tied
+    if part.last:
+        return {"tied_key": head, "tied_copy": {head: embedding}}
+    return {"tied_key": embedding if part.first else None, "tied_copy": {}}

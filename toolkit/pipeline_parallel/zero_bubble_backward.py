@@ -1,0 +1,116 @@
+"""Backward passes in two halves: the gradient of a stage's input, for which the stage before waits, then those of its weights.
+
+Split are the linear layers of the decoder layers, which have nearly all weights; the gradients of the rest, the head's among
+them, come with the first half. Between the halves a stage holds the inputs of its linear layers and the gradients of their
+outputs, where a whole backward pass holds one layer's.
+
+T: tokens (batch × sequence), I: input features, O: output features.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.pipeline_parallel.grads import Fp32Gradients
+from toolkit.pipeline_parallel.part import inner_model, stage_info
+from toolkit.tensor_parallel.deferred_grads import Delayed, WeightGradients
+from toolkit.tensor_parallel.linear import ShardedLinear, is_linear
+from toolkit.tensor_parallel.ops import weight_gradient_in_time
+
+
+def split_backward(model: Any) -> WeightGradients:
+    """Has the linear layers of a stage's decoder layers give the gradients of their weights apart from those of their inputs.
+
+    Left whole are layers that are frozen, and those whose gradients are summed over ranks as autograd gives them.
+
+    Args:
+        model: As `cut_model` made it, or the engine around it, with its parameters as they will be trained.
+
+    Returns:
+        What puts the gradients off; until it is told to, backward passes are whole.
+
+    Raises:
+        ValueError: If the model is not cut for a pipeline.
+    """
+    info = stage_info(model)
+    if info is None:
+        raise ValueError("the model is not cut for a pipeline")
+    gradients = WeightGradients()
+    for module in inner_model(model).get_submodule(info.layers).modules():
+        if not _is_trained_alone(module):
+            continue
+        if isinstance(module, ShardedLinear):
+            module.weight_gradients = gradients
+        elif is_linear(module):
+            module.forward = partial(_forward, module, gradients)
+    return gradients
+
+
+@torch.no_grad()
+def accumulate(waiting: deque[Delayed], sums: Fp32Gradients | None) -> None:
+    """Computes what has waited and adds it to the gradients of the parameters, as a backward pass would.
+
+    Args:
+        waiting: What `put_off` collected; it is empty afterwards, and each layer's tensors go as soon as they are used.
+        sums: Where gradients are added up in fp32, if they are.
+    """
+    while waiting:
+        _add(waiting.popleft(), sums)
+
+
+def _add(delayed: Delayed, sums: Fp32Gradients | None) -> None:
+    for parameter, gradient in zip(delayed.parameters, delayed.compute(), strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+        if sums is not None:
+            sums.add(parameter)
+
+
+def _is_trained_alone(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(weight.requires_grad and not weight._backward_hooks for weight in own)
+
+
+def _forward(module: nn.Module, gradients: WeightGradients, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    # As one list of tokens: what a function gives as a view of its own, models could not write to.
+    y_TO = _Linear.apply(x.flatten(0, -2), weight, bias, isinstance(module, Conv1D), gradients)  # type: ignore[no-untyped-call]
+    return y_TO.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TI: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        gradients: WeightGradients,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_TI, weight)
+        ctx.parameter, ctx.transposed, ctx.gradients = weight, transposed, gradients
+        return functional.linear(x_TI, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x_TI, weight = ctx.saved_tensors
+        grad_TO = grads[0]
+        needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = None
+        if needs_x:
+            grad_x = grad_TO @ (weight.t() if ctx.transposed else weight)
+        grad_weight = weight_gradient_in_time(ctx, x_TI, grad_TO)
+        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None

@@ -1,0 +1,50 @@
+"""Pipeline schedules: who computes what in which order, proven on paper; and the cut of layers into stages."""
+
+from toolkit.pipeline_schedule.bubble import bubble_fraction
+from toolkit.pipeline_schedule.build import SCHEDULES, build_schedule, schedule_problems
+from toolkit.pipeline_schedule.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Instruction,
+    Message,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
+from toolkit.pipeline_schedule.lowering import actions
+from toolkit.pipeline_schedule.partition import StageMemory, check_partition, partition, stage_layers, uniform_partition
+from toolkit.pipeline_schedule.schedule import Schedule
+from toolkit.pipeline_schedule.simulate import Durations, Span, Timeline, simulate
+
+__all__ = [
+    "SCHEDULES",
+    "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Compute",
+    "Durations",
+    "Forward",
+    "Instruction",
+    "Message",
+    "ReceiveActivation",
+    "ReceiveGradient",
+    "Schedule",
+    "SendActivation",
+    "SendGradient",
+    "Span",
+    "StageMemory",
+    "Timeline",
+    "actions",
+    "bubble_fraction",
+    "build_schedule",
+    "check_partition",
+    "partition",
+    "schedule_problems",
+    "simulate",
+    "stage_layers",
+    "uniform_partition",
+]

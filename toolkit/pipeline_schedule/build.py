@@ -1,0 +1,73 @@
+"""The one entry to all schedules, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+from toolkit.config.fields import PipelineSchedule
+from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.pipeline_schedule.gpipe import gpipe
+from toolkit.pipeline_schedule.interleaved import interleaved
+from toolkit.pipeline_schedule.one_f_one_b import one_f_one_b
+from toolkit.pipeline_schedule.schedule import Schedule
+from toolkit.pipeline_schedule.zero_bubble import zero_bubble
+
+SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
+
+_BUILDERS: dict[PipelineSchedule, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble,
+}
+
+
+def build_schedule(name: PipelineSchedule, *, pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """Builds a schedule.
+
+    Args:
+        name: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
+        pp: Pipeline ranks.
+        micro_batches: Of one step, of each data-parallel replica: the steps of gradient accumulation.
+        virtual_stages: Chunks of each rank: 1 for `gpipe` and `1f1b`, at least 2 for `interleaved`, any for `zb-h1`.
+
+    Raises:
+        PlanError: SCHEDULE_UNKNOWN, SCHEDULE_SIZE, SCHEDULE_VIRTUAL_STAGES.
+    """
+    raise_all(PlanError, schedule_problems(name, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages))
+    return _BUILDERS[name](pp, micro_batches, virtual_stages)
+
+
+def schedule_problems(name: str, *, pp: int, micro_batches: int, virtual_stages: int) -> Iterator[Problem]:
+    """Gives what stands against a schedule, without building it; arguments and codes as those of `build_schedule`."""
+    if name not in SCHEDULES:
+        yield Problem(
+            code="SCHEDULE_UNKNOWN",
+            key="parallel.pipeline_schedule",
+            message=f"pipeline_schedule={name} is no schedule",
+            fix=f"Set pipeline_schedule to one of {', '.join(SCHEDULES)}",
+        )
+    sizes = {"pipeline": pp, "gradient_accumulation_steps": micro_batches, "virtual_stages": virtual_stages}
+    for size, value in sizes.items():
+        if value < 1:
+            yield Problem(
+                code="SCHEDULE_SIZE",
+                key=f"train.{size}" if size == "gradient_accumulation_steps" else f"parallel.{size}",
+                message=f"{size}={value} is below 1: a pipeline has at least one stage and one micro-batch",
+                fix=f"Set {size} to 1 or more",
+            )
+    if name == "interleaved" and virtual_stages == 1:
+        yield Problem(
+            code="SCHEDULE_VIRTUAL_STAGES",
+            key="parallel.virtual_stages",
+            message="virtual_stages=1 leaves pipeline_schedule=interleaved nothing to interleave: a rank holds one chunk",
+            fix="Set virtual_stages to 2 or more, or pipeline_schedule to 1f1b",
+        )
+    elif name in ("gpipe", "1f1b") and virtual_stages > 1:
+        yield Problem(
+            code="SCHEDULE_VIRTUAL_STAGES",
+            key="parallel.virtual_stages",
+            message=f"virtual_stages={virtual_stages} is not for pipeline_schedule={name}: its ranks hold one chunk each",
+            fix="Set virtual_stages to 1, or pipeline_schedule to interleaved or zb-h1",
+        )

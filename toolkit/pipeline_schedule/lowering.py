@@ -1,0 +1,129 @@
+"""From an order of compute to a rank's whole stream: where each message is sent and where its receive is posted.
+
+A channel is a source rank, the rank it sends to, and a kind, activations or gradients. Each is one communicator or tag of
+its own, so messages are matched by their order alone: receives are posted in the order in which the other end sends.
+"""
+
+from __future__ import annotations
+
+from toolkit.pipeline_schedule.instructions import (
+    Backward,
+    BackwardInput,
+    Compute,
+    Forward,
+    Instruction,
+    Message,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
+from toolkit.pipeline_schedule.schedule import Schedule
+
+# Compute instructions before its use at which a receive is posted: the message then travels while one of them runs. On
+# paper more gain nothing, with any schedule. 1F1B's inner ranks still wait for some: each sends what the next one is about
+# to need. The other schedules hide all messages that are shorter than a pass, but for those of filling and draining.
+LOOKAHEAD = 1
+
+
+def actions(schedule: Schedule, rank: int, *, lookahead: int = LOOKAHEAD) -> tuple[Instruction, ...]:
+    """Gives what one rank executes: its compute with sends and receives between.
+
+    A compute instruction waits for the receive of its own chunk and micro-batch, if one was posted. Sends follow the
+    compute that made what they send. Between two stages on the same rank (pp = 1) there is no message.
+
+    >>> from toolkit.pipeline_schedule import build_schedule
+    >>> for action in actions(build_schedule("1f1b", pp=2, micro_batches=2), 0):
+    ...     print(action)
+    Forward(chunk=0, micro_batch=0)
+    SendActivation(chunk=0, micro_batch=0, peer=1)
+    ReceiveGradient(chunk=0, micro_batch=0, peer=1)
+    Forward(chunk=0, micro_batch=1)
+    SendActivation(chunk=0, micro_batch=1, peer=1)
+    ReceiveGradient(chunk=0, micro_batch=1, peer=1)
+    Backward(chunk=0, micro_batch=0)
+    Backward(chunk=0, micro_batch=1)
+
+    Args:
+        schedule: Any, also one whose order could not run: `simulate` says so.
+        rank: Pipeline rank.
+        lookahead: Compute instructions before its use at which a receive is posted at the latest; 0 posts it where it is
+            needed. Each costs a buffer of one hidden state.
+    """
+    order = schedule.order[rank]
+    posted: list[list[Message]] = [[] for _ in order]
+    for position, receive in _receives(schedule, rank, lookahead):
+        posted[position].append(receive)
+    stream: list[Instruction] = []
+    for receives, instruction in zip(posted, order, strict=True):
+        stream += [*receives, instruction]
+        if (send := sent_after(schedule, rank, instruction)) is not None:
+            stream.append(send)
+    return tuple(stream)
+
+
+def sent_after(schedule: Schedule, rank: int, instruction: Compute) -> Message | None:
+    """Gives the message that leaves a rank after a compute instruction, or None."""
+    chunk, micro_batch = instruction.chunk, instruction.micro_batch
+    stage = schedule.stage(rank, chunk)
+    if isinstance(instruction, Forward) and _is_elsewhere(schedule, rank, stage + 1):
+        return SendActivation(chunk=chunk, micro_batch=micro_batch, peer=schedule.place(stage + 1)[0])
+    if isinstance(instruction, Backward | BackwardInput) and _is_elsewhere(schedule, rank, stage - 1):
+        return SendGradient(chunk=chunk, micro_batch=micro_batch, peer=schedule.place(stage - 1)[0])
+    return None
+
+
+def received_before(schedule: Schedule, rank: int, instruction: Compute) -> Message | None:
+    """Gives the message that a compute instruction needs from another rank, or None."""
+    chunk, micro_batch = instruction.chunk, instruction.micro_batch
+    stage = schedule.stage(rank, chunk)
+    if isinstance(instruction, Forward) and _is_elsewhere(schedule, rank, stage - 1):
+        return ReceiveActivation(chunk=chunk, micro_batch=micro_batch, peer=schedule.place(stage - 1)[0])
+    if isinstance(instruction, Backward | BackwardInput) and _is_elsewhere(schedule, rank, stage + 1):
+        return ReceiveGradient(chunk=chunk, micro_batch=micro_batch, peer=schedule.place(stage + 1)[0])
+    return None
+
+
+def counterpart(schedule: Schedule, rank: int, message: Message) -> Message:
+    """Gives what the peer executes at the other end of a rank's message."""
+    stage = schedule.stage(rank, message.chunk)
+    towards_last = isinstance(message, SendActivation | ReceiveGradient)
+    other = {
+        SendActivation: ReceiveActivation,
+        ReceiveActivation: SendActivation,
+        SendGradient: ReceiveGradient,
+        ReceiveGradient: SendGradient,
+    }[type(message)]
+    chunk = schedule.place(stage + 1 if towards_last else stage - 1)[1]
+    return other(chunk=chunk, micro_batch=message.micro_batch, peer=rank)
+
+
+def _is_elsewhere(schedule: Schedule, rank: int, stage: int) -> bool:
+    return 0 <= stage < schedule.num_stages and schedule.place(stage)[0] != rank
+
+
+def _receives(schedule: Schedule, rank: int, lookahead: int) -> list[tuple[int, Message]]:
+    """Gives each receive of a rank with the position of the compute before which it is posted, in the order of posting."""
+    needed = {}
+    for position, instruction in enumerate(schedule.order[rank]):
+        if (receive := received_before(schedule, rank, instruction)) is not None:
+            needed[receive] = max(0, position - lookahead)
+    found: list[tuple[int, Message]] = []
+    for kind in (ReceiveActivation, ReceiveGradient):
+        for peer in sorted({receive.peer for receive in needed if isinstance(receive, kind)}):
+            channel = [
+                receive
+                for instruction in schedule.order[peer]
+                if (send := sent_after(schedule, peer, instruction)) is not None and send.peer == rank
+                if isinstance(receive := counterpart(schedule, peer, send), kind) and receive in needed
+            ]
+            latest = len(schedule.order[rank])
+            backwards = []
+            for receive in reversed(channel):
+                # What the other end sends first is posted first, even where it is needed later.
+                latest = min(latest, needed[receive])
+                backwards.append((latest, receive))
+            found += reversed(backwards)
+    # What nobody sends is awaited all the same, so that the simulation can tell.
+    listed = {receive for _, receive in found}
+    return found + [(position, receive) for receive, position in needed.items() if receive not in listed]

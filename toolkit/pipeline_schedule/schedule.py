@@ -1,0 +1,67 @@
+"""A schedule: for each pipeline rank, the order of its forward and backward passes. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from toolkit.config.fields import PipelineSchedule
+from toolkit.pipeline_schedule.instructions import Backward, BackwardWeight, Compute, Forward
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What every rank computes in one step, in order; `actions` adds the messages between ranks.
+
+    Args:
+        name: How the order came to be.
+        pp: Pipeline ranks.
+        micro_batches: Of one step, of each data-parallel replica.
+        virtual_stages: Chunks of each rank.
+        order: Compute of each rank.
+    """
+
+    name: PipelineSchedule
+    pp: int
+    micro_batches: int
+    virtual_stages: int = 1
+    order: tuple[tuple[Compute, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages into which the model is cut: pp × virtual_stages."""
+        return self.pp * self.virtual_stages
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """Stage of a rank's chunk."""
+        return chunk * self.pp + rank
+
+    def place(self, stage: int) -> tuple[int, int]:
+        """Rank and chunk of a stage."""
+        chunk, rank = divmod(stage, self.pp)
+        return rank, chunk
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Most (chunk, micro-batch) pairs whose activations a rank holds at once.
+
+        What is received ahead of its use comes on top: with `actions`' default, one hidden state.
+        """
+        return max(map(sum, self._held(rank)), default=0)
+
+    def peak_in_flight_of_stage(self, stage: int) -> int:
+        """Most micro-batches whose activations one stage holds at once."""
+        rank, chunk = self.place(stage)
+        return max((held[chunk] for held in self._held(rank)), default=0)
+
+    def _held(self, rank: int) -> list[tuple[int, ...]]:
+        """Micro-batches that each chunk of a rank holds, while each of its instructions runs."""
+        held = [0] * self.virtual_stages
+        found = []
+        for instruction in self.order[rank]:
+            if isinstance(instruction, Forward):
+                held[instruction.chunk] += 1
+            found.append(tuple(held))
+            if isinstance(instruction, Backward | BackwardWeight):
+                held[instruction.chunk] -= 1
+        return found

@@ -1,0 +1,108 @@
+"""Defaults of a job, each with its reason, and what stands in for one that the rest of the job refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from toolkit.config.job import Card, Job
+from toolkit.errors import Problem
+from toolkit.planning.rules.training import unread
+from toolkit.planning.settings import Choice, Source
+
+T = TypeVar("T")
+
+# Defaults that are changed together at most: DeepSpeed's BF16_Optimizer needs a stage and a dtype at once.
+_AT_ONCE = 2
+
+
+class Instead(NamedTuple):
+    """What stands in for a default, and what the rules say of the default."""
+
+    value: Any
+    because: str
+
+
+class Chooser:
+    """Collects choices with their reasons.
+
+    Args:
+        job: As written.
+        instead: What to take in place of a default, by key.
+
+    Attributes:
+        choices: One entry a value, in the order in which they were made.
+        others: What may stand in for the default of each open key.
+    """
+
+    def __init__(self, job: Job, *, instead: Mapping[str, Instead]) -> None:
+        self.choices: list[Choice] = []
+        self.others: dict[str, tuple[Any, ...]] = {}
+        self._instead = instead
+        for section in ("model", "cluster", "train", "parallel", "data"):
+            part = getattr(job, section)
+            if part is None:
+                continue
+            written = part.model_dump(mode="json")
+            for name in written:
+                if isinstance(card := getattr(part, name), Card):
+                    self._add_card(card)
+                elif name in part.model_fields_set and written[name] is not None:
+                    self._add(f"{section}.{name}", written[name], "job", "written in the job")
+                elif written[name] not in (None, [], {}) and not unread(job, f"{section}.{name}"):
+                    self._add(f"{section}.{name}", written[name], "default", "the fixed default")
+        for key, value in job.deepspeed.items():
+            self._add(f"deepspeed.{key}", value, "deepspeed", "written in the job's deepspeed section; wins")
+
+    def _add_card(self, card: Card) -> None:
+        self._add("cluster.gpu", card.name, "job", "described in the job")
+        for name, value in card.model_dump(mode="json", exclude={"name"}, exclude_none=True).items():
+            self._add(f"cluster.gpu.{name}", value, "job", "written in the job")
+
+    def _add(self, key: str, value: Any, source: Source, reason: str) -> None:
+        self.choices.append(Choice(key=key, value=value, source=source, reason=reason))
+
+    def choose(self, key: str, given: T | None, default: T, reason: str, *, others: Sequence[T] = ()) -> T:
+        """Return what the job says, or the default, and note the reason.
+
+        Args:
+            key: Dotted path as in the job file.
+            given: What the job says; None where it says nothing.
+            default: What is best where nothing forbids it.
+            reason: Why, as a clause.
+            others: What may stand in for the default where a rule refuses it, best first.
+        """
+        if given is not None:
+            return given
+        self.others[key] = tuple(other for other in others if other != default)
+        if key in self._instead:
+            reason = f"{json.dumps(default)} would be refused: {self._instead[key].because}"
+            default = self._instead[key].value
+        self._add(key, default, "default", reason)
+        return default
+
+    def derive(self, key: str, value: T, reason: str) -> T:
+        """Notes a value that follows from others, in place of what it was made from."""
+        self.choices = [choice for choice in self.choices if choice.key != key]
+        self._add(key, value, "derived", reason)
+        return value
+
+
+def other_defaults(others: Mapping[str, Sequence[Any]], problems: Iterable[Problem]) -> Iterator[dict[str, Any]]:
+    """Yield what to try in place of the defaults that problems speak of: one key changed, then two.
+
+    A rule names the values that it refuses, as `<name>=<value>`, or names the key in its fix.
+
+    Args:
+        others: Of each open key.
+        problems: What the rules say of the defaults.
+    """
+    said = set(re.findall(r"\w+", " ".join(f"{problem.message} {problem.fix}" for problem in problems)))
+    keys = [key for key, values in others.items() if values and key.rpartition(".")[2] in said]
+    for number in range(1, _AT_ONCE + 1):
+        for changed in itertools.combinations(keys, number):
+            for values in itertools.product(*(others[key] for key in changed)):
+                yield dict(zip(changed, values, strict=True))

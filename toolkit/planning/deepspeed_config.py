@@ -1,0 +1,141 @@
+"""DeepSpeed's JSON: no "auto" left, three consumers, every key with one home.
+
+Sources: deepspeed runtime/config.py, runtime/zero/config.py, runtime/zero/offload_config.py,
+runtime/precision_config.py; transformers integrations/deepspeed.py; accelerate utils/deepspeed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from toolkit.errors import PlanError, raise_all
+from toolkit.planning.offload import offload_section, parameter_buffer_size
+from toolkit.planning.rules.integrations import consumer_problems
+from toolkit.planning.unchecked_plan import Draft
+
+Consumer = Literal["toolkit", "trainer", "accelerate"]
+
+
+def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
+    """Return the configuration that `consumer` needs.
+
+    `toolkit` holds the optimizer, and no scheduler: ours knows the number of steps only once the data is read.
+    `trainer` holds the same optimizer, equal to `TrainingArguments`. `accelerate` holds none: the script has one.
+
+    Raises:
+        PlanError: With every reason for which the consumer cannot carry the plan.
+    """
+    raise_all(PlanError, consumer_problems(draft, consumer))
+    settings = draft.settings
+    dtype = settings.dtype
+    config: dict[str, Any] = {
+        "train_batch_size": settings.batch.train,
+        "train_micro_batch_size_per_gpu": settings.batch.micro,
+        "gradient_accumulation_steps": settings.batch.accumulation,
+        "gradient_clipping": draft.job.train.max_grad_norm,
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16"},
+        "data_types": {"grad_accum_dtype": settings.gradient_accumulation_dtype},
+        "zero_optimization": _zero_section(draft, consumer),
+    }
+    if draft.job.parallel.pipeline > 1:
+        # Our loop runs all micro-batches of a step; the engine is told of one. DeepSpeed's own clock would halt the host at each
+        # forward pass until all that the card has been given is done: messages, too, which come once this rank goes on.
+        config |= {
+            "train_batch_size": settings.batch.micro * settings.batch.dp_size,
+            "gradient_accumulation_steps": 1,
+            "timers": {"throughput": {"enabled": False}},
+        }
+        if settings.reduces_once:  # the loop adds up in another dtype by itself (pipeline_parallel/grads.py)
+            config["data_types"] = {"grad_accum_dtype": dtype}
+    if consumer != "toolkit" and draft.on_cpu and settings.zero_stage == 3:
+        # On CPU both join gloo without DeepSpeed, whose zero.Init then counts one rank and finds the product wrong
+        # (runtime/config.py _batch_assertion); the engine, which counts all, multiplies it out itself.
+        del config["train_batch_size"]
+    if consumer != "accelerate":
+        config["optimizer"] = _optimizer_section(draft)
+    if draft.job.train.optimizer == "sgd" or consumer == "accelerate":
+        # zero/utils.py ZERO_SUPPORTED_OPTIMIZERS lists neither torch SGD nor what a script may bring.
+        config["zero_allow_untested_optimizer"] = True
+    if consumer == "accelerate" and draft.profile.optimizer and draft.job.train.optimizer != "adamw":
+        # Accelerate would replace the script's optimizer, SGD too, by DeepSpeedCPUAdam (utils/deepspeed.py
+        # map_pytorch_optim_to_deepspeed), and DeepSpeed would refuse another one (engine.py _configure_optimizer).
+        config["zero_force_ds_cpu_optimizer"] = False
+    return merge(config, draft.job.deepspeed)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the keys of `over` laid over it, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
+    settings = draft.settings
+    stage = settings.zero_stage
+    section: dict[str, Any] = {"stage": stage}
+    if stage == 0:
+        return section
+    if stage < 3:
+        # stage_1_and_2.py asserts a multiple of its nccl_start_alignment_factor, 2.
+        section["allgather_bucket_size"] = settings.reduce_bucket_size + settings.reduce_bucket_size % 2
+    if draft.uses_bf16_optimizer:
+        return section
+    nvme = draft.job.cluster.nvme_path
+    # A parameter on disk holds one of five swap buffers until it is released, so none may be kept
+    # (swap_tensor/partitioned_param_swapper.py swap_in asserts "Not enough buffers").
+    on_disk = draft.profile.parameters == "nvme"
+    section |= {
+        "overlap_comm": stage == 3,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": settings.reduce_bucket_size,
+    }
+    if stage == 3:
+        section |= {
+            "sub_group_size": settings.sub_group_size,
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 0 if on_disk else 1_000_000_000,
+            # Trainer.save_model and Accelerator.get_state_dict return nothing without it (transformers #25817).
+            "stage3_gather_16bit_weights_on_model_save": consumer != "toolkit",
+        }
+    return section | offload_section(
+        draft.profile,
+        ratio=settings.offload_ratio,
+        nvme_path=str(nvme) if nvme else None,
+        pin_memory=not draft.on_cpu,
+        swap_buffer_size=parameter_buffer_size(
+            largest_parameter=_largest_parameter(draft),
+            num_parameters=draft.model.num_parameters,
+            dp_size=settings.batch.dp_size,
+        ),
+    )
+
+
+def _largest_parameter(draft: Draft) -> int:
+    """Counts the elements of the embedding, or of the experts of a layer, which transformers keeps in one tensor."""
+    model = draft.model
+    width = model.config.get("moe_intermediate_size") or model.config.get("intermediate_size") or 0
+    experts = 2 * model.num_experts * int(width) * model.hidden_size  # gate and up projections
+    return max(model.vocab_size * model.hidden_size, experts)
+
+
+def _optimizer_section(draft: Draft) -> dict[str, Any]:
+    train = draft.job.train
+    params: dict[str, Any] = {"lr": draft.settings.learning_rate}
+    if train.optimizer == "sgd":
+        return {"type": "SGD", "params": params | {"momentum": train.momentum, "weight_decay": train.weight_decay}}
+    params |= {"betas": [train.adam_beta1, train.adam_beta2], "weight_decay": train.weight_decay}
+    if train.optimizer == "lion":
+        return {"type": "Lion", "params": params}
+    params["eps"] = train.adam_epsilon
+    if draft.uses_torch_adam:
+        # engine.py get_optimizer_configuration: torch.optim.AdamW in place of FusedAdam or CPUAdam.
+        params["torch_adam"] = True
+    return {"type": "AdamW", "params": params}

@@ -1,0 +1,152 @@
+"""Named offload profiles: what leaves the GPU, where it goes, and what that asks of the job.
+
+Source: deepspeed runtime/zero/stage_1_and_2.py (cpu_offload), runtime/zero/stage3.py (_configure_offloading,
+_create_fp32_partitions), runtime/swap_tensor; arXiv 2101.06840 (ZeRO-Offload), arXiv 2104.07857 (ZeRO-Infinity).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.config.job import Offload
+
+Device = Literal["cpu", "nvme"] | None
+
+# Adam swaps four tensors at once: master copy, gradient and two moments (runtime/swap_tensor/partitioned_optimizer_swapper.py).
+OPTIMIZER_BUFFERS = 4
+
+# DeepSpeed's defaults for offloaded parameters: buffers, and elements of each (runtime/zero/offload_config.py).
+PARAMETER_BUFFERS = 5
+PARAMETER_BUFFER_SIZE = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadProfile:
+    """One named way to trade GPU memory for host memory and time.
+
+    Args:
+        optimizer: Where the optimizer state and its step go; None keeps them on the GPU.
+        parameters: Where the 16-bit parameter partitions wait; None keeps them on the GPU.
+        activations: Whether checkpointed layer inputs wait in pinned host memory.
+        partial: Whether `parallel.offload_ratio` of the optimizer state moves and the rest stays.
+        min_zero_stage: Lowest ZeRO stage that has the partitions to move.
+        explanation: What a user gains and pays.
+    """
+
+    name: Offload
+    optimizer: Device = None
+    parameters: Device = None
+    activations: bool = False
+    partial: bool = False
+    min_zero_stage: int = 0
+    explanation: str
+
+    @property
+    def needs_nvme(self) -> bool:
+        """Whether the profile writes to `cluster.nvme_path`."""
+        return "nvme" in (self.optimizer, self.parameters)
+
+
+PROFILES: dict[str, OffloadProfile] = {
+    profile.name: profile
+    for profile in (
+        OffloadProfile(name="none", explanation="everything stays on the GPU: fastest"),
+        OffloadProfile(
+            name="optimizer-cpu",
+            optimizer="cpu",
+            min_zero_stage=1,
+            explanation=(
+                "the fp32 master copy, the Adam moments and the fp32 gradients live in host memory and the CPU does the "
+                "step; gradients cross PCIe each step; `toolkit estimate` says what a node needs"
+            ),
+        ),
+        OffloadProfile(
+            name="optimizer-cpu-partial",
+            optimizer="cpu",
+            partial=True,
+            min_zero_stage=3,
+            explanation=(
+                "only offload_ratio of the optimizer state lives on the CPU (Twin-Flow); the GPU steps the rest, "
+                "so the step is shorter by about that share"
+            ),
+        ),
+        OffloadProfile(
+            name="full-cpu",
+            optimizer="cpu",
+            parameters="cpu",
+            min_zero_stage=3,
+            explanation=(
+                "parameters wait in pinned host memory too and are fetched layer by layer; the GPU holds live layers "
+                "and activations alone; `toolkit estimate` says what a node needs"
+            ),
+        ),
+        OffloadProfile(
+            name="optimizer-nvme",
+            optimizer="nvme",
+            min_zero_stage=3,
+            explanation=(
+                "the optimizer state lives in files on cluster.nvme_path and passes through page-locked buffers, one "
+                "sub-group at a time"
+            ),
+        ),
+        OffloadProfile(
+            name="full-nvme",
+            optimizer="nvme",
+            parameters="nvme",
+            min_zero_stage=3,
+            explanation=(
+                "parameters too live in files on cluster.nvme_path, but for the first 1e9 a rank, which DeepSpeed keeps in "
+                "host memory (offload_param.max_in_cpu): least memory, slowest"
+            ),
+        ),
+        OffloadProfile(
+            name="activations-cpu",
+            activations=True,
+            explanation=(
+                "the input of each checkpointed layer (2 bytes × batch × sequence × hidden a layer) waits in pinned "
+                "host memory between forward and backward"
+            ),
+        ),
+    )
+}
+
+
+def parameter_buffer_size(*, largest_parameter: int, num_parameters: int | None, dp_size: int) -> int:
+    """Return the elements of an NVMe swap buffer: it must hold a rank's share of any parameter.
+
+    DeepSpeed's default, or more where a parameter is larger; never more than a rank's share of the whole model, since
+    five of them are locked into memory.
+
+    Source:
+        deepspeed runtime/swap_tensor/partitioned_param_swapper.py get_buffer.
+    """
+    size = max(PARAMETER_BUFFER_SIZE, -(-largest_parameter // dp_size))
+    return size if num_parameters is None else max(1, min(size, -(-num_parameters // dp_size)))
+
+
+def offload_section(
+    profile: OffloadProfile, *, ratio: float, nvme_path: str | None, pin_memory: bool, swap_buffer_size: int
+) -> dict[str, Any]:
+    """Return the offload keys of DeepSpeed's `zero_optimization`.
+
+    Args:
+        ratio: Share of the optimizer state on the CPU, used by the partial profile.
+        nvme_path: Local folder for swap files, used by the NVMe profiles.
+        pin_memory: Page-locks host buffers; False on CPU, where nothing crosses PCIe.
+        swap_buffer_size: Elements of an NVMe swap buffer, see `parameter_buffer_size`.
+    """
+    section: dict[str, Any] = {}
+    if profile.optimizer:
+        optimizer: dict[str, Any] = {"device": profile.optimizer, "pin_memory": pin_memory}
+        if profile.partial:
+            optimizer["ratio"] = ratio
+        if profile.optimizer == "nvme":
+            optimizer |= {"nvme_path": nvme_path, "buffer_count": OPTIMIZER_BUFFERS}
+        section["offload_optimizer"] = optimizer
+    if profile.parameters:
+        parameters: dict[str, Any] = {"device": profile.parameters, "pin_memory": pin_memory}
+        if profile.parameters == "nvme":
+            parameters |= {"nvme_path": nvme_path, "buffer_count": PARAMETER_BUFFERS, "buffer_size": swap_buffer_size}
+        section["offload_param"] = parameters
+    return section

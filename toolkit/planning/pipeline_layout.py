@@ -1,0 +1,67 @@
+"""Which decoder layers each stage of a pipeline holds, and what of a model no stage can do by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.catalog.models import ModelSpec
+from toolkit.catalog.parameters import count_parameters
+from toolkit.config.job import Job
+from toolkit.pipeline_schedule import partition, uniform_partition
+
+
+def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int, virtual_stages: int) -> tuple[int, ...]:
+    """Return the decoder layers of each stage, first to last; empty without a pipeline, or where stages outnumber layers.
+
+    Args:
+        job: Names the stages and the way to balance them.
+        model: Its layers.
+        sequence_length: Tokens of a sequence, with which the share of attention grows.
+        virtual_stages: Stages of each rank.
+    """
+    parallel = job.parallel
+    stages = parallel.pipeline * virtual_stages
+    if parallel.pipeline == 1 or stages > model.num_hidden_layers:
+        return ()
+    if isinstance(parallel.partition, tuple):
+        return parallel.partition
+    counted = count_parameters(model.config)
+    if parallel.partition == "uniform" or counted is None:
+        return uniform_partition(model.num_hidden_layers, stages)
+    if parallel.partition == "parameters":
+        head = counted.final_norm + (counted.head or model.vocab_size * model.hidden_size)
+        return partition([float(count) for count in counted.layers], stages, first=counted.embedding, last=head)
+    layers, last = operations(model, sequence_length=sequence_length)
+    return partition(layers, stages, last=last)
+
+
+def operations(model: ModelSpec, *, sequence_length: int) -> tuple[list[float], float]:
+    """Return the multiplications of each layer for one token, and of the head; those of like layers where they are not known."""
+    counted = count_parameters(model.config)
+    if counted is None:
+        return [1.0] * model.num_hidden_layers, 0.0
+    # Active weights, and the scores and sums of half a sequence.
+    attention = float(sequence_length * model.num_attention_heads * model.head_dim)
+    head = float(model.vocab_size * model.hidden_size)
+    return [count + attention for count in counted.active_layers], head
+
+
+def across_stages(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names the values of a model's config.json that ask for more than a stage holds, each with the reason.
+
+    Args:
+        config: Content of config.json; a multimodal one is read through its `text_config`.
+    """
+    text = config.get("text_config")
+    values = text if isinstance(text, Mapping) else config
+    if values.get("layerdrop"):
+        yield (
+            f"layerdrop={values['layerdrop']}",
+            "layers are left out at random, and each stage would draw for itself",
+        )
+    if values.get("output_router_logits"):
+        yield (
+            "output_router_logits=true",
+            "the router's loss multiplies averages over all layers, and no stage has them all",
+        )

@@ -1,0 +1,138 @@
+"""From a job to a plan: every open value gets a fixed, explained default; then every rule is checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.arguments import checks_arguments
+from toolkit.catalog.gpus import Gpu, find_gpu
+from toolkit.catalog.models import ModelSpec, resolve_model
+from toolkit.config.job import Job
+from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.planning.chooser import Chooser, Instead, other_defaults
+from toolkit.planning.decide import decide
+from toolkit.planning.plan import Plan
+from toolkit.planning.read import read_job_or_plan
+from toolkit.planning.rules import RULES, RUN_RULES
+from toolkit.planning.settings import Choice
+from toolkit.planning.unchecked_plan import Draft
+
+
+@checks_arguments
+def resolve(job: Job | Plan | str | Path) -> Plan:
+    """Decides every open value of a job and checks it.
+
+    Args:
+        job: A job, or the path of a job file or of a plan.json. What has been decided in a plan stays, and is checked.
+
+    Raises:
+        SpecError: A file, a value of the job, the model or the card is not what it should be.
+        PlanError: With every problem at once.
+    """
+    given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
+    if isinstance(given, Plan):
+        raise_all(PlanError, (problem for rule in (*RULES, *RUN_RULES) for problem in rule(given)))
+        return given
+    gpu = find_gpu(given.cluster.gpu)  # before the hub is asked for the model
+    return resolve_with(given, model=resolve_model(given.model), gpu=gpu)
+
+
+def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -> Plan:
+    """Does what `resolve` does, with the model and the card already read.
+
+    Args:
+        job: As written.
+        model: Its model.
+        gpu: Its card.
+        to_run: Whether the plan is to run; one that is only estimated may hold what training does not offer.
+    """
+    job = _one_spelling(job)
+    found = _close(job, model, gpu)
+    problems = found.problems
+    if to_run:
+        problems = [*problems, *(problem for rule in RUN_RULES for problem in rule(found.draft))]
+    raise_all(PlanError, problems)
+    return Plan(job=job, model=model, gpu=gpu, settings=found.draft.settings, choices=tuple(found.chooser.choices))
+
+
+class _Closed(NamedTuple):
+    """A job with every open value closed, how, and what the rules say of it."""
+
+    draft: Draft
+    chooser: Chooser
+    problems: list[Problem]
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """How many problems there are, and how many of them name a key that the job leaves open."""
+        return len(self.problems), sum(problem.key in self.chooser.others for problem in self.problems)
+
+
+def _close(job: Job, model: ModelSpec, gpu: Gpu) -> _Closed:
+    """Closes open values by their defaults, and by others where a default is refused and another leaves fewer problems."""
+    instead: dict[str, Instead] = {}
+    best = _close_with(job, model, gpu, instead)
+    while (better := _better(job, model, gpu, best, instead)) is not None:
+        changed, tried = better
+        because = "; ".join(problem.message for problem in best.problems if problem not in tried.problems)
+        instead |= {key: Instead(value, because) for key, value in changed.items()}
+        best = _close_with(job, model, gpu, instead)
+    return best
+
+
+def _better(
+    job: Job, model: ModelSpec, gpu: Gpu, best: _Closed, instead: Mapping[str, Instead]
+) -> tuple[dict[str, Any], _Closed] | None:
+    """Return the change of defaults that leaves the fewest problems; None where none leaves fewer."""
+    found = None
+    for changed in other_defaults(best.chooser.others, best.problems):
+        if found is not None and (len(changed) > len(found[0]) or not found[1].problems):
+            break  # what one key does needs no second
+        tried = _close_with(job, model, gpu, {**instead, **{key: Instead(changed[key], "") for key in changed}})
+        if tried.cost < best.cost and (found is None or tried.cost < found[1].cost):
+            found = changed, tried
+    return found
+
+
+def _close_with(job: Job, model: ModelSpec, gpu: Gpu, instead: Mapping[str, Instead]) -> _Closed:
+    chooser = Chooser(job, instead=instead)
+    problems: list[Problem] = []
+    try:
+        settings = decide(job, model, gpu, chooser)
+    except PlanError as error:
+        # Rules still run on a batch that holds, so that a user sees every other problem too.
+        problems.extend(error.problems)
+        train = job.train.model_copy(
+            update={"train_batch_size": None, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
+        )
+        settings = decide(job.model_copy(update={"train": train}), model, gpu, chooser)
+    draft = Draft(job=job, model=model, gpu=gpu, settings=settings)
+    problems.extend(problem for rule in RULES for problem in rule(draft))
+    return _Closed(draft, chooser, problems)
+
+
+def _one_spelling(job: Job) -> Job:
+    """Return a job whose `deepspeed` section has one name for each key and DeepSpeed's own types; a wrong one as it is."""
+    if not job.deepspeed:  # most jobs have none: the schema is built when it is first used
+        return job
+    from toolkit.deepspeed_spec.job_section import check_section
+
+    reading, problems = check_section(job.deepspeed)
+    return job if problems else job.model_copy(update={"deepspeed": reading.config})
+
+
+def with_torch_adam(plan: Plan, reason: str) -> Plan:
+    """Return a plan in which torch's AdamW steps in place of DeepSpeed's, with all that follows from it.
+
+    Args:
+        plan: One whose job leaves the optimizer open, or names DeepSpeed's.
+        reason: Why, for `toolkit validate --explain`.
+    """
+    train = plan.job.train.model_copy(update={"optimizer": "adamw_torch"})
+    job = plan.job.model_copy(update={"train": train})
+    made = resolve_with(job, model=plan.model, gpu=plan.gpu)
+    choice = Choice(key="train.optimizer", value="adamw_torch", source="derived", reason=reason)
+    return replace(made, choices=(*(one for one in made.choices if one.key != choice.key), choice))

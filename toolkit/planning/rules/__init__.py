@@ -1,0 +1,44 @@
+"""The rules of a sound plan: one function a constraint, each naming the library code that would reject or ignore it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from toolkit.errors import Problem
+from toolkit.planning.rules import (
+    data,
+    deepspeed,
+    estimate_only,
+    fp8,
+    grid,
+    hardware,
+    kernels,
+    model,
+    pipeline,
+    tensor,
+    training,
+    zero,
+)
+from toolkit.planning.unchecked_plan import Draft
+
+Rule = Callable[[Draft], Iterable[Problem]]
+
+RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *hardware.RULES,
+    *grid.RULES,
+    *tensor.RULES,
+    *pipeline.RULES,
+    *zero.RULES,
+    *training.RULES,
+    *fp8.RULES,
+    *kernels.RULES,
+    *data.RULES,
+    *deepspeed.RULES,
+    *estimate_only.RULES,
+)
+
+# What holds besides wherever something is to run.
+RUN_RULES: tuple[Rule, ...] = estimate_only.RUN_RULES
+
+__all__ = ["RULES", "RUN_RULES", "Rule"]

@@ -1,0 +1,74 @@
+"""What the memory estimate knows and training does not: refused wherever something is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.planning.unchecked_plan import Draft
+
+# Key of the job, and the values that can be estimated alone, each with what to set instead.
+_ESTIMATED_ALONE = {
+    "parallel.strategy": {"ddp": "zero with zero_stage 0", "fsdp2": "zero with zero_stage 3"},
+    "train.method": {"qlora": "lora"},
+    "train.optimizer": {"adamw_8bit": "adamw"},
+}
+
+
+def estimate_only(draft: Draft) -> Iterator[Problem]:
+    """A value that `toolkit estimate` takes and no run does."""
+    for key, values in _ESTIMATED_ALONE.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(draft.job, section), name)
+        if value in values:
+            yield Problem(
+                code="ESTIMATE_ONLY",
+                key=key,
+                message=f"{name}={value} can be estimated, not trained: this version has no engine for it",
+                fix=f"Set {key} to {values[value]}, or ask `toolkit estimate` alone",
+            )
+
+
+def strategy_keys(draft: Draft) -> Iterator[Problem]:
+    """DDP and FSDP2 are not DeepSpeed's: its stages, its offload and its keys say nothing to them."""
+    strategy = draft.job.parallel.strategy
+    if strategy == "zero":
+        return
+    if draft.job.parallel.zero_stage is not None:
+        yield _foreign(strategy, "parallel.zero_stage", draft.job.parallel.zero_stage)
+    if draft.profile.optimizer or draft.profile.parameters:
+        yield _foreign(strategy, "parallel.offload", draft.profile.name)
+    for key in draft.job.deepspeed:
+        yield _foreign(strategy, f"deepspeed.{key}", "…")
+
+
+def qlora_partitions(draft: Draft) -> Iterator[Problem]:
+    """Stage 3 partitions floating-point weights; packed 4-bit ones lose their scales (peft #306)."""
+    if draft.job.train.method == "qlora" and draft.settings.zero_stage == 3:
+        strategy = draft.job.parallel.strategy
+        yield Problem(
+            code="QLORA_STAGE",
+            key="train.method",
+            message=f"method=qlora under {'zero_stage=3' if strategy == 'zero' else f'strategy={strategy}'}: packed "
+            "4-bit weights cannot be partitioned",
+            fix=(
+                "Set parallel.zero_stage to 0, 1 or 2"
+                if strategy == "zero"
+                else "Set parallel.strategy to ddp, or to zero, whose stages 0 to 2 leave weights whole"
+            )
+            + ", or train.method to lora",
+            source="deepspeed runtime/zero/partition_parameters.py; peft #306",
+        )
+
+
+def _foreign(strategy: str, key: str, value: object) -> Problem:
+    return Problem(
+        code="STRATEGY_KEY",
+        key=key,
+        message=f"{key.rpartition('.')[2]}={value} is not read under strategy={strategy}: it is a key of DeepSpeed",
+        fix=f"Remove {key}, or set parallel.strategy to zero",
+    )
+
+
+RULES = (strategy_keys, qlora_partitions)
+RUN_RULES = (estimate_only,)

@@ -1,0 +1,23 @@
+"""Where the ranks of a grid lie: they fill the cards, and a tensor group stays inside a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.errors import PlanError, Problem
+from toolkit.planning.unchecked_plan import Draft
+from toolkit.topology.grid import Grid
+from toolkit.topology.placement import place
+
+
+def grid_on_nodes(draft: Draft) -> Iterator[Problem]:
+    """Stages times tensor ranks divide the cards, and no tensor group spans two nodes."""
+    cluster, parallel = draft.job.cluster, draft.job.parallel
+    try:
+        grid = Grid.from_world(world_size=cluster.num_ranks, pp=parallel.pipeline, tp=parallel.tensor)
+        place(grid, num_nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node)
+    except PlanError as error:
+        yield from error.problems
+
+
+RULES = (grid_on_nodes,)

@@ -1,0 +1,93 @@
+"""What the cards and the model's dimensions allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.planning.unchecked_plan import Draft
+
+# Kernels of the flash-attn package need tensor cores of Ampere or later (flash_attn README, "GPU support").
+FLASH_COMPUTE_CAPABILITY = (8, 0)
+
+# Learned absolute positions: an index past the table is an error on the device.
+_ABSOLUTE_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom", "gptj", "codegen", "gpt_neo", "biogpt", "xglm"})
+
+
+def precision_of_card(draft: Draft) -> Iterator[Problem]:
+    """The card computes in the precision (engine.py _do_sanity_check); CPUs emulate fp8."""
+    precision = draft.settings.precision
+    if not draft.gpu.supports(draft.settings.dtype if draft.on_cpu else precision):
+        valid = [name for name in ("bf16", "fp16", "fp32") if draft.gpu.supports(name)]
+        yield Problem(
+            code="PRECISION_CARD",
+            key="train.precision",
+            message=f"precision={precision} is not supported by gpu={draft.gpu.name}"
+            + (": it has no float8 units" if precision == "fp8" else ""),
+            fix=f"Set train.precision to one of {', '.join(valid)}",
+            source="torch aten/src/ATen/native/cuda/ScaledBlas.cpp"
+            if precision == "fp8"
+            else "deepspeed runtime/engine.py _do_sanity_check",
+        )
+
+
+def attention_kernel(draft: Draft) -> Iterator[Problem]:
+    """FlashAttention needs a card and a precision."""
+    attention = draft.settings.attention
+    if attention == "flash_attention_2":
+        capability = draft.gpu.compute_capability
+        ready = draft.gpu.vendor == "amd" or (
+            capability is not None and _version(capability) >= FLASH_COMPUTE_CAPABILITY
+        )
+        if not ready:
+            yield Problem(
+                code="ATTENTION_CARD",
+                key="train.attention",
+                message=f"attention=flash_attention_2 has no kernels for gpu={draft.gpu.name}: it needs Ampere or later",
+                fix="Set train.attention to sdpa or eager",
+            )
+        if draft.settings.precision == "fp32":
+            yield Problem(
+                code="ATTENTION_PRECISION",
+                key="train.attention",
+                message="attention=flash_attention_2 with precision=fp32: its kernels take 16-bit inputs only",
+                fix="Set train.precision to bf16, or train.attention to sdpa",
+                source="transformers modeling_flash_attention_utils.py",
+            )
+
+
+def sequence_within_positions(draft: Draft) -> Iterator[Problem]:
+    """The sequence is no longer than the positions that the model knows."""
+    limit, length = draft.model.max_position_embeddings, draft.settings.sequence_length
+    if limit is None or length <= limit:
+        return
+    absolute = draft.model.model_type in _ABSOLUTE_POSITIONS
+    yield Problem(
+        code="SEQUENCE_LENGTH",
+        key="train.sequence_length",
+        message=(
+            f"sequence_length={length} exceeds max_position_embeddings={limit}: "
+            + ("its position table ends there" if absolute else "it was never trained on positions past it")
+        ),
+        fix=f"Set train.sequence_length to at most {limit}"
+        + ("" if absolute else ", or raise max_position_embeddings with rope scaling in the model's config.json"),
+    )
+
+
+def lion_needs_kernels(draft: Draft) -> Iterator[Problem]:
+    """DeepSpeed's Lion on the device is a CUDA kernel."""
+    if draft.job.train.optimizer == "lion" and draft.on_cpu and not draft.profile.optimizer:
+        yield Problem(
+            code="OPTIMIZER_CARD",
+            key="train.optimizer",
+            message="optimizer=lion on gpu=cpu: FusedLion exists as a CUDA kernel only",
+            fix="Set train.optimizer to adamw or sgd, or parallel.offload to optimizer-cpu",
+            source="deepspeed ops/lion/fused_lion.py",
+        )
+
+
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split(".") if part.isdigit())
+
+
+RULES = (precision_of_card, attention_kernel, sequence_within_positions, lion_needs_kernels)

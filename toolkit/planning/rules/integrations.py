@@ -1,0 +1,131 @@
+"""What `transformers.Trainer` and a plain Accelerate script cannot carry, though our own engine can."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.planning.settings import Settings
+from toolkit.planning.unchecked_plan import Draft
+
+NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
+OWN = "train with `toolkit train` or a script that calls `tk.initialize`"
+
+# Decoders whose class Liger patches (liger_kernel 0.8.5 transformers/monkey_patch.py MODEL_TYPE_TO_APPLY_LIGER_FN).
+LIGER_MODEL_TYPES = frozenset(
+    {
+        *("deepseek_v2", "deepseek_v3", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+        *("granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "llama4_text", "ministral", "mistral", "mixtral"),
+        *("nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"),
+    }
+)
+
+
+def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
+    """Yield every reason for which `consumer` cannot carry the plan; none for `toolkit`."""
+    if consumer == "toolkit":
+        return
+    name, train = NAMES[consumer], draft.job.train
+    fraction = draft.settings.gradient_checkpointing
+    if 0 < fraction < 1:
+        yield Problem(
+            code="CONSUMER_FRACTION",
+            key="train.gradient_checkpointing",
+            message=(
+                f"gradient_checkpointing={fraction:g} is a share of the layers: {name} has them checkpointed by "
+                "transformers, which takes every n-th layer (`every_n_layers`) and no share"
+            ),
+            fix=f"Set it to true or false, with `every_n_layers` in a script of yours, or {OWN}",
+            source="transformers modeling_utils.py _set_gradient_checkpointing",
+        )
+    if draft.profile.activations:
+        yield Problem(
+            code="CONSUMER_ACTIVATIONS",
+            key="parallel.offload",
+            message=(
+                f"offload=activations-cpu moves the inputs of checkpointed layers by a function of our own: for {name} "
+                "transformers has another (`offload`), which our files do not turn on"
+            ),
+            fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {OWN}",
+            source="transformers modeling_utils.py gradient_checkpointing_enable",
+        )
+    if draft.job.parallel.pipeline > 1:
+        yield Problem(
+            code="CONSUMER_PIPELINE",
+            key="parallel.pipeline",
+            message=f"pipeline={draft.job.parallel.pipeline} cuts the model into stages and orders their passes by a loop of our own: "
+            f"{name} has no place for either",
+            fix=f"Set parallel.pipeline to 1, or {OWN}",
+            source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
+        )
+    if draft.job.parallel.tensor > 1:
+        yield Problem(
+            code="CONSUMER_TENSOR",
+            key="parallel.tensor",
+            message=f"tensor={draft.job.parallel.tensor} shards the model by modules of our own and hands DeepSpeed their groups: "
+            f"{name} has no place for either",
+            fix=f"Set parallel.tensor to 1, or {OWN}",
+            source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
+        )
+    if draft.settings.precision == "fp8":
+        yield Problem(
+            code="CONSUMER_FP8",
+            key="train.precision",
+            message=f"precision=fp8 is applied to the model by our own loop: {name} would train in bf16 with our files, and with "
+            "its own fp8 switch convert other layers",
+            fix=f"Set train.precision to bf16, or {OWN}",
+            source="accelerate accelerator.py _prepare_deepspeed, utils/ao.py convert_model_to_fp8_ao",
+        )
+    if draft.settings.kernels != "eager":
+        yield Problem(
+            code="CONSUMER_KERNELS",
+            key="train.kernels",
+            message=f"kernels={draft.settings.kernels} is applied by our own loop, to the modules of one model: {name} has no such "
+            "switch, and Liger's own patches the classes of the process, rotary embeddings too",
+            fix=f"Set train.kernels to eager, or {OWN}",
+            source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
+        )
+    yield from _loss_problems(draft, consumer)
+    if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
+        yield Problem(
+            code="CONSUMER_POLYNOMIAL",
+            key="train.max_steps",
+            message=f"max_steps={draft.settings.max_steps} is all warm-up: the polynomial schedule of {name} divides by the steps after it",
+            fix="Raise train.max_steps, or set train.lr_scheduler_type to linear",
+            source="transformers optimization.py _get_polynomial_decay_schedule_with_warmup_lr_lambda",
+        )
+    if train.learning_rate_scaling != "none" and consumer == "accelerate":
+        yield Problem(
+            code="CONSUMER_LEARNING_RATE",
+            key="train.learning_rate_scaling",
+            message=f"learning_rate_scaling={train.learning_rate_scaling} sets a rate that {name} sets itself",
+            fix="Leave it out and scale the rate in the script",
+        )
+
+
+def _loss_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
+    name, train = NAMES[consumer], draft.job.train
+    if train.loss == "chunked" or (train.loss == "liger" and consumer == "accelerate"):
+        yield Problem(
+            code="CONSUMER_LOSS",
+            key="train.loss",
+            message=f"loss={train.loss} is computed by our own loop, not by {name}",
+            fix=f"Set train.loss to full{' or liger' if consumer == 'trainer' else ''}, or {OWN}",
+        )
+    elif train.loss == "liger" and draft.model.model_type not in LIGER_MODEL_TYPES:
+        yield Problem(
+            code="CONSUMER_LIGER",
+            key="train.loss",
+            message=f"loss=liger with model_type={draft.model.model_type}: {name} has Liger patch the model's class, which it "
+            "does for other types, and leaves this one silently as it is",
+            fix=f"Set train.loss to full, or {OWN}",
+            source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
+        )
+
+
+def _is_all_warmup(settings: Settings) -> bool:
+    if settings.max_steps is None:  # the data will tell
+        return False
+    share = math.ceil((settings.warmup_ratio or 0.0) * settings.max_steps)
+    return (share if settings.warmup_steps is None else settings.warmup_steps) >= settings.max_steps

@@ -1,0 +1,85 @@
+"""What the model's class allows: the task that it is built for, and the attention that it can be built with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.catalog.architectures import Architecture, architecture_of, class_problems
+from toolkit.errors import Problem
+from toolkit.planning.unchecked_plan import Draft
+from toolkit.topology.grid import join
+
+
+def causal_language_model(draft: Draft) -> Iterator[Problem]:
+    """What is planned and priced is what would be built: the causal language model that the folder holds."""
+    model = draft.model
+    yield from class_problems(model.config, name=model.name, trust_remote_code=draft.job.model.trust_remote_code)
+
+
+def _built(draft: Draft) -> Architecture | None:
+    model = draft.model
+    folder = model.path if model.origin == "folder" else None
+    return architecture_of(model.config, trust_remote_code=draft.job.model.trust_remote_code, folder=folder)
+
+
+def layers_that_recompute(draft: Draft) -> Iterator[Problem]:
+    """Some old classes have no layers that transformers can checkpoint."""
+    built, fraction = _built(draft), draft.settings.gradient_checkpointing
+    if fraction and built is not None and built.checkpoints is False:
+        yield Problem(
+            code="CHECKPOINTING_LAYERS",
+            key="train.gradient_checkpointing",
+            message=f"gradient_checkpointing={fraction:g} with {built.class_name}: none of its layers is a GradientCheckpointingLayer",
+            fix="Set train.gradient_checkpointing to false",
+            source="transformers modeling_layers.py",
+        )
+
+
+def attention_of_class(draft: Draft) -> Iterator[Problem]:
+    """A class has the attention that it has been written for, and no other; soft-capped scores need a kernel that caps."""
+    built, attention = _built(draft), draft.settings.attention
+    if built is None or built.attention is None or attention in built.attention:
+        yield from _soft_capped(draft)
+        return
+    why = f"transformers has no {attention} for this class"
+    if attention == "flash_attention_2" and built.flash_kernel is not None:
+        why = f"transformers would put {built.flash_kernel} in its place, which the class needs"
+    valid = built.attention
+    yield Problem(
+        code="ATTENTION_CLASS",
+        key="train.attention",
+        message=f"attention={attention} with {built.class_name}: {why}",
+        fix=f"Set train.attention to {'one of ' if len(valid) > 1 else ''}{join(valid)}, or leave it out",
+        source="transformers modeling_utils.py get_correct_attn_implementation",
+    )
+
+
+def _soft_capped(draft: Draft) -> Iterator[Problem]:
+    cap = draft.model.config.get("attn_logit_softcapping")
+    if draft.settings.attention == "sdpa" and cap:
+        yield Problem(
+            code="ATTENTION_SOFTCAP",
+            key="train.attention",
+            message=(
+                f"attention=sdpa with attn_logit_softcapping={cap}: torch's "
+                "kernel cannot cap the scores, so the model would not be the one that was pretrained"
+            ),
+            fix="Set train.attention to eager, or to flash_attention_2 on a card that has it",
+            source="transformers integrations/sdpa_attention.py",
+        )
+
+
+def mode_that_trains(draft: Draft) -> Iterator[Problem]:
+    """xLSTM is published in the mode in which it generates: its states are fp32, and its weights in 16 bit do not fit them."""
+    model, dtype = draft.model, draft.settings.dtype
+    if model.model_type == "xlstm" and model.config.get("mode", "inference") == "inference" and dtype != "fp32":
+        yield Problem(
+            code="MODEL_CONFIG_INVALID",
+            key="model",
+            message=f"mode=inference in the config.json of {model.name} computes fp32 states, which do not fit weights in {dtype}",
+            fix='Set "mode": "train" in its config.json',
+            source="transformers models/xlstm/modeling_xlstm.py xLSTMBackend",
+        )
+
+
+RULES = (causal_language_model, attention_of_class, layers_that_recompute, mode_that_trains)

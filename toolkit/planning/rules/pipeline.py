@@ -1,0 +1,216 @@
+"""Pipelines: stages that exist, schedules that run, and what is not proven beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.catalog.parameters import lora_layers
+from toolkit.config.job import Lora
+from toolkit.errors import PlanError, Problem
+from toolkit.pipeline_schedule import check_partition, schedule_problems, uniform_partition
+from toolkit.planning.pipeline_layout import across_stages
+from toolkit.planning.stage_parts import layers_of_ranks
+from toolkit.planning.unchecked_plan import Draft
+
+_KEY = "parallel.pipeline"
+_OFF = f"set {_KEY} to 1"
+
+
+def needs_a_pipeline(draft: Draft) -> Iterator[Problem]:
+    """Keys of pipelines that nothing would read."""
+    parallel = draft.job.parallel
+    if parallel.pipeline > 1:
+        return
+    for name in ("pipeline_schedule", "virtual_stages", "partition"):
+        value = getattr(parallel, name)
+        if value is not None:
+            shown = list(value) if isinstance(value, tuple) else value
+            yield Problem(
+                code="PIPELINE_UNUSED",
+                key=f"parallel.{name}",
+                message=f"{name}={shown} with pipeline=1: there are no stages",
+                fix=f"Remove {name}, or set {_KEY} above 1",
+            )
+
+
+def layers_of_stages(draft: Draft) -> Iterator[Problem]:
+    """Each stage holds at least one decoder layer, and a list names them all."""
+    parallel, num_layers = draft.job.parallel, draft.model.num_hidden_layers
+    if parallel.pipeline == 1:
+        return
+    stages = parallel.pipeline * draft.settings.virtual_stages
+    try:
+        if isinstance(parallel.partition, tuple):
+            check_partition(parallel.partition, num_layers=num_layers, stages=stages)
+        else:
+            uniform_partition(num_layers, stages)
+    except PlanError as error:
+        yield from error.problems
+
+
+def schedule_runs(draft: Draft) -> Iterator[Problem]:
+    """What each schedule needs of virtual stages and micro-batches."""
+    parallel, settings = draft.job.parallel, draft.settings
+    if parallel.pipeline > 1:
+        yield from schedule_problems(
+            settings.pipeline_schedule,
+            pp=parallel.pipeline,
+            micro_batches=settings.batch.accumulation,
+            virtual_stages=settings.virtual_stages,
+        )
+
+
+def split_backward_passes(draft: Draft) -> Iterator[Problem]:
+    """A schedule that computes the gradients of weights apart needs weights that are trained and there."""
+    train, settings = draft.job.train, draft.settings
+    if draft.job.parallel.pipeline == 1 or not settings.splits_backward:
+        return
+    if settings.zero_stage == 3:
+        why = "ZeRO-3 lets a weight go with the pass through its layer, before its gradient is computed"
+        if draft.profile.min_zero_stage == 3:
+            yield _unsplit(
+                "parallel.offload", draft.profile.name, f"it needs ZeRO-3, and {why}", "none or optimizer-cpu"
+            )
+        else:
+            yield _unsplit("parallel.zero_stage", "3", why, "1")
+    if settings.zero_stage == 2:
+        why = "ZeRO-2 reduces gradients as a backward pass gives them, and those of weights come after it"
+        yield _unsplit("parallel.zero_stage", "2", why, "1")
+    if train.method == "lora":
+        why = "adapters have next to no weights, so that nothing is left to compute while a rank waits"
+        yield _unsplit("train.method", "lora", why, "full")
+    if train.torch_compile:
+        why = "a compiled layer computes the gradients of inputs and weights in one"
+        yield _unsplit("train.torch_compile", "true", why, "false")
+
+
+def _unsplit(key: str, value: str, why: str, instead: str) -> Problem:
+    otherwise = "parallel.pipeline_schedule to 1f1b or interleaved"
+    return _beside("pipeline_schedule=zb-h1", key, value, why, f"{instead}, or {otherwise}", code="SCHEDULE_SPLIT")
+
+
+def passes_without_a_halt(draft: Draft) -> Iterator[Problem]:
+    """No part of DeepSpeed waits on the host for all that a card has been given, messages among it, between passes."""
+    pipeline = draft.job.parallel.pipeline
+    if pipeline == 1:
+        return
+    beside, section = f"pipeline={pipeline}", draft.job.deepspeed
+    if "comms_logger" in section:  # whatever its `enabled` says (comm/config.py DeepSpeedCommsConfig)
+        yield _halt("comms_logger", f"comms_logger with {beside}", source="comm/comm.py timed_op")
+    if _is_on(section, "flops_profiler", "enabled"):
+        source = "profiling/flops_profiler/profiler.py start_time_hook"
+        yield _halt("flops_profiler.enabled", f"flops_profiler.enabled=true with {beside}", source=source)
+    if draft.settings.zero_stage == 2 and _is_on(section, "zero_optimization", "overlap_comm"):
+        yield _halt(
+            "zero_optimization.overlap_comm",
+            f"zero_optimization.overlap_comm=true with {beside} and zero_stage=2",
+            instead=", or set parallel.zero_stage to 1",
+            source="runtime/zero/stage_1_and_2.py independent_gradient_partition_epilogue",
+        )
+
+
+def _is_on(section: Mapping[str, Any], part: str, name: str) -> bool:
+    values = section.get(part)
+    return isinstance(values, Mapping) and values.get(name) is True
+
+
+def _halt(path: str, what: str, *, source: str, instead: str = "") -> Problem:
+    return Problem(
+        code="PIPELINE_HALT",
+        key=f"deepspeed.{path}",
+        message=f"{what}: DeepSpeed would wait between passes for messages that another stage sends only after it has waited too",
+        fix=f"Remove deepspeed.{path}{instead}",
+        source=f"deepspeed {source}",
+    )
+
+
+def gathered_by_the_engine(draft: Draft) -> Iterator[Problem]:
+    """DeepSpeed lets other code order the passes under its ZeRO optimizers alone."""
+    if draft.job.parallel.pipeline > 1 and draft.settings.zero_stage == 0:
+        yield Problem(
+            code="PIPELINE_STAGE",
+            key="parallel.zero_stage",
+            message=f"zero_stage=0 with pipeline={draft.job.parallel.pipeline}: DeepSpeed refuses gradients that come from another "
+            "stage where it shards nothing",
+            fix="Set parallel.zero_stage to 1, which takes no more memory",
+            source="deepspeed runtime/engine.py coalesce_grad_reduction",
+        )
+
+
+def proven_together(draft: Draft) -> Iterator[Problem]:
+    """What cuts or runs the model in another way."""
+    if draft.job.parallel.pipeline == 1:
+        return
+    train, parallel = draft.job.train, draft.job.parallel
+    if parallel.strategy != "zero":
+        yield _refused("parallel.strategy", parallel.strategy, "our pipelines run in the DeepSpeed engine", "zero")
+    if train.method == "qlora":
+        yield _refused("train.method", "qlora", "packed 4-bit weights are not built stage by stage", "lora")
+    if draft.settings.precision == "fp8":
+        yield _refused("train.precision", "fp8", "its products have not been held against a whole model's", "bf16")
+    if train.method == "lora" and train.lora is not None and train.lora.modules_to_save:
+        why = "peft copies a module that other stages do not have"
+        yield _refused("train.lora.modules_to_save", ", ".join(train.lora.modules_to_save), why, "none")
+    if draft.profile.needs_nvme:
+        why = "its swap files are named by data-parallel rank alone, so stages of a node would write over each other's"
+        yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
+
+
+def followed_by_each_stage(draft: Draft) -> Iterator[Problem]:
+    """The model's configuration asks for nothing of which a stage has a part."""
+    pipeline = draft.job.parallel.pipeline
+    if pipeline == 1:
+        return
+    for value, why in across_stages(draft.model.config):
+        yield Problem(
+            code="PIPELINE_TOGETHER",
+            key="model",
+            message=f"{value} in the model's config.json with pipeline={pipeline}: {why}",
+            fix=f"Set model to a config.json without {value.partition('=')[0]}, or {_OFF}",
+        )
+
+
+def adapters_on_each_stage(draft: Draft) -> Iterator[Problem]:
+    """A pipeline rank without adapters would have nothing to train, and DeepSpeed no optimizer for it."""
+    train, pp = draft.job.train, draft.job.parallel.pipeline
+    if pp == 1 or train.method != "lora" or not draft.settings.partition:
+        return
+    targets = (train.lora or Lora()).target_modules
+    known = lora_layers(draft.model.config, targets)
+    if known is None:
+        return
+    for rank, held in enumerate(layers_of_ranks(draft.settings.partition, pp=pp)):
+        at_ends = ("embedding" in held.parts and known.before) or ("head" in held.parts and known.behind)
+        if at_ends or any(layer in chunk for chunk in held.chunks for layer in known.layers):
+            continue
+        shown = targets if isinstance(targets, str) else ", ".join(targets)
+        why = f"pipeline rank {rank}, which holds {held}, has none of them, and so nothing to train"
+        yield _refused("train.lora.target_modules", shown, why, "modules of all layers")
+        return
+
+
+def _refused(key: str, value: str, why: str, instead: str) -> Problem:
+    return _beside("pipeline above 1", key, value, why, f"{instead}, or {_OFF}", code="PIPELINE_TOGETHER")
+
+
+def _beside(other: str, key: str, value: str, why: str, instead: str, *, code: str) -> Problem:
+    return Problem(
+        code=code,
+        key=key,
+        message=f"{key.rpartition('.')[2]}={value} with {other}: {why}",
+        fix=f"Set {key} to {instead}",
+    )
+
+
+RULES = (
+    needs_a_pipeline,
+    layers_of_stages,
+    schedule_runs,
+    split_backward_passes,
+    passes_without_a_halt,
+    gathered_by_the_engine,
+    proven_together,
+    adapters_on_each_stage,
+    followed_by_each_stage,
+)

@@ -1,0 +1,198 @@
+"""What tensor parallelism allows: sizes that divide, architectures with known styles, and what it has been proven with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.config.job import Lora
+from toolkit.errors import Problem
+from toolkit.planning.unchecked_plan import Draft
+from toolkit.topology.grid import divisors, join
+
+# Architectures whose styles `toolkit.tensor_parallel.tables` knows.
+TENSOR_MODEL_TYPES = frozenset(
+    {
+        *("falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral"),
+        *("olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+        "starcoder2",
+    }
+)
+# Those whose queries, keys and values are one matrix.
+FUSED_MODEL_TYPES = frozenset({"falcon", "gpt2", "gpt_neox", "phi3"})
+
+# Linear layers of the attention in mixtures of experts.
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+# Multiple of tokens to which rows are padded (`toolkit.data.packing.ROUND_TO`).
+PADDED_TO = 8
+
+_KEY, _SEQUENCE = "parallel.tensor", "parallel.sequence_parallel"
+_ALONE = f"Set {_KEY} to 1"
+
+
+def whole_heads(draft: Draft) -> Iterator[Problem]:
+    """Each rank owns whole query heads, and each key head lies on equally many ranks."""
+    size, model = draft.job.parallel.tensor, draft.model
+    query, key_value = model.num_attention_heads, model.num_key_value_heads
+    if size == 1 or not _is_known(draft):
+        return
+    valid = [n for n in divisors(query) if key_value % n == 0 or n % key_value == 0]
+    if model.model_type in FUSED_MODEL_TYPES:
+        valid = [n for n in valid if key_value % n == 0]
+    name, width, multiple = _inner_width(draft)
+    valid = [n for n in valid if width % n == 0 and width // n % multiple == 0]
+    if size in valid:
+        return
+    if query % size:
+        name, number, why = "num_attention_heads", query, "a rank must own whole heads"
+    elif width % size or width // size % multiple:
+        number, why = width, "each rank holds equally many features"
+        why += f", of experts a multiple of {multiple}, as their kernels want" if multiple > 1 else ""
+    elif key_value % size and size % key_value:
+        name, number, why = "num_key_value_heads", key_value, "a key head must lie on equally many ranks as the others"
+    else:
+        name, number = "num_key_value_heads", key_value
+        why = (
+            f"model_type={model.model_type} keeps queries, keys and values in one matrix, of which ranks would share a part: "
+            "DeepSpeed counts a parameter in the gradient norm once or on each rank, not by parts"
+        )
+    yield Problem(
+        code="TP_HEADS",
+        key=_KEY,
+        message=f"tensor={size} does not divide {name}={number}: {why}",
+        fix=f"Set tensor to one of {join(valid)}",
+    )
+
+
+def _inner_width(draft: Draft) -> tuple[str, int, int]:
+    """Return the name and length of what the ranks share of a feed-forward layer, and what a rank's share is a multiple of."""
+    model = draft.model
+    if not model.num_experts:
+        return "intermediate_size", model.intermediate_size, 1
+    name = "moe_intermediate_size" if model.config.get("moe_intermediate_size") else "intermediate_size"
+    # toolkit.tensor_parallel.validate: 16 bytes, for torch.nn.functional.grouped_mm.
+    return name, int(model.config.get(name) or model.intermediate_size), 4 if draft.settings.dtype == "fp32" else 8
+
+
+def known_styles(draft: Draft) -> Iterator[Problem]:
+    """The architecture is one whose styles are known and tested."""
+    if draft.job.parallel.tensor > 1 and not _is_known(draft):
+        yield Problem(
+            code="TP_ARCHITECTURE",
+            key=_KEY,
+            message=f"tensor={draft.job.parallel.tensor} with model_type={draft.model.model_type}: tensor parallelism of this "
+            "architecture is not known to be right",
+            fix=f"{_ALONE} and let parallel.zero_stage=3 shard the parameters, or call apply_tensor_parallel in a script with a "
+            f"table of your own; known are {', '.join(sorted(TENSOR_MODEL_TYPES))}",
+        )
+
+
+def proven_together(draft: Draft) -> Iterator[Problem]:
+    """What changes the same modules or the same state in another way."""
+    if draft.job.parallel.tensor == 1:
+        return
+    train, parallel = draft.job.train, draft.job.parallel
+    if parallel.strategy != "zero":
+        yield _refused(
+            "parallel.strategy", parallel.strategy, "our tensor parallelism runs in the DeepSpeed engine", "zero"
+        )
+    if train.method == "qlora":
+        yield _refused("train.method", "qlora", "packed 4-bit weights cannot be cut", "lora")
+    if draft.settings.precision == "fp8":
+        yield _refused(
+            "train.precision",
+            "fp8",
+            "the products of cut layers are our own, in the precision of their factors",
+            "bf16",
+        )
+    if train.loss != "full":
+        why = "the loss over the ranks' parts of the vocabulary never joins the logits, and has one way to be computed"
+        yield _refused("train.loss", train.loss, why, "full")
+    if draft.profile.needs_nvme:
+        why = "its swap files are named by data-parallel rank alone, so tensor ranks of a node would write over each other's"
+        yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
+    if train.method == "lora" and draft.model.num_experts and not _adapts_attention_alone(train.lora or Lora()):
+        why = "adapters of stacked experts cannot be cut"
+        yield _refused(
+            "train.lora.target_modules", _shown(train.lora or Lora()), why, f"some of {', '.join(_ATTENTION)}"
+        )
+    if train.method == "lora" and train.lora is not None:
+        if train.lora.lora_dropout:
+            why = "adapters of cut inputs would need other random numbers than those of whole ones"
+            yield _refused("train.lora.lora_dropout", f"{train.lora.lora_dropout:g}", why, "0")
+        if train.lora.modules_to_save:
+            why = "peft copies a module with its process group"
+            yield _refused("train.lora.modules_to_save", ", ".join(train.lora.modules_to_save), why, "none")
+
+
+def pieces_of_sequences(draft: Draft) -> Iterator[Problem]:
+    """Sequence parallelism is of tensor ranks, and gives each an equal piece of every sequence."""
+    if not draft.settings.sequence_parallel:
+        return
+    size, length, data = draft.job.parallel.tensor, draft.settings.sequence_length, draft.job.data
+    if size == 1:
+        yield Problem(
+            code="TP_SEQUENCE",
+            key=_SEQUENCE,
+            message="sequence_parallel=true with tensor=1: there are no tensor ranks to share the sequence",
+            fix=f"Remove sequence_parallel, or set {_KEY} above 1",
+        )
+    elif length % size:
+        yield Problem(
+            code="TP_SEQUENCE",
+            key=_SEQUENCE,
+            message=f"tensor={size} does not divide sequence_length={length}: each rank holds an equal piece",
+            fix=f"Set train.sequence_length to a multiple of {size}, such as {max(length // size, 1) * size}, or {_SEQUENCE} to false",
+        )
+    elif data is not None and data.packing == "none" and PADDED_TO % size:
+        yield Problem(
+            code="TP_SEQUENCE",
+            key=_SEQUENCE,
+            message=f"tensor={size} with packing=none: rows are padded to a multiple of {PADDED_TO}, which it does not divide",
+            fix=f"Set data.packing to wrapped or separated, or {_SEQUENCE} to false",
+        )
+
+
+def counted_norm(draft: Draft) -> Iterator[Problem]:
+    """DeepSpeed's 16-bit optimizers of stage 0 copy their masters without the marks of cut parameters."""
+    settings = draft.settings
+    if draft.job.parallel.tensor > 1 and settings.zero_stage == 0 and settings.dtype != "fp32":
+        yield Problem(
+            code="TP_STAGE",
+            key="parallel.zero_stage",
+            message=f"zero_stage=0 with tensor={draft.job.parallel.tensor} and precision={settings.precision}: DeepSpeed would leave "
+            "the other ranks' shards out of the gradient norm, and clip too little",
+            fix="Set parallel.zero_stage to 1, which takes no more memory and no more time",
+            source="deepspeed runtime/fp16/unfused_optimizer.py step, runtime/utils.py get_weight_norm",
+        )
+
+
+def _adapts_attention_alone(lora: Lora) -> bool:
+    targets = lora.target_modules
+    return not isinstance(targets, str) and all(name.rpartition(".")[2] in _ATTENTION for name in targets)
+
+
+def _shown(lora: Lora) -> str:
+    return lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
+
+
+def _is_known(draft: Draft) -> bool:
+    return draft.model.model_type in TENSOR_MODEL_TYPES
+
+
+def _refused(key: str, value: str, why: str, instead: str) -> Problem:
+    return Problem(
+        code="TP_TOGETHER",
+        key=key,
+        message=f"{key.rpartition('.')[2]}={value} with tensor above 1: {why}",
+        fix=f"Set {key} to {instead}, or {_KEY} to 1",
+    )
+
+
+RULES = (
+    whole_heads,
+    known_styles,
+    proven_together,
+    pieces_of_sequences,
+    counted_norm,
+)

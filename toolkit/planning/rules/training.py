@@ -1,0 +1,234 @@
+"""What the training section must agree on with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.catalog.parameters import names_without_target
+from toolkit.config.job import Job
+from toolkit.errors import Problem
+from toolkit.planning.unchecked_plan import Draft
+
+# Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
+_OPTIMIZER_KEYS = {
+    "adam_beta1": ("adamw", "adamw_torch", "adamw_8bit", "lion"),
+    "adam_beta2": ("adamw", "adamw_torch", "adamw_8bit", "lion"),
+    "adam_epsilon": ("adamw", "adamw_torch", "adamw_8bit"),
+    "momentum": ("sgd",),
+}
+
+
+# Default of lr_end (transformers optimization.py get_polynomial_decay_schedule_with_warmup).
+POLYNOMIAL_END = 1e-7
+
+
+def unread(job: Job, key: str) -> bool:
+    """Whether the job's optimizer would not read `train.<key>`."""
+    readers = _OPTIMIZER_KEYS.get(key.removeprefix("train."))
+    return readers is not None and job.train.optimizer not in readers
+
+
+def lora_section(draft: Draft) -> Iterator[Problem]:
+    """The LoRA section belongs to the method of that name."""
+    if draft.job.train.lora is not None and draft.job.train.method == "full":
+        yield Problem(
+            code="LORA_UNUSED",
+            key="train.lora",
+            message=f"train.lora is given, but method={draft.job.train.method} would ignore it",
+            fix="Set train.method to lora, or remove train.lora",
+        )
+
+
+def lora_targets(draft: Draft) -> Iterator[Problem]:
+    """Some module is adapted; of architectures that are not declared, only building the model tells."""
+    train = draft.job.train
+    if train.method == "full" or train.lora is None:
+        return
+    targets = train.lora.target_modules
+    if names := names_without_target(draft.model.config, targets):
+        shown = targets if isinstance(targets, str) else ", ".join(targets)
+        yield Problem(
+            code="LORA_TARGETS",
+            key="train.lora.target_modules",
+            message=f"target_modules={shown} with model_type={draft.model.model_type}: none of its modules is called so",
+            fix=f"Name some of {', '.join(names)}, or all-linear",
+            source="peft tuners/tuners_utils.py",
+        )
+
+
+def optimizer_keys(draft: Draft) -> Iterator[Problem]:
+    """Keys that the optimizer would not read."""
+    train = draft.job.train
+    for key, optimizers in _OPTIMIZER_KEYS.items():
+        if key in train.model_fields_set and unread(draft.job, key):
+            yield Problem(
+                code="OPTIMIZER_KEY",
+                key=f"train.{key}",
+                message=f"{key}={getattr(train, key):g} is not read by optimizer={train.optimizer}",
+                fix=f"Remove {key}, or set train.optimizer to {' or '.join(optimizers)}",
+            )
+
+
+def run_length(draft: Draft) -> Iterator[Problem]:
+    """Steps or epochs set the length, not both."""
+    train = draft.job.train
+    if train.max_steps is not None and train.num_train_epochs is not None:
+        yield Problem(
+            code="STEPS_CONFLICT",
+            key="train.max_steps",
+            message=f"max_steps={train.max_steps} and num_train_epochs={train.num_train_epochs:g} both set the length",
+            fix="Keep one of the two",
+        )
+
+
+def warmup(draft: Draft) -> Iterator[Problem]:
+    """Warm-up is given once, fits into the run, and is read by the schedule."""
+    train = draft.job.train
+    if train.warmup_steps is not None and train.warmup_ratio is not None:
+        yield Problem(
+            code="WARMUP_CONFLICT",
+            key="train.warmup_steps",
+            message=f"warmup_steps={train.warmup_steps} and warmup_ratio={train.warmup_ratio:g} both set the warm-up",
+            fix="Keep one of the two",
+        )
+    if train.lr_scheduler_type == "constant" and (train.warmup_steps or train.warmup_ratio):
+        yield Problem(
+            code="WARMUP_UNUSED",
+            key="train.lr_scheduler_type",
+            message="lr_scheduler_type=constant ignores the warm-up",
+            fix="Set train.lr_scheduler_type to constant_with_warmup, or remove the warm-up",
+            source="transformers optimization.py get_constant_schedule",
+        )
+    if train.warmup_steps is not None and train.max_steps is not None and train.warmup_steps >= train.max_steps:
+        yield Problem(
+            code="WARMUP_LENGTH",
+            key="train.warmup_steps",
+            message=f"warmup_steps={train.warmup_steps} leaves nothing of max_steps={train.max_steps}",
+            fix=f"Set train.warmup_steps below {train.max_steps}",
+        )
+    if train.warmup_ratio == 1:
+        yield Problem(
+            code="WARMUP_LENGTH",
+            key="train.warmup_ratio",
+            message="warmup_ratio=1 leaves nothing of the run, and Trainer reads it as one step",
+            fix="Set train.warmup_ratio below 1",
+            source="transformers training_args.py get_warmup_steps",
+        )
+
+
+def minimum_learning_rate(draft: Draft) -> Iterator[Problem]:
+    """A floor belongs to the one schedule that has it, which needs it."""
+    train = draft.job.train
+    with_floor = train.lr_scheduler_type == "cosine_with_min_lr"
+    if with_floor == (train.min_learning_rate_ratio is not None):
+        return
+    yield Problem(
+        code="MIN_LEARNING_RATE",
+        key="train.min_learning_rate_ratio",
+        message=(
+            "lr_scheduler_type=cosine_with_min_lr without min_learning_rate_ratio has no floor"
+            if with_floor
+            else f"min_learning_rate_ratio={train.min_learning_rate_ratio:g} is not read by lr_scheduler_type={train.lr_scheduler_type}"
+        ),
+        fix="Set train.min_learning_rate_ratio, such as 0.1"
+        if with_floor
+        else "Set train.lr_scheduler_type to cosine_with_min_lr, or remove min_learning_rate_ratio",
+        source="transformers optimization.py get_cosine_with_min_lr_schedule_with_warmup",
+    )
+
+
+def polynomial_rate(draft: Draft) -> Iterator[Problem]:
+    """The polynomial schedule ends at a rate, not at a share of the peak, which must lie above it."""
+    rate = draft.settings.learning_rate
+    if draft.job.train.lr_scheduler_type == "polynomial" and rate <= POLYNOMIAL_END:
+        yield Problem(
+            code="POLYNOMIAL_RATE",
+            key="train.learning_rate",
+            message=f"learning_rate={rate:g} is not above {POLYNOMIAL_END:g}, where lr_scheduler_type=polynomial ends",
+            fix="Raise train.learning_rate, or set train.lr_scheduler_type to linear",
+            source="transformers optimization.py get_polynomial_decay_schedule_with_warmup",
+        )
+
+
+def learning_rate_scaling(draft: Draft) -> Iterator[Problem]:
+    """Scaling needs a reference batch, and the reference needs scaling."""
+    train = draft.job.train
+    if (train.learning_rate_scaling != "none") != (train.learning_rate_reference_batch_size is not None):
+        yield Problem(
+            code="LEARNING_RATE_SCALING",
+            key="train.learning_rate_scaling",
+            message=(
+                f"learning_rate_scaling={train.learning_rate_scaling} with "
+                f"learning_rate_reference_batch_size={train.learning_rate_reference_batch_size}: each needs the other"
+            ),
+            fix="Give both (linear or sqrt, and the batch for which learning_rate was tuned), or neither",
+        )
+
+
+def evaluation(draft: Draft) -> Iterator[Problem]:
+    """Evaluation keys need evaluation data."""
+    data, train = draft.job.data, draft.job.train
+    if data is not None and (data.eval is not None or data.validation_fraction is not None):
+        return
+    for key in ("eval_steps", "per_device_eval_batch_size"):
+        if getattr(train, key) is not None:
+            yield Problem(
+                code="EVAL_WITHOUT_DATA",
+                key=f"train.{key}",
+                message=f"{key}={getattr(train, key)} without evaluation data is never read",
+                fix="Set data.eval or data.validation_fraction, or remove it",
+            )
+
+
+def lora_dropout_on_experts(draft: Draft) -> Iterator[Problem]:
+    """peft adapts stacked experts as parameters, through which no dropout passes."""
+    train = draft.job.train
+    if train.method != "lora" or train.lora is None or not draft.model.num_experts:
+        return
+    if train.lora.lora_dropout and train.lora.target_modules == "all-linear":
+        yield Problem(
+            code="LORA_DROPOUT_EXPERTS",
+            key="train.lora.lora_dropout",
+            message=f"lora_dropout={train.lora.lora_dropout:g} with target_modules=all-linear of a mixture of experts: "
+            "peft adapts its stacked experts as parameters, which cannot have dropout",
+            fix="Set train.lora.lora_dropout to 0, or name target_modules such as [q_proj, k_proj, v_proj, o_proj]",
+            source="peft tuners/lora/layer.py ParamWrapper",
+        )
+
+
+def liger_loss(draft: Draft) -> Iterator[Problem]:
+    """Liger's loss is a Triton kernel that computes gradients before the loss is scaled."""
+    if draft.job.train.loss != "liger":
+        return
+    if draft.on_cpu:
+        yield Problem(
+            code="LOSS_CARD",
+            key="train.loss",
+            message=f"loss=liger with gpu={draft.gpu.name}: its kernel is Triton's, which needs a card",
+            fix="Set train.loss to chunked, which needs none and saves as much",
+            source="liger_kernel ops/fused_linear_cross_entropy.py",
+        )
+    if draft.settings.precision == "fp16":
+        yield Problem(
+            code="LOSS_PRECISION",
+            key="train.loss",
+            message="loss=liger with precision=fp16: it computes gradients in the forward pass, summed over all tokens and "
+            "before the loss is scaled, so that they can overflow",
+            fix="Set train.loss to chunked, or train.precision to bf16",
+            source="liger_kernel ops/fused_linear_cross_entropy.py",
+        )
+
+
+RULES = (
+    lora_section,
+    lora_targets,
+    liger_loss,
+    lora_dropout_on_experts,
+    optimizer_keys,
+    run_length,
+    warmup,
+    minimum_learning_rate,
+    polynomial_rate,
+    learning_rate_scaling,
+    evaluation,
+)

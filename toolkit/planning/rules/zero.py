@@ -1,0 +1,172 @@
+"""What ZeRO stages, offload profiles and accumulation precisions allow of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.planning.offload import PROFILES
+from toolkit.planning.unchecked_plan import Draft, trainable_parameters
+from toolkit.units import GIB, format_bytes
+
+
+def offload_stage(draft: Draft) -> Iterator[Problem]:
+    """An offload profile needs the partitions that its ZeRO stage makes; DeepSpeed would ignore it below."""
+    needed, stage = draft.profile.min_zero_stage, draft.settings.zero_stage
+    if stage < needed:
+        carried = [name for name, profile in PROFILES.items() if profile.min_zero_stage <= stage]
+        instead = f"parallel.offload to one of {', '.join(carried)}"
+        # Stage 3 cannot partition packed 4-bit weights.
+        raised = needed < 3 or draft.job.train.method != "qlora"
+        yield Problem(
+            code="OFFLOAD_STAGE",
+            key="parallel.offload",
+            message=f"offload={draft.profile.name} needs zero_stage of at least {needed}, zero_stage={stage}: DeepSpeed would "
+            + ("swap in its CPU optimizer and move nothing" if stage == 0 else "ignore it"),
+            fix=f"Set parallel.zero_stage to {needed}, or {instead}" if raised else f"Set {instead}",
+            source="deepspeed runtime/engine.py zero_use_cpu_optimizer",
+        )
+
+
+def offload_path(draft: Draft) -> Iterator[Problem]:
+    """NVMe profiles need a folder. The others may name one: it describes the machine, whatever the profile."""
+    path = draft.job.cluster.nvme_path
+    if draft.profile.needs_nvme and path is None:
+        yield Problem(
+            code="OFFLOAD_NVME_PATH",
+            key="cluster.nvme_path",
+            message=f"offload={draft.profile.name} without cluster.nvme_path: the engine fails on a path of None",
+            fix="Set cluster.nvme_path to a folder on a local NVMe disk of each node",
+            source="deepspeed runtime/zero/stage3.py _configure_tensor_swapping",
+        )
+
+
+def offload_frozen(draft: Draft) -> Iterator[Problem]:
+    """Frozen weights that were drawn at random exist nowhere but in the checkpoint, and one cannot hold them on NVMe."""
+    if draft.profile.parameters == "nvme" and draft.job.train.method == "lora" and draft.settings.init == "random":
+        yield Problem(
+            code="OFFLOAD_NVME_FROZEN",
+            key="parallel.offload",
+            message=f"offload={draft.profile.name} with method=lora and init=random: DeepSpeed saves frozen weights as they "
+            "lie in memory, and these lie on disk",
+            fix="Set parallel.offload to optimizer-nvme or full-cpu, or model.init to pretrained",
+            source="deepspeed runtime/engine.py _get_zero_frozen_param_attributes",
+        )
+
+
+def offload_ratio(draft: Draft) -> Iterator[Problem]:
+    """A ratio is for the partial profile, which needs Adam and a known parameter count."""
+    ratio, profile = draft.job.parallel.offload_ratio, draft.profile
+    if ratio is not None and not profile.partial:
+        yield Problem(
+            code="OFFLOAD_RATIO",
+            key="parallel.offload_ratio",
+            message=f"offload_ratio={ratio:g} with offload={profile.name}: only a partial offload has a ratio",
+            fix="Set parallel.offload to optimizer-cpu-partial, or remove offload_ratio",
+            source="deepspeed runtime/zero/config.py offload_ratio_check",
+        )
+    if profile.partial and draft.job.train.optimizer != "adamw":
+        yield Problem(
+            code="OFFLOAD_PARTIAL_OPTIMIZER",
+            key="train.optimizer",
+            message=f"optimizer={draft.job.train.optimizer} with offload={profile.name}: Twin-Flow steps with CPUAdam only",
+            fix="Set train.optimizer to adamw, or parallel.offload to optimizer-cpu",
+            source="deepspeed runtime/zero/stage3.py",
+        )
+    if profile.partial and draft.model.num_parameters is None:
+        yield Problem(
+            code="OFFLOAD_PARTIAL_SIZE",
+            key="parallel.offload",
+            message=f"offload={profile.name} cuts the state into sub-groups, but {draft.model.name} has an unknown size",
+            fix="Set parallel.offload to optimizer-cpu",
+        )
+
+
+def offload_activations(draft: Draft) -> Iterator[Problem]:
+    """What moves are the inputs of checkpointed layers, so there must be some."""
+    if draft.profile.activations and not draft.settings.gradient_checkpointing:
+        yield Problem(
+            code="OFFLOAD_ACTIVATIONS",
+            key="parallel.offload",
+            message="offload=activations-cpu with gradient_checkpointing=false: only inputs of checkpointed layers move",
+            fix="Set train.gradient_checkpointing to true or to a share of the layers",
+        )
+
+
+def accumulation_dtype(draft: Draft) -> Iterator[Problem]:
+    """Gradients accumulate in the training precision or in fp32, and in fp32 only under ZeRO."""
+    settings = draft.settings
+    dtype, precision, own = settings.gradient_accumulation_dtype, settings.precision, settings.dtype
+    if dtype not in (own, "fp32"):
+        yield Problem(
+            code="ACCUMULATION_DTYPE",
+            key="train.gradient_accumulation_dtype",
+            message=f"gradient_accumulation_dtype={dtype} with precision={precision}: gradients would lose what they hold",
+            fix=f"Set it to {own}" + ("" if own == "fp32" else " or fp32"),
+        )
+    elif dtype != own and settings.zero_stage == 0:
+        yield Problem(
+            code="ACCUMULATION_STAGE",
+            key="train.gradient_accumulation_dtype",
+            message=f"gradient_accumulation_dtype={dtype} with precision={precision} and zero_stage=0 is not implemented",
+            fix="Set parallel.zero_stage to 1, 2 or 3, or leave gradient_accumulation_dtype out",
+            source="deepspeed runtime/engine.py _do_optimizer_sanity_check",
+        )
+
+
+def offload_host_memory(draft: Draft) -> Iterator[Problem]:
+    """The nodes' RAM holds what the profile moves there."""
+    host = draft.job.cluster.host_memory_gib or (draft.gpu.host.host_memory_gib if draft.gpu.host else None)
+    trainable = trainable_parameters(draft.job, draft.model)
+    if draft.profile.optimizer != "cpu" or host is None or trainable is None:
+        return
+    needed = offloaded_bytes(draft, trainable)
+    if needed <= host * GIB:
+        return
+    where = "host_memory_gib" if draft.job.cluster.host_memory_gib else "the catalogue's typical host"
+    yield Problem(
+        code="OFFLOAD_HOST_MEMORY",
+        key="parallel.offload",
+        message=f"offload={draft.profile.name} puts about {format_bytes(needed)} on each node, {where} has {host:g} GiB",
+        fix="Rent more nodes or RAM and set cluster.host_memory_gib, lower parallel.offload_ratio with "
+        "optimizer-cpu-partial, or train by LoRA",
+        source="deepspeed runtime/zero/stage_1_and_2.py and stage3.py",
+    )
+
+
+def offloaded_bytes(draft: Draft, trainable: int) -> float:
+    """Return what a CPU profile puts into one node's RAM, bytes, before rounding and without the processes' own.
+
+    Master copy 4, moments 8, fp32 gradient 4, staging 2 a parameter, and 2 more with accumulation or offloaded
+    parameters, shared by the ranks (deepspeed runtime/zero/stage_1_and_2.py, stage3.py).
+    """
+    a_parameter = 18 + 2 * (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
+    moved = a_parameter * trainable * draft.settings.offload_ratio
+    if draft.profile.parameters == "cpu":  # frozen parameters move as well, in training precision
+        width = 4 if draft.settings.precision == "fp32" else 2
+        moved += width * max(0, (draft.model.num_parameters or trainable) - trainable)
+    return moved / draft.job.cluster.nodes
+
+
+def compile_under_zero3(draft: Draft) -> Iterator[Problem]:
+    """ZeRO-3 fetches parameters in module hooks, at each of which a compiled graph breaks."""
+    if draft.job.train.torch_compile and draft.settings.zero_stage == 3:
+        yield Problem(
+            code="COMPILE_ZERO3",
+            key="train.torch_compile",
+            message="torch_compile=true with zero_stage=3: parameters are fetched in module hooks, where each graph breaks",
+            fix="Set parallel.zero_stage to 0, 1 or 2, or torch_compile to false",
+            source="deepspeed runtime/zero/parameter_offload.py",
+        )
+
+
+RULES = (
+    offload_stage,
+    offload_path,
+    offload_frozen,
+    offload_ratio,
+    offload_activations,
+    offload_host_memory,
+    accumulation_dtype,
+    compile_under_zero3,
+)

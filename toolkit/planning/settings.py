@@ -1,0 +1,183 @@
+"""What a plan decides: every value that a job may leave open, closed, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from toolkit.config.fields import Count, Fraction, NonNegativeCount, PipelineSchedule, ZeroStage, adapter_of
+from toolkit.config.job import Attention, Dtype, Job, Kernels, Precision
+from toolkit.planning.batch import Batch
+
+Source = Literal["job", "default", "derived", "deepspeed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One value of the plan and where it came from.
+
+    Args:
+        key: Dotted path as in the job file.
+        value: JSON value.
+        source: `job`: written by the user; `default`: fixed rule; `derived`: follows from other values;
+            `deepspeed`: from the job's `deepspeed` section.
+        reason: One clause.
+    """
+
+    key: str
+    value: Any
+    source: Source
+    reason: str
+
+
+def read_choices(value: Any) -> tuple[Choice, ...]:
+    """Reads the choices of a plan; raises as `Settings.from_dict` does."""
+    made = tuple(Choice(**choice) for choice in value)
+    adapter_of(list[Choice]).validate_json(json.dumps(value), strict=True)
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every open value of a job, decided.
+
+    Args:
+        batch: The batch equation.
+        gradient_checkpointing: Share of the decoder layers that recompute, 0 to 1.
+        learning_rate: Peak, after `learning_rate_scaling`.
+        warmup_ratio: Share of all steps; used when `warmup_steps` is None.
+        max_steps: Optimizer steps; None when epochs set the length.
+        num_train_epochs: Passes over the data; None when `max_steps` sets the length.
+        eval_steps: Steps between evaluations; None without evaluation data.
+        sub_group_size: Parameters a ZeRO-3 optimizer sub-group.
+        sequence_parallel: Whether tensor ranks hold pieces of the sequence between sharded layers.
+        kernels: What computes norms and gated activations.
+        pipeline_schedule: Order of the passes of a pipeline.
+        virtual_stages: Stages of each of its ranks.
+        partition: Decoder layers of each stage, first to last; empty without a pipeline.
+    """
+
+    batch: Batch
+    per_device_eval_batch_size: Count
+    sequence_length: Count
+    init: Literal["pretrained", "random"]
+    precision: Precision
+    gradient_accumulation_dtype: Dtype
+    zero_stage: ZeroStage
+    gradient_checkpointing: Fraction
+    attention: Attention
+    learning_rate: PositiveFloat
+    min_learning_rate_ratio: Fraction | None
+    warmup_steps: NonNegativeCount | None
+    warmup_ratio: Fraction | None
+    max_steps: Count | None
+    num_train_epochs: PositiveFloat | None
+    save_steps: Count
+    save_total_limit: Count
+    eval_steps: Count | None
+    offload_ratio: Fraction
+    sub_group_size: PositiveInt
+    reduce_bucket_size: PositiveInt
+    sequence_parallel: bool = False
+    kernels: Kernels = "eager"
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    virtual_stages: Count = 1
+    partition: tuple[Count, ...] = ()
+
+    @property
+    def dtype(self) -> Dtype:
+        """Number format of parameters and gradients: that of the precision, and bf16 under fp8."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether stages compute the gradients of weights apart from those of their inputs."""
+        return self.pipeline_schedule == "zb-h1"
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether a pipeline keeps gradients whole and reduces them at the end of a step; else it does so after each pass."""
+        return self.zero_stage < 2
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether gradients of 16 bit are added up in fp32."""
+        return self.gradient_accumulation_dtype == "fp32" and self.dtype != "fp32"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON object; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Settings:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            TypeError: A key is missing or foreign.
+            ValueError: A value has the wrong type or lies outside its range.
+        """
+        made = cls(**{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))})
+        adapter_of(cls).validate_json(json.dumps(value), strict=True)
+        return made
+
+    def check(self) -> None:
+        """Raises as `from_dict` does where a value has the wrong type or lies outside its range."""
+        Settings.from_dict(self.to_dict())
+
+
+# Keys of train that a plan takes over as they are written.
+_TAKEN = (
+    "sequence_length",
+    "per_device_eval_batch_size",
+    "precision",
+    "gradient_accumulation_dtype",
+    "gradient_checkpointing",
+    "attention",
+    "kernels",
+    "min_learning_rate_ratio",
+    "warmup_steps",
+    "warmup_ratio",
+    "max_steps",
+    "num_train_epochs",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+)
+
+
+def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> list[str]:
+    """Says where settings are not what the job or the recorded choice says: a part of the plan was edited.
+
+    Nothing could tell which of them holds, and commands would read different ones.
+    """
+    train, batch = job.train, settings.batch
+    scaled = train.learning_rate_scaling != "none"
+    values: dict[str, tuple[Any, Any]] = {
+        **{f"train.{name}": (getattr(train, name), getattr(settings, name)) for name in _TAKEN},
+        "train.per_device_train_batch_size": (train.per_device_train_batch_size, batch.micro),
+        "train.gradient_accumulation_steps": (train.gradient_accumulation_steps, batch.accumulation),
+        "train.train_batch_size": (train.train_batch_size, batch.train),
+        "train.learning_rate": (None if scaled else train.learning_rate, settings.learning_rate),
+        "parallel.zero_stage": (job.parallel.zero_stage, settings.zero_stage),
+        "parallel.sequence_parallel": (job.parallel.sequence_parallel, settings.sequence_parallel),
+        "parallel.pipeline_schedule": (job.parallel.pipeline_schedule, settings.pipeline_schedule),
+        "parallel.virtual_stages": (job.parallel.virtual_stages, settings.virtual_stages),
+        "model.init": (job.model.init, settings.init),
+        "deepspeed.zero_optimization.sub_group_size": (None, settings.sub_group_size),
+        "deepspeed.zero_optimization.reduce_bucket_size": (None, settings.reduce_bucket_size),
+    }
+    recorded = {choice.key: choice.value for choice in choices}
+    found = [
+        f"{key}={said} in the {part}, {settled} in the settings"
+        for key, (given, settled) in values.items()
+        for part, said in (("job", given), ("choices", recorded.get(key)))
+        if said is not None and said != settled
+    ]
+    ranks = job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline)
+    if batch.dp_size != ranks:
+        found.append(f"the job's cluster has {ranks} data-parallel ranks, the settings {batch.dp_size}")
+    return found

@@ -1,0 +1,66 @@
+"""What `toolkit train` asks of a job beyond a sound plan: data, weights and a tokenizer, which a script of one's own may bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.catalog.models import ModelSpec
+from toolkit.catalog.pretrained import weight_problems
+from toolkit.config.job import Job
+from toolkit.errors import Problem, SpecError
+
+
+def training_problems(job: Job, model: ModelSpec) -> Iterator[Problem]:
+    """Says why `toolkit train` would refuse a job whose plan is sound.
+
+    Args:
+        job: As written.
+        model: What its model resolved to.
+
+    Returns:
+        TRAIN_NO_DATA, MODEL_NO_WEIGHTS, WEIGHTS_BIN, TOKENIZER_NOT_FOUND, or nothing.
+    """
+    yield from data_section_problems(job)
+    if job.model.init != "random":
+        yield from weight_problems(model)
+    if job.data is not None:
+        try:
+            tokenizer_source(job, model)
+        except SpecError as error:
+            yield from error.problems
+
+
+def data_section_problems(job: Job) -> Iterator[Problem]:
+    """Says that a job without a data section has nothing to train on: TRAIN_NO_DATA."""
+    if job.data is None:
+        yield Problem(
+            code="TRAIN_NO_DATA",
+            key="data",
+            message="the job has no data section: there is nothing to train on",
+            fix="Add `data: {train: FILE}` with a .jsonl, .txt, .csv or .parquet file, or a hub id",
+        )
+
+
+def tokenizer_source(job: Job, model: ModelSpec) -> str:
+    """Return the hub id or folder that the tokenizer is read from; needs no transformers.
+
+    Raises:
+        SpecError: TOKENIZER_NOT_FOUND when the job names dimensions only.
+    """
+    if job.model.tokenizer is not None:
+        return job.model.tokenizer
+    source = str(model.path) if model.path else model.hub_id
+    if source is None or model.origin in ("catalogue", "file"):
+        raise tokenizer_not_found(f"model={job.model.name} gives dimensions only, and no tokenizer")
+    return source
+
+
+def tokenizer_not_found(what: str) -> SpecError:
+    """Makes the error of a job whose tokenizer cannot be had, from what is wrong."""
+    return SpecError.of(
+        code="TOKENIZER_NOT_FOUND",
+        key="model.tokenizer",
+        message=what,
+        fix="Set model.tokenizer to a hub id or a folder with tokenizer.json",
+        source="transformers AutoTokenizer",
+    )

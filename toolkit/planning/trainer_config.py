@@ -1,0 +1,90 @@
+"""Keyword arguments of `transformers.TrainingArguments` that agree with DeepSpeed's JSON in every value.
+
+Source: transformers training_args.py; integrations/deepspeed.py trainer_config_process (type-strict comparison).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from toolkit.planning.deepspeed_config import deepspeed_config
+from toolkit.planning.unchecked_plan import Draft
+
+# The first version that knows activation_checkpointing; gradient_checkpointing, the only name before, warns since.
+RENAMED_CHECKPOINTING = (5, 23)
+
+# Liger's loss alone: the estimate prices the model's own norms, rotary embeddings and MLPs. What a model type does not know
+# among these is dropped (liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance).
+LIGER_KERNELS = {
+    "fused_linear_cross_entropy": True,
+    "cross_entropy": False,
+    "rope": False,
+    "rms_norm": False,
+    "layer_norm": False,
+    "swiglu": False,
+    "geglu": False,
+}
+
+
+def training_arguments(draft: Draft) -> dict[str, Any]:
+    """Return the keyword arguments of the installed version, with the DeepSpeed configuration under `deepspeed`.
+
+    Raises:
+        PlanError: The plan cannot be carried by Trainer.
+    """
+    settings, train = draft.settings, draft.job.train
+    config = deepspeed_config(draft, "trainer")
+    checkpointing = checkpointing_argument()
+    arguments: dict[str, Any] = {
+        "output_dir": str(train.output_dir),
+        "per_device_train_batch_size": settings.batch.micro,
+        "per_device_eval_batch_size": settings.per_device_eval_batch_size,
+        "gradient_accumulation_steps": settings.batch.accumulation,
+        "learning_rate": settings.learning_rate,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_epsilon": train.adam_epsilon,
+        "max_grad_norm": train.max_grad_norm,
+        "lr_scheduler_type": train.lr_scheduler_type,
+        "lr_scheduler_kwargs": _schedule_arguments(settings.min_learning_rate_ratio),
+        "warmup_steps": settings.warmup_steps if settings.warmup_steps is not None else settings.warmup_ratio or 0,
+        "max_steps": settings.max_steps if settings.max_steps is not None else -1,
+        "num_train_epochs": settings.num_train_epochs if settings.num_train_epochs is not None else 3.0,
+        "bf16": settings.precision == "bf16",
+        "fp16": settings.precision == "fp16",
+        checkpointing: settings.gradient_checkpointing > 0,
+        f"{checkpointing}_kwargs": {"use_reentrant": False},
+        "logging_steps": train.logging_steps,
+        "save_strategy": "steps",
+        "save_steps": settings.save_steps,
+        "save_total_limit": settings.save_total_limit,
+        "eval_strategy": "no" if settings.eval_steps is None else "steps",
+        "eval_steps": settings.eval_steps,
+        "report_to": list(train.report_to) or "none",
+        "seed": train.seed,
+        "torch_compile": train.torch_compile,
+        "use_liger_kernel": train.loss == "liger",
+        "liger_kernel_config": dict(LIGER_KERNELS) if train.loss == "liger" else None,
+        "use_cpu": draft.on_cpu,
+        "deepspeed": config,
+    }
+    return arguments
+
+
+def _schedule_arguments(min_learning_rate_ratio: float | None) -> dict[str, Any] | None:
+    return None if min_learning_rate_ratio is None else {"min_lr_rate": min_learning_rate_ratio}
+
+
+def checkpointing_argument() -> str:
+    """Return the name by which the installed transformers knows `train.gradient_checkpointing`.
+
+    Read from package metadata, which imports nothing. Where transformers is absent it is the older name, which every
+    version 5 takes.
+    """
+    try:
+        major, minor = version("transformers").split(".")[:2]
+    except PackageNotFoundError:
+        return "gradient_checkpointing"
+    return "activation_checkpointing" if (int(major), int(minor)) >= RENAMED_CHECKPOINTING else "gradient_checkpointing"

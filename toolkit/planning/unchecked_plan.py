@@ -1,0 +1,71 @@
+"""A job with every open value decided, not yet checked: what the rules look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.catalog.gpus import Gpu
+from toolkit.catalog.models import ModelSpec
+from toolkit.catalog.parameters import count_lora_parameters
+from toolkit.config.job import Job, Lora
+from toolkit.planning.offload import PROFILES, OffloadProfile
+from toolkit.planning.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What a rule may look at.
+
+    Args:
+        job: As written.
+        model: Dimensions of the model.
+        gpu: The card, or the `cpu` entry.
+        settings: Decided values.
+    """
+
+    job: Job
+    model: ModelSpec
+    gpu: Gpu
+    settings: Settings
+
+    @property
+    def profile(self) -> OffloadProfile:
+        """The offload profile that the job names."""
+        return PROFILES[self.job.parallel.offload]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the job runs as CPU processes over gloo."""
+        return self.gpu.backend == "gloo"
+
+    @property
+    def split(self) -> dict[str, int]:
+        """Sizes above 1 of the axes along which the model is split, by the job's names."""
+        sizes = {"tensor": self.job.parallel.tensor, "pipeline": self.job.parallel.pipeline}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
+    def uses_torch_adam(self) -> bool:
+        """Whether Adam is torch's own: asked for, or on CPU, where DeepSpeed's kernels would be compiled first."""
+        optimizer = self.job.train.optimizer
+        return optimizer == "adamw_torch" or (optimizer == "adamw" and self.on_cpu and not self.profile.optimizer)
+
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether ZeRO-1 runs in DeepSpeed's BF16_Optimizer, which has no buckets (engine.py _do_optimizer_sanity_check)."""
+        settings = self.settings
+        return (
+            settings.zero_stage == 1
+            and settings.dtype == "bf16"
+            and settings.gradient_accumulation_dtype == "fp32"
+            and self.job.parallel.pipeline == 1  # which accumulates by itself
+            and self.profile.optimizer is None
+        )
+
+
+def trainable_parameters(job: Job, model: ModelSpec) -> int | None:
+    """Counts what the job trains: all of the model, or its adapters; None where the architecture is unknown."""
+    if job.train.method == "full":
+        return model.num_parameters
+    lora = job.train.lora or Lora()
+    return count_lora_parameters(model.config, r=lora.r, target_modules=lora.target_modules)

@@ -1,0 +1,104 @@
+"""The ZeRO stage of a job that names none: the lowest whose state leaves room on the card."""
+
+from __future__ import annotations
+
+from toolkit.catalog.gpus import Gpu
+from toolkit.catalog.models import ModelSpec
+from toolkit.config.job import Job, Precision
+from toolkit.planning.offload import PROFILES
+from toolkit.planning.optimizer_state import STATE_BYTES
+from toolkit.planning.unchecked_plan import trainable_parameters
+from toolkit.units import format_bytes
+
+# Share of a card's memory that model and optimizer state may take before ZeRO-3 becomes the default;
+# the rest is left to activations, buckets and the allocator.
+STATE_SHARE = 0.6
+
+# DeepSpeed's own default, parameters (runtime/zero/config.py).
+SUB_GROUP_SIZE = 1_000_000_000
+
+
+def dp_size_of(job: Job) -> int:
+    """Return the replicas of the model that a job trains; 1 where the ranks are too few, which a rule refuses."""
+    return job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline) or 1
+
+
+def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
+    """Return the stage and the reason for it, as a sentence's end."""
+    if job.parallel.strategy != "zero":
+        stages = {"ddp": (0, "DDP replicates everything"), "fsdp2": (3, "FSDP2 shards everything")}
+        return stages[job.parallel.strategy]
+    if job.train.method == "qlora":
+        return 2, "packed 4-bit weights cannot be partitioned"
+    needed = PROFILES[job.parallel.offload].min_zero_stage
+    if needed == 3:
+        return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
+    if job.parallel.pipeline > 1:
+        return _default_stage_of_pipeline(job, model, gpu, precision)
+    alone = dp_size_of(job) == 1
+    if alone and job.train.method != "full":
+        return 2, "a single rank has nobody to share frozen weights with: stage 3 would gather them and save nothing"
+    if gpu.memory_bytes is None:
+        return 2, "on CPU memory is shared; stage 2 shards optimizer and gradients"
+    if model.num_parameters is None:
+        return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
+    state = _state_bytes(job, model, precision, stage=2)
+    compared = _compared(state, gpu.memory_bytes, stage=2)
+    if state <= STATE_SHARE * gpu.memory_bytes:
+        return 2, f"parameters stay whole, which is fastest, since they fit: {compared}"
+    if alone and model.num_parameters <= SUB_GROUP_SIZE:
+        return 2, "a single rank has nobody to share parameters with, and one optimizer sub-group holds them all"
+    if alone:
+        # Stage 2 makes fp32 gradients of its whole partition for the step (stage_1_and_2.py step), stage 3 of a sub-group.
+        return (
+            3,
+            f"a single rank shares nothing, but stage 3 steps by sub-groups, without fp32 gradients of all: {compared}",
+        )
+    return 3, f"parameters must be sharded too: {compared}"
+
+
+def _default_stage_of_pipeline(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
+    if job.parallel.pipeline_schedule == "zb-h1":
+        return 1, "zb-h1 computes the gradients of weights apart, and reduces them once a step"
+    if gpu.memory_bytes is None:
+        return 1, "a pipeline reduces gradients once a step, which is fastest, and on CPU memory is shared"
+    alone = dp_size_of(job) == 1
+    if alone and job.train.method != "full":
+        return 1, "a single replica has nobody to share frozen weights with"
+    if model.num_parameters is None:
+        return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
+    limit = STATE_SHARE * gpu.memory_bytes
+    whole, sharded = (_state_bytes(job, model, precision, stage=stage) for stage in (1, 2))
+    if whole <= limit:
+        compared = _compared(whole, gpu.memory_bytes, stage=1)
+        return 1, f"a pipeline reduces gradients once a step, which is fastest, since they fit whole: {compared}"
+    compared = _compared(sharded, gpu.memory_bytes, stage=2)
+    if not alone and sharded <= limit:
+        return 2, f"gradients are reduced after each micro-batch, since they do not fit whole: {compared}"
+    if alone and model.num_parameters <= job.parallel.pipeline * SUB_GROUP_SIZE:
+        return (
+            1,
+            "a single replica has nobody to share parameters with, and one optimizer sub-group holds those of a stage",
+        )
+    return 3, f"parameters must be sharded too, or stepped by sub-groups: {compared}"
+
+
+def _compared(state: float, memory_bytes: int, *, stage: int) -> str:
+    against = f"{STATE_SHARE:.0%} of {format_bytes(memory_bytes)}"
+    return f"{format_bytes(state)} of state a rank under stage {stage} against {against}"
+
+
+def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int) -> float:
+    """Bytes a rank of parameters, gradients and optimizer state (deepspeed zero/stage_1_and_2.py).
+
+    Under ZeRO-1 a pipeline keeps the gradients of a rank's stages whole until it reduces them once a step, or their sums
+    in fp32 where these are wanted.
+    """
+    assert model.num_parameters is not None
+    width = 4 if precision == "fp32" else 2
+    trainable = trainable_parameters(job, model) or model.num_parameters
+    optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
+    share = job.parallel.tensor * job.parallel.pipeline
+    in_fp32 = job.train.gradient_accumulation_dtype == "fp32" and precision != "fp32"
+    gradients = width / job.cluster.num_ranks if stage == 2 else (4 if in_fp32 else width) / share
+    return width * model.num_parameters / share + trainable * (gradients + optimizer / job.cluster.num_ranks)

@@ -1,0 +1,152 @@
+"""Differentiable collectives that lead into, out of, and through a tensor-parallel region; duals side by side.
+
+Outside a region every rank of the group holds the same tensor, or with sequence parallelism its piece of the sequence;
+inside, each holds what its shards of the weights give.
+
+| function | forward | backward | from | to |
+|---|---|---|---|---|
+| `copy_to_region` | identity | all-reduce | whole | whole, read by shards |
+| `reduce_from_region` | all-reduce | identity | partial sums | whole |
+| `scatter_to_region` | own piece | all-gather | whole | piece |
+| `gather_from_region` | all-gather | own piece | piece | whole |
+| `gather_from_sequence` | all-gather | reduce-scatter | piece | whole, read by shards |
+| `reduce_scatter_to_sequence` | reduce-scatter | all-gather | partial sums | piece |
+
+Each backward pass calls the dual's own function, so second derivatives are right too.
+
+Source:
+    arXiv 1909.08053, section 3 (f and g); arXiv 2205.05198, section 4.2.2 (their sequence-parallel duals).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+
+from toolkit.distributed.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter
+
+# The sequence is the dimension before the features.
+SEQUENCE_DIM = -2
+
+
+def copy_to_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `x` as it is; its gradient is the sum of what the ranks' shards ask for.
+
+    Collectives:
+        forward: none; backward: all-reduce, the size of `x`.
+    """
+    return _Copy.apply(x, tp_group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_from_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of the ranks' partial sums.
+
+    Collectives:
+        forward: all-reduce, the size of `x`; backward: none.
+    """
+    return _Reduce.apply(x, tp_group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter_to_region(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's piece of `x`, which all ranks hold, along `dim`.
+
+    Collectives:
+        forward: none; backward: all-gather, the size of `x`.
+    """
+    return _Scatter.apply(x, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_from_region(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Joins the ranks' pieces along `dim`, for a reader that computes the same on all ranks.
+
+    Collectives:
+        forward: all-gather, the size of the result; backward: none.
+    """
+    return _Gather.apply(x, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_from_sequence(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Joins the ranks' pieces of the sequence, for shards that each compute something else of it.
+
+    Collectives:
+        forward: all-gather, the size of the result; backward: reduce-scatter of as much.
+    """
+    return _GatherSequence.apply(x, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_scatter_to_sequence(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's piece, along the sequence, of the sum of the ranks' partial sums.
+
+    Collectives:
+        forward: reduce-scatter, the size of `x`; backward: all-gather of as much.
+    """
+    return _ReduceScatterSequence.apply(x, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Reduce.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_reduce(x, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Copy.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return equal_pieces(x, group.size(), dim=dim)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Gather.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim=dim, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Scatter.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim=dim, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _ReduceScatterSequence.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
+
+
+class _ReduceScatterSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter(x, dim=dim, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _GatherSequence.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]

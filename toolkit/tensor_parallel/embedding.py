@@ -1,0 +1,97 @@
+"""The vocabulary on the ranks of a tensor group: embedding rows, and the head's scores.
+
+Source:
+    arXiv 1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from toolkit.distributed.collectives import all_gather
+from toolkit.tensor_parallel.autograd import reduce_from_region
+from toolkit.tensor_parallel.layout import Layout, Part, Shard
+from toolkit.tensor_parallel.linear import sharded_parameter
+
+# Rows of a rank are a multiple of this: tensor cores want 16-byte rows, 8 numbers in 16 bit (NVIDIA, Matrix
+# Multiplication Background User's Guide, "Tensor Core Requirements").
+ROWS_MULTIPLE = 8
+
+
+def vocabulary_layout(vocab_size: int, num_ranks: int) -> Layout:
+    """Deals out a vocabulary in equal runs of rows, padded at the end: some of the last ranks may hold padding alone.
+
+    >>> vocabulary_layout(50257, 4).length, vocabulary_layout(50257, 4).ranges(3, 4)
+    (50272, (range(37704, 50272),))
+    """
+    rows = -(-vocab_size // (num_ranks * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    return Layout(parts=(Part(num_units=num_ranks, unit_size=rows),))
+
+
+def embedding_shards(embedding: nn.Embedding, num_ranks: int) -> dict[str, Shard]:
+    """Return how the weight of an embedding is cut."""
+    length = embedding.num_embeddings
+    return {"weight": Shard(dim=0, layout=vocabulary_layout(length, num_ranks), dense_length=length)}
+
+
+def own_rows(vocab_size: int, tp_group: dist.ProcessGroup) -> range:
+    """Return the token ids of which this rank holds the rows, without padding; empty where it holds padding alone."""
+    [own] = vocabulary_layout(vocab_size, tp_group.size()).ranges(tp_group.rank(), tp_group.size())
+    return range(min(own.start, vocab_size), min(own.stop, vocab_size))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Holds some rows of an embedding, gives zeros for the others, and sums over the ranks.
+
+    Args:
+        dense: `nn.Embedding`, or one that scales its output by `embed_scale`, as Gemma 3's.
+        tp_group: Ranks that hold the other rows.
+
+    Collectives:
+        forward: all-reduce of the output; backward: none.
+    """
+
+    weight: nn.Parameter
+    embed_scale: torch.Tensor | None
+
+    def __init__(self, dense: nn.Embedding, *, tp_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        self.num_embeddings, self.embedding_dim = dense.num_embeddings, dense.embedding_dim
+        self.shards = embedding_shards(dense, tp_group.size())
+        self.weight = sharded_parameter(dense.get_parameter("weight"), self.shards["weight"], tp_group=tp_group)
+        self._rows = own_rows(dense.num_embeddings, tp_group)
+        padding = dense.padding_idx
+        self._padding_row = padding - self._rows.start if padding is not None and padding in self._rows else None
+        self.register_buffer("embed_scale", getattr(dense, "embed_scale", None), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings. Shapes (…) to (…, width)."""
+        elsewhere = (ids < self._rows.start) | (ids >= self._rows.stop)
+        rows = (ids - self._rows.start).masked_fill(elsewhere, 0)
+        own = functional.embedding(rows, self.weight, self._padding_row).masked_fill(elsewhere[..., None], 0)
+        embeddings = reduce_from_region(own, tp_group=self.tp_group)
+        return embeddings if self.embed_scale is None else embeddings * self.embed_scale.to(self.weight.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.tp_group.rank()} of {self.tp_group.size()}"
+
+
+def gather_scores(scores: torch.Tensor, *, vocab_size: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Joins the ranks' scores of a vocabulary-parallel head; for looking at them, not for a loss.
+
+    Args:
+        scores: What the head gives on this rank. Shape (…, padded vocabulary / tp).
+        vocab_size: Without padding.
+        tp_group: Ranks of the head.
+
+    Returns:
+        Shape (…, vocab_size), without a gradient.
+
+    Collectives:
+        all-gather, the size of the result.
+    """
+    return all_gather(scores.detach(), dim=-1, group=tp_group)[..., :vocab_size]

@@ -1,0 +1,227 @@
+"""What keeps a model from being sharded by a table, named before anything is touched."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from itertools import starmap
+from typing import get_args
+
+from torch import nn
+
+from toolkit.errors import Problem
+from toolkit.tensor_parallel.linear import input_features, is_linear, output_features
+from toolkit.tensor_parallel.plan import (
+    Column,
+    Experts,
+    FeatureNorm,
+    Heads,
+    Row,
+    Style,
+    Styles,
+    Vocabulary,
+    inside,
+    matching,
+    pattern_of,
+    regions,
+)
+from toolkit.topology.grid import divisors, join
+
+_KEY = "parallel.tensor"
+# Of a row of weights, for the products of all experts in one kernel (torch.nn.functional.grouped_mm).
+_KERNEL_BYTES = 16
+
+
+def problems(model: nn.Module, styles: Styles, *, num_ranks: int) -> Iterator[Problem]:
+    """Yield what is wrong with a table for a model, and with the number of ranks; once for all layers alike."""
+    if not styles.table:
+        yield Problem(
+            code="TP_STYLE_UNUSED",
+            key="table",
+            message=f"the table of styles is empty: {type(model).__name__} would lie whole on each rank",
+            fix="Name the modules to shard, or take the table that styles_for(model) gives",
+        )
+    strange = {pattern: style for pattern, style in styles.table.items() if not isinstance(style, Style)}
+    if strange:
+        yield from starmap(_no_style, strange.items())
+        return
+    found: dict[str, Style] = {}
+    for pattern, style in styles.table.items():
+        names = matching(model, pattern)
+        if not names:
+            yield _matches_nothing(model, pattern)
+        found.update(dict.fromkeys(names, style))
+    first = {pattern_of(name): name for name in reversed(found)}
+    yield from _head_problems(styles.heads, found, num_ranks)
+    for pattern, name in reversed(first.items()):
+        yield from _module_problems(model.get_submodule(name), pattern, found[name], styles.heads, num_ranks)
+    yield from _neighbour_problems(model, found)
+    yield from _tied_problems(model, found)
+
+
+def _no_style(pattern: str, value: object) -> Problem:
+    kinds = ", ".join(kind.__name__ for kind in get_args(Style))
+    return Problem(
+        code="TP_STYLE_KIND",
+        key=pattern,
+        message=f"{pattern} is given {value!r} in the table of styles, which is not a style",
+        fix=f"Give it one of {kinds}, of toolkit.tensor_parallel",
+    )
+
+
+def _matches_nothing(model: nn.Module, pattern: str) -> Problem:
+    names = list(dict.fromkeys(pattern_of(name) for name, _ in model.named_modules() if name))
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+    return Problem(
+        code="TP_STYLE_UNUSED",
+        key=pattern,
+        message=f"{pattern} in the table of styles matches no module of {type(model).__name__}",
+        fix=f"Take it out, or name one such as {join(near)}",
+    )
+
+
+def _head_problems(heads: Heads, found: Mapping[str, Style], num_ranks: int) -> Iterator[Problem]:
+    used = {feature for style in found.values() if isinstance(style, Column) for feature in style.parts}
+    if not used & {"query", "key_value"}:
+        return
+    if heads.query % num_ranks:
+        number, why = f"num_attention_heads={heads.query}", "a rank must own whole heads"
+    elif heads.key_value % num_ranks and num_ranks % heads.key_value:
+        number, why = (
+            f"num_key_value_heads={heads.key_value}",
+            "a key head must lie on equally many ranks as the others",
+        )
+    else:
+        return
+    valid = [size for size in divisors(heads.query) if heads.key_value % size == 0 or size % heads.key_value == 0]
+    yield Problem(
+        code="TP_HEADS",
+        key=_KEY,
+        message=f"tensor={num_ranks} does not divide {number}: {why}",
+        fix=f"Set tensor to one of {join(valid)}",
+    )
+
+
+def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads, num_ranks: int) -> Iterator[Problem]:
+    replaced = isinstance(style, Column | Row | Vocabulary | FeatureNorm)
+    if not _fits(module, style) or (replaced and not pattern):
+        place = pattern or "the model itself"
+        yield Problem(
+            code="TP_STYLE_KIND",
+            key=pattern,
+            message=f"{place} is a {type(module).__name__}, which {type(style).__name__} cannot shard",
+            fix="Name a module with a floating-point weight of its own: a linear layer for Column and Row, an embedding "
+            "or a linear layer for Vocabulary, stacked experts for Experts, an RMS norm for FeatureNorm",
+        )
+    elif isinstance(style, Column | Row | FeatureNorm):
+        length = _features(module, style)
+        try:
+            style.layout(length, heads)
+        except ValueError as error:
+            yield Problem(
+                code="TP_STYLE_PARTS",
+                key=pattern,
+                message=f"{pattern} is not of the parts that {style} says: {error}, with {heads}",
+                fix="Give the parts in the order in which its weight holds them, and the model's heads",
+            )
+            return
+        width = length // len(style.parts) if isinstance(style, Column) else length
+        if "width" in (style.parts if isinstance(style, Column) else (style.part,)):
+            yield from _width_problems(pattern, width, num_ranks)
+    elif isinstance(style, Experts):
+        weight = module.get_parameter("down_proj")
+        yield from _width_problems(pattern, weight.shape[2], num_ranks, multiple=_KERNEL_BYTES // weight.element_size())
+
+
+def _width_problems(pattern: str, width: int, num_ranks: int, *, multiple: int = 1) -> Iterator[Problem]:
+    valid = [size for size in divisors(width) if width // size % multiple == 0]
+    if num_ranks not in valid:
+        each = f"a multiple of {multiple}, as the kernels want" if multiple > 1 else "equally many"
+        yield Problem(
+            code="TP_WIDTH",
+            key=_KEY,
+            message=f"tensor={num_ranks} cannot share the {width} features of {pattern}: each rank holds {each}",
+            fix=f"Set tensor to one of {join(valid)}" if valid else "Set tensor to 1",
+        )
+
+
+def _features(module: nn.Module, style: Column | Row | FeatureNorm) -> int:
+    match style:
+        case Column():
+            return output_features(module)
+        case Row():
+            return input_features(module)
+    return len(module.get_parameter("weight"))
+
+
+def _fits(module: nn.Module, style: Style) -> bool:
+    match style:
+        case Column() | Row():
+            return is_linear(module)
+        case Vocabulary():
+            return is_linear(module) or (isinstance(module, nn.Embedding) and _scales_at_most(module))
+        case FeatureNorm():
+            return hasattr(module, "variance_epsilon") and list(module._parameters) == ["weight"]
+        case Experts():
+            shapes = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
+            return all(tensor is not None and tensor.dim() == 3 for tensor in shapes) and len(module._parameters) == 2
+    return True
+
+
+def _scales_at_most(embedding: nn.Embedding) -> bool:
+    return type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")
+
+
+def _neighbour_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterator[Problem]:
+    """Columns need their row, and within a module that holds them everything with weights must be in the table."""
+    unlike = {(pattern_of(region.parent), len(region.columns)): region for region in reversed(regions(found))}
+    for region in reversed(unlike.values()):
+        names, parent = (*region.columns, *region.rows), pattern_of(region.parent)
+        if not region.columns or len(region.rows) != 1:
+            rows = join(pattern_of(name) for name in region.rows) or "no Row"
+            columns = join(pattern_of(name) for name in region.columns) or "no Column"
+            place = parent or "the model itself"
+            yield _neighbour(
+                parent, f"the table gives {place} {columns} and {rows}: one Row must take what Columns give"
+            )
+        for child in _whole_beside(model, region.parent, found):
+            sharded = names[0].rpartition(".")[2]
+            key = inside(parent, child)
+            yield _neighbour(key, f"{key} is left whole beside {sharded}, which is sharded")
+
+
+def _whole_beside(model: nn.Module, parent: str, found: Mapping[str, Style]) -> Iterator[str]:
+    """Yield the parameters of a module itself, and its children that have some and are not in the table at any depth."""
+    module = model.get_submodule(parent)
+    yield from module._parameters
+    for child, inner in module.named_children():
+        name = inside(parent, child)
+        known = any(styled == name or styled.startswith(f"{name}.") for styled in found)
+        if not known and any(True for _ in inner.parameters()):
+            yield child
+
+
+def _neighbour(key: str, message: str) -> Problem:
+    return Problem(
+        code="TP_STYLE_NEIGHBOUR",
+        key=key,
+        message=message,
+        fix="Give it a style: Column, Row, or Replicated(reads_shards=True) where it stands between the two, "
+        "Replicated(reads_shards=False) where it does not",
+    )
+
+
+def _tied_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterator[Problem]:
+    """A weight that two modules share must be sharded in both, or in neither."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name.rpartition(".")[0])
+    for names in owners.values():
+        styles = {type(found.get(name)) for name in names}
+        if len(names) > 1 and len(styles) > 1:
+            yield Problem(
+                code="TP_STYLE_TIED",
+                key=names[0],
+                message=f"{join(sorted(names))} share one weight, but not one style",
+                fix="Give all of them Vocabulary(), or none a style",
+            )

@@ -1,0 +1,87 @@
+"""What training asks of a job beyond a sound plan; needs no torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.checkpoint.layout import step_of
+from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.io import nearest_folder
+from toolkit.launch.output_lock import write_problems
+from toolkit.planning.checkpoint_size import foreseen_disk_use
+from toolkit.planning.plan import Plan
+from toolkit.units import format_bytes
+
+
+def check_stop_after(stop_after: int | None, step: int) -> None:
+    """Refuses to end a session at or before the step at which it begins.
+
+    Raises:
+        PlanError: STOP_AFTER.
+    """
+    if stop_after is None or stop_after > step:
+        return
+    raise PlanError.of(
+        code="STOP_AFTER",
+        key="--stop-after",
+        message=f"stop_after={stop_after} is not past step {step}, from which the run goes on",
+        fix=f"Steps count from the run's beginning: give at least {step + 1}",
+    )
+
+
+def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
+    """Keeps a new run from mixing with what an earlier one left in output_dir; with `overwrite`, deletes that.
+
+    Raises:
+        PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
+    """
+    raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
+    folder = plan.output_dir
+    if resuming or not overwrite or not held_output(folder):
+        return
+    for name in (*held_output(folder), "export", "tensorboard"):
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[Problem]:
+    """Says that output_dir holds an earlier run, or cannot be written."""
+    folder = plan.output_dir
+    held = held_output(folder)
+    if held and not resuming and not overwrite:
+        yield Problem(
+            code="OUTPUT_EXISTS",
+            key="train.output_dir",
+            message=f"output_dir={folder} holds an earlier run: {', '.join(held[:4])}{' ...' if len(held) > 4 else ''}",
+            fix="Go on with --resume_from_checkpoint latest (in Python `resume='latest'`; `auto` starts, too, where there is "
+            "nothing to go on from), choose another train.output_dir, or delete it, as --overwrite does",
+        )
+    yield from write_problems(folder)
+
+
+def space_warnings(plan: Plan) -> Iterator[str]:
+    """Says that the disk of output_dir has less room than the run will keep there; each save checks its own part again."""
+    use = foreseen_disk_use(plan)
+    if use is None:
+        return
+    folder = plan.output_dir
+    kept = [*(path for path in folder.glob("checkpoint-*") if step_of(path) is not None), folder / "export"]
+    held = sum(path.stat().st_size for part in kept for path in part.rglob("*") if path.is_file())
+    free = shutil.disk_usage(nearest_folder(folder)).free + held
+    if use.total_bytes > free:
+        yield (
+            f"output_dir={folder} has {format_bytes(free)} of room, and the run keeps up to {format_bytes(use.total_bytes)} "
+            f"there ({use.num_checkpoints} × {format_bytes(use.checkpoint_bytes)} of checkpoints, the export): lower "
+            "train.save_total_limit, or set train.output_dir to a larger disk"
+        )
+
+
+def held_output(folder: Path) -> list[str]:
+    """Names what an earlier run left in its output_dir that a new one would mix with."""
+    held = sorted(path.name for path in folder.glob("checkpoint-*") if step_of(path) is not None)
+    return [*held, "metrics.jsonl"] if (folder / "metrics.jsonl").exists() else held

@@ -1,0 +1,130 @@
+"""`tk.train`: from a plan and its data to the last checkpoint; every rank runs it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from toolkit.arguments import checks_arguments
+from toolkit.checkpoint.fingerprint import identify
+from toolkit.checkpoint.load import restore, verify_together
+from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
+from toolkit.distributed.heartbeat import patiently
+from toolkit.distributed.world import World, connect, disconnect
+from toolkit.engine.initialize import initialize, locate_weights
+from toolkit.engine.run import Run
+from toolkit.errors import CheckpointError, PlanError, raise_all
+from toolkit.launch.builds import check_builds
+from toolkit.launch.extensions import Machine
+from toolkit.planning.plan import Plan
+from toolkit.planning.trainable import data_section_problems
+from toolkit.trainer.preparation import prepare_in_turn
+from toolkit.trainer.progress import Reporter, Silent, Terminal
+from toolkit.trainer.session import Session, TrainResult
+from toolkit.trainer.start import begin_together
+from toolkit.trainer.summary import describe_data, describe_model
+from toolkit.trainer.tokenizer import load_tokenizer
+
+
+@checks_arguments
+def train(
+    plan: Plan, *, resume: str | Path | None = None, stop_after: int | None = None, reporter: Reporter | None = None
+) -> TrainResult:
+    """Trains a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
+
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, on any rank, end the run after the step under way and a save.
+
+    Args:
+        plan: What to run; its job must have a data section.
+        resume: Checkpoint to go on from: a folder; `latest`, the last of output_dir; `auto`, the last sound one of
+            output_dir, and the start where there is none.
+        stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
+            run's beginning, also when it resumes.
+        reporter: Where progress goes, entered by the caller; by default the terminal of rank 0.
+
+    Returns:
+        How it ended; the same on every rank.
+
+    Raises:
+        PlanError: TRAIN_NO_DATA, STOP_AFTER; OUTPUT_EXISTS when output_dir holds an earlier run and `resume` is None;
+            OUTPUT_NOT_SHARED when ranks of other machines do not see rank 0's output_dir.
+        RunError: OUTPUT_IN_USE when another run holds output_dir, with its host and process.
+        DataError, CheckpointError, RunError: With what to do about it.
+    """
+    raise_all(PlanError, data_section_problems(plan.job))
+    check_builds(plan)  # before the data are read, of which there may be much
+    world = connect(plan.grid, backend=plan.gpu.backend)
+    try:
+        with ExitStack() as stack:
+            if reporter is None:
+                own: Reporter = Terminal() if world.is_main else Silent()
+                reporter = stack.enter_context(own)
+            point = begin_together(plan, world, resume=resume, held=stack, say=reporter.say)
+            return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after)
+    except BaseException:
+        if world.size == 1:  # several ranks may still be in a collective, which a destruction would wait for
+            disconnect(world)
+        raise
+
+
+def _train(
+    plan: Plan, world: World, reporter: Reporter, point: ResumePoint | None, *, skips: bool, stop_after: int | None
+) -> TrainResult:
+    """Trains from where the ranks have agreed to.
+
+    Args:
+        skips: Whether a checkpoint that is damaged is passed over for the next.
+    """
+    if point is not None and point.is_complete:
+        step, num_steps = point.state.step, point.num_steps
+        assert num_steps is not None, "or nobody could tell"
+        reporter.say(f"the run is complete: step {step} of {num_steps}")
+        disconnect(world)
+        return TrainResult(step=step, num_steps=num_steps, loss=None, checkpoint=point.folder, interrupted=False)
+    reporter.stage("reading and tokenising the data")
+    tokenizer = load_tokenizer(plan)
+    data = prepare_in_turn(plan, world, tokenizer)
+    known = {} if point is None else point.state.sources
+    # The content of a large file takes a while; rank 0 writes it into the checkpoints.
+    sources = patiently(world, lambda: identify(plan.job, known=known) if world.is_main else {})
+    reporter.say(describe_data(data))
+    began = time.perf_counter()
+    with _build(plan, world, reporter) as run:
+        reporter.say(describe_model(run, seconds=time.perf_counter() - began))
+        resumed = None if point is None else _resume(run, point, reporter, skips=skips)
+        if resumed is None and skips and world.is_main:
+            set_aside(plan.output_dir)
+        session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
+        if resumed is not None and run.step_count >= session.num_steps:
+            reporter.say(f"the run is complete: step {run.step_count} of {session.num_steps}")
+            return session.result(resumed)
+        return session.go()
+
+
+def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool) -> Path | None:
+    """Loads the first checkpoint that is sound, and gives it; None where the run begins from its start."""
+    for folder in point.folders:
+        reporter.stage(f"loading {folder}")
+        try:
+            verify_together(run, folder)
+        except CheckpointError as error:
+            skip_damaged(error, skips=skips, say=reporter.say)
+            continue
+        restore(run, folder, say=reporter.say)
+        reporter.say(f"resumed from {folder} at step {run.step_count}")
+        return folder
+    return None
+
+
+def _build(plan: Plan, world: World, reporter: Reporter) -> Run:
+    weights = None
+    if plan.settings.init == "pretrained":
+        if plan.model.path is None:
+            reporter.stage(f"fetching what the cache lacks of {plan.model.name}")
+        weights = patiently(world, lambda: locate_weights(plan))
+    machine = Machine()
+    titles = " and ".join(one.title for one in machine.compiles(plan) if not machine.has_built(one))
+    then = f", then compiling DeepSpeed's {titles} (minutes, the first time only)" if titles else ""
+    reporter.stage(f"building the model{then}")
+    return initialize(plan, world=world, weights=weights)

@@ -1,0 +1,143 @@
+"""Metrics: one JSON object a line is the truth; TensorBoard on request.
+
+A line of training holds numbers of its step (`step`, `epoch`, `grad_norm`, `learning_rate`) and means over the steps
+since the line before, or since the checkpoint that the run went on from (`loss`, `tokens_per_second`, `step_seconds`,
+`mfu`): as transformers' Trainer logs (trainer.py _maybe_log_save_evaluate).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from toolkit.catalog.parameters import count_parameters
+from toolkit.checkpoint.disk import disk_errors
+from toolkit.engine.memory_tracker import MemoryWatch
+from toolkit.io import write_text
+from toolkit.planning.plan import Plan
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends to `output_dir/metrics.jsonl`; only rank 0 has one.
+
+    Args:
+        plan: Names the folder and says whether TensorBoard is wanted.
+        resumed_step: Lines of later steps, from a run that went on past the checkpoint, are dropped.
+    """
+
+    def __init__(self, plan: Plan, *, resumed_step: int) -> None:
+        self.path = plan.output_dir / METRICS
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_after(self.path, resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if "tensorboard" in plan.job.train.report_to:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(plan.output_dir / "tensorboard"), purge_step=resumed_step + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes one record, which has a `step`, and hands its numbers to TensorBoard.
+
+        What is no finite number (the norm of a step that fp16 skips) is null: JSON has no other word for it.
+
+        Raises:
+            RunError: DISK_FULL, CHECKPOINT_UNWRITABLE.
+        """
+        finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
+        with disk_errors(self.path):
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(f"train/{name}", value, record["step"])
+
+    def close(self) -> None:
+        """Forces everything to disk, if the disk takes it: what ended the run matters more."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                os.fsync(self._file.fileno())
+                self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class Meter:
+    """Measures throughput and memory between two calls of `read`.
+
+    Args:
+        plan: Gives FLOPs a token and the card's rate in its precision, for the model FLOPs utilisation (MFU). That of fp8
+            is measured against the rate of fp8, though the head, attention and experts run in bf16.
+        memory: This rank's peaks.
+    """
+
+    def __init__(self, plan: Plan, memory: MemoryWatch) -> None:
+        self._flops_per_token = flops_per_token(plan)
+        rate = plan.gpu.flops_per_second(plan.settings.precision)
+        self._peak_flops = rate * plan.grid.world_size if rate else None
+        self._memory = memory
+        self._start = time.perf_counter()
+
+    def read(self, num_tokens: int, num_steps: int) -> dict[str, Any]:
+        """Return tokens/s over all ranks, seconds a step, MFU (null where unknown) and peak memory of this rank."""
+        now = time.perf_counter()
+        seconds, self._start = max(now - self._start, 1e-9), now
+        rate = num_tokens / seconds
+        mfu = None
+        if self._peak_flops and self._flops_per_token:
+            mfu = rate * self._flops_per_token / self._peak_flops
+        return {
+            "tokens_per_second": rate,
+            "step_seconds": seconds / num_steps,
+            "mfu": mfu,
+            "peak_allocated_bytes": self._memory.peak_bytes,
+        }
+
+    def skip(self) -> None:
+        """Leaves out the time since the last reading: an evaluation or a save."""
+        self._start = time.perf_counter()
+
+
+def flops_per_token(plan: Plan) -> float | None:
+    """Return FLOPs of forward and backward a token; None where the parameter count is unknown.
+
+    6 a parameter that takes part in a matrix product, and 12 × layers × heads × head size × sequence for the
+    attention scores, without the causal discount (arXiv 2204.02311, appendix B). Frozen weights of LoRA need no
+    weight gradient: 4 a parameter. Only the experts that a token visits count.
+    """
+    model = plan.model
+    count = count_parameters(model.config)
+    if count is None:
+        return None
+    # A table that is the output head, too, takes part; one that is only looked up does not.
+    active = count.active - (count.embedding if count.head else 0)
+    attention = (
+        12 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
+    )
+    return (4 if plan.job.train.method == "lora" else 6) * active + attention
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the line that a killed run was writing
+        if record.get("step", 0) <= step:
+            kept.append(line + "\n")
+    write_text(path, "".join(kept))

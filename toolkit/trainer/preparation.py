@@ -1,0 +1,38 @@
+"""The data of a run: on every rank, and tokenised once."""
+
+from __future__ import annotations
+
+from toolkit.arguments import checks_arguments
+from toolkit.data.formats import TransformersTokenizer
+from toolkit.data.prepare import PreparedData, prepare
+from toolkit.distributed.heartbeat import patiently
+from toolkit.distributed.world import World
+from toolkit.errors import PlanError, raise_all
+from toolkit.planning.plan import Plan
+from toolkit.planning.trainable import data_section_problems
+
+
+@checks_arguments
+def prepare_in_turn(plan: Plan, world: World, tokenizer: TransformersTokenizer) -> PreparedData:
+    """Tokenises on rank 0 while the others wait, however long it takes, then lets them open its files."""
+    raise_all(PlanError, data_section_problems(plan.job))
+    data = plan.job.data
+    assert data is not None, "said above"
+
+    def work() -> PreparedData:
+        return prepare(
+            data,
+            tokenizer=tokenizer,
+            sequence_length=plan.settings.sequence_length,
+            seed=plan.job.train.seed,
+            cache_dir=plan.output_dir / "cache",
+            train_batch_size=plan.settings.batch.train,
+            vocab_size=plan.model.vocab_size,
+        )
+
+    first = patiently(world, lambda: work() if world.is_main else None)
+    # Ranks without a disk in common tokenise for themselves, and take as long.
+    rest = patiently(world, lambda: None if world.is_main else work())
+    prepared = first or rest
+    assert prepared is not None
+    return prepared

@@ -1,0 +1,200 @@
+"""One session of a run, from its first step to its last checkpoint: the same for every strategy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.discovery import remove_leftovers, rotate
+from toolkit.checkpoint.fingerprint import Sources
+from toolkit.checkpoint.layout import checkpoint_name
+from toolkit.checkpoint.save import save
+from toolkit.data.prepare import PreparedData
+from toolkit.engine.forward_backward import MicroBatch
+from toolkit.engine.run import Run
+from toolkit.errors import RunError
+from toolkit.launch.signals import asking
+from toolkit.trainer.checks import check_stop_after
+from toolkit.trainer.memory_check import compare_memory
+from toolkit.trainer.metrics import Meter, MetricsWriter
+from toolkit.trainer.progress import Reporter
+from toolkit.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a run ended.
+
+    Args:
+        step: Optimizer steps done in all.
+        num_steps: Optimizer steps of the whole run.
+        loss: The loss logged last, a mean over the steps since the log before; None when no step was left to do.
+        checkpoint: The last checkpoint.
+        interrupted: Whether Ctrl-C or a signal of the scheduler ended it before its length.
+    """
+
+    step: int
+    num_steps: int
+    loss: float | None
+    checkpoint: Path
+    interrupted: bool
+
+
+class Session:
+    """The loop over batches, with what belongs to it: metrics, validation, checkpoints, the end on a signal.
+
+    Args:
+        run: Fresh, or resumed.
+        data: What it reads.
+        tokenizer: Saved with each checkpoint.
+        reporter: Where progress goes.
+        sources: What the checkpoints say of the data, on rank 0.
+        stop_after: Step of the run at which this session ends.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        data: PreparedData,
+        tokenizer: Any,
+        reporter: Reporter,
+        *,
+        sources: Sources,
+        stop_after: int | None,
+    ) -> None:
+        self.stop_after, self.sources = stop_after, sources
+        self.run, self.data, self.tokenizer, self.reporter = run, data, tokenizer, reporter
+        self.plan = run.plan
+        self.batches = run.loader(data.train)
+        self.meter = Meter(self.plan, run.memory)
+        self.metrics: MetricsWriter | None = None
+        self.last_loss: float | None = None
+        self.window = torch.zeros((), dtype=torch.float64, device=run.world.device)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        assert self.run.num_steps is not None, "the loader has fixed it"
+        return self.run.num_steps
+
+    def go(self) -> TrainResult:
+        """Trains to the end of the run, of the session, or to the step at which a person asked it to stop."""
+        run = self.run
+        check_stop_after(self.stop_after, run.step_count)
+        if run.world.is_main:  # it cuts off what an earlier session wrote past this step: not before this one is sound
+            remove_leftovers(self.plan.output_dir)
+            self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count)
+        self.reporter.start(done=run.step_count, total=self.num_steps)
+        started_at = logged_at = run.step_count
+        try:
+            with asking(run.request_stop):
+                for batch in self.batches:
+                    loss = run.step(batch)
+                    self.window += loss
+                    step = run.step_count
+                    last = step == run.num_steps or run.should_stop or step == self.stop_after
+                    if step % self.plan.job.train.logging_steps == 0 or last:
+                        self._log(loss, step - logged_at)
+                        logged_at = step
+                    self._evaluate_when_due(last=step == run.num_steps)
+                    if step % self.plan.settings.save_steps == 0 or last or run.should_stop:
+                        self._check(loss)
+                        self._save(probe=step == run.num_steps)
+                    if last or run.should_stop:
+                        break
+                # Asked to stop since its step was logged, if it was: the next session does not know these losses.
+                if logged_at < run.step_count:
+                    self._log(loss, run.step_count - logged_at)
+                    logged_at = run.step_count
+                if run.step_count == run.num_steps and logged_at > started_at and not run.should_stop:
+                    self._compare_memory()
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+        return self.result(self.plan.output_dir / checkpoint_name(run.step_count))
+
+    def result(self, checkpoint: Path) -> TrainResult:
+        """Return how it ended, with the last checkpoint."""
+        return TrainResult(
+            step=self.run.step_count,
+            num_steps=self.num_steps,
+            loss=self.last_loss,
+            checkpoint=checkpoint,
+            interrupted=self.run.should_stop and self.run.step_count < self.num_steps,
+        )
+
+    def _log(self, loss: torch.Tensor, num_steps: int) -> None:
+        run = self.run
+        self.last_loss = float(self.window) / num_steps
+        self.window.zero_()
+        numbers = self.meter.read(run.take_num_tokens(), num_steps)
+        record = {
+            "step": run.step_count,
+            "epoch": run.step_count * self.plan.settings.batch.train / len(self.data.train),
+            "loss": self.last_loss,
+            "grad_norm": run.gradient_norm,
+            "learning_rate": run.last_learning_rate,
+            **numbers,
+        }
+        if self.metrics is not None:
+            self.metrics.write(record)
+            self.reporter.update(record)
+        self._check(loss)
+
+    def _check(self, loss: torch.Tensor) -> None:
+        """Ends the run before weights that are not numbers are saved over good ones."""
+        if not torch.isnan(loss):
+            return
+        raise RunError.of(
+            code="LOSS_NAN",
+            key="train.learning_rate",
+            message=f"the loss is not a number at step {self.run.step_count}",
+            fix="Lower train.learning_rate, lengthen the warm-up, or train in bf16; resume from the last checkpoint",
+        )
+
+    def _evaluate_when_due(self, *, last: bool) -> None:
+        every, held = self.plan.settings.eval_steps, self.data.eval
+        if every is None or held is None or (self.run.step_count % every and not last):
+            return
+        began = time.perf_counter()
+        loss = self.run.evaluate(self._until_asked(self.run.eval_loader(held)))
+        if self.run.should_stop:
+            return  # of a part of the batches
+        seconds = time.perf_counter() - began
+        if self.metrics is not None:
+            self.metrics.write({"step": self.run.step_count, "eval_loss": loss, "eval_seconds": seconds})
+        self.reporter.say(f"step {self.run.step_count}: validation loss {loss:.4f} ({format_seconds(seconds)})")
+        self.meter.skip()
+
+    def _until_asked(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield batches until a rank is asked to stop: a scheduler does not wait for the end of an evaluation."""
+        for batch in batches:
+            if self.run.agree_to_stop():
+                return
+            yield batch
+
+    def _compare_memory(self) -> None:
+        """Says how right the estimate was; on CPU torch counts no memory, so there is nothing to compare."""
+        compared = compare_memory(self.run)
+        if compared is None or self.metrics is None:
+            return
+        self.metrics.write({"step": self.run.step_count, "memory": compared.to_dict()})
+        for line in compared.lines():
+            self.reporter.say(line)
+
+    def _save(self, *, probe: bool) -> None:
+        run, step = self.run, self.run.step_count
+        folder = self.plan.output_dir / checkpoint_name(step)
+        began = time.perf_counter()
+        save(run, folder, tokenizer=self.tokenizer, probe=probe, sources=self.sources)
+        run.memory.end("save")
+        self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
+        if run.world.is_main:
+            rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit)
+        run.agree_to_stop()  # else a stop that was asked for during the save would take a step and a save more
+        self.meter.skip()

@@ -1,0 +1,53 @@
+"""What a run is made of, each in one line."""
+
+from __future__ import annotations
+
+from toolkit.data.prepare import PreparedData
+from toolkit.engine.run import Run
+from toolkit.modeling.fp8 import fp8_layers
+from toolkit.trainer.progress import describe_devices
+from toolkit.units import format_bytes, format_count, format_seconds
+
+
+def describe_data(data: PreparedData) -> str:
+    """Says what packing made of the documents, in one line, and in others what of them nothing reads."""
+    report = data.train.report
+    parts = [
+        f"data: {report.documents:,} documents, {report.sequences:,} sequences, {report.tokens:,} tokens, "
+        f"{report.target_tokens:,} of them learned"
+    ]
+    if report.truncated and data.train.packing != "wrapped":
+        parts.append(f"{report.truncated:,} documents cut")
+    if report.dropped_documents or report.dropped_sequences:
+        parts.append(f"{report.dropped_documents:,} documents and {report.dropped_sequences:,} sequences dropped")
+    if report.padding_fraction:
+        parts.append(f"{report.padding_fraction:.0%} padding")
+    if data.eval is not None:
+        parts.append(f"{len(data.eval):,} sequences to validate on")
+    return "\n".join(("; ".join(parts), *(f"warning: {warning}" for warning in data.warnings)))
+
+
+def describe_model(run: Run, *, seconds: float) -> str:
+    """Says what was built and how long it took, in one line."""
+    total = trainable = 0
+    for parameter in run.model.parameters():
+        count = getattr(parameter, "ds_numel", parameter.numel())
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    plan, grid = run.plan, run.world.grid
+    trained = "" if trainable == total else f", {format_count(trainable)} of them trained"
+    held = f"{format_count(total)} parameters"
+    if axes := grid.describe():
+        whole = plan.model.num_parameters
+        held = (
+            f"{held} on rank 0"
+            if whole is None
+            else f"{format_count(whole)} parameters, {format_count(total)} on rank 0"
+        )
+    in_fp8 = sum(1 for _ in fp8_layers(run.model))
+    precision = plan.settings.precision + (f" in {in_fp8} linear layers" if in_fp8 else "")
+    return (
+        f"model: {plan.model.name}, {held}{trained}; ZeRO-{plan.settings.zero_stage}, {f'{axes}, ' if axes else ''}"
+        f"{precision}, {describe_devices(plan)}; "
+        f"built in {format_seconds(seconds)}, {format_bytes(run.memory.peak_bytes)}"
+    )

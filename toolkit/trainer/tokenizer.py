@@ -1,0 +1,39 @@
+"""The tokenizer of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.arguments import checks_arguments
+from toolkit.catalog.tokenizer import template_fault
+from toolkit.errors import SpecError, first_line
+from toolkit.planning.plan import Plan
+from toolkit.planning.trainable import tokenizer_not_found, tokenizer_source
+
+
+@checks_arguments
+def load_tokenizer(plan: Plan) -> Any:
+    """Return the `transformers` tokenizer that belongs to the plan's model.
+
+    Raises:
+        SpecError: TOKENIZER_NOT_FOUND when neither the model nor `model.tokenizer` has one; TOKENIZER_INVALID when a
+            chat template is no text.
+    """
+    from transformers import AutoTokenizer
+
+    model = plan.job.model
+    source = tokenizer_source(plan.job, plan.model)
+    revision = model.revision if model.tokenizer is None else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise tokenizer_not_found(f"no tokenizer can be loaded from {source}: {first_line(error)}") from None
+    # transformers takes any value, and fails on it where the first conversation is rendered or the tokenizer saved.
+    if fault := template_fault(getattr(tokenizer, "chat_template", None)):
+        raise SpecError.of(
+            code="TOKENIZER_INVALID",
+            key="model.tokenizer",
+            message=f"the tokenizer of {source} cannot be used: {fault}",
+            fix="Correct chat_template in its tokenizer_config.json, or set model.tokenizer to another",
+        )
+    return tokenizer

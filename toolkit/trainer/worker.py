@@ -1,0 +1,106 @@
+"""Entry point of one rank: `python -m toolkit.trainer.worker --plan plan.json [--resume CHECKPOINT]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from toolkit.errors import INTERRUPTED_EXIT_CODE, ToolkitError
+from toolkit.launch.environment import rank_from_environment
+from toolkit.launch.outcome import write_worker_error
+from toolkit.launch.packages import quiet_torchao
+from toolkit.launch.signals import Interrupt, hear_of_the_launchers_end, ignore_from_here
+from toolkit.planning.plan import Plan
+from toolkit.trainer.progress import Silent, Terminal
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains as one rank of a launch; gives the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.trainer.worker", description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
+    parser.add_argument("--resume", help="checkpoint to go on from, `latest` or `auto`")
+    parser.add_argument("--stop-after", type=int, help="optimizer step after which this session saves and ends")
+    parser.add_argument("--log-dir", type=Path, help="where to leave a machine-readable error for the launcher")
+    options = parser.parse_args(arguments)
+    return run_rank(
+        lambda: Plan.load(options.plan), resume=options.resume, stop_after=options.stop_after, log_dir=options.log_dir
+    )
+
+
+def run_rank(
+    read_plan: Callable[[], Plan],
+    *,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    log_dir: Path | None = None,
+) -> int:
+    """Trains as one rank of a launch; gives the exit code, and leaves the signals that ask a run to end ignored after one.
+
+    Args:
+        read_plan: Gives the plan, or raises what is wrong with it.
+        resume: As `toolkit.trainer.loop.train` takes it.
+        stop_after: Optimizer step after which this session ends.
+        log_dir: Where errors are left for the launcher; told on stderr where there is none.
+    """
+    quiet_warnings()
+    hear_of_the_launchers_end()
+    with Interrupt() as interrupt:
+        try:
+            code = _train(read_plan(), resume, stop_after)
+        except KeyboardInterrupt:
+            code = INTERRUPTED_EXIT_CODE
+        except BaseException as error:
+            if not interrupt.came:
+                return _told(error, log_dir)
+            code = INTERRUPTED_EXIT_CODE  # lost here, but not on a rank that this one waited for
+        if code == INTERRUPTED_EXIT_CODE:
+            ignore_from_here()  # a launcher that sees one rank end asks the others again, whatever they are at
+    return code
+
+
+def _told(error: BaseException, log_dir: Path | None) -> int:
+    """Leaves an error for the launcher, or says it where there is nobody to leave it for; gives the exit code."""
+    if log_dir is not None:
+        identity = rank_from_environment(os.environ)
+        return write_worker_error(log_dir, identity.rank if identity else 0, error)
+    if isinstance(error, ToolkitError):
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    raise error
+
+
+def quiet_warnings() -> None:
+    """Hides warnings inside the libraries: they are not the user's to mend, and bury the progress bar."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
+    quiet_torchao()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a rank without waiting for threads of collectives in which other ranks may still be."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a terminal closed while the run saved and ended is no failure of it
+            stream.flush()
+    os._exit(code)
+
+
+def _train(plan: Plan, resume: str | None, stop_after: int | None) -> int:
+    identity = rank_from_environment(os.environ)
+    with Terminal() if identity is None or identity.rank == 0 else Silent() as reporter:
+        reporter.stage("importing torch and DeepSpeed")
+        # They load here, once the arguments are known to be good.
+        from toolkit.trainer.loop import train
+
+        result = train(plan, resume=resume, stop_after=stop_after, reporter=reporter)
+    return INTERRUPTED_EXIT_CODE if result.interrupted else 0
+
+
+if __name__ == "__main__":
+    leave(main())
