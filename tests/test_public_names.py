@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
-from importlib import import_module
-from types import FunctionType, ModuleType
 
 import pytest
 
 import toolkit as tk
-import toolkit.memory
 
 
-@pytest.mark.parametrize("name", ["emit", "export", "train", "memory.estimate"])
-def test_a_function_stays_one_once_the_package_of_its_name_is_loaded(name, monkeypatch):
-    function = name.rpartition(".")[2]
-    for _ in range(2):
-        monkeypatch.delitem(sys.modules, f"toolkit.{name}", raising=False)
-        assert isinstance(import_module(f"toolkit.{name}"), ModuleType)
-        assert isinstance(getattr(tk, function), FunctionType)
-    assert isinstance(toolkit.memory.estimate, FunctionType)
+def test_no_package_shares_its_name_with_a_function():
+    packages = {module.name for module in pkgutil.iter_modules(tk.__path__)}
+    assert packages & set(tk.__all__) == set()
 
 
 def test_the_packages_of_functions_load_no_torch():

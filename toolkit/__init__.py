@@ -5,9 +5,7 @@ The names below load on first use, so `import toolkit` costs no torch import.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,16 +81,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Api(ModuleType):
-    """This module, on which `emit`, `export` and `train` stay the functions, though packages have these names too."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The import system binds a package that it has loaded to its parent (importlib._bootstrap _find_and_load_unlocked).
-        if name in _HOMES and isinstance(value, ModuleType):
-            return
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Api
