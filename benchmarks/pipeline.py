@@ -188,24 +188,24 @@ class Stopwatch:
     """
 
     def __init__(self, *, cuda: bool) -> None:
-        from toolkit.distributed.p2p import Arrival, Channels
+        from toolkit.distributed.p2p import P2PChannels, PendingRecv
 
         self._cuda = cuda
         self._start = self._end = self._now()
         self._waits: list[tuple[Any, Any]] = []
-        wait, finish = Arrival.wait, Channels.finish
+        wait, finish = PendingRecv.wait, P2PChannels.finish
 
-        def timed_wait(arrival: Arrival) -> Any:
+        def timed_wait(arrival: PendingRecv) -> Any:
             before = self._now()
             tensor = wait(arrival)
             self._waits.append((before, self._now()))
             return tensor
 
-        def timed_finish(channels: Channels, *, but: int = 0) -> None:
+        def timed_finish(channels: P2PChannels, *, but: int = 0) -> None:
             self._end = self._now()
             finish(channels, but=but)
 
-        Arrival.wait, Channels.finish = timed_wait, timed_finish  # type: ignore[method-assign]
+        PendingRecv.wait, P2PChannels.finish = timed_wait, timed_finish  # type: ignore[method-assign]
 
     def start(self) -> None:
         """Begins a step."""
@@ -235,18 +235,18 @@ def alone(grid: Grid, *, rank: int) -> Iterator[None]:
     import torch
 
     from toolkit.distributed.fake import fake_world
-    from toolkit.distributed.p2p import Arrival, Channels, Message
+    from toolkit.distributed.p2p import Message, P2PChannels, PendingRecv
 
-    receive = Channels.receive
+    receive = P2PChannels.receive
 
     def receive_noise(
-        channels: Channels, shape: tuple[int, ...], kind: Message, *, source: int, like: torch.Tensor
-    ) -> Arrival:
+        channels: P2PChannels, shape: tuple[int, ...], kind: Message, *, source: int, like: torch.Tensor
+    ) -> PendingRecv:
         arrival = receive(channels, shape, kind, source=source, like=like)
         arrival.tensor.normal_(std=1.0 if kind == "activation" else 1e-6)
         return arrival
 
-    Channels.receive = receive_noise  # type: ignore[method-assign]
+    P2PChannels.receive = receive_noise  # type: ignore[method-assign]
     with fake_world(grid, rank=rank):
         yield
 
@@ -263,13 +263,13 @@ class DeepSpeedRun:
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
         from transformers import AutoConfig
 
-        from toolkit.distributed.world import connect
+        from toolkit.distributed.world import init_world
 
         if options.alone is not None:
             raise ValueError("deepspeed: has no ranks that run alone here")
         if case.tensor > 1 or case.schedule != "1f1b" or case.virtual > 1 or case.kernels == "liger":
             raise ValueError("deepspeed: runs 1f1b without tensor ranks here, and without Liger's kernels")
-        connect(Grid(dp=options.gpus), backend=options.backend)
+        init_world(Grid(dp=options.gpus), backend=options.backend)
         raw = model_config(options)
         config = AutoConfig.for_model(raw.pop("model_type"), **raw)
         config._attn_implementation = "sdpa"

@@ -172,20 +172,20 @@ def our_engine(options: argparse.Namespace, case: Case, device: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
-    from toolkit.distributed.world import connect
+    from toolkit.distributed.world import init_world
     from toolkit.modeling.build import compile_layers
     from toolkit.modeling.fused_kernels import apply_kernels
     from toolkit.tensor_parallel.apply import apply_tensor_parallel
     from toolkit.tensor_parallel.param_tags import mark_parameters
-    from toolkit.tensor_parallel.tables import styles_for
+    from toolkit.tensor_parallel.tables import tp_plan_for
 
     grid = Grid(pp=1, dp=options.gpus // options.tensor, tp=options.tensor)
-    world = connect(grid, backend=options.backend)
+    world = init_world(grid, backend=options.backend)
     raw = model_config(options)
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=options.dtype, attn_implementation="sdpa")
-    apply_tensor_parallel(model, styles_for(model), tp_group=world.tp_group)
+    apply_tensor_parallel(model, tp_plan_for(model), tp_group=world.tp_group)
     draw_weights(model, device)
     mark_parameters(model, tp_group=world.tp_group)  # on what lies on the device: to_empty makes parameters anew
     checkpoint_layers(model, case.checkpointing)

@@ -7,7 +7,7 @@ Each process holds its part of every layer and sees the same batch:
 
 prints for each step the loss of the sharded model and that of the dense one, which the first process trains beside it; they
 are equal to the rounding. A job does the same by `parallel: {tensor: 2}`, with the DeepSpeed engine, checkpoints and export.
-An architecture that `styles_for` does not know is refused with a table to complete.
+An architecture that `tp_plan_for` does not know is refused with a table to complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from toolkit.tensor_parallel import apply_tensor_parallel, styles_for
+from toolkit.tensor_parallel import apply_tensor_parallel, tp_plan_for
 
 CONFIG = LlamaConfig(
     vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8,
@@ -40,7 +40,7 @@ def main() -> None:
     sharded = copy.deepcopy(dense)
     assert dist.group.WORLD is not None, "init_process_group has run"
     apply_tensor_parallel(
-        sharded, styles_for(sharded), tp_group=dist.group.WORLD, sequence_parallel=options.sequence_parallel
+        sharded, tp_plan_for(sharded), tp_group=dist.group.WORLD, sequence_parallel=options.sequence_parallel
     )
     if dist.get_rank() == 0:
         held, whole = (sum(p.numel() for p in model.parameters()) for model in (sharded, dense))

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from toolkit.pipeline_parallel import StagePart, cut_model, hidden_dtype, hidden_shape, run_stage
-from toolkit.tensor_parallel import apply_tensor_parallel, styles_for
+from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, split_model
+from toolkit.tensor_parallel import apply_tensor_parallel, tp_plan_for
 
 CONFIG = LlamaConfig(
     vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=8,
@@ -43,10 +43,10 @@ def main() -> None:
     model = copy.deepcopy(whole)
     if tensor > 1:  # neighbours share layers: they send each other the most
         tp_group, _ = dist.new_subgroups(group_size=tensor)
-        apply_tensor_parallel(model, styles_for(model), tp_group=tp_group)
+        apply_tensor_parallel(model, tp_plan_for(model), tp_group=tp_group)
     num_layers = CONFIG.num_hidden_layers
     layers = range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
-    cut_model(model, StagePart(chunks=(layers,), num_layers=num_layers))
+    split_model(model, StagePart(chunks=(layers,), num_layers=num_layers))
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last:
         held, count = (sum(p.numel() for p in one.parameters()) for one in (model, whole))
@@ -77,7 +77,7 @@ def forward_and_backward(model: Any, batch: dict[str, torch.Tensor], *, behind: 
     if not first:
         received = torch.empty(hidden_shape(model, batch), dtype=hidden_dtype(model), device=batch["input_ids"].device)
         dist.recv(received, src=rank - behind)
-    output = run_stage(model, batch, received=received)  # labels are read on the last stage alone
+    output = forward_stage(model, batch, received=received)  # labels are read on the last stage alone
     if last:
         output.loss.backward()
     else:
@@ -86,7 +86,7 @@ def forward_and_backward(model: Any, batch: dict[str, torch.Tensor], *, behind: 
         dist.recv(gradient, src=rank + behind)
         output.backward(gradient)
     if received is not None:
-        assert received.grad is not None, "run_stage has made it require one"
+        assert received.grad is not None, "forward_stage has made it require one"
         dist.send(received.grad, dst=rank - behind)
     return output.loss.detach() if last else None
 

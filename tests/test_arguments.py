@@ -58,7 +58,7 @@ TABLE: dict[str, Row] = {
             "worst": WRONG_TRACES,
             "evaluated": WRONG_TRACES,
             "calibration": [3, {}, "x"],
-            "built_partitioned": NO_FLAG,
+            "zero_init": NO_FLAG,
             "load_dtype": ["bfloat16", 16, ""],
             "allocator": ["anything", 3, ""],
         },

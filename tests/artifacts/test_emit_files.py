@@ -88,9 +88,9 @@ def test_what_a_consumer_cannot_carry_is_removed_and_explained(tmp_path):
     assert {name for name, state in result.states.items() if state == "removed"} == gone == set(result.left_out)
     assert not gone & set(snapshot(tmp_path))
     left_out = json.loads((tmp_path / "provenance.json").read_text())["left_out"]
-    assert {problem["code"] for name in gone for problem in left_out[name]} == {"CONSUMER_FRACTION"}
+    assert {problem["code"] for name in gone for problem in left_out[name]} == {"INTEGRATION_CHECKPOINTING"}
     for name in ("commands.sh", "README.txt"):
-        assert (tmp_path / name).read_text().count("CONSUMER_FRACTION") == 1
+        assert (tmp_path / name).read_text().count("INTEGRATION_CHECKPOINTING") == 1
 
 
 def test_a_persons_file_of_the_same_name_is_never_lost(tmp_path):
@@ -100,7 +100,7 @@ def test_a_persons_file_of_the_same_name_is_never_lost(tmp_path):
     before = snapshot(tmp_path)
     with pytest.raises(PlanError) as caught:
         emit(make_plan(), tmp_path)
-    assert caught.value.codes == ("EMIT_FOREIGN", "EMIT_FOREIGN")
+    assert caught.value.codes == ("EMIT_WOULD_OVERWRITE", "EMIT_WOULD_OVERWRITE")
     assert snapshot(tmp_path) == before
 
 

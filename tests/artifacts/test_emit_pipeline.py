@@ -51,7 +51,7 @@ def test_the_files_of_our_own_engine_alone(tmp_path: Path, sizes: dict[str, Any]
     ]
     left_out = json.loads((tmp_path / "provenance.json").read_text())["left_out"]
     assert set(left_out) == set(OTHERS)
-    assert all("CONSUMER_PIPELINE" in [problem["code"] for problem in found] for found in left_out.values())
+    assert all("INTEGRATION_PIPELINE" in [problem["code"] for problem in found] for found in left_out.values())
 
 
 def test_numbers_that_are_not_the_plans_are_explained(tmp_path: Path) -> None:

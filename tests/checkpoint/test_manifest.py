@@ -213,4 +213,4 @@ def test_latest_missing(tmp_path: Path) -> None:
     assert codes == ("CHECKPOINT_NO_LATEST",)
     assert "Its tags are global_step2, global_step4" in text
     (tmp_path / "latest").write_text("global_step4")
-    assert _codes(tmp_path)[0] == ("CHECKPOINT_FOREIGN",)
+    assert _codes(tmp_path)[0] == ("CHECKPOINT_OTHER_TOOL",)

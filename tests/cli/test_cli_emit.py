@@ -48,7 +48,7 @@ def test_json(folder, capsys):
     made = json.loads(capsys.readouterr().out)
     assert "out/accelerate.yaml" in made["removed"]
     assert {entry["file"] for entry in made["left_out"]} >= {"accelerate.yaml", "training_arguments.json"}
-    assert made["left_out"][0]["problems"][0]["code"] == "CONSUMER_FRACTION"
+    assert made["left_out"][0]["problems"][0]["code"] == "INTEGRATION_CHECKPOINTING"
 
 
 def test_what_is_left_out_and_what_was_edited_is_said(folder, capsys):
@@ -96,7 +96,7 @@ def test_hosts(folder, capsys):
 def test_a_file_of_the_user_is_kept(folder, capsys):
     Path("deepspeed.json").write_text("mine")
     assert main(["emit", "job.yaml", "--out", "."]) == 2
-    assert "EMIT_FOREIGN" in capsys.readouterr().err
+    assert "EMIT_WOULD_OVERWRITE" in capsys.readouterr().err
     assert Path("deepspeed.json").read_text() == "mine"
 
 

@@ -197,7 +197,7 @@ def test_no_data_is_a_warning(folder, capsys):
 def test_what_other_consumers_cannot_carry_is_a_warning(folder, capsys):
     assert validate("train.gradient_checkpointing=0.5") == 0
     warnings = json.loads(capsys.readouterr().out)["warnings"]
-    [line] = [warning for warning in warnings if "CONSUMER_FRACTION" in warning]
+    [line] = [warning for warning in warnings if "INTEGRATION_CHECKPOINTING" in warning]
     assert line.startswith("not for transformers.Trainer or Accelerate scripts: gradient_checkpointing=0.5 is a share")
     assert (
         validate("parallel.tensor=2", "train.train_batch_size=null", "parallel.pipeline=2", "parallel.zero_stage=1")

@@ -17,7 +17,7 @@ from distributed import RankError, free_port, run_distributed
 from toolkit.distributed.collectives import exchange, receive, send
 from toolkit.distributed.diagnose.blocked_ranks import Wait
 from toolkit.distributed.diagnose.check import CheckReport, all_steps, check_groups, kinds_of
-from toolkit.distributed.diagnose.collective_tests import OPERATIONS, Member
+from toolkit.distributed.diagnose.collective_tests import OPERATIONS, GroupMember
 from toolkit.errors import PlanError, ToolkitError
 from toolkit.launch.environment import WorkerIdentity
 from toolkit.topology.grid import Grid
@@ -48,7 +48,7 @@ def scenes(rank: int, ports: list[int]) -> list[CheckReport | None]:
 def lying() -> Any:
     """An all-reduce to whose result rank 2 adds itself once more."""
 
-    def run(member: Member) -> tuple[list[int], list[int]]:
+    def run(member: GroupMember) -> tuple[list[int], list[int]]:
         got, expected = OPERATIONS[0].run(member)
         return ([*got, 2] if member.rank == 2 and member.kind == "dp" else got), expected
 

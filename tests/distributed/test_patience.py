@@ -15,8 +15,8 @@ import torch.distributed as dist
 from distributed import ENVIRONMENT, free_port, run_distributed
 
 from toolkit.distributed import heartbeat as patience
-from toolkit.distributed.heartbeat import patiently
-from toolkit.distributed.world import connect
+from toolkit.distributed.heartbeat import run_with_heartbeat
+from toolkit.distributed.world import init_world
 from toolkit.errors import DataError, RunError
 from toolkit.topology.grid import Grid
 
@@ -37,18 +37,18 @@ def fail() -> None:
 def scenes(rank: int, meet: str) -> dict[str, Any]:
     patience.PULSE_SECONDS = 0.2
     dist.destroy_process_group()
-    world = connect(Grid(pp=1, dp=RANKS, tp=1), backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    world = init_world(Grid(pp=1, dp=RANKS, tp=1), backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
     found: dict[str, Any] = {}
     work = 3 * TIMEOUT_SECONDS if rank == 0 else 0.0
     # Rank 0 is silent for a fraction of a second at a time, or more on a busy machine, and works for longer than that.
-    found["slow"] = patiently(world, lambda: slow(work, rank), lost_seconds=4.5)
+    found["slow"] = run_with_heartbeat(world, lambda: slow(work, rank), lost_seconds=4.5)
     try:
-        patiently(world, lambda: fail() if rank == 0 else None)
+        run_with_heartbeat(world, lambda: fail() if rank == 0 else None)
     except DataError as error:
         found["failed"] = error.codes
     if rank != 1:  # which is alive, and never comes
         try:
-            patiently(world, lambda: None, lost_seconds=LOST_SECONDS)
+            run_with_heartbeat(world, lambda: None, lost_seconds=LOST_SECONDS)
         except RunError as error:
             found["lost"] = [(problem.code, problem.message) for problem in error.problems]
     # `run_distributed` ends with a barrier, which is not to be that of groups so impatient.
@@ -82,12 +82,12 @@ def test_a_rank_that_gives_no_sign_is_lost(found: list[dict[str, Any]]) -> None:
 
 WORKER = """
 import os, sys, threading, time
-from toolkit.distributed.heartbeat import patiently
+from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import connect
 from toolkit.topology.grid import Grid
 world = connect(Grid(pp=1, dp=2, tp=1), backend="gloo")
 print("connected", flush=True)
-patiently(world, (lambda: time.sleep(600)) if world.is_main else (lambda: None))
+run_with_heartbeat(world, (lambda: time.sleep(600)) if world.is_main else (lambda: None))
 """
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 
 from toolkit.distributed.process_groups import join_group
-from toolkit.distributed.world import World, connect, disconnect
+from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.errors import DataError, PlanError, RunError, ToolkitError
 from toolkit.topology.grid import Grid
 
@@ -65,14 +65,14 @@ class UnpicklableError(Exception):
 def scenes(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for grid in (Grid(pp=1, dp=4, tp=1), Grid(pp=1, dp=2, tp=2), Grid(pp=2, dp=2, tp=1)):
-        world = connect(grid, backend="gloo")
+        world = init_world(grid, backend="gloo")
         found[f"{grid.pp}x{grid.dp}x{grid.tp}"] = place(world)
     stages = join_group(world.grid, rank, "pp")
     found["made once"] = stages is join_group(world.grid, rank, "model"), stages is world.dp_group
     found["agree"] = agreements(world)
-    found["two of four"] = outcome(lambda: connect(Grid(pp=1, dp=2, tp=1), backend="gloo"))
-    found["no gpu"] = outcome(lambda: connect(Grid(pp=1, dp=4, tp=1), backend="nccl"))
-    disconnect(world)
+    found["two of four"] = outcome(lambda: init_world(Grid(pp=1, dp=2, tp=1), backend="gloo"))
+    found["no gpu"] = outcome(lambda: init_world(Grid(pp=1, dp=4, tp=1), backend="nccl"))
+    destroy_world(world)
     found["alive"] = dist.is_initialized()
     world.barrier()
     return found
@@ -174,7 +174,7 @@ def test_an_environment_that_does_not_fit_is_refused_before_anything_is_joined(
 ) -> None:
     began = time.monotonic()
     with pytest.raises(error) as caught:
-        connect(Grid(pp=1, dp=2, tp=1), backend="gloo", environment=environment)
+        init_world(Grid(pp=1, dp=2, tp=1), backend="gloo", environment=environment)
     assert caught.value.codes == (code,)
     assert time.monotonic() - began < 60
     assert not dist.is_initialized()

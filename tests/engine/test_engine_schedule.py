@@ -10,7 +10,7 @@ from tiny_plans import tiny_plan
 from transformers import TrainingArguments, get_scheduler
 
 from toolkit.config.job import Schedule
-from toolkit.engine.lr_scheduler import LearningRate, warmup_steps
+from toolkit.engine.lr_scheduler import LazyLRScheduler, warmup_steps
 from toolkit.errors import PlanError
 from toolkit.planning.plan import Plan
 
@@ -65,14 +65,14 @@ def rates_of_transformers(plan: Plan, *, steps: int = STEPS) -> list[float]:
 def test_each_step_has_the_rate_that_transformers_gives(name: str) -> None:
     plan = plan_of(CASES[name])
     expected = rates_of_transformers(plan)
-    assert rates(LearningRate(plan).build(optimizer()), STEPS) == pytest.approx(expected, rel=1e-9)
+    assert rates(LazyLRScheduler(plan).build(optimizer()), STEPS) == pytest.approx(expected, rel=1e-9)
     assert expected[-1] < PEAK or "constant" in name
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "inverse_sqrt"])
 def test_a_length_that_comes_late_gives_the_same_rates(name: str) -> None:
     plan = plan_of(CASES[name], max_steps=None)
-    schedule = LearningRate(plan)
+    schedule = LazyLRScheduler(plan)
     scheduler = schedule.build(optimizer())
     assert not schedule.is_set
     schedule.set_num_steps(STEPS)
@@ -84,7 +84,7 @@ def test_a_length_that_comes_late_gives_the_same_rates(name: str) -> None:
 
 def test_a_longer_run_changes_the_rate_of_the_next_step() -> None:
     plan = plan_of(CASES["cosine"])
-    schedule = LearningRate(plan)
+    schedule = LazyLRScheduler(plan)
     scheduler = schedule.build(optimizer())
     rates(scheduler, 11)
     schedule.set_num_steps(2 * STEPS)
@@ -94,12 +94,12 @@ def test_a_longer_run_changes_the_rate_of_the_next_step() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_a_restored_state_goes_on_where_it_stopped(late: bool) -> None:
     plan = plan_of(CASES["cosine"], max_steps=None if late else STEPS)
-    whole, first = LearningRate(plan), LearningRate(plan)
+    whole, first = LazyLRScheduler(plan), LazyLRScheduler(plan)
     whole.set_num_steps(STEPS)
     first.set_num_steps(STEPS)
     stopped = first.build(optimizer())
     rates(stopped, 9)
-    resumed = LearningRate(plan)
+    resumed = LazyLRScheduler(plan)
     scheduler = resumed.build(optimizer())
     scheduler.optimizer.load_state_dict(stopped.optimizer.state_dict())
     scheduler.load_state_dict(stopped.state_dict())
@@ -118,13 +118,13 @@ def test_warm_up_in_steps_wins_over_a_ratio() -> None:
 def test_a_run_of_one_step_is_all_warm_up(name: str) -> None:
     floor = {"min_learning_rate_ratio": 0.1} if name == "cosine_with_min_lr" else {}
     plan = plan_of({"lr_scheduler_type": name, "warmup_ratio": 0.03, **floor}, max_steps=1)
-    assert rates(LearningRate(plan).build(optimizer()), 1) == [0.0]
+    assert rates(LazyLRScheduler(plan).build(optimizer()), 1) == [0.0]
 
 
 def test_the_lowest_polynomial_rate_that_is_planned_can_be_scheduled() -> None:
     polynomial = {"lr_scheduler_type": "polynomial", "warmup_steps": 0}
     least = 1.01e-7
-    found = rates(LearningRate(plan_of({**polynomial, "learning_rate": least})).build(optimizer()), STEPS)
+    found = rates(LazyLRScheduler(plan_of({**polynomial, "learning_rate": least})).build(optimizer()), STEPS)
     assert found == sorted(found, reverse=True)
     with pytest.raises(PlanError) as caught:
         plan_of({**polynomial, "learning_rate": 1e-7})

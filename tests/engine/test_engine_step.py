@@ -72,7 +72,7 @@ def evaluate(rank: int, plan: Plan, packing: str) -> dict[str, Any]:
         if plan.settings.max_steps is None:
             with pytest.raises(ToolkitError) as caught:
                 run.step(step_batches(0)[rank])
-            assert caught.value.codes == ("STEP_LENGTH",)
+            assert caught.value.codes == ("STEP_TOTAL_UNKNOWN",)
         loader = run.loader(training)
         rates, losses, grads = [], [], []
         for batches in loader:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toolkit.engine.memory_tracker import MemoryWatch
+from toolkit.engine.memory_tracker import PhaseMemoryTracker
 
 
 class Counter:
@@ -22,7 +22,7 @@ class Counter:
 
 def test_each_phase_keeps_its_own_peak():
     counter = Counter()
-    watch = MemoryWatch(torch.device("cpu"), read=lambda: counter.peak, reset=counter.reset)
+    watch = PhaseMemoryTracker(torch.device("cpu"), read=lambda: counter.peak, reset=counter.reset)
     counter.allocate(10)
     watch.end("init")
     for extra in (30, 20):  # two micro-batches: the larger counts
@@ -39,7 +39,7 @@ def test_each_phase_keeps_its_own_peak():
 
 
 def test_on_cpu_only_the_process_is_measured():
-    watch = MemoryWatch(torch.device("cpu"))
+    watch = PhaseMemoryTracker(torch.device("cpu"))
     watch.end("forward")
     assert watch.peaks == {}
     assert watch.peak_bytes > 50 * 2**20
@@ -48,7 +48,7 @@ def test_on_cpu_only_the_process_is_measured():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_torch_counts():
-    watch = MemoryWatch(torch.device("cuda"))
+    watch = PhaseMemoryTracker(torch.device("cuda"))
     watch.end("init")
     before = torch.cuda.memory_allocated()  # what the peak of init held may be freed since
     held = torch.empty(2**20, dtype=torch.uint8, device="cuda")

@@ -21,14 +21,14 @@ from tiny_plans import step_batches, tiny_plan
 from torch.nn import functional
 
 import toolkit as tk
-from toolkit.distributed.p2p import UNDER_WAY
+from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
 from toolkit.engine.zero3_trace import _NAME, _USERS
 from toolkit.errors import RunError
 from toolkit.modeling.build import build_model
 from toolkit.planning.plan import Plan
 
 MANY = 64
-EVALUATED = UNDER_WAY + 2
+EVALUATED = MAX_SENDS_IN_FLIGHT + 2
 SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e6}
 FOUR = {"num_hidden_layers": 4}
 
@@ -291,7 +291,7 @@ def test_evaluation_is_that_of_the_whole_model(ranks: list[dict[str, Any]], name
         wanted, _ = reference_loss(whole(PLANS[name]).eval(), step_batches(3, ranks=1, accumulation=EVALUATED)[0])
     for found in ranks:
         assert found[name] == pytest.approx(float(wanted), abs=1e-5)
-        assert found[f"{name}, under way"] <= UNDER_WAY, "what a stage has sent must not pile up"
+        assert found[f"{name}, under way"] <= MAX_SENDS_IN_FLIGHT, "what a stage has sent must not pile up"
     assert ranks[0][f"{name}, under way"] > 0
 
 

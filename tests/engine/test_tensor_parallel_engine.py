@@ -165,7 +165,7 @@ def norm_of_a_step(rank: int, plan: Plan) -> float | None:
 
 @pytest.mark.gloo
 def test_what_the_refusal_of_stage_0_in_16_bit_spares() -> None:
-    """The trap of TP_STAGE: DeepSpeed's norm lacks the other rank's shards."""
+    """The trap of TP_ZERO_STAGE: DeepSpeed's norm lacks the other rank's shards."""
     case = Case(train=SGD | BF16, stage=1, tensor=TENSOR)
     allowed = case.plan()
     refused = dataclasses.replace(allowed, settings=dataclasses.replace(allowed.settings, zero_stage=0))

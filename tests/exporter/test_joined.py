@@ -19,7 +19,7 @@ from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.tensor_parallel.apply import dense_shards
 from toolkit.tensor_parallel.embedding import vocabulary_layout
 from toolkit.tensor_parallel.layout import Layout, Part, Shard
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 
 
 @dataclass
@@ -133,14 +133,14 @@ KNOWN = [name for name in ARCHITECTURES if name != "deepseek_v2"]
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_rank_s_factors_give_its_shard_of_what_they_add(name: str, num_ranks: int) -> None:
     model = tiny_model(name, **({} if name == "gpt2" else WIDE))
-    base = dense_shards(model, styles_for(model), num_ranks=num_ranks)
+    base = dense_shards(model, tp_plan_for(model), num_ranks=num_ranks)
     config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, fan_in_fan_out=name == "gpt2")
     _check_factors(get_peft_model(model, config), base, num_ranks)
 
 
 def test_vocabularies_and_modules_trained_whole_are_cut_as_their_base() -> None:
     model = tiny_model("llama", vocab_size=61)
-    base = dense_shards(model, styles_for(model), num_ranks=4)
+    base = dense_shards(model, tp_plan_for(model), num_ranks=4)
     config = LoraConfig(r=3, target_modules=["embed_tokens", "lm_head", "o_proj"], init_lora_weights=False)
     _check_factors(get_peft_model(model, config), base, 4)
     model = tiny_model("llama", vocab_size=61)

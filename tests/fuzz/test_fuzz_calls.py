@@ -91,7 +91,7 @@ def _calls(world: World) -> Calls:
     }
     return {
         "resolve": (tk.resolve, {"job": job}),
-        "estimate": (tk.estimate, {"job": plan, "deepspeed_config": None, "built_partitioned": True, "allocator": None, "calibration": None}),
+        "estimate": (tk.estimate, {"job": plan, "deepspeed_config": None, "zero_init": True, "allocator": None, "calibration": None}),
         "emit": (tk.emit, {"plan": plan, "out": out, "hosts": None}),
         "prepare": (tk.prepare, {"data": data, **prepared, **sizes}),
         "export": (tk.export, {"checkpoint": sound, "output_dir": out, **exported}),

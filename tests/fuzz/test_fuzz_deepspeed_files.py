@@ -28,7 +28,7 @@ from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.user_file import TRAINER_AUTO
 from toolkit.memory.search.deepspeed_file import DeepSpeedFile
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case as MemoryCase
+from toolkit.memory.search.scenario import Scenario as MemoryCase
 
 NAMES = tuple(
     sorted(

@@ -29,7 +29,7 @@ from train_jobs import write_inputs
 
 from toolkit.cli.options import read_plan
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case as MemoryCase
+from toolkit.memory.search.scenario import Scenario as MemoryCase
 from toolkit.planning.plan import Plan
 
 

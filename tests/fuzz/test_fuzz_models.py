@@ -21,7 +21,7 @@ from train_jobs import write_inputs
 
 from toolkit.config.job import Job
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case as MemoryCase
+from toolkit.memory.search.scenario import Scenario as MemoryCase
 
 ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "deepseek_v2", "qwen3_moe", "falcon", "opt", "gpt_neox", "phi3")
 NAMES = (

@@ -12,7 +12,7 @@ import pytest
 
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 
 ROOT = Path(__file__).parents[2]
 CARDS = ROOT / "tests" / "data" / "cards"
@@ -33,7 +33,7 @@ def quick(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
 class Reports(dict[str, MemoryReport]):
     """Estimates by the run's name, each made when it is first asked for; runs that a trace serves share it."""
 
-    def __init__(self, case_of: Callable[[str], Case]) -> None:
+    def __init__(self, case_of: Callable[[str], Scenario]) -> None:
         super().__init__()
         self._case_of, self._estimator = case_of, Estimator()
 

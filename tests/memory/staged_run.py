@@ -16,25 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from traced_models import config_of
 
 from toolkit.config.job import Job, Lora
-from toolkit.distributed.p2p import UNDER_WAY, Arrival
+from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, PendingRecv
 from toolkit.distributed.world import World
 from toolkit.engine import pipeline
-from toolkit.engine.memory_tracker import MemoryWatch
-from toolkit.memory.engines.course import Course
-from toolkit.memory.engines.courses import course_of
-from toolkit.memory.engines.replay import Replay
+from toolkit.engine.memory_tracker import PhaseMemoryTracker
+from toolkit.memory.engines.course import StepProgram
+from toolkit.memory.engines.courses import step_program
+from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.kernels.dispatch import Device, cuda_kernels
-from toolkit.memory.trace.events import Mark, Release, Trace
+from toolkit.memory.trace.events import Marker, MemoryTrace, Release
 from toolkit.memory.trace.fake_model import build_empty, on_fake_device
-from toolkit.memory.trace.fake_ops import in_place, no_chance
+from toolkit.memory.trace.fake_ops import disable_layer_dropout, inplace_collectives
 from toolkit.memory.trace.inputs import make_batch
 from toolkit.memory.trace.ranks import engine_settings, trace_ranks
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.build import DTYPES, model_config, stage_part
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.chunked_loss import apply_loss
-from toolkit.pipeline_parallel import cut_model
+from toolkit.pipeline_parallel import split_model
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
 
@@ -81,7 +81,7 @@ def staged_plan(folder: Path, name: str = "llama", **values: Any) -> Plan:
     return resolve(staged_job(folder, name, **values))
 
 
-class Bare(Replay):
+class Bare(EngineReplay):
     """An engine that holds nothing: what is left are the passes and messages of a rank, and its gradients."""
 
     def initialize(self) -> None: ...
@@ -96,13 +96,13 @@ class Bare(Replay):
     def step(self) -> None: ...
 
 
-def predicted(plan: Plan, pp_rank: int, *, traces: tuple[Trace, ...] | None = None) -> dict[str, int]:
+def predicted(plan: Plan, pp_rank: int, *, traces: tuple[MemoryTrace, ...] | None = None) -> dict[str, int]:
     """Return the peaks of a rank's passes as the estimate has them, bytes."""
     trace = (traces or trace_ranks(plan, marks_modules=False))[pp_rank]
-    return peaks_of(trace, engine_settings(plan), course_of(plan, pp_rank))
+    return peaks_of(trace, engine_settings(plan), step_program(plan, pp_rank))
 
 
-def peaks_of(trace: Trace, settings: EngineSettings, course: Course) -> dict[str, int]:
+def peaks_of(trace: MemoryTrace, settings: EngineSettings, course: StepProgram) -> dict[str, int]:
     """Replays passes alone, bytes."""
     account = Bare(trace, settings, workspace_bytes=0, course=course).run()
     return {
@@ -125,7 +125,7 @@ class _Level:
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def note(self, event: Mark | Release) -> None:
+    def note(self, event: Marker | Release) -> None:
         if isinstance(event, Release):
             self.now -= event.size
 
@@ -143,11 +143,11 @@ class _Channels:
 
     def send(self, tensor: torch.Tensor, kind: str, *, to: int) -> None:
         self._sent.append(tensor.contiguous())
-        while len(self._sent) > UNDER_WAY:
+        while len(self._sent) > MAX_SENDS_IN_FLIGHT:
             self._sent.popleft()
 
-    def receive(self, shape: Any, kind: str, *, source: int, like: torch.Tensor) -> Arrival:
-        return Arrival(tensor=like.new_empty(shape), work=SimpleNamespace(wait=lambda: None))
+    def receive(self, shape: Any, kind: str, *, source: int, like: torch.Tensor) -> PendingRecv:
+        return PendingRecv(tensor=like.new_empty(shape), work=SimpleNamespace(wait=lambda: None))
 
     def finish(self) -> None:
         self._sent.clear()
@@ -181,13 +181,13 @@ class _Engine:
 
 def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
     """Runs two steps of a rank by the engine's loop, and gives the peaks of its passes, bytes."""
-    monkeypatch.setattr(pipeline, "Channels", _Channels)
+    monkeypatch.setattr(pipeline, "P2PChannels", _Channels)
     settings, train = plan.settings, plan.job.train
     level = _Level()
     with cuda_kernels(H100, packed=plan.job.data is not None and plan.job.data.packing == "separated"):
         full = build_empty(model_config(plan), "causal-lm", dtype=DTYPES[settings.dtype], trust_remote_code=False)
         full.tie_weights()
-        cut_model(full, stage_part(plan, pp_rank))
+        split_model(full, stage_part(plan, pp_rank))
         apply_gradient_checkpointing(full, fraction=settings.gradient_checkpointing, offload_inputs=False)
         lora = None if train.method == "full" else train.lora or Lora()
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -207,10 +207,12 @@ def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
                 tp_group=None,
                 owns_groups=False,
             )
-            memory = MemoryWatch(world.device, read=lambda: level.peak, reset=level.reset)
-            passes = pipeline.PipelinePasses(plan, world, _Engine(model), memory)
+            memory = PhaseMemoryTracker(world.device, read=lambda: level.peak, reset=level.reset)
+            passes = pipeline.PipelineForwardBackward(plan, world, _Engine(model), memory)
             num_targets = torch.ones(())
-            tracker = StorageTracker(level, cause=lambda: "", owner=lambda: None, answers=[no_chance, in_place])
+            tracker = StorageTracker(
+                level, cause=lambda: "", owner=lambda: None, answers=[disable_layer_dropout, inplace_collectives]
+            )
             tracker.ignore([*model.parameters(), *model.buffers(), num_targets, passes._like])
             with tracker:
                 for _ in range(2):

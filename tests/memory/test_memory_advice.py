@@ -10,14 +10,14 @@ from toolkit.config.job import Job
 from toolkit.memory.estimate import estimate
 from toolkit.memory.search.advice import Saving, candidates, find_savings
 from toolkit.memory.search.estimator import Estimator, trace_key
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.ranks import trace_plan
 from toolkit.units import GIB
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 
 
-def case_of(*, ranks=2, gpu="h100-sxm-80gb", train=None, parallel=None, **cluster) -> Case:
+def case_of(*, ranks=2, gpu="h100-sxm-80gb", train=None, parallel=None, **cluster) -> Scenario:
     values = {"sequence_length": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     job = {
         "model": "llama-3.2-1b",
@@ -25,10 +25,10 @@ def case_of(*, ranks=2, gpu="h100-sxm-80gb", train=None, parallel=None, **cluste
         "train": {**values, **(train or {})},
         "parallel": {"zero_stage": 2, **(parallel or {})},
     }
-    return Case.of(Job.model_validate(job))
+    return Scenario.of(Job.model_validate(job))
 
 
-def changes(case: Case) -> dict[str, list[dict[str, object]]]:
+def changes(case: Scenario) -> dict[str, list[dict[str, object]]]:
     found: dict[str, list[dict[str, object]]] = {}
     for change in candidates(case.plan()):
         found.setdefault(change.kind, []).append({key: change.values[key] for key in change.shown})
@@ -91,7 +91,7 @@ def test_the_loss_is_advised_where_its_logits_make_the_peak_with_what_the_estima
     assert "loss" not in {saving.change.kind for saving in savings}, "the step makes the peak"
 
 
-def savings_of(case: Case, *, at_most: int = 10, estimator: Estimator | None = None) -> dict[str, Saving]:
+def savings_of(case: Scenario, *, at_most: int = 10, estimator: Estimator | None = None) -> dict[str, Saving]:
     estimator, plan = estimator or Estimator(), case.plan()
     report = estimator.estimate(case)
     found = find_savings(estimator, case, plan=plan, report=report, at_most=at_most)
@@ -224,7 +224,7 @@ def test_a_host_that_is_too_small_is_estimated_too():
 def test_a_model_given_is_not_read_again():
     case = case_of()
     renamed = replace(case.model, name="given")
-    again = Case.of(case.job, model=renamed, gpu=case.gpu)
+    again = Scenario.of(case.job, model=renamed, gpu=case.gpu)
     assert again.plan().model.name == "given"
 
 
@@ -240,7 +240,7 @@ def test_the_stage_that_a_single_card_gets_is_the_one_that_needs_least(model, gp
     """Stage 3 shares nothing there: it helps only where its optimizer steps by sub-groups."""
     train = {"method": method, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
     case = case_of(ranks=1, gpu=gpu, train=train, parallel={"zero_stage": None}).changed({"model.name": model})
-    case = Case.of(case.job)
+    case = Scenario.of(case.job)
     estimator, chosen = Estimator(), case.plan().settings.zero_stage
     needed = {
         stage: estimator.estimate(case.changed({"parallel.zero_stage": stage})).required_bytes for stage in (2, 3)

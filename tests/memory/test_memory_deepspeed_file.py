@@ -14,7 +14,7 @@ from toolkit.config.job import Job
 from toolkit.errors import PlanError, ToolkitError
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.search.deepspeed_file import DeepSpeedFile
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 
 # The file that transformers' documentation shows for ZeRO-3 with offload.
 DOCUMENTED = {
@@ -50,7 +50,7 @@ def job_of(*, model="llama-3.2-1b", gpu="h100-sxm-80gb", ranks=2, deepspeed=None
 def resolved(config, **job):
     """Return the plan and the configuration without "auto"."""
     file = DeepSpeedFile.read(config)
-    plan = Case.of(job_of(**job), file=file).plan()
+    plan = Scenario.of(job_of(**job), file=file).plan()
     return plan, file.resolved(plan)
 
 
@@ -211,7 +211,7 @@ def test_an_offload_to_nvme_names_the_folder_of_the_job():
 
 
 def notes_of(config, **job):
-    case = Case.of(job_of(**job), file=DeepSpeedFile.read(config))
+    case = Scenario.of(job_of(**job), file=DeepSpeedFile.read(config))
     return " | ".join(case.file.notes(case.plan(), case.job))
 
 

@@ -14,7 +14,7 @@ import toolkit as tk
 from toolkit.deepspeed_spec import read_user_config
 from toolkit.memory.search.deepspeed_file import DeepSpeedFile
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 
 JOB = tk.Job(
     model="quickstart-llama",
@@ -41,7 +41,7 @@ def plan() -> tk.Plan:
 
 def test_a_job_a_plan_and_their_files_are_one_case(plan: tk.Plan, tmp_path: Path) -> None:
     estimator = Estimator()
-    wanted = estimator.estimate(Case.of(JOB))
+    wanted = estimator.estimate(Scenario.of(JOB))
     traced = estimator._trace(plan, keeps_inputs=False)
     (tmp_path / "job.yaml").write_text(
         yaml.safe_dump(JOB.model_dump(mode="json", exclude_unset=True)), encoding="utf-8"
@@ -57,7 +57,7 @@ def test_a_configuration_of_one_s_own_is_priced_as_its_file_is(plan: tk.Plan, tm
     path = tmp_path / "deepspeed_config"  # by its name in messages
     path.write_text(json.dumps(CONFIG), encoding="utf-8")
     estimator = Estimator()
-    wanted = estimator.estimate(Case.of(JOB, file=DeepSpeedFile.read(path)))
+    wanted = estimator.estimate(Scenario.of(JOB, file=DeepSpeedFile.read(path)))
     traced = estimator._trace(plan, keeps_inputs=False)
     for given in (JOB, plan):
         for config in (CONFIG, path, str(path)):
@@ -82,8 +82,8 @@ def test_a_configuration_that_deepspeed_would_not_take_as_it_is_is_refused(name:
     ("arguments", "code", "key"),
     [
         ({"allocator": "anything"}, "ARGUMENT", "allocator"),
-        ({"built_partitioned": "no"}, "ARGUMENT", "built_partitioned"),
-        ({"built_partitioned": False}, "ZERO_INIT_STAGE", "--no-zero-init"),
+        ({"zero_init": "no"}, "ARGUMENT", "zero_init"),
+        ({"zero_init": False}, "ZERO_INIT_STAGE", "--no-zero-init"),
         ({"deepspeed_config": 3}, "ARGUMENT", "deepspeed_config"),
         ({"deepspeed_config": "absent.json"}, "FILE_NOT_FOUND", "absent.json"),
         ({"calibration": {}}, "ARGUMENT", "calibration"),

@@ -7,8 +7,8 @@ import toolkit as tk
 from toolkit.memory.estimate import estimate
 from toolkit.memory.search.advice import find_savings
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case
-from toolkit.memory.trace.events import Mark
+from toolkit.memory.search.scenario import Scenario
+from toolkit.memory.trace.events import Marker
 
 VOCABULARY, LENGTH, WIDTH = 128_256, 2048, 2048
 
@@ -42,7 +42,7 @@ def test_few_layers_give_what_all_give(name):
     )
     assert few.forward == whole.forward
     assert few.backward == ()
-    assert not any(isinstance(placed.event, Mark) and placed.event.kind == "gradient" for placed in few.forward)
+    assert not any(isinstance(placed.event, Marker) and placed.event.kind == "gradient" for placed in few.forward)
     assert peaks(few)["forward"] < peaks(traced(name))["forward"]
 
 
@@ -77,7 +77,7 @@ def test_without_validation_data_there_is_no_such_phase():
 
 
 def test_a_smaller_validation_batch_is_advised_where_it_helps():
-    case, estimator = Case.of(job(per_device_eval_batch_size=16)), Estimator()
+    case, estimator = Scenario.of(job(per_device_eval_batch_size=16)), Estimator()
     plan = case.plan()
     savings = find_savings(estimator, case, plan=plan, report=estimator.estimate_plan(plan, case), at_most=9)
     (saving,) = [saving for saving in savings if saving.change.kind == "evaluation"]

@@ -18,9 +18,9 @@ from toolkit.errors import PlanError
 from toolkit.memory.engines.ledger import in_blocks
 from toolkit.memory.search.deepspeed_file import DeepSpeedFile
 from toolkit.memory.search.estimator import Estimator, trace_key
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.events import Recorder, Run, held
-from toolkit.memory.trace.run import Trace, trace_model
+from toolkit.memory.trace.run import MemoryTrace, trace_model
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.fp8 import apply_fp8, fp8_layers
 from toolkit.planning.resolve import resolve
@@ -42,12 +42,12 @@ def test_few_layers_give_what_all_give(name: str, way: str) -> None:
     assert held((*few.forward, *few.backward, *few.after)) == {}
 
 
-def saved_bytes(trace: Trace) -> int:
+def saved_bytes(trace: MemoryTrace) -> int:
     """What the forward pass leaves for the backward pass."""
     return sum(held(trace.forward).values())
 
 
-def temporaries(trace: Trace) -> int:
+def temporaries(trace: MemoryTrace) -> int:
     """How high memory rises above what is there, summed over all that lies between two gradients."""
     return sum(placed.event.peak_bytes for placed in trace.backward if isinstance(placed.event, Run))
 
@@ -142,10 +142,10 @@ def test_a_model_without_linear_layers_is_refused_by_name() -> None:
 def test_a_deepspeed_file_of_another_script_has_no_float8(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}))
-    outcome = Estimator().attempt(Case.of(_job(), file=DeepSpeedFile.read(path)))
+    outcome = Estimator().attempt(Scenario.of(_job(), file=DeepSpeedFile.read(path)))
     assert [(problem.code, problem.key) for problem in outcome.problems] == [
         ("DEEPSPEED_CONTRADICTS", "train.precision")
     ]
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "bf16": {"enabled": True}}))
-    outcome = Estimator().attempt(Case.of(_job(), file=DeepSpeedFile.read(path)))
+    outcome = Estimator().attempt(Scenario.of(_job(), file=DeepSpeedFile.read(path)))
     assert {problem.key for problem in outcome.problems} == {"train.precision", "train.per_device_train_batch_size"}

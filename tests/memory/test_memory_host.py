@@ -54,7 +54,7 @@ def reports(tmp_path_factory):
     def case_of(name):
         row = CASES[name]
         case = estimated_case({**row, "config": row["config"] and {**row["config"], "dtype": "bfloat16"}}, folder)
-        return replace(case, built_partitioned=False, load_dtype=row["dtype"]) if row["kind"] == "load" else case
+        return replace(case, zero_init=False, load_dtype=row["dtype"]) if row["kind"] == "load" else case
 
     return Reports(case_of)
 
@@ -145,6 +145,6 @@ def test_a_public_mixture_loaded_in_fp32_by_each_rank():
         "parallel": {"zero_stage": 3},
     }
     plan = tk.resolve(tk.Job.model_validate(job))
-    found = estimate(plan, built_partitioned=False, load_dtype="fp32").host
+    found = estimate(plan, zero_init=False, load_dtype="fp32").host
     assert found.bytes_per_node / 8 == pytest.approx(230e9, rel=0.06)
     assert not found.fits

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from traced_models import config_of
 from transformers import AutoModelForCausalLM
 
-from toolkit.memory.trace.representatives import find_stacks, prune, shorten
+from toolkit.memory.trace.representatives import find_stacks, prune_layers, select_representatives
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 
 kinds = st.lists(st.sampled_from("ABC"), min_size=1, max_size=40)
@@ -29,7 +29,7 @@ def contexts(sequence):
 
 @given(kinds | patterns.map(list))
 def test_every_layer_finds_its_like_between_like_neighbours(sequence):
-    kept, stands_for = shorten(sequence)
+    kept, stands_for = select_representatives(sequence)
     seen = contexts([sequence[index] for index in kept])
     assert len(stands_for) == len(sequence)
     assert [seen[position] for position in stands_for] == contexts(sequence)
@@ -37,14 +37,14 @@ def test_every_layer_finds_its_like_between_like_neighbours(sequence):
 
 @given(kinds)
 def test_kept_layers_are_ascending_and_include_both_ends(sequence):
-    kept, _ = shorten(sequence)
+    kept, _ = select_representatives(sequence)
     assert list(kept) == sorted(set(kept))
     assert (kept[0], kept[-1]) == (0, len(sequence) - 1)
 
 
 @given(kinds)
 def test_what_appears_first_is_kept_and_stands_for_itself(sequence):
-    kept, stands_for = shorten(sequence)
+    kept, stands_for = select_representatives(sequence)
     everywhere = contexts(sequence)
     for index, context in enumerate(everywhere):
         if everywhere.index(context) == index:
@@ -53,8 +53,8 @@ def test_what_appears_first_is_kept_and_stands_for_itself(sequence):
 
 @given(st.text("ABC", min_size=1, max_size=6), st.integers(4, 30))
 def test_repeating_a_pattern_keeps_no_more_layers(period, times):
-    kept, _ = shorten(period * times)
-    assert len(kept) <= len(shorten(period * (times + 1))[0]) <= 5 * len(period)
+    kept, _ = select_representatives(period * times)
+    assert len(kept) <= len(select_representatives(period * (times + 1))[0]) <= 5 * len(period)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_repeating_a_pattern_keeps_no_more_layers(period, times):
     [("A" * 126, 3), ("D" * 3 + "M" * 58, 6), ("SF" * 21, 4), ("SSSSSF" * 10 + "SS", 6), ("LLLF" * 12, 8), ("A", 1)],
 )
 def test_known_models_shrink_to_a_few_layers(sequence, count):
-    assert len(shorten(sequence)[0]) == count
+    assert len(select_representatives(sequence)[0]) == count
 
 
 def empty(name, **overrides):
@@ -87,7 +87,7 @@ def test_pruning_renumbers_layers_and_shortens_the_lists_of_the_config():
     model = empty("gemma3_text")
     before = copy.deepcopy(model.config.layer_types)
     stacks = find_stacks(model)
-    prune(model, stacks)
+    prune_layers(model, stacks)
     (stack,) = stacks
     assert model.config.layer_types == [before[index] for index in stack.kept]
     assert model.config.num_hidden_layers == len(model.model.layers) == len(stack.kept)
@@ -99,6 +99,6 @@ def test_pruning_renumbers_layers_and_shortens_the_lists_of_the_config():
 def test_all_layers_can_be_kept():
     model = empty("llama")
     (stack,) = find_stacks(model, all_layers=True)
-    prune(model, [stack])
+    prune_layers(model, [stack])
     assert stack.kept == stack.stands_for == tuple(range(6))
     assert len(model.model.layers) == 6

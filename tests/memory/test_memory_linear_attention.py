@@ -6,7 +6,7 @@ from card_runs import CARDS, host_runs, quick  # which puts the benchmarks on th
 
 from toolkit.memory.kernels.linear_attention import multiplied_out
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 
 from measure import estimated_case, read_cases  # isort: skip
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-def case_of(name, folder, **cluster) -> Case:
+def case_of(name, folder, **cluster) -> Scenario:
     return estimated_case(CASES[name], folder).changed({f"cluster.{key}": value for key, value in cluster.items()})
 
 

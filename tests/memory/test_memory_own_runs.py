@@ -7,7 +7,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 from toolkit.units import GIB
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -45,7 +45,7 @@ def test_peak_and_host_memory_are_those_of_the_run(estimator, tmp_path, case, ch
         },
         "parallel": {"zero_stage": int(stage), "offload": profile or "none"},
     }
-    report = estimator.estimate(Case.of(tk.Job.model_validate(job)))
+    report = estimator.estimate(Scenario.of(tk.Job.model_validate(job)))
     assert report.peak_allocated_bytes == pytest.approx(row["peak_allocated_gib"] * GIB, rel=0.002)
     host = sum(report.host.bytes_per_rank.values())
     assert host == pytest.approx(row["host_peak_rss_gib"] * GIB, rel=0.1)

@@ -11,14 +11,14 @@ from staged_run import direct, in_whole_blocks, peaks_of, predicted, staged_job,
 from traced_models import traced
 
 from toolkit.errors import PlanError
-from toolkit.memory.engines.course import Course
-from toolkit.memory.engines.courses import course_of, fewest
+from toolkit.memory.engines.course import StepProgram
+from toolkit.memory.engines.courses import representative_micro_batches, step_program
 from toolkit.memory.estimate import estimate
 from toolkit.memory.search.advice import find_savings
 from toolkit.memory.search.compare import compare, read_strategies
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.rebalance import find_cut
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.rebalance import rebalance_partition
+from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.events import held
 from toolkit.memory.trace.ranks import engine_settings, trace_ranks
 from toolkit.pipeline_parallel import StagePart
@@ -95,7 +95,7 @@ def test_the_first_rank_of_four_holds_four_micro_batches_under_1f1b_and_all_unde
         order = tuple(Forward(chunk=0, micro_batch=index) for index in range(count))
         back = tuple(Backward(chunk=0, micro_batch=index) for index in range(count))
         return peaks_of(
-            trace, engine_settings(plan), Course(actions=(*order, *back), num_micro_batches=8, reduces_once=True)
+            trace, engine_settings(plan), StepProgram(actions=(*order, *back), num_micro_batches=8, reduces_once=True)
         )["forward"]
 
     # Besides it has the gradient that it awaits, and its weights' gradients of the micro-batches before.
@@ -116,13 +116,13 @@ def test_few_micro_batches_show_what_all_need(tmp_path, name, micro_batches):
     virtual = 2 if name == "interleaved" else 1
     values = {"pipeline": 4, "virtual_stages": virtual, "config": EIGHT_LAYERS}
     plan = staged_plan(tmp_path, **values, pipeline_schedule=name, train={"gradient_accumulation_steps": micro_batches})
-    assert (fewest(name, pp=4, micro_batches=micro_batches) < micro_batches) == (name != "gpipe")
+    assert (representative_micro_batches(name, pp=4, micro_batches=micro_batches) < micro_batches) == (name != "gpipe")
     traces = trace_ranks(plan, marks_modules=False)
     schedule = build_schedule(name, pp=4, micro_batches=micro_batches, virtual_stages=virtual)
     for pp_rank in range(4):
-        every = Course(actions=actions(schedule, pp_rank), num_micro_batches=micro_batches, reduces_once=True)
+        every = StepProgram(actions=actions(schedule, pp_rank), num_micro_batches=micro_batches, reduces_once=True)
         settings = engine_settings(plan)
-        assert peaks_of(traces[pp_rank], settings, course_of(plan, pp_rank)) == peaks_of(
+        assert peaks_of(traces[pp_rank], settings, step_program(plan, pp_rank)) == peaks_of(
             traces[pp_rank], settings, every
         )
 
@@ -133,7 +133,7 @@ def test_few_micro_batches_show_what_all_need(tmp_path, name, micro_batches):
 )
 def test_few_micro_batches_are_as_many_in_flight_as_all(pp, name, virtual):
     for micro_batches in range(1, 7 * pp):
-        few = fewest(name, pp=pp, micro_batches=micro_batches)
+        few = representative_micro_batches(name, pp=pp, micro_batches=micro_batches)
         assert few <= micro_batches
         peaks = [
             [made.peak_in_flight(rank) for rank in range(pp)]
@@ -228,7 +228,7 @@ def test_what_cannot_be_estimated_is_refused(tmp_path, values, options, code):
 
 
 def test_strategies_of_a_pipeline_are_compared(tmp_path):
-    case = Case.of(staged_job(tmp_path, gpus=4, config=EIGHT_LAYERS, partition=[3, 5], pipeline=2))
+    case = Scenario.of(staged_job(tmp_path, gpus=4, config=EIGHT_LAYERS, partition=[3, 5], pipeline=2))
     rows = list(compare(Estimator(), case, read_strategies("pp2,pp4,zero2-tp2-pp2,zero3,ddp")))
     assert [row.outcome.problems for row in rows] == [()] * 5
     sizes = [(row.outcome.plan.grid.pp, row.outcome.plan.grid.tp) for row in rows if row.outcome.plan is not None]
@@ -256,14 +256,14 @@ def test_only_another_cut_fits(tmp_path):
         "gradient_checkpointing": False,
     }
     job = staged_job(tmp_path, config=config, train=train, pipeline=4)
-    case, estimator = Case.of(job), Estimator()
+    case, estimator = Scenario.of(job), Estimator()
     plan = case.plan()
     report = estimator.estimate_plan(plan, case)
     first, *_, last = report.ranks
     assert not report.fits
     assert report.fullest.rank == 0
     assert first.required_bytes > 1.3 * last.required_bytes
-    cut = find_cut(estimator, plan)
+    cut = rebalance_partition(estimator, plan)
     assert cut is not None
     assert sum(cut) == 32
     assert cut[0] < plan.settings.partition[0]

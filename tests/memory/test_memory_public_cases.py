@@ -11,7 +11,7 @@ from toolkit.memory.estimate import estimate
 from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.search.deepspeed_file import DeepSpeedFile
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.events import Recorder
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling import liger
@@ -22,7 +22,7 @@ from toolkit.units import GIB
 DEEPSPEED_BUCKET = {"zero_optimization": {"reduce_bucket_size": 500_000_000}}
 
 
-def report(model, gpu, count, *, stage, offload="none", deepspeed=None, built_partitioned=True, host_gib=4000, **train):
+def report(model, gpu, count, *, stage, offload="none", deepspeed=None, zero_init=True, host_gib=4000, **train):
     job = {
         "model": {"name": model, "init": "random"},
         "cluster": {"gpu": gpu, "gpus_per_node": count, "host_memory_gib": host_gib},
@@ -30,12 +30,12 @@ def report(model, gpu, count, *, stage, offload="none", deepspeed=None, built_pa
         "parallel": {"zero_stage": stage, "offload": offload},
         "deepspeed": deepspeed or {},
     }
-    return estimate(tk.resolve(tk.Job.model_validate(job)), built_partitioned=built_partitioned)
+    return estimate(tk.resolve(tk.Job.model_validate(job)), zero_init=zero_init)
 
 
 def test_a_model_not_built_under_zero_init_lies_whole_on_every_card():
     """DeepSpeed #4527: 6.8 B, 4 cards, stage 3, both offloads: 14,678 MiB on each right after the start."""
-    whole = report("pythia-6.9b", "a100-sxm-40gb", 4, stage=3, offload="full-cpu", built_partitioned=False)
+    whole = report("pythia-6.9b", "a100-sxm-40gb", 4, stage=3, offload="full-cpu", zero_init=False)
     init = whole.fullest.phases["init"]
     seen = init.allocated_bytes + whole.context_and_nccl_bytes
     assert seen == pytest.approx(14_678 * 2**20, rel=0.05)
@@ -127,7 +127,7 @@ def test_llama_3_8b_in_full_on_8_cards_of_24_gb():
     estimator, found = Estimator(), {}
     for name, zero in {"none": ZERO_3, "both": ZERO_3 | BOTH_OFFLOADS}.items():
         file = DeepSpeedFile.read({**common, "zero_optimization": zero})
-        found[name] = estimator.estimate(Case.of(tk.Job.model_validate(job), file=file))
+        found[name] = estimator.estimate(Scenario.of(tk.Job.model_validate(job), file=file))
     assert not found["none"].fits_gpu
     assert found["none"].peak_allocated_bytes + found["none"].context_and_nccl_bytes > found["none"].gpu_capacity_bytes
     assert found["both"].fits

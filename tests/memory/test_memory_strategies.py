@@ -5,7 +5,7 @@ import pytest
 import toolkit as tk
 from toolkit.errors import PlanError
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 from toolkit.units import GIB
 
 MIB = 2**20
@@ -28,7 +28,7 @@ def job(*, gpus=4, model="llama-3.2-1b", parallel=None, **train):
 
 
 def estimated(estimator, **values):
-    return estimator.estimate(Case.of(job(**values)))
+    return estimator.estimate(Scenario.of(job(**values)))
 
 
 def between_steps(report):
@@ -93,7 +93,7 @@ def test_bf16_gradients_stay_to_the_step_unless_they_are_added_at_once(estimator
     def backward(**values):
         document = job(parallel={"zero_stage": 1}, gradient_accumulation_dtype="fp32", gradient_accumulation_steps=2)
         found = estimator.estimate(
-            Case.of(tk.Job.model_validate({**document.model_dump(exclude_unset=True), **values}))
+            Scenario.of(tk.Job.model_validate({**document.model_dump(exclude_unset=True), **values}))
         )
         return found.fullest.phases["backward"].allocated_bytes
 
@@ -128,7 +128,7 @@ def test_what_is_only_estimated_is_refused_to_a_run(key, parallel, train):
 def test_keys_of_deepspeed_say_nothing_to_others():
     foreign = {"strategy": "fsdp2", "zero_stage": 2, "offload": "full-cpu"}
     with pytest.raises(PlanError) as caught:
-        Case.of(job(parallel=foreign)).plan()
+        Scenario.of(job(parallel=foreign)).plan()
     assert [problem.key for problem in caught.value.problems if problem.code == "STRATEGY_KEY"] == [
         "parallel.zero_stage",
         "parallel.offload",

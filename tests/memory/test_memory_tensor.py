@@ -19,11 +19,11 @@ from toolkit.memory.search.advice import candidates, find_savings
 from toolkit.memory.search.choose_gpu import Count, batch_on, counts
 from toolkit.memory.search.compare import read_strategies
 from toolkit.memory.search.estimator import Estimator, trace_key
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.attribution import LOSS
-from toolkit.memory.trace.events import Mark, Recorder, Run, held
+from toolkit.memory.trace.events import Marker, Recorder, Run, held
 from toolkit.memory.trace.fake_model import shard
-from toolkit.memory.trace.fake_ops import in_place
+from toolkit.memory.trace.fake_ops import inplace_collectives
 from toolkit.memory.trace.run import trace_model
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.build import gather_as_one
@@ -135,7 +135,7 @@ def peak_of(events) -> int:
 
 def test_a_reduction_in_place_takes_no_memory_and_waiting_for_one_neither():
     recorder = Recorder()
-    tracker = StorageTracker(recorder, cause=lambda: "x", owner=lambda: None, answers=[in_place])
+    tracker = StorageTracker(recorder, cause=lambda: "x", owner=lambda: None, answers=[inplace_collectives])
     with fake_group(4) as group, FakeTensorMode(), tracker:
         x = torch.empty(512)
         reduced = start_all_reduce(x, group=group).wait()
@@ -165,7 +165,7 @@ def test_zero3_gathers_and_reduces_a_layer_as_one():
     }
     for placed in (*trace.forward, *trace.backward):
         event = placed.event
-        if not isinstance(event, Mark):
+        if not isinstance(event, Marker):
             continue
         if event.kind == "gradient":
             engine.account.allocate("gradients", event.size)
@@ -209,11 +209,11 @@ def test_a_rank_of_a_real_run_traces_a_group_of_another_size():
     assert run_distributed(trace_beside_real_groups, 2) == [(peaks(traced("llama", tensor=4)), 2.0)] * 2
 
 
-def case_of(*, gpus: int, tensor: int, model: str = "llama-3.2-1b", stage: int = 1, **train) -> Case:
+def case_of(*, gpus: int, tensor: int, model: str = "llama-3.2-1b", stage: int = 1, **train) -> Scenario:
     values = {"sequence_length": 512, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **train}
     cluster = {"gpu": "h100-sxm-80gb", "gpus_per_node": gpus}
     parallel = {"zero_stage": stage, "tensor": tensor}
-    return Case.of(Job.model_validate({"model": model, "cluster": cluster, "train": values, "parallel": parallel}))
+    return Scenario.of(Job.model_validate({"model": model, "cluster": cluster, "train": values, "parallel": parallel}))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from transformers.models.llama import modeling_llama
 
 from toolkit.config.job import Lora
 from toolkit.errors import PlanError
-from toolkit.memory.engines.ledger import Account
+from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.trace.attribution import LOSS
-from toolkit.memory.trace.events import Mark, Run, held
+from toolkit.memory.trace.events import Marker, Run, held
 from toolkit.memory.trace.run import trace_model
 
 # Each architecture in one way, and some others; the rest of the product is `full`.
@@ -66,7 +66,7 @@ def test_parameters_are_those_of_the_model(name):
 
 
 def gradients(trace):
-    return [placed for placed in trace.backward if isinstance(placed.event, Mark) and placed.event.kind == "gradient"]
+    return [placed for placed in trace.backward if isinstance(placed.event, Marker) and placed.event.kind == "gradient"]
 
 
 def test_each_parameter_gets_one_gradient_of_its_size():
@@ -209,7 +209,7 @@ def test_a_head_of_its_own_costs_logits_in_the_vocabulary():
 
 
 def peak_causes(trace, phase):
-    account = Account()
+    account = MemoryLedger()
     for name, events in (("forward", trace.forward), ("backward", trace.backward)):
         account.enter(name)
         for placed in events:

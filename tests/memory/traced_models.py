@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from toolkit.config.job import Lora
-from toolkit.memory.engines.ledger import Account
+from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.kernels.dispatch import Device
-from toolkit.memory.trace.events import Run, Trace
+from toolkit.memory.trace.events import MemoryTrace, Run
 from toolkit.memory.trace.run import trace_model
 
 H100 = Device(capability=9.0)
@@ -125,7 +125,7 @@ def config_of(name: str, **overrides: Any) -> PreTrainedConfig:
 
 
 @cache
-def traced(name: str, way: str = "plain", *, all_layers: bool = False, **overrides: Any) -> Trace:
+def traced(name: str, way: str = "plain", *, all_layers: bool = False, **overrides: Any) -> MemoryTrace:
     """Traces one of the models."""
     values = {"micro_batch": BATCH, "sequence_length": LENGTH, "device": H100} | WAYS[way] | overrides
     if name in ("gemma2", "gpt_oss"):  # transformers has no sdpa for them
@@ -133,9 +133,9 @@ def traced(name: str, way: str = "plain", *, all_layers: bool = False, **overrid
     return trace_model(config_of(name), all_layers=all_layers, **values)
 
 
-def peaks(trace: Trace) -> dict[str, int]:
+def peaks(trace: MemoryTrace) -> dict[str, int]:
     """Return the highest level of each pass, gradients left out, bytes."""
-    account = Account()
+    account = MemoryLedger()
     for phase, events in (("forward", trace.forward), ("backward", trace.backward)):
         account.enter(phase)
         for placed in events:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from toolkit.modeling.fused_kernels import RMSNorm, apply_kernels
 from toolkit.tensor_parallel import linear
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 
 
 def rms_norm(x: Any, weight: Any, eps: float, offset: float, casting: Any, in_place: bool) -> torch.Tensor:
@@ -70,7 +70,7 @@ def sharded_losses(rank: int) -> list[tuple[float, float, list[str], int]]:
     for architecture, in_pieces in SHARDED:
         model = tiny_model(architecture, num_key_value_heads=2)
         group = dist.group.WORLD
-        apply_tensor_parallel(model, styles_for(model), tp_group=group, sequence_parallel=in_pieces)
+        apply_tensor_parallel(model, tp_plan_for(model), tp_group=group, sequence_parallel=in_pieces)
         eager = float(model(input_ids=tokens(), labels=tokens()).loss)
         apply_kernels(model, "liger")
         calls.clear()

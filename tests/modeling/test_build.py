@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 
 from toolkit.config.job import Job
-from toolkit.distributed.world import connect
+from toolkit.distributed.world import init_world
 from toolkit.errors import PlanError, SpecError, ToolkitError
 from toolkit.memory.kernels.dispatch import Device
 from toolkit.memory.trace.run import trace
@@ -37,7 +37,7 @@ def plan_of(architecture: str, stage: int, precision: str) -> Plan:
 
 def facts(rank: int, plans: dict[tuple[str, str], tuple[Plan, Plan]]) -> dict[tuple[str, str], Any]:
     found = {}
-    world = connect(Grid(pp=1, dp=RANKS, tp=1), backend="gloo")
+    world = init_world(Grid(pp=1, dp=RANKS, tp=1), backend="gloo")
     assert not any(name.endswith("modeling_mixtral") for name in sys.modules)
     for (architecture, precision), (dense_plan, sharded_plan) in plans.items():
         sharded = build_model(sharded_plan, device=CPU, world=world)

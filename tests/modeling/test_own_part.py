@@ -24,7 +24,7 @@ from toolkit.distributed.process_groups import join_group
 from toolkit.errors import CheckpointError
 from toolkit.modeling.conversion import ConversionGroup
 from toolkit.modeling.initialization import initialize_weights
-from toolkit.modeling.local_shard import OwnPart
+from toolkit.modeling.local_shard import LocalShard
 from toolkit.modeling.materialize import allocate
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
 from toolkit.modeling.weights import load_pretrained
@@ -165,7 +165,7 @@ def test_what_a_cut_does_not_survive_is_read_whole(tmp_path: Path, monkeypatch: 
     counted = count_reads(monkeypatch)
     with rank_of(2, 1) as (tp_group, _):
         dense = meta_model(saved.config)
-        part = OwnPart.of(shard(meta_model(saved.config), tp_group), dense)
+        part = LocalShard.of(shard(meta_model(saved.config), tp_group), dense)
         files = SafetensorsFolder(tmp_path)
         read = part.read(files, group, (key,), dense=dense, targets={key: dense.get_parameter(key)})
     assert torch.equal(read[key], weight[:, 16:])

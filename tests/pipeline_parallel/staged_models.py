@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.pipeline_parallel import StagePart, cut_model, hidden_dtype, hidden_shape, run_stage, stage_info
+from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, split_model, stage_info
 
 LAYERS, VOCABULARY = 4, 61
 _COMMON: dict[str, Any] = {
@@ -77,7 +77,7 @@ def cut_copies(dense: PreTrainedModel, num_ranks: int, *, virtual: int = 1) -> l
     for model, part in zip(
         copies, parts(num_ranks, virtual=virtual, num_layers=dense.config.num_hidden_layers), strict=True
     ):
-        cut_model(model, part)
+        split_model(model, part)
     return copies
 
 
@@ -98,7 +98,7 @@ class Chain:
         sent: list[tuple[Tensor, Tensor]] = []
         received: Tensor | None = None
         for model, chunk in self.stages():
-            output = run_stage(model, batch, chunk=chunk, received=received)
+            output = forward_stage(model, batch, chunk=chunk, received=received)
             if isinstance(output, Tensor):
                 received = torch.empty(hidden_shape(model, batch), dtype=hidden_dtype(model)).copy_(output.detach())
                 sent.append((output, received))

@@ -1,4 +1,4 @@
-"""What `cut_model` leaves of a model, and what it refuses."""
+"""What `split_model` leaves of a model, and what it refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import (
 
 from toolkit.errors import PlanError
 from toolkit.modeling.initialization import tie_weights, tied_keys
-from toolkit.pipeline_parallel import StagePart, cut_model, hidden_dtype, hidden_shape, run_stage, stage_info
+from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, split_model, stage_info
 
 # What lies before the layers and behind them, by endings of keys.
 ENDS = {
@@ -82,7 +82,7 @@ def test_the_whole_is_cut_on_meta_without_a_value() -> None:
     config.num_hidden_layers, config.hidden_size, config.vocab_size = 126, 16384, 128256  # 405 billion weights
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    info = cut_model(model, StagePart(chunks=(range(40, 44), range(80, 84)), num_layers=126))
+    info = split_model(model, StagePart(chunks=(range(40, 44), range(80, 84)), num_layers=126))
     assert all(weight.is_meta for weight in model.parameters())
     assert [name for name, _ in model.model.layers.named_children()] == [
         str(n) for n in (*range(40, 44), *range(80, 84))
@@ -117,27 +117,27 @@ def test_what_a_stage_receives() -> None:
     given = batch(length=11)
     assert hidden_shape(second, given) == (2, 11, 16)  # of the layers, not the 8 of the embedding
     assert hidden_dtype(second) == torch.bfloat16
-    sent = run_stage(first, given)
+    sent = forward_stage(first, given)
     assert sent.shape == hidden_shape(second, given)
     assert sent.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="first stage"):
-        run_stage(second, given)
+        forward_stage(second, given)
     with pytest.raises(ValueError, match="first stage"):
-        run_stage(first, given, received=sent)
+        forward_stage(first, given, received=sent)
     with pytest.raises(ValueError, match="leaf"):
-        run_stage(second, given, received=sent)
+        forward_stage(second, given, received=sent)
     with torch.no_grad():
-        assert run_stage(second, given, received=sent.detach()).logits.shape == (2, 11, 61)
+        assert forward_stage(second, given, received=sent.detach()).logits.shape == (2, 11, 61)
     with pytest.raises(ValueError, match="not cut"):
-        run_stage(dense, given)
-    with pytest.raises(RuntimeError, match="run_stage"):
+        forward_stage(dense, given)
+    with pytest.raises(RuntimeError, match="forward_stage"):
         second(**given)
 
 
 def test_a_stage_that_failed_runs_again() -> None:
     first, second = cut_copies(dense_model("llama"), 2)
     given, hidden = batch(), torch.randn(2, 12, 16)
-    wanted = run_stage(second, given, received=hidden).loss
+    wanted = forward_stage(second, given, received=hidden).loss
     modules = dict(second.named_modules())
 
     def fail(*_: Any) -> None:
@@ -145,14 +145,14 @@ def test_a_stage_that_failed_runs_again() -> None:
 
     handle = second.model.layers[3].mlp.register_forward_hook(fail)
     with pytest.raises(KeyboardInterrupt):
-        run_stage(second, given, received=hidden)
+        forward_stage(second, given, received=hidden)
     handle.remove()
     assert dict(second.named_modules()) == modules
-    assert run_stage(second, given, received=hidden).loss == wanted
+    assert forward_stage(second, given, received=hidden).loss == wanted
     first.model.layers[1].register_forward_hook(lambda module, args, output: output.double())
     with pytest.raises(PlanError) as caught:
-        run_stage(first, given)
-    assert caught.value.codes == ("PIPELINE_HIDDEN",)
+        forward_stage(first, given)
+    assert caught.value.codes == ("PIPELINE_OUTPUT_MISMATCH",)
     assert "(2, 12, 16) in torch.float64" in str(caught.value)
 
 
@@ -162,7 +162,7 @@ def refused(model: PreTrainedModel, part: StagePart | None = None) -> PlanError:
     modes = [module.training for module in model.modules()]
     attention = model.config._attn_implementation
     with pytest.raises(PlanError) as caught:
-        cut_model(model, part or parts(2)[0])
+        split_model(model, part or parts(2)[0])
     assert before == (dict(model.named_modules()), dict(model.named_buffers()), vars(model).keys())
     assert modes == [module.training for module in model.modules()]
     assert attention == model.config._attn_implementation
@@ -190,14 +190,14 @@ def test_configurations_that_no_stage_can_follow() -> None:
 def test_another_number_of_layers_and_a_second_cut() -> None:
     model = dense_model("llama")
     with pytest.raises(ValueError, match="4 layers is cut by a part of 6"):
-        cut_model(model, parts(2, num_layers=6)[0])
-    cut_model(model, parts(2)[0])
+        split_model(model, parts(2, num_layers=6)[0])
+    split_model(model, parts(2)[0])
     with pytest.raises(ValueError, match="cut already"):
-        cut_model(model, parts(2)[0])
+        split_model(model, parts(2)[0])
     parted = dense_model("llama", tied=True)
     parted.lm_head.weight = nn.Parameter(parted.lm_head.weight.detach().clone())
     with pytest.raises(ValueError, match=r"lm_head.weight and model.embed_tokens.weight are tied by the configuration"):
-        cut_model(parted, parts(2)[0])
+        split_model(parted, parts(2)[0])
 
 
 @pytest.mark.parametrize("chunks", [([0, 1],), ((0, 2),), (2,)])
@@ -217,7 +217,7 @@ def test_weights_that_two_stages_would_share() -> None:
     assert "transformer.h.0.ln_1.weight and transformer.ln_f.weight" in str(refused(other))
     ends = dense_model("opt")
     ends.model.decoder.project_out.weight = nn.Parameter(ends.model.decoder.project_in.weight.detach().clone())
-    cut_model(ends, parts(2)[0])
+    split_model(ends, parts(2)[0])
 
 
 class Odd(LlamaModel):
@@ -296,6 +296,6 @@ def test_rotary_tables_that_grow_with_the_sequence_are_cut_on_meta(name: str, sc
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     before = dict(model.named_buffers())
-    cut_model(model, parts(2)[0])
+    split_model(model, parts(2)[0])
     assert dict(model.named_buffers()) == before
     assert all(buffer.is_meta for buffer in before.values())

@@ -12,10 +12,10 @@ import torch
 from staged_models import MODELS, batch, dense_model
 from torch import nn
 
-from toolkit.pipeline_parallel import StagePart, cut_model, hidden_shape, run_stage
-from toolkit.pipeline_parallel.grads import Fp32Gradients
-from toolkit.pipeline_parallel.zero_bubble_backward import accumulate, split_backward
-from toolkit.tensor_parallel.deferred_grads import Delayed, WeightGradients
+from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_shape, split_model
+from toolkit.pipeline_parallel.grads import Fp32GradAccumulator
+from toolkit.pipeline_parallel.zero_bubble_backward import run_weight_backward, split_backward
+from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGradStore
 
 MIDDLE = StagePart(chunks=(range(1, 3),), num_layers=4)
 MICRO_BATCHES = 2
@@ -23,7 +23,7 @@ MICRO_BATCHES = 2
 
 def middle_stage(name: str) -> Any:
     model = dense_model(name)
-    cut_model(model, MIDDLE)
+    split_model(model, MIDDLE)
     return model
 
 
@@ -34,23 +34,23 @@ def received(model: Any, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden_BSD, gradient_BSD
 
 
-def run(model: Any, gradients: WeightGradients | None, sums: Fp32Gradients | None = None) -> list[torch.Tensor]:
+def run(model: Any, gradients: WeightGradStore | None, sums: Fp32GradAccumulator | None = None) -> list[torch.Tensor]:
     """Runs all micro-batches, the weights after the last where they wait; gives the gradients that are sent back."""
     sent, waiting = [], []
     for micro_batch in range(MICRO_BATCHES):
         hidden_BSD, gradient_BSD = received(model, micro_batch)
         given = {name: value for name, value in batch("plain").items() if name != "labels"}
-        output = run_stage(model, given, received=hidden_BSD)
+        output = forward_stage(model, given, received=hidden_BSD)
         if gradients is None:
             output.backward(gradient_BSD)
         else:
-            with gradients.put_off() as left:
+            with gradients.defer() as left:
                 output.backward(gradient_BSD)
             waiting.append(left)
         assert hidden_BSD.grad is not None
         sent.append(hidden_BSD.grad)
     for left in waiting:
-        accumulate(left, sums)
+        run_weight_backward(left, sums)
         assert not left
     return sent
 
@@ -93,8 +93,8 @@ def test_linear_weights_wait_and_the_rest_does_not() -> None:
     gradients = split_backward(model)
     hidden_BSD, gradient_BSD = received(model, 0)
     given = {name: value for name, value in batch("plain").items() if name != "labels"}
-    output = run_stage(model, given, received=hidden_BSD)
-    with gradients.put_off() as waiting:
+    output = forward_stage(model, given, received=hidden_BSD)
+    with gradients.defer() as waiting:
         output.backward(gradient_BSD)
     late = {name for name, weight in model.named_parameters() if weight.grad is None}
     assert late == {name for name, weight in model.named_parameters() if weight.ndim == 2}
@@ -109,8 +109,8 @@ def test_frozen_layers_and_those_summed_over_ranks_are_left_whole() -> None:
     layer.self_attn.q_proj.weight.requires_grad_(False)
     layer.mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
     gradients = split_backward(model)
-    output = run_stage(model, {"input_ids": batch("plain")["input_ids"]}, received=received(model, 0)[0])
-    with gradients.put_off() as waiting:
+    output = forward_stage(model, {"input_ids": batch("plain")["input_ids"]}, received=received(model, 0)[0])
+    with gradients.defer() as waiting:
         output.sum().backward()
     apart = {id(weight) for left in waiting for weight in left.parameters}
     assert id(layer.self_attn.q_proj.weight) not in apart
@@ -122,18 +122,18 @@ def test_frozen_layers_and_those_summed_over_ranks_are_left_whole() -> None:
 def test_sums_in_fp32_take_what_has_waited() -> None:
     whole = middle_stage("llama").to(torch.bfloat16)
     split = copy.deepcopy(whole)
-    sums = [Fp32Gradients(model.parameters()) for model in (whole, split)]
+    sums = [Fp32GradAccumulator(model.parameters()) for model in (whole, split)]
     gradients = split_backward(split)
     for model, own, waits in ((whole, sums[0], None), (split, sums[1], gradients)):
         for micro_batch in range(MICRO_BATCHES):
             hidden_BSD, gradient_BSD = (tensor.to(torch.bfloat16) for tensor in received(model, micro_batch))
-            output = run_stage(model, {"input_ids": batch("plain")["input_ids"]}, received=hidden_BSD)
+            output = forward_stage(model, {"input_ids": batch("plain")["input_ids"]}, received=hidden_BSD)
             if waits is None:
                 output.backward(gradient_BSD)
             else:
-                with waits.put_off() as left:
+                with waits.defer() as left:
                     output.backward(gradient_BSD)
-                accumulate(left, own)
+                run_weight_backward(left, own)
         own.settle()
     torch.testing.assert_close(gradients_of(split), gradients_of(whole))
 
@@ -142,8 +142,8 @@ def test_what_waits_holds_no_graph() -> None:
     model = middle_stage("llama")
     gradients = split_backward(model)
     hidden_BSD = received(model, 0)[0]
-    output = run_stage(model, {"input_ids": batch("plain")["input_ids"]}, received=hidden_BSD)
-    with gradients.put_off() as waiting:
+    output = forward_stage(model, {"input_ids": batch("plain")["input_ids"]}, received=hidden_BSD)
+    with gradients.defer() as waiting:
         output.sum().backward()
     seen = weakref.ref(hidden_BSD)
     del hidden_BSD, output
@@ -152,13 +152,13 @@ def test_what_waits_holds_no_graph() -> None:
 
 
 def test_nothing_waits_outside_of_a_block() -> None:
-    gradients = WeightGradients()
-    with gradients.put_off() as waiting:
+    gradients = WeightGradStore()
+    with gradients.defer() as waiting:
         assert gradients.wait
     assert waiting == deque()
     assert not gradients.wait
-    left = Delayed(parameters=(), compute=list, input=torch.zeros(()))
-    with pytest.raises(ValueError, match="put_off"):
+    left = DeferredWeightGrad(parameters=(), compute=list, input=torch.zeros(()))
+    with pytest.raises(ValueError, match="defer"):
         gradients.add(left)
 
 

@@ -13,10 +13,10 @@ from staged_models import VOCABULARY, Chain, batch, dense_model, gradients, part
 from toolkit.distributed.process_groups import join_group
 from toolkit.errors import PlanError
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
-from toolkit.pipeline_parallel import cut_model, hidden_shape, stage_info
+from toolkit.pipeline_parallel import hidden_shape, split_model, stage_info
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.embedding import gather_scores
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.topology.grid import Grid
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -31,8 +31,8 @@ def sharded_chain(
     ranks, virtual = layout
     for part in parts(ranks, virtual=virtual):
         model = dense_model(name, tied=tied, **overrides)
-        apply_tensor_parallel(model, styles_for(model), tp_group=group, sequence_parallel=pieces)
-        cut_model(model, part)
+        apply_tensor_parallel(model, tp_plan_for(model), tp_group=group, sequence_parallel=pieces)
+        split_model(model, part)
         models.append(model)
     return Chain(models)
 

@@ -16,7 +16,7 @@ from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.lora import apply_lora
 from toolkit.modeling.loss import token_loss
-from toolkit.pipeline_parallel import run_stage, stage_info
+from toolkit.pipeline_parallel import forward_stage, stage_info
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -182,5 +182,5 @@ def test_what_a_stage_does_not_hold_drops_nothing(name: str) -> None:
         layer.eval()
     hidden = torch.randn(2, 12, 16)
     state = torch.get_rng_state()
-    run_stage(model, batch(), received=hidden)
+    forward_stage(model, batch(), received=hidden)
     assert torch.equal(torch.get_rng_state(), state)

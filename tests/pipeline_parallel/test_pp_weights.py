@@ -22,9 +22,9 @@ from toolkit.modeling.initialization import initialize_weights
 from toolkit.modeling.materialize import allocate
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
 from toolkit.modeling.weights import load_pretrained
-from toolkit.pipeline_parallel import StagePart, cut_model, stage_info
+from toolkit.pipeline_parallel import StagePart, split_model, stage_info
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.topology.grid import Grid
 
 CPU = torch.device("cpu")
@@ -41,8 +41,8 @@ def cut_on_meta(
     """A rank's part as the toolkit builds it before weights come, its storage full of NaN."""
     model = meta_model(config)
     if tp_group is not None:
-        apply_tensor_parallel(model, styles_for(model), tp_group=tp_group)
-    cut_model(model, part)
+        apply_tensor_parallel(model, tp_plan_for(model), tp_group=tp_group)
+    split_model(model, part)
     assert all(tensor.is_meta for tensor in model.parameters())
     allocate(model, device=CPU)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def partition_each_stage(rank: int, root: str) -> None:
         wanted = {key: buffer.dtype for key, buffer in whole.named_buffers()}
         for part in parts(2, virtual=2):
             dense, model = meta_model(saved.config, torch.bfloat16), meta_model(saved.config, torch.bfloat16)
-            cut_model(model, part)
+            split_model(model, part)
             allocate(model, device=CPU, zero_config=zero3, dp_group=group)
             assert all(weight.ds_numel > weight.ds_tensor.numel() for weight in model.parameters())
             load_pretrained(model, Path(root) / name if rank == 0 else Path("/nowhere"), group=group, dense=dense)

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from schedule_cases import schedules
 
-from toolkit.distributed.p2p import UNDER_WAY
+from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
 from toolkit.errors import PlanError
 from toolkit.pipeline_schedule import (
     Backward,
@@ -170,7 +170,7 @@ def test_a_wrong_message_is_found(rank: int, change: Callable[[Stream], Stream],
 def test_ranks_that_wait_for_what_they_have_sent_end_as_soon(schedule: Schedule, transfer: float) -> None:
     assume(schedule.virtual_stages == 1)
     durations = Durations(transfer=transfer)
-    waiting = simulate(schedule, durations, under_way=UNDER_WAY)
+    waiting = simulate(schedule, durations, under_way=MAX_SENDS_IN_FLIGHT)
     assert waiting.makespan == pytest.approx(simulate(schedule, durations).makespan)
 
 
@@ -178,4 +178,4 @@ def test_beside_virtual_stages_they_may_wait_for_ever() -> None:
     schedule = build_schedule("interleaved", pp=4, micro_batches=11, virtual_stages=2)
     simulate(schedule)
     with pytest.raises(PlanError, match="never ends"):
-        simulate(schedule, under_way=UNDER_WAY)
+        simulate(schedule, under_way=MAX_SENDS_IN_FLIGHT)

@@ -25,7 +25,7 @@ from toolkit.config.job import (
 from toolkit.errors import Problem, ToolkitError
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve_with
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 H100, V100, CPU = "h100-sxm-80gb", "v100-sxm-16gb", "cpu"
 TOY = "quickstart-llama"
@@ -81,8 +81,8 @@ def problems_of(**sections: Any) -> tuple[Problem, ...]:
     return ()
 
 
-def draft_of(plan: Plan) -> Draft:
-    return Draft(job=plan.job, model=plan.model, gpu=plan.gpu, settings=plan.settings)
+def draft_of(plan: Plan) -> UncheckedPlan:
+    return UncheckedPlan(job=plan.job, model=plan.model, gpu=plan.gpu, settings=plan.settings)
 
 
 def sections(

@@ -94,23 +94,25 @@ def test_accelerate_reads_the_file(sections, tmp_path):
 
 
 def test_a_share_of_the_layers():
-    problem = refused("CONSUMER_FRACTION", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
+    problem = refused(
+        "INTEGRATION_CHECKPOINTING", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5}
+    )
     assert "every n-th layer" in problem.message
 
 
 def test_activations_on_the_cpu():
-    assert "in bf16" in refused("CONSUMER_FP8", "train.precision", train={"precision": "fp8"}).message
-    refused("CONSUMER_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
-    refused("CONSUMER_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})
-    refused("CONSUMER_KERNELS", "train.kernels", train={"kernels": "liger"})
+    assert "in bf16" in refused("INTEGRATION_FP8", "train.precision", train={"precision": "fp8"}).message
+    refused("INTEGRATION_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
+    refused("INTEGRATION_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})
+    refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
     for loss in ("chunked", "liger"):
-        refused("CONSUMER_LOSS", "train.loss", train={"loss": loss})
-    refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
+        refused("INTEGRATION_LOSS", "train.loss", train={"loss": loss})
+    refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
 
 
 def test_a_rate_that_the_script_sets_itself():
     refused(
-        "CONSUMER_LEARNING_RATE",
+        "INTEGRATION_LEARNING_RATE",
         "train.learning_rate_scaling",
         train={"learning_rate_scaling": "sqrt", "learning_rate_reference_batch_size": 8},
     )
@@ -146,5 +148,9 @@ def test_every_reason_at_once():
     )
     with pytest.raises(PlanError) as caught:
         plan.accelerate_config()
-    assert set(caught.value.codes) == {"CONSUMER_FRACTION", "CONSUMER_ACTIVATIONS", "CONSUMER_LEARNING_RATE"}
+    assert set(caught.value.codes) == {
+        "INTEGRATION_CHECKPOINTING",
+        "INTEGRATION_ACTIVATIONS",
+        "INTEGRATION_LEARNING_RATE",
+    }
     assert plan.deepspeed_config("toolkit")

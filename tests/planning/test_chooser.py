@@ -50,7 +50,7 @@ def test_a_default_goes_with_what_the_job_says(sections: dict[str, Any], default
         # All state on each card, or twice the memory for each number, is no default for the sake of one key.
         ("DEEPSPEED_PRESCALE", "deepspeed.prescale_gradients", {"deepspeed": {"prescale_gradients": True}}),
         ("LOSS_PRECISION", "train.loss", {"gpu": V100, "train": {"loss": "liger"}}),
-        ("TP_STAGE", "parallel.zero_stage", {"model": "llama-3.1-8b", "parallel": {"tensor": 2, "zero_stage": 0}}),
+        ("TP_ZERO_STAGE", "parallel.zero_stage", {"model": "llama-3.1-8b", "parallel": {"tensor": 2, "zero_stage": 0}}),
         # No precision goes with these: what is refused is what the job says.
         ("FP8_UNUSED", "train.fp8", {"gpu": "a100-sxm-80gb", "train": {"fp8": {}}}),
         ("FP8_UNUSED", "train.fp8", {**LLAMA, "train": {"fp8": {}}, "parallel": {"pipeline": 2}}),

@@ -54,7 +54,7 @@ TRAPS = {
     "MIN_LEARNING_RATE": "test_the_floor_belongs_to_one_schedule",
     "POLYNOMIAL_RATE": "test_a_polynomial_schedule_ends_at_a_rate_of_its_own",
     "DEEPSPEED_AUTO": "test_auto_is_dropped_for_the_default",
-    "DEEPSPEED_HOME": "test_two_homes_of_one_value_are_accepted",
+    "DEEPSPEED_SET_ELSEWHERE": "test_two_homes_of_one_value_are_accepted",
     "DEEPSPEED_UNKNOWN": "test_unknown_keys_are_accepted",
     "DEEPSPEED_VALUE": "test_wrong_types_are_coerced_or_kept",
     "DEEPSPEED_IGNORED": "test_each_optimizer_takes_its_own_keys",

@@ -25,7 +25,7 @@ def test_reasons_that_both_share_are_one_line() -> None:
     assert line == (
         "pipeline=2 cuts the model into stages and orders their passes by a loop of our own; tensor=2 shards the model by "
         "modules of our own and hands DeepSpeed their groups. Train with `toolkit train` or a script that calls "
-        "`tk.initialize`. [CONSUMER_PIPELINE, CONSUMER_TENSOR]"
+        "`tk.initialize`. [INTEGRATION_PIPELINE, INTEGRATION_TENSOR]"
     )
 
 

@@ -8,8 +8,8 @@ from tiny_models import tiny_config
 
 from toolkit.data.packing import ROUND_TO
 from toolkit.planning.rules import tensor
-from toolkit.tensor_parallel.plan import Column
-from toolkit.tensor_parallel.tables import DERIVED, styles_for
+from toolkit.tensor_parallel.plan import ColumnParallel
+from toolkit.tensor_parallel.tables import DERIVED, tp_plan_for
 
 
 def test_the_known_architectures_are_those_with_tables() -> None:
@@ -24,7 +24,7 @@ def test_fused_architectures_keep_heads_in_one_matrix(architecture: str) -> None
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(architecture))
-    columns = [style for style in styles_for(model).table.values() if isinstance(style, Column)]
+    columns = [style for style in tp_plan_for(model).table.values() if isinstance(style, ColumnParallel)]
     fused = any({"query", "key_value"} <= set(column.parts) for column in columns)
     assert fused == (model.config.model_type in tensor.FUSED_MODEL_TYPES)
 

@@ -128,14 +128,14 @@ def test_zero3_saves_whole_weights():
 
 
 def test_what_trainer_cannot_carry():
-    refused("CONSUMER_FRACTION", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
-    refused("CONSUMER_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
-    refused("CONSUMER_LOSS", "train.loss", train={"loss": "chunked"})
-    refused("CONSUMER_KERNELS", "train.kernels", train={"kernels": "liger"})
-    refused("CONSUMER_FP8", "train.precision", train={"precision": "fp8"})
-    refused("CONSUMER_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
-    refused("CONSUMER_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})
-    assert "silently" in refused("CONSUMER_LIGER", "train.loss", model="gpt2", train={"loss": "liger"}).message
+    refused("INTEGRATION_CHECKPOINTING", "train.gradient_checkpointing", train={"gradient_checkpointing": 0.5})
+    refused("INTEGRATION_ACTIVATIONS", "parallel.offload", parallel={"offload": "activations-cpu"})
+    refused("INTEGRATION_LOSS", "train.loss", train={"loss": "chunked"})
+    refused("INTEGRATION_KERNELS", "train.kernels", train={"kernels": "liger"})
+    refused("INTEGRATION_FP8", "train.precision", train={"precision": "fp8"})
+    refused("INTEGRATION_TENSOR", "parallel.tensor", model="llama-3.2-1b", parallel={"tensor": 2})
+    refused("INTEGRATION_PIPELINE", "parallel.pipeline", model="llama-3.2-1b", parallel={"pipeline": 2})
+    assert "silently" in refused("INTEGRATION_LIGER", "train.loss", model="gpt2", train={"loss": "liger"}).message
     for share in (True, False, 1.0, 0.0):
         plan_of(train={"gradient_checkpointing": share}).training_arguments()
 
@@ -150,7 +150,7 @@ def test_of_ligers_kernels_trainer_uses_the_loss_alone():
 def test_a_polynomial_schedule_that_is_all_warm_up():
     polynomial = {"lr_scheduler_type": "polynomial"}
     for share in ({"max_steps": 1}, {"max_steps": 4, "warmup_ratio": 0.9}):
-        problem = refused("CONSUMER_POLYNOMIAL", "train.max_steps", train={**polynomial, **share})
+        problem = refused("INTEGRATION_POLYNOMIAL", "train.max_steps", train={**polynomial, **share})
         assert f"max_steps={share['max_steps']}" in problem.message
     for share in ({"max_steps": 2}, {"max_steps": 1, "warmup_steps": 0}, {"num_train_epochs": 1.0}):
         plan_of(train={**polynomial, **share}).training_arguments()

@@ -11,7 +11,7 @@ from toolkit.config.job import Card, Cluster, Job
 from toolkit.config.loader import apply_override, parse_job
 from toolkit.errors import SpecError
 from toolkit.launch.devices import match_gpu
-from toolkit.memory.search.scenario import Case
+from toolkit.memory.search.scenario import Scenario
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
 from toolkit.units import GIB
@@ -88,9 +88,9 @@ def test_set_reaches_into_a_card() -> None:
     assert job_of(L20, "cluster.gpu.memory_gib=48").cluster.gpu == Card(**{**L20, "memory_gib": 48})
     assert job_of(L20, "cluster.gpu=cpu").cluster.gpu == "cpu"
     assert Cluster(gpu=Card(**L20)).gpu == Cluster(gpu=L20).gpu  # type: ignore[arg-type]
-    case = Case.of(job_of(L20)).changed({"cluster.gpu.memory_gib": 20})
+    case = Scenario.of(job_of(L20)).changed({"cluster.gpu.memory_gib": 20})
     assert case.gpu.memory_bytes == 20 * GIB
-    assert Case.of(case.job, model=case.model, gpu=find_gpu(Card(**L20))).gpu.memory_bytes == 20 * GIB
+    assert Scenario.of(case.job, model=case.model, gpu=find_gpu(Card(**L20))).gpu.memory_bytes == 20 * GIB
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ def test_a_dump_of_what_was_set_reads_back_equal():
 @pytest.mark.parametrize(
     ("make", "code", "key", "words"),
     [
-        (lambda: Train(lr=1e-4), "KEY_FOREIGN", "train.lr", "Here it is train.learning_rate"),
+        (lambda: Train(lr=1e-4), "KEY_OTHER_TOOL", "train.lr", "Here it is train.learning_rate"),
         (lambda: Train(max_steps="many"), "KEY_VALUE", "train.max_steps", "train.max_steps='many' (str) is not valid"),
-        (lambda: Parallel(tp_size=2), "KEY_FOREIGN", "parallel.tp_size", "Here it is parallel.tensor"),
+        (lambda: Parallel(tp_size=2), "KEY_OTHER_TOOL", "parallel.tp_size", "Here it is parallel.tensor"),
         (lambda: Cluster(gpus_per_node=2), "KEY_MISSING", "cluster.gpu", "cluster.gpu is missing"),
         (lambda: Cluster(gpu="cpu", node=2), "KEY_UNKNOWN", "cluster.node", "Did you mean cluster.nodes"),
         (lambda: Data(train=3), "KEY_VALUE", "data.train", "data.train=3 (int) is not valid"),
@@ -173,7 +173,7 @@ def test_none_leaves_a_key_open_and_a_mapping_keeps_what_it_does_not_name():
     ("changes", "sections", "code", "key"),
     [
         ((), {"paralell": {"zero_stage": 3}}, "KEY_UNKNOWN", "paralell"),
-        (({"train.lr": 1e-4},), {}, "KEY_FOREIGN", "train.lr"),
+        (({"train.lr": 1e-4},), {}, "KEY_OTHER_TOOL", "train.lr"),
         (("train.max_steps=many",), {}, "KEY_VALUE", "train.max_steps"),
         ((), {"train": 3}, "KEY_VALUE", "train"),
         ((), {"train": Data(train="x")}, "KEY_VALUE", "train"),

@@ -198,7 +198,7 @@ def test_a_key_like_no_other_says_where_the_list_is(word):
 )
 def test_another_tools_name_is_translated(written, ours):
     problem = only(SMALL + written)
-    assert problem.code == "KEY_FOREIGN"
+    assert problem.code == "KEY_OTHER_TOOL"
     assert ours in problem.fix
 
 
@@ -222,7 +222,7 @@ def test_every_problem_at_once():
     )
     assert {(problem.code, problem.key) for problem in found} == {
         ("KEY_VALUE", "cluster.nodes"),
-        ("KEY_FOREIGN", "train.optim"),
+        ("KEY_OTHER_TOOL", "train.optim"),
         ("KEY_UNKNOWN", "train.sequence_lenght"),
         ("KEY_VALUE", "train.precision"),
         ("KEY_VALUE", "train.seed"),

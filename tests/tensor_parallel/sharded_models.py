@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 
 HEADS, HEAD_SIZE, VOCABULARY = 4, 4, 61
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -105,4 +105,4 @@ def batch(length: int = 9) -> dict[str, torch.Tensor]:
 
 def shard(model: PreTrainedModel, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> PreTrainedModel:
     """Makes the model this rank's part of it."""
-    return apply_tensor_parallel(model, styles_for(model), tp_group=group, sequence_parallel=sequence_parallel)
+    return apply_tensor_parallel(model, tp_plan_for(model), tp_group=group, sequence_parallel=sequence_parallel)

@@ -23,12 +23,21 @@ from transformers import PreTrainedModel
 from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group, split_group
 from toolkit.errors import PlanError
-from toolkit.pipeline_parallel import StagePart, cut_model
+from toolkit.pipeline_parallel import StagePart, split_model
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.grad_sync import summed_parameters
 from toolkit.tensor_parallel.linear import RowParallelLinear
-from toolkit.tensor_parallel.plan import Attention, Column, Heads, Replicated, Row, Style, Styles, Vocabulary
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.plan import (
+    Attention,
+    ColumnParallel,
+    Heads,
+    Replicated,
+    RowParallel,
+    Style,
+    TPPlan,
+    Vocabulary,
+)
+from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.topology.grid import Grid
 
 RANKS = 2
@@ -66,7 +75,7 @@ def both(
     *,
     sequence_parallel: bool = False,
     change: Callable[[PreTrainedModel], Any] = lambda ours: None,
-    table: Callable[[PreTrainedModel], Styles] = styles_for,
+    table: Callable[[PreTrainedModel], TPPlan] = tp_plan_for,
     **overrides: Any,
 ) -> tuple[float, Any, Any]:
     """Runs the dense model and this rank's part alike. Gives the largest difference of gradients, and what each run gave."""
@@ -213,9 +222,9 @@ def renew_parameters(model: PreTrainedModel) -> None:
     assert summed_parameters(model)
 
 
-def whole_attention(model: PreTrainedModel) -> Styles:
+def whole_attention(model: PreTrainedModel) -> TPPlan:
     """A table that leaves attention whole on each rank."""
-    styles = styles_for(model)
+    styles = tp_plan_for(model)
     table = {name: style for name, style in styles.table.items() if "self_attn" not in name}
     return replace(styles, table={**table, "model.layers.*.self_attn": Replicated(reads_shards=False)})
 
@@ -248,10 +257,10 @@ FLAT: dict[str, Style] = {
     "": Attention(query=("num_heads",)),
     "embed": Vocabulary(),
     "norm": Replicated(reads_shards=False),
-    "qkv": Column(parts=("query", "key_value", "key_value")),
-    "out": Row(part="query"),
-    "up": Column(parts=("width",)),
-    "down": Row(part="width"),
+    "qkv": ColumnParallel(parts=("query", "key_value", "key_value")),
+    "out": RowParallel(part="query"),
+    "up": ColumnParallel(parts=("width",)),
+    "down": RowParallel(part="width"),
 }
 
 
@@ -260,7 +269,7 @@ def flat_scene(group: dist.ProcessGroup) -> tuple[float, float, float]:
     torch.manual_seed(0)
     dense = Flat()
     ours = apply_tensor_parallel(
-        copy.deepcopy(dense), Styles(heads=Heads(query=4, key_value=4), table=FLAT), tp_group=group
+        copy.deepcopy(dense), TPPlan(heads=Heads(query=4, key_value=4), table=FLAT), tp_group=group
     )
     ids = torch.randint(20, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     results = []
@@ -513,8 +522,8 @@ def test_a_model_is_sharded_once_and_before_it_is_cut() -> None:
         with pytest.raises(ValueError, match="sharded already"):
             shard(model, group)
         stage = dense_model("llama")
-        cut_model(stage, StagePart(chunks=(range(1),), num_layers=stage.config.num_hidden_layers))
-        with pytest.raises(ValueError, match="shard before you cut, apply_tensor_parallel then cut_model"):
+        split_model(stage, StagePart(chunks=(range(1),), num_layers=stage.config.num_hidden_layers))
+        with pytest.raises(ValueError, match="shard before you cut, apply_tensor_parallel then split_model"):
             shard(stage, group)
 
 

@@ -14,7 +14,7 @@ from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group
 from toolkit.tensor_parallel.apply import dense_shards, parameter_shards
 from toolkit.tensor_parallel.embedding import gather_scores
-from toolkit.tensor_parallel.tables import DERIVED, styles_for
+from toolkit.tensor_parallel.tables import DERIVED, tp_plan_for
 from toolkit.topology.grid import Grid
 
 TOLERANCE = 1e-5
@@ -135,7 +135,7 @@ def test_what_would_be_cut_is_what_is_cut(num_ranks: int) -> None:
         for name, key_heads, tied in pairs(num_ranks):
             model = dense_model(name, key_heads, tied=tied)
             names = dict(model.named_parameters())
-            foreseen = dense_shards(model, styles_for(model), num_ranks=num_ranks)
+            foreseen = dense_shards(model, tp_plan_for(model), num_ranks=num_ranks)
             assert dict(model.named_parameters()) == names
             assert foreseen == parameter_shards(shard(model, group)), name
             assert foreseen

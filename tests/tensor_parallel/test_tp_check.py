@@ -20,20 +20,20 @@ from toolkit.tensor_parallel.grad_sync import summed_parameters
 from toolkit.tensor_parallel.layout import Part
 from toolkit.tensor_parallel.plan import (
     Attention,
-    Column,
+    ColumnParallel,
     Experts,
     FeatureNorm,
     Heads,
     Replicated,
-    Row,
+    RowParallel,
     Style,
-    Styles,
+    TPPlan,
     Vocabulary,
 )
-from toolkit.tensor_parallel.tables import FUSED_QKV, WIDTH, styles_for
+from toolkit.tensor_parallel.tables import FUSED_QKV, WIDTH, tp_plan_for
 from toolkit.topology.grid import Grid
 
-COLUMN, ROW = Column(parts=("width",)), Row(part="width")
+COLUMN, ROW = ColumnParallel(parts=("width",)), RowParallel(part="width")
 
 
 class Inner(nn.Module):
@@ -64,7 +64,7 @@ SOUND: dict[str, Style] = {"blocks.*.up": COLUMN, "blocks.*.down": ROW, **NORM, 
 
 
 def problems_of(
-    model: nn.Module, styles: Styles, tp: int, *, sequence_parallel: bool = False
+    model: nn.Module, styles: TPPlan, tp: int, *, sequence_parallel: bool = False
 ) -> list[tuple[str, str, str]]:
     before = dict(model.named_parameters())
     with fake_world(Grid(tp=tp)):
@@ -81,7 +81,7 @@ def problems_of(
 def of_table(
     table: dict[str, Style], *, tp: int = 2, heads: Heads | None = None, model: nn.Module | None = None
 ) -> Any:
-    return problems_of(model or Model(), Styles(heads=heads or Heads(query=2, key_value=2), table=table), tp)
+    return problems_of(model or Model(), TPPlan(heads=heads or Heads(query=2, key_value=2), table=table), tp)
 
 
 def test_a_sound_table_of_one_s_own_is_accepted() -> None:
@@ -102,29 +102,30 @@ def test_layers_directly_under_the_model_are_sharded_and_named_as_they_are() -> 
     inside = {"up": COLUMN, "down": ROW}
     assert of_table(inside, model=Inner()) == []
     [(code, key, text)] = of_table({"up": COLUMN, "down": ROW, "inner": Replicated(reads_shards=False)}, model=Block())
-    assert (code, key) == ("TP_STYLE_NEIGHBOUR", "norm")
+    assert (code, key) == ("TP_PLAN_INCOMPLETE", "norm")
     assert "norm is left whole beside up" in text
     [(code, key, text), _] = of_table({"up": COLUMN}, model=Inner())
-    assert (code, key) == ("TP_STYLE_NEIGHBOUR", "")
-    assert "the table gives the model itself up and no Row" in text
+    assert (code, key) == ("TP_PLAN_INCOMPLETE", "")
+    assert "the table gives the model itself up and no RowParallel" in text
     [(code, key, text), *_] = of_table({"": COLUMN}, model=nn.Linear(4, 8))
     assert (code, key) == ("TP_STYLE_KIND", "")
-    assert "the model itself is a Linear, which Column cannot shard" in text
+    assert "the model itself is a Linear, which ColumnParallel cannot shard" in text
 
 
 @pytest.mark.parametrize("left_out", ["blocks.*.norm", "blocks.*.inner"])
 def test_what_is_left_whole_beside_shards_is_named_once_for_all_layers(left_out: str) -> None:
     [(code, key, text)] = of_table({name: style for name, style in SOUND.items() if name != left_out})
-    assert (code, key) == ("TP_STYLE_NEIGHBOUR", left_out)
+    assert (code, key) == ("TP_PLAN_INCOMPLETE", left_out)
     assert f"{left_out} is left whole beside up, which is sharded" in text
 
 
 @pytest.mark.parametrize(
-    ("left_out", "words"), [("down", "blocks.*.up and no Row"), ("up", "no Column and blocks.*.down")]
+    ("left_out", "words"),
+    [("down", "blocks.*.up and no RowParallel"), ("up", "no ColumnParallel and blocks.*.down")],
 )
 def test_columns_without_a_row_and_a_row_without_columns(left_out: str, words: str) -> None:
     found = of_table({**SOUND, f"blocks.*.{left_out}": Replicated(reads_shards=False)})
-    assert [(code, key) for code, key, _ in found] == [("TP_STYLE_NEIGHBOUR", "blocks.*")]
+    assert [(code, key) for code, key, _ in found] == [("TP_PLAN_INCOMPLETE", "blocks.*")]
     assert words in found[0][2]
 
 
@@ -132,7 +133,7 @@ def test_only_some_layers_in_the_table() -> None:
     table = {name.replace("*", "1"): style for name, style in SOUND.items()}
     assert of_table(table) == []
     found = of_table({**SOUND, "blocks.0.up": Replicated(reads_shards=False)})
-    assert [code for code, _, _ in found] == ["TP_STYLE_NEIGHBOUR"]
+    assert [code for code, _, _ in found] == ["TP_PLAN_INCOMPLETE"]
 
 
 @pytest.mark.parametrize(
@@ -177,17 +178,17 @@ def test_quantised_weights_and_unknown_embeddings_are_not_sharded() -> None:
 
 
 def test_parts_that_are_not_the_layer_s() -> None:
-    [(code, key, text)] = of_table({**SOUND, "blocks.*.up": Column(parts=("query", "key_value", "key_value")), "blocks.*.down": Row(part="query")})  # fmt: skip
-    assert (code, key) == ("TP_STYLE_PARTS", "blocks.*.up")
+    [(code, key, text)] = of_table({**SOUND, "blocks.*.up": ColumnParallel(parts=("query", "key_value", "key_value")), "blocks.*.down": RowParallel(part="query")})  # fmt: skip
+    assert (code, key) == ("TP_PLAN_SHAPE", "blocks.*.up")
     assert "6 does not divide 8 features" in text
 
 
 def test_widths_that_ranks_cannot_share() -> None:
     found = of_table(SOUND, tp=3)
-    assert [(code, key) for code, key, _ in found] == [("TP_WIDTH", "parallel.tensor")] * 2
+    assert [(code, key) for code, key, _ in found] == [("TP_DIVISIBILITY", "parallel.tensor")] * 2
     assert "tensor=3 cannot share the 8 features of blocks.*.up" in found[0][2]
     assert "Set tensor to one of 1, 2, 4, 8" in found[0][2]
-    assert [code for code, _, _ in of_table(SOUND, tp=16)] == ["TP_WIDTH"] * 2
+    assert [code for code, _, _ in of_table(SOUND, tp=16)] == ["TP_DIVISIBILITY"] * 2
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_widths_that_ranks_cannot_share() -> None:
 )
 def test_heads_that_ranks_cannot_share(query: int, key_value: int, tp: int, valid: str) -> None:
     model = dense_model("llama", key_value, num_attention_heads=query, intermediate_size=48)
-    [(code, _, text)] = problems_of(model, styles_for(model), tp)
+    [(code, _, text)] = problems_of(model, tp_plan_for(model), tp)
     assert code == "TP_HEADS"
     assert text.startswith(f"tensor={tp} ")
     assert f"Set tensor to one of {valid}." in text
@@ -204,8 +205,8 @@ def test_heads_that_ranks_cannot_share(query: int, key_value: int, tp: int, vali
 
 def test_experts_must_leave_rows_that_the_kernels_take() -> None:
     model = dense_model("mixtral", intermediate_size=24)
-    [(code, _, text)] = problems_of(model, styles_for(model), 4)
-    assert code == "TP_WIDTH"
+    [(code, _, text)] = problems_of(model, tp_plan_for(model), 4)
+    assert code == "TP_DIVISIBILITY"
     assert "a multiple of 4, as the kernels want" in text
     assert "Set tensor to one of 1, 2, 3, 6." in text
 
@@ -222,7 +223,7 @@ def test_a_shared_weight_needs_one_style() -> None:
 def test_all_problems_come_at_once() -> None:
     table = {"nowhere": COLUMN, "blocks.*.up": COLUMN, "blocks.*.down": ROW, "embed": ROW}
     assert {code for code, _, _ in of_table(table, tp=3)} == {
-        "TP_STYLE_UNUSED", "TP_WIDTH", "TP_STYLE_KIND", "TP_STYLE_NEIGHBOUR",
+        "TP_STYLE_UNUSED", "TP_DIVISIBILITY", "TP_STYLE_KIND", "TP_PLAN_INCOMPLETE",
     }  # fmt: skip
 
 
@@ -249,7 +250,7 @@ def test_an_unknown_architecture_is_refused_with_what_to_write(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, vocab_size=64, **sizes | values))
     with pytest.raises(PlanError) as caught:
-        styles_for(model)
+        tp_plan_for(model)
     assert caught.value.codes == ("TP_ARCHITECTURE",)
     text = str(caught.value)
     assert f"model_type={model_type}" in text
@@ -261,15 +262,15 @@ def test_what_is_shown_for_an_architecture_with_a_plan_is_code() -> None:
     model = dense_model("llama")
     model.config.model_type = "unheard-of"
     with pytest.raises(PlanError) as caught:
-        styles_for(model)
-    table = str(caught.value).partition("Styles(heads=Heads(query=…, key_value=…), table=")[2].rpartition(")")[0]
-    written = eval(table, {kind.__name__: kind for kind in (Attention, Column, Row, Vocabulary)})
+        tp_plan_for(model)
+    table = str(caught.value).partition("TPPlan(heads=Heads(query=…, key_value=…), table=")[2].rpartition(")")[0]
+    written = eval(table, {kind.__name__: kind for kind in (Attention, ColumnParallel, RowParallel, Vocabulary)})
     model.config.model_type = "llama"
-    assert written == styles_for(model).table
+    assert written == tp_plan_for(model).table
 
 
 def in_pieces(model: nn.Module, table: dict[str, Style]) -> list[tuple[str, str, str]]:
-    styles = Styles(heads=Heads(query=2, key_value=2), table=table)
+    styles = TPPlan(heads=Heads(query=2, key_value=2), table=table)
     return problems_of(model, styles, 2, sequence_parallel=True)
 
 
@@ -287,7 +288,7 @@ def test_a_table_of_one_s_own_may_lie_in_pieces() -> None:
             "blocks.0.up may mix tokens and has no style, blocks.0.down may mix tokens and has no style",
         ),
         (
-            {**SOUND, "blocks.*.up": Column(parts=("query",)), "blocks.*.down": Row(part="query")},
+            {**SOUND, "blocks.*.up": ColumnParallel(parts=("query",)), "blocks.*.down": RowParallel(part="query")},
             "blocks.0 computes attention itself",
         ),
         (
@@ -312,10 +313,10 @@ def test_a_table_whose_sequence_cannot_lie_in_pieces(table: dict[str, Style], wo
 )
 def test_a_model_whose_sequence_cannot_lie_in_pieces(name: str, values: dict[str, Any], words: str) -> None:
     model = dense_model(name, **values)
-    [(code, _, text)] = problems_of(model, styles_for(model), 2, sequence_parallel=True)
+    [(code, _, text)] = problems_of(model, tp_plan_for(model), 2, sequence_parallel=True)
     assert code == "TP_SEQUENCE_ARCHITECTURE"
     assert words in text
-    assert problems_of(model, styles_for(model), 2) == []
+    assert problems_of(model, tp_plan_for(model), 2) == []
 
 
 def test_parameters_whose_gradients_are_parts_are_told() -> None:
@@ -325,7 +326,7 @@ def test_parameters_whose_gradients_are_parts_are_told() -> None:
     }
     for pieces, names in ((False, of_norms), (True, of_norms | on_pieces | {"model.norm.weight"})):
         model = dense_model("qwen3_moe")  # its routers read the whole sequence
-        assert problems_of(model, styles_for(model), 2, sequence_parallel=pieces) == []
+        assert problems_of(model, tp_plan_for(model), 2, sequence_parallel=pieces) == []
         assert summed_parameters(model).keys() == names
 
 
@@ -333,7 +334,7 @@ def test_a_sharded_model_on_meta_has_the_shapes_of_one_rank() -> None:
     with torch.device("meta"):
         model = dense_model("phi3", 2)
     with fake_world(Grid(dp=2, tp=4), rank=5):
-        apply_tensor_parallel(model, styles_for(model), tp_group=join_group(Grid(dp=2, tp=4), 5, "tp"))
+        apply_tensor_parallel(model, tp_plan_for(model), tp_group=join_group(Grid(dp=2, tp=4), 5, "tp"))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (3 * 4, 16)
     assert shapes["model.layers.0.self_attn.o_proj.weight"] == (16, 4)

@@ -9,14 +9,14 @@ from sharded_models import dense_model
 from toolkit.distributed.fake import fake_group
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.norm import ParallelRMSNorm
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 
 
 @pytest.mark.parametrize("name", ["olmo2", "olmo3", "olmoe"])
 def test_in_bf16_a_rank_alone_gives_the_dense_numbers_to_the_last_bit(name: str) -> None:
     dense, sharded = (dense_model(name, 4).to(torch.bfloat16) for _ in range(2))
     with fake_group(1) as group:
-        apply_tensor_parallel(sharded, styles_for(sharded), tp_group=group)
+        apply_tensor_parallel(sharded, tp_plan_for(sharded), tp_group=group)
         for which in ("q_norm", "k_norm"):
             path = f"model.layers.0.self_attn.{which}"
             ours, theirs = sharded.get_submodule(path), dense.get_submodule(path)

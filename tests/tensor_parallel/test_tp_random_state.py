@@ -11,7 +11,7 @@ from distributed import run_distributed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.tensor_parallel.rng import RandomRegion, shard_dropout
+from toolkit.tensor_parallel.rng import TensorParallelRNG, shard_dropout
 
 RANKS = 2
 
@@ -56,7 +56,7 @@ def scenes(rank: int) -> dict[str, Any]:
     before = torch.get_rng_state()
     layer.column(x)
     facts["evaluation draws nothing"] = torch.equal(before, torch.get_rng_state())
-    region = RandomRegion(group)
+    region = TensorParallelRNG(group)
     region.leave()
     region.enter(x.device)
     state = torch.get_rng_state()
@@ -89,7 +89,7 @@ def test_a_card_s_generator_moves_on_and_draws_apart() -> None:
     drawn = []
     for number in (0, 1):
         torch.cuda.manual_seed(5)
-        region = RandomRegion(Rank(number))  # type: ignore[arg-type]
+        region = TensorParallelRNG(Rank(number))  # type: ignore[arg-type]
         values = []
         for _ in range(2):
             region.enter(device)

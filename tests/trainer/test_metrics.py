@@ -14,7 +14,7 @@ import torch
 from tiny_plans import tiny_plan
 
 from toolkit.config.job import Job
-from toolkit.engine.memory_tracker import MemoryWatch
+from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.errors import RunError
 from toolkit.planning.plan import Plan
 from toolkit.trainer.metrics import Meter, MetricsWriter, flops_per_token
@@ -88,7 +88,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 
 
 def test_throughput_counts_between_readings(tmp_path: Path) -> None:
-    meter = Meter(_plan(tmp_path), MemoryWatch(torch.device("cpu")))
+    meter = Meter(_plan(tmp_path), PhaseMemoryTracker(torch.device("cpu")))
     time.sleep(0.2)
     began = time.perf_counter()
     meter.skip()  # an evaluation
@@ -97,7 +97,7 @@ def test_throughput_counts_between_readings(tmp_path: Path) -> None:
     assert 0.099 <= 1000 / found["tokens_per_second"] <= 1.001 * (time.perf_counter() - began)
     assert math.isclose(found["step_seconds"], 500 / found["tokens_per_second"])
     assert found["mfu"] is None, "no peak rate is known of a CPU"
-    assert found["peak_allocated_bytes"] == MemoryWatch(torch.device("cpu")).peak_bytes > 50 * 2**20
+    assert found["peak_allocated_bytes"] == PhaseMemoryTracker(torch.device("cpu")).peak_bytes > 50 * 2**20
 
 
 def _gpu_plan(model: str, **train: Any) -> Plan:
@@ -114,7 +114,7 @@ def test_model_flops_utilization() -> None:
     """Llama 3.1 8B: 6 × 7.5 B parameters without the embedding table, and 12 · 32 · 4096 · 4096 for attention."""
     plan = _gpu_plan("llama-3.1-8b")
     assert flops_per_token(plan) == 6 * (8_030_261_248 - 128_256 * 4096) + ATTENTION_8B
-    meter = Meter(plan, MemoryWatch(torch.device("cpu")))
+    meter = Meter(plan, PhaseMemoryTracker(torch.device("cpu")))
     time.sleep(0.05)
     found = meter.read(1000, 1)
     peak = plan.gpu.flops_per_second("bf16") * 8

@@ -165,8 +165,8 @@ def test_final_weights_are_in_the_folder_equal_and_load(runs, sample):
 @pytest.mark.parametrize(
     ("train", "parallel", "code"),
     [
-        ({"gradient_checkpointing": 0.5}, {}, "CONSUMER_FRACTION"),
-        ({"gradient_checkpointing": True}, {"offload": "activations-cpu"}, "CONSUMER_ACTIVATIONS"),
+        ({"gradient_checkpointing": 0.5}, {}, "INTEGRATION_CHECKPOINTING"),
+        ({"gradient_checkpointing": True}, {"offload": "activations-cpu"}, "INTEGRATION_ACTIVATIONS"),
     ],
 )
 def test_what_only_our_engine_can_do_is_refused_to_the_others(consumer, train, parallel, code):

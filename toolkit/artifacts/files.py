@@ -54,7 +54,7 @@ def emit(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = None) -> 
         The files, in reading order; those of an earlier emit are rewritten or removed.
 
     Raises:
-        PlanError: EMIT_FOREIGN, if a file of the same name is not an earlier emit's; EMIT_HOSTS; PLAN_UNREADABLE.
+        PlanError: EMIT_WOULD_OVERWRITE, if a file of the same name is not an earlier emit's; EMIT_HOSTS; PLAN_UNREADABLE.
         RunError: EMIT_UNWRITABLE, if the folder cannot be written; it is then as it was.
     """
     return write_files(plan, out, hosts=hosts).paths
@@ -111,7 +111,7 @@ def _refuse_foreign(folder: Path, present: Mapping[str, str], known: Mapping[str
         PlanError,
         (
             Problem(
-                code="EMIT_FOREIGN",
+                code="EMIT_WOULD_OVERWRITE",
                 key=str(folder / name),
                 message=f"{folder / name} exists and was not written by `{WRITTEN_BY}`: it would be lost",
                 fix="Move it, or name another folder with --out",

@@ -18,7 +18,7 @@ from toolkit.checkpoint.nvme_state import restore_unswapped
 from toolkit.checkpoint.pickles import read_pickle
 from toolkit.checkpoint.random_state import load_random_state
 from toolkit.checkpoint.state import State, saved_plan, step_problems
-from toolkit.distributed.heartbeat import patiently
+from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
 from toolkit.planning.checkpoint_size import leaves_frozen_out
@@ -124,7 +124,7 @@ def verify_together(run: Run, folder: Path) -> None:
         CheckpointError: As `load`.
     """
     # Files of the checkpoint, and on one rank all of the data, may have to be read.
-    problems = patiently(run.world, lambda: _problems_seen(run, folder))
+    problems = run_with_heartbeat(run.world, lambda: _problems_seen(run, folder))
     found: list[list[Problem] | None] = [None] * run.world.size
     dist.all_gather_object(found, problems)
     unique = {(problem.code, problem.message): problem for part in found if part for problem in part}

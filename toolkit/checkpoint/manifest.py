@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     """Reads the manifest.
 
     Raises:
-        CheckpointError: CHECKPOINT_NOT_FOUND, CHECKPOINT_WEIGHTS_ONLY, CHECKPOINT_NO_LATEST, CHECKPOINT_FOREIGN,
+        CheckpointError: CHECKPOINT_NOT_FOUND, CHECKPOINT_WEIGHTS_ONLY, CHECKPOINT_NO_LATEST, CHECKPOINT_OTHER_TOOL,
             CHECKPOINT_INCOMPLETE or CHECKPOINT_DAMAGED, each with what can be done.
     """
     try:
@@ -277,7 +277,7 @@ def _without_manifest(folder: Path) -> Problem:
             fix=f"Name one of {', '.join(str(folder / name) for name in held)}",
         )
     return Problem(
-        code="CHECKPOINT_FOREIGN" if tags else "CHECKPOINT_INCOMPLETE",
+        code="CHECKPOINT_OTHER_TOOL" if tags else "CHECKPOINT_INCOMPLETE",
         key=key,
         message=f"{folder} has no {MANIFEST}: "
         + ("another program wrote it" if tags else "it is not a complete checkpoint of the toolkit"),

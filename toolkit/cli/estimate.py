@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from toolkit.memory.search.compare import Strategy
     from toolkit.memory.search.deepspeed_file import DeepSpeedFile
     from toolkit.memory.search.estimator import Estimator
-    from toolkit.memory.search.scenario import Case
+    from toolkit.memory.search.scenario import Scenario
     from toolkit.memory.search.sweep import Axis
 
 DeepSpeedOption = Annotated[
@@ -105,7 +105,7 @@ def estimate(
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
     asked = _read_questions(job, overrides or [], deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)
-    case = _read_case(job, asked, built_partitioned=not no_zero_init, load_dtype=load_dtype)
+    case = _read_case(job, asked, zero_init=not no_zero_init, load_dtype=load_dtype)
     if asked.axes:
         from toolkit.cli.estimate_tables import answer_sweep
 
@@ -244,9 +244,9 @@ def _read_questions(
     return _Asked(job=job, file=file, axes=axes or (), strategies=strategies or (), gpus=cards or ())
 
 
-def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool, load_dtype: Dtype | None) -> Case:
+def _read_case(path: Path, asked: _Asked, *, zero_init: bool, load_dtype: Dtype | None) -> Scenario:
     """Finds the model and resolves the job once, so that every fault of it is told before torch is imported."""
-    from toolkit.memory.search.scenario import Case, check_zero_init
+    from toolkit.memory.search.scenario import Scenario, check_zero_init
 
     written = asked.job
     if is_plan_file(path):
@@ -254,15 +254,15 @@ def _read_case(path: Path, asked: _Asked, *, built_partitioned: bool, load_dtype
 
         plan = Plan.load(path)
         model = plan.model if written.model == plan.job.model else None
-        case = Case.of(written, model=model, gpu=plan.gpu, file=asked.file)
+        case = Scenario.of(written, model=model, gpu=plan.gpu, file=asked.file)
     else:
-        case = Case.of(written, file=asked.file)
-    case = replace(case, built_partitioned=built_partitioned, load_dtype=load_dtype)
-    check_zero_init(case.plan(), built_partitioned=built_partitioned, load_dtype=load_dtype)
+        case = Scenario.of(written, file=asked.file)
+    case = replace(case, zero_init=zero_init, load_dtype=load_dtype)
+    check_zero_init(case.plan(), zero_init=zero_init, load_dtype=load_dtype)
     return case
 
 
-def _answer(case: Case, *, plot: Path | None, as_json: bool) -> bool:
+def _answer(case: Scenario, *, plot: Path | None, as_json: bool) -> bool:
     from toolkit.cli.estimate_report import print_report
 
     plan = case.plan()

@@ -11,7 +11,7 @@ from toolkit.units import format_bytes
 if TYPE_CHECKING:
     from toolkit.memory.report.report import MemoryReport
     from toolkit.memory.search.advice import Saving
-    from toolkit.memory.search.scenario import Case
+    from toolkit.memory.search.scenario import Scenario
     from toolkit.planning.checkpoint_size import DiskUse
     from toolkit.planning.plan import Plan
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LEAST_SHARE = 0.005
 
 
-def print_report(case: Case, plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
+def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
     """Prints an estimate: the answer first, then where it comes from."""
     settings, cluster = plan.settings, plan.job.cluster
     names = {"ddp": "DDP", "fsdp2": "FSDP2"}

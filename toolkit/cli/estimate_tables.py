@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from toolkit.catalog.gpus import Gpu
     from toolkit.memory.search.choose_gpu import Choice
     from toolkit.memory.search.compare import Strategy
-    from toolkit.memory.search.scenario import Case, Outcome
+    from toolkit.memory.search.scenario import Outcome, Scenario
     from toolkit.memory.search.sweep import Axis, SweepRow
 
 _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 
-def answer_sweep(case: Case, axes: Sequence[Axis], *, plot: Path | None, as_json: bool) -> bool:
+def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_json: bool) -> bool:
     """Estimates every combination; says whether any fits."""
     from toolkit.memory.search.scenario import value_text
     from toolkit.memory.search.sweep import sweep
@@ -48,7 +48,7 @@ def answer_sweep(case: Case, axes: Sequence[Axis], *, plot: Path | None, as_json
     return fits
 
 
-def answer_compare(case: Case, strategies: Sequence[Strategy], *, as_json: bool) -> bool:
+def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, as_json: bool) -> bool:
     """Estimates the job under each strategy; says whether any fits."""
     from toolkit.memory.search.compare import compare
 
@@ -73,7 +73,7 @@ def answer_compare(case: Case, strategies: Sequence[Strategy], *, as_json: bool)
     return fits
 
 
-def answer_gpus(case: Case, gpus: Sequence[Gpu], *, as_json: bool) -> bool:
+def answer_gpus(case: Scenario, gpus: Sequence[Gpu], *, as_json: bool) -> bool:
     """Finds the fewest of each card; says whether any holds the job."""
     from toolkit.memory.search.choose_gpu import choose_gpus
 
@@ -134,7 +134,7 @@ def _print_problems(outcomes: Iterable[Outcome]) -> None:
         print(problem)
 
 
-def _draw(case: Case, axes: Sequence[Axis], rows: Sequence[SweepRow], path: Path) -> None:
+def _draw(case: Scenario, axes: Sequence[Axis], rows: Sequence[SweepRow], path: Path) -> None:
     from toolkit.memory.report.figures import plot_heat_map
 
     cells: dict[tuple[Any, ...], Any] = {}

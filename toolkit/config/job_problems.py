@@ -147,7 +147,7 @@ def _unknown_key(key: str, value: Any) -> Problem:
     leaf = key.rpartition(".")[2]
     if leaf in FOREIGN_KEYS:
         return Problem(
-            code="KEY_FOREIGN",
+            code="KEY_OTHER_TOOL",
             key=key,
             message=f"{key}={_shown(value)} is another tool's name",
             fix=f"Here it is {FOREIGN_KEYS[leaf]}",

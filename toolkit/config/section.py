@@ -15,7 +15,7 @@ class Section(BaseModel):
     """Base of every part of a job, written in YAML or made in Python.
 
     Raises:
-        SpecError: KEY_UNKNOWN, KEY_FOREIGN, KEY_MISSING or KEY_VALUE for each key that is wrong, whether the section is
+        SpecError: KEY_UNKNOWN, KEY_OTHER_TOOL, KEY_MISSING or KEY_VALUE for each key that is wrong, whether the section is
             made by its name, by `model_validate` or inside another; JOB_FROZEN when an attribute is set later.
     """
 

@@ -128,7 +128,7 @@ def run_problems(reading: Reading, facts: EngineFacts) -> list[Problem]:
 def _misplaced(path: str) -> Problem:
     if path in HOMES:
         return Problem(
-            code="DEEPSPEED_HOME",
+            code="DEEPSPEED_SET_ELSEWHERE",
             key=f"deepspeed.{path}",
             message=f"deepspeed.{path} has its home elsewhere in the job file",
             fix=f"Set {HOMES[path]}",

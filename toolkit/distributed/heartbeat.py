@@ -26,7 +26,7 @@ LOST_SECONDS = 600.0
 _LONGEST_PAUSE_SECONDS = 0.5
 
 
-def patiently(world: World, work: Callable[[], T], *, lost_seconds: float = LOST_SECONDS) -> T:
+def run_with_heartbeat(world: World, work: Callable[[], T], *, lost_seconds: float = LOST_SECONDS) -> T:
     """Runs `work`, which may take hours and enters no collective, and returns when all ranks have done theirs.
 
     Args:

@@ -21,11 +21,11 @@ Message = Literal["activation", "gradient"]
 # Messages that may still be under way when a rank goes on. The host gives out work faster than cards do it: what is sent
 # would pile up, did the stream that computes not wait. No schedule of whole ranks ever waits for that in vain, as
 # `simulate` shows; with virtual stages some do, so they wait only at the end of a step.
-UNDER_WAY = 2
+MAX_SENDS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class PendingRecv:
     """A tensor that may still be on its way: only `wait` gives one that may be read."""
 
     tensor: torch.Tensor
@@ -37,7 +37,7 @@ class Arrival:
         return self.tensor
 
 
-class Channels:
+class P2PChannels:
     """This rank's channels to the stages before and behind its own.
 
     Args:
@@ -78,13 +78,13 @@ class Channels:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         if self._bounded:
-            self.finish(but=UNDER_WAY)
+            self.finish(but=MAX_SENDS_IN_FLIGHT)
 
-    def receive(self, shape: tuple[int, ...], kind: Message, *, source: int, like: torch.Tensor) -> Arrival:
+    def receive(self, shape: tuple[int, ...], kind: Message, *, source: int, like: torch.Tensor) -> PendingRecv:
         """Starts to receive from stage rank `source` a tensor of this shape and of the dtype and device of `like`."""
         tensor = like.new_empty(shape)
         work = dist.irecv(tensor, self._stages[source], group=self._groups[source, self._own, kind])
-        return Arrival(tensor=tensor, work=work)
+        return PendingRecv(tensor=tensor, work=work)
 
     def _try(self, route: tuple[int, int, Message], number: torch.Tensor) -> None:
         source, target, kind = route

@@ -38,7 +38,7 @@ class World:
         coordinate: This rank's place in the grid.
         dp_group: Ranks that hold the same parameters and see different data.
         tp_group: Ranks that share each layer and see the same data; None where each rank holds layers whole.
-        owns_groups: Whether `connect` joined the process groups, so that `disconnect` leaves them.
+        owns_groups: Whether `init_world` joined the process groups, so that `destroy_world` leaves them.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class World:
         )
 
 
-def connect(
+def init_world(
     grid: Grid,
     *,
     backend: str,
@@ -139,8 +139,8 @@ def connect(
     )
 
 
-def disconnect(world: World) -> None:
-    """Leaves the process groups that `connect` joined; those that the caller's script joined stay."""
+def destroy_world(world: World) -> None:
+    """Leaves the process groups that `init_world` joined; those that the caller's script joined stay."""
     if not world.owns_groups or not dist.is_initialized():
         return
     dist.destroy_process_group()

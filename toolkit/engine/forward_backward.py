@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.distributed.world import World
-from toolkit.engine.memory_tracker import MemoryWatch
+from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.modeling.loss import auxiliary_loss, cross_entropy_over, token_loss
 from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.param_tags import counts_in_norm
@@ -18,10 +18,10 @@ from toolkit.tensor_parallel.param_tags import counts_in_norm
 MicroBatch = Mapping[str, torch.Tensor]
 
 
-class Passes(Protocol):
+class ForwardBackward(Protocol):
     """One way to run the micro-batches of a step through the engine."""
 
-    losses: Losses
+    losses: StepLoss
     plain_norm: torch.Tensor | None
     """The gradient norm of the last step where the engine keeps none."""
     failed: bool
@@ -39,7 +39,7 @@ class Passes(Protocol):
         """Return what the whole model gives for a batch on this rank's device; None where others hold its end."""
 
 
-class Losses:
+class StepLoss:
     """What turns a model's outputs into the loss of a step.
 
     Args:
@@ -70,7 +70,7 @@ class Losses:
         Args:
             outputs: Of the model.
             labels: Of the micro batch.
-            num_targets: As `Passes.run` takes it.
+            num_targets: As `ForwardBackward.run` takes it.
             share: Of the step that the micro batch is, for losses of the router.
         """
         loss = self.summed(outputs, labels) / num_targets
@@ -82,16 +82,16 @@ class Losses:
         return loss * self._dp_size, reported
 
 
-class AccumulatedPasses:
+class GradientAccumulation:
     """One micro batch after the other, each forward and backward: every strategy but a pipeline."""
 
     failed = False
 
-    def __init__(self, plan: Plan, world: World, engine: Any, memory: MemoryWatch) -> None:
+    def __init__(self, plan: Plan, world: World, engine: Any, memory: PhaseMemoryTracker) -> None:
         self.plain_norm: torch.Tensor | None = None
         self._keeps_no_norm = plan.settings.zero_stage == 0 and plan.settings.precision == "fp32"
         self._world, self._engine, self._memory = world, engine, memory
-        self.losses = Losses(plan, world, engine)
+        self.losses = StepLoss(plan, world, engine)
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), device=self._world.device)

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from toolkit.distributed.p2p import Channels
+from toolkit.distributed.p2p import P2PChannels
 from toolkit.distributed.world import World
-from toolkit.pipeline_parallel.grads import Fp32Gradients, HeldBack, sum_tied
+from toolkit.pipeline_parallel.grads import DeferredTiedGrad, Fp32GradAccumulator, all_reduce_tied_grad
 from toolkit.pipeline_parallel.part import inner_model, stage_info
 from toolkit.planning.plan import Plan
 
@@ -24,7 +24,7 @@ from toolkit.planning.plan import Plan
 class Reduction(Protocol):
     """What becomes of a step's gradients."""
 
-    sums: Fp32Gradients | None
+    sums: Fp32GradAccumulator | None
     """Where whole gradients are added up in fp32, if they are."""
 
     def step(self) -> AbstractContextManager[None]:
@@ -34,15 +34,15 @@ class Reduction(Protocol):
         """Readies the engine for a backward pass through a chunk."""
 
 
-def reduction(plan: Plan, world: World, engine: Any, channels: Channels) -> Reduction:
+def reduction(plan: Plan, world: World, engine: Any, channels: P2PChannels) -> Reduction:
     """Return the one of a plan's ZeRO stage."""
     settings = plan.settings
     tied = _tied_weight(engine.module) if plan.job.train.method == "full" and channels.ends is not None else None
-    kind = OncePerStep if settings.reduces_once else AfterEachPass
+    kind = ReduceAtStepEnd if settings.reduces_once else ReduceEachBackward
     return kind(engine, tied, ends=channels.ends, dp_size=world.grid.dp, in_fp32=settings.sums_in_fp32)
 
 
-class OncePerStep:
+class ReduceAtStepEnd:
     """Gradients stay whole, and are reduced after the last pass.
 
     Args:
@@ -58,7 +58,7 @@ class OncePerStep:
 
     def __init__(self, engine: Any, tied: nn.Parameter | None, *, ends: Any, dp_size: int, in_fp32: bool) -> None:
         self._engine, self._tied, self._ends, self._dp_size = engine, tied, ends, dp_size
-        self.sums = Fp32Gradients(engine.module.parameters()) if in_fp32 else None
+        self.sums = Fp32GradAccumulator(engine.module.parameters()) if in_fp32 else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -83,18 +83,18 @@ class OncePerStep:
             if total is None:
                 assert self._tied.grad is not None, "an embedding and a head have a gradient after each step"
                 total = self._tied.grad
-            sum_tied(total, group=self._ends, dp_size=self._dp_size)
+            all_reduce_tied_grad(total, group=self._ends, dp_size=self._dp_size)
         if self.sums is not None:
             self.sums.settle()
 
 
-class AfterEachPass:
+class ReduceEachBackward:
     """Each backward pass ends with the reduction of its gradients, of which a rank keeps its partition; so do sums in fp32.
 
     A weight that two stages hold is the exception: its gradient stays whole until both know it all.
 
     Args:
-        engine: As `OncePerStep` takes it; so are the others.
+        engine: As `ReduceAtStepEnd` takes it; so are the others.
         tied: See there.
         ends: See there.
         dp_size: See there.
@@ -110,13 +110,15 @@ class AfterEachPass:
         pass of a step is the one with `micro_step_id` 0.
     """
 
-    sums: Fp32Gradients | None = None
+    sums: Fp32GradAccumulator | None = None
 
     def __init__(self, engine: Any, tied: nn.Parameter | None, *, ends: Any, dp_size: int, in_fp32: bool) -> None:
         self._engine, self._optimizer, self._ends, self._dp_size = engine, engine.optimizer, ends, dp_size
         self._partitions_weights = engine.zero_optimization_partition_weights()
         self._passes: Counter[int] = Counter()  # of each chunk in this step
-        self._held = None if tied is None else HeldBack(tied, in_fp32=in_fp32, partitioned=self._partitions_weights)
+        self._held = (
+            None if tied is None else DeferredTiedGrad(tied, in_fp32=in_fp32, partitioned=self._partitions_weights)
+        )
         if self._held is not None:
             self._hold_back(self._held)
         if not self._partitions_weights:
@@ -131,7 +133,7 @@ class AfterEachPass:
             self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
         yield
         if self._held is not None:
-            sum_tied(self._held.total, group=self._ends, dp_size=self._dp_size)
+            all_reduce_tied_grad(self._held.total, group=self._ends, dp_size=self._dp_size)
             self._count_pass(0)  # nothing of it has been reduced in this step
             with self._held.released():
                 if self._partitions_weights:
@@ -161,7 +163,7 @@ class AfterEachPass:
 
         self._optimizer.overlapping_partition_gradients_reduce_epilogue = make_and_end
 
-    def _hold_back(self, held: HeldBack) -> None:
+    def _hold_back(self, held: DeferredTiedGrad) -> None:
         reduce = self._optimizer.reduce_ready_partitions_and_remove_grads
 
         def reduce_others(parameter: nn.Parameter, *group: int) -> None:

@@ -14,9 +14,9 @@ from torch import nn
 from toolkit.arguments import checks_arguments
 from toolkit.catalog.pretrained import weight_problems
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
-from toolkit.distributed.world import World, connect, disconnect
-from toolkit.engine.lr_scheduler import LearningRate
-from toolkit.engine.memory_tracker import MemoryWatch
+from toolkit.distributed.world import World, destroy_world, init_world
+from toolkit.engine.lr_scheduler import LazyLRScheduler
+from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.run import Run
 from toolkit.engine.seed import seed_random_state
 from toolkit.engine.zero3_trace import compare_within
@@ -59,8 +59,8 @@ def initialize(
     """
     quiet_libraries()
     check_builds(plan)
-    world = world or connect(plan.grid, backend=plan.gpu.backend)
-    memory = MemoryWatch(world.device)
+    world = world or init_world(plan.grid, backend=plan.gpu.backend)
+    memory = PhaseMemoryTracker(world.device)
     settings = build_settings(plan)
     for setting in settings.values() if world.is_main else ():
         logger.warning(setting.reason)
@@ -68,7 +68,7 @@ def initialize(
         folder = None if weights is None else Path(weights)
         if folder is None and plan.settings.init == "pretrained":
             folder = locate_weights(plan)
-        schedule = LearningRate(plan)
+        schedule = LazyLRScheduler(plan)
         with built_with(settings):
             model = build_model(plan, device=world.device, weights=folder, world=world, on_progress=on_progress)
             engine = start_engine(plan, model, schedule, world=world)
@@ -79,11 +79,11 @@ def initialize(
     except BaseException:
         compare_within(None)
         if world.size == 1:  # a notebook goes on; one of several ranks ends, and must not wait for the others
-            disconnect(world)
+            destroy_world(world)
         raise
 
 
-def start_engine(plan: Plan, model: nn.Module, schedule: LearningRate, *, world: World) -> Any:
+def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, world: World) -> Any:
     """Wraps a built model in the DeepSpeed engine."""
     import deepspeed
 

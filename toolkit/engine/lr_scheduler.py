@@ -12,7 +12,7 @@ from transformers import get_scheduler
 from toolkit.planning.plan import Plan
 
 
-class LearningRate:
+class LazyLRScheduler:
     """A schedule that DeepSpeed steps once an optimizer step.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 
-class MemoryWatch:
+class PhaseMemoryTracker:
     """Keeps the highest allocated memory of each phase.
 
     CUDA has one peak counter; it is read and reset where a phase ends. Both happen on the host and wait for nothing.

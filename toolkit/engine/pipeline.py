@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from toolkit.distributed.p2p import UNDER_WAY, Arrival, Channels
+from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, P2PChannels, PendingRecv
 from toolkit.distributed.world import World
-from toolkit.engine.forward_backward import Losses, MicroBatch
+from toolkit.engine.forward_backward import MicroBatch, StepLoss
 from toolkit.engine.grad_reduction import reduction
-from toolkit.engine.memory_tracker import MemoryWatch
-from toolkit.pipeline_parallel import hidden_dtype, hidden_shape, run_stage
-from toolkit.pipeline_parallel.zero_bubble_backward import accumulate, split_backward
+from toolkit.engine.memory_tracker import PhaseMemoryTracker
+from toolkit.pipeline_parallel import forward_stage, hidden_dtype, hidden_shape
+from toolkit.pipeline_parallel.zero_bubble_backward import run_weight_backward, split_backward
 from toolkit.pipeline_schedule import (
     Backward,
     BackwardInput,
@@ -36,12 +36,12 @@ from toolkit.pipeline_schedule import (
     build_schedule,
 )
 from toolkit.planning.plan import Plan
-from toolkit.tensor_parallel.deferred_grads import Delayed
+from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad
 
 _Place = tuple[int, int]  # chunk of this rank, micro-batch
 
 
-class PipelinePasses:
+class PipelineForwardBackward:
     """Runs a step by the plan's schedule.
 
     Args:
@@ -57,10 +57,10 @@ class PipelinePasses:
     plain_norm: torch.Tensor | None = None
     failed = False  # while passes run, too: one that raises leaves messages and gradients behind
 
-    def __init__(self, plan: Plan, world: World, engine: Any, memory: MemoryWatch) -> None:
+    def __init__(self, plan: Plan, world: World, engine: Any, memory: PhaseMemoryTracker) -> None:
         settings = plan.settings
         self._world, self._engine, self._memory = world, engine, memory
-        self.losses = Losses(plan, world, engine)
+        self.losses = StepLoss(plan, world, engine)
         schedule = build_schedule(
             settings.pipeline_schedule,
             pp=world.grid.pp,
@@ -69,7 +69,7 @@ class PipelinePasses:
         )
         self._schedule = schedule
         self._actions = actions(schedule, world.coordinate.pp)
-        self._channels = Channels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
+        self._channels = P2PChannels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
         self._reduction = reduction(plan, world, engine, self._channels)
         self._weight_gradients = split_backward(engine.module) if settings.splits_backward else None
         # An empty tensor of what stages pass to each other.
@@ -106,13 +106,13 @@ class PipelinePasses:
             outputs = self._call(chunk, batch, hidden_BSD)
             if not self._is_last(chunk):
                 self._channels.send(outputs, "activation", to=self._schedule.place(stage + 1)[0])
-                self._channels.finish(but=UNDER_WAY)  # no gradient comes back that would hold this rank up
+                self._channels.finish(but=MAX_SENDS_IN_FLIGHT)  # no gradient comes back that would hold this rank up
                 outputs = None
         self.failed = False
         return outputs
 
     def _call(self, chunk: int, batch: Mapping[str, torch.Tensor], hidden_BSD: torch.Tensor | None) -> Any:
-        return run_stage(self._engine, self.losses.inputs(batch), chunk=chunk, received=hidden_BSD)
+        return forward_stage(self._engine, self.losses.inputs(batch), chunk=chunk, received=hidden_BSD)
 
     def _is_last(self, chunk: int) -> bool:
         return self._schedule.stage(self._world.coordinate.pp, chunk) == self._schedule.num_stages - 1
@@ -158,13 +158,13 @@ class PipelinePasses:
     @_do.register
     def _backward_input(self, action: BackwardInput) -> None:
         assert self._weight_gradients is not None, "made for schedules with such actions"
-        with self._weight_gradients.put_off() as waiting:
+        with self._weight_gradients.defer() as waiting:
             self._backward(action)
         self._step.waiting[_place(action)] = waiting
 
     @_do.register
     def _backward_weight(self, action: BackwardWeight) -> None:
-        accumulate(self._step.waiting.pop(_place(action)), self._reduction.sums)
+        run_weight_backward(self._step.waiting.pop(_place(action)), self._reduction.sums)
         self._memory.end("backward")
 
     @_do.register
@@ -211,11 +211,11 @@ class _Step:
     ) -> None:
         self.micro_batches = micro_batches
         self.num_targets: Any = num_targets
-        self.activations: dict[_Place, Arrival] = {}
-        self.gradients: dict[_Place, Arrival] = {}
+        self.activations: dict[_Place, PendingRecv] = {}
+        self.gradients: dict[_Place, PendingRecv] = {}
         self.held: dict[_Place, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.to_send: dict[_Place, torch.Tensor] = {}
-        self.waiting: dict[_Place, deque[Delayed]] = {}
+        self.waiting: dict[_Place, deque[DeferredWeightGrad]] = {}
         self.losses: list[torch.Tensor] = []
 
 

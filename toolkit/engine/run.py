@@ -16,13 +16,13 @@ from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.distributed.process_groups import join_group
-from toolkit.distributed.world import World, disconnect
+from toolkit.distributed.world import World, destroy_world
 from toolkit.engine.batch_check import compare_batches
-from toolkit.engine.forward_backward import AccumulatedPasses, MicroBatch, Passes
+from toolkit.engine.forward_backward import ForwardBackward, GradientAccumulation, MicroBatch
 from toolkit.engine.hyperparameters import Hyperparameters
-from toolkit.engine.lr_scheduler import LearningRate
-from toolkit.engine.memory_tracker import MemoryWatch
-from toolkit.engine.pipeline import PipelinePasses
+from toolkit.engine.lr_scheduler import LazyLRScheduler
+from toolkit.engine.memory_tracker import PhaseMemoryTracker
+from toolkit.engine.pipeline import PipelineForwardBackward
 from toolkit.engine.signals import StopFlag
 from toolkit.engine.zero3_trace import compare_within
 from toolkit.errors import RunError
@@ -47,12 +47,18 @@ class Run:
     """
 
     def __init__(
-        self, *, plan: Plan, world: World, engine: Any, schedule: LearningRate, memory: MemoryWatch | None = None
+        self,
+        *,
+        plan: Plan,
+        world: World,
+        engine: Any,
+        schedule: LazyLRScheduler,
+        memory: PhaseMemoryTracker | None = None,
     ) -> None:
         self.plan = plan
         self.world = world
         self.engine = engine
-        self.memory = memory or MemoryWatch(world.device)
+        self.memory = memory or PhaseMemoryTracker(world.device)
         self.step_count = 0
         self.num_steps: int | None = plan.settings.max_steps
         self.stop_requested = False
@@ -61,7 +67,7 @@ class Run:
         self._stop_flag = StopFlag(late=world.device.type != "cpu")
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batches_compared = world.grid.size("model") == 1
-        self._passes: Passes = (PipelinePasses if world.grid.pp > 1 else AccumulatedPasses)(
+        self._passes: ForwardBackward = (PipelineForwardBackward if world.grid.pp > 1 else GradientAccumulation)(
             plan, world, engine, self.memory
         )
         # Those that add up to the loss: one tensor rank of each stage of each replica.
@@ -84,7 +90,7 @@ class Run:
             self.engine = None
             compare_within(None)
             if leave_groups:
-                disconnect(self.world)
+                destroy_world(self.world)
 
     @property
     def model(self) -> nn.Module:
@@ -166,7 +172,7 @@ class Run:
             One all-reduce of 3 numbers before, one after; the engine's and the model's own; the pipeline's messages.
 
         Raises:
-            RunError: STEP_MICRO_BATCHES when their number is not the plan's; STEP_LENGTH when the length of the run is
+            RunError: STEP_MICRO_BATCHES when their number is not the plan's; STEP_TOTAL_UNKNOWN when the length of the run is
                 not known yet; TP_BATCH when ranks of one replica were given different batches (first step);
                 STEP_AFTER_FAILURE when an earlier pass of a pipeline has failed.
         """
@@ -280,7 +286,7 @@ class Run:
             )
         if not self._schedule.is_set:
             raise RunError.of(
-                code="STEP_LENGTH",
+                code="STEP_TOTAL_UNKNOWN",
                 key="train.num_train_epochs",
                 message="the number of steps is not known, so the learning rate is not either",
                 fix="Set train.max_steps, take batches from `run.loader`, or call `run.set_num_steps` first",

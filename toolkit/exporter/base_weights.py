@@ -13,7 +13,7 @@ from toolkit.errors import CheckpointError, raise_all
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.modeling.conversion import ConversionGroup, convert_group
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
-from toolkit.modeling.weights import full_shapes, schedule_loading
+from toolkit.modeling.weights import full_shapes, plan_loading
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class PretrainedWeights:
     def __post_init__(self) -> None:
         self._files = SafetensorsFolder(self.folder)
         self._shapes = full_shapes(self.model)
-        schedule = schedule_loading(self.model, self._files.metas)
+        schedule = plan_loading(self.model, self._files.metas)
         raise_all(CheckpointError, schedule.problems)
         self._group_of = {key: group for batch in schedule.batches for group, keys in batch for key in keys}
         state = self.model.state_dict(keep_vars=True)

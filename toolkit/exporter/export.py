@@ -30,7 +30,7 @@ from toolkit.io import read_plain
 from toolkit.modeling.conversion import revert
 from toolkit.modeling.initialization import tied_keys
 from toolkit.tensor_parallel.apply import dense_shards
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.topology.grid import Grid
 
 Progress = Callable[[int, int], None]
@@ -152,7 +152,7 @@ def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote
     names = {name for rank in ranks for name in rank.tensors}
     shards = {}
     if grid.tp > 1:
-        shards = dense_shards(model, styles_for(model), num_ranks=grid.tp)
+        shards = dense_shards(model, tp_plan_for(model), num_ranks=grid.tp)
         if peft_model is not None:
             shards = adapted_shards(names, shards, lora_targets(peft_model))
     stages = [

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import CheckError
 from toolkit.exporter.writer import ShardWriter, tensor_bytes
 from toolkit.modeling.safetensors_folder import SafetensorsFolder, some
-from toolkit.modeling.weights import schedule_loading
+from toolkit.modeling.weights import plan_loading
 
 
 def verify_written(folder: Path, writer: ShardWriter, model: PreTrainedModel, *, adapter_of: nn.Module | None) -> None:
@@ -28,7 +28,7 @@ def verify_written(folder: Path, writer: ShardWriter, model: PreTrainedModel, *,
         faults = [f"{key} {shape}" for key, shape in sorted(shapes[0].items() ^ shapes[1].items())]
     else:
         files = SafetensorsFolder(folder)
-        faults = [problem.message for problem in schedule_loading(model, files.metas).problems]
+        faults = [problem.message for problem in plan_loading(model, files.metas).problems]
     for name, digest in writer.digests.items():
         if hashlib.sha256(tensor_bytes(files.read(name))).hexdigest() != digest:
             faults.append(f"{name} reads back with other values than were written")

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Dtype, Job
-from toolkit.distributed.p2p import UNDER_WAY
+from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
 from toolkit.errors import PlanError
 from toolkit.launch.software import MULTIPLIES_CHUNKS, Software
 from toolkit.memory.engines.settings import EngineSettings
@@ -23,9 +23,9 @@ from toolkit.memory.report.overhead import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.report.ranks import phases_of_ranks, rank_report
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.search.deepspeed_file import DeepSpeedFile
-from toolkit.memory.search.scenario import Case, check_zero_init
+from toolkit.memory.search.scenario import Scenario, check_zero_init
 from toolkit.memory.trace.ranks import Traces, engine_settings, keeps_frozen_inputs, trace_ranks
-from toolkit.memory.trace.run import Trace, TraceOptions
+from toolkit.memory.trace.run import MemoryTrace, TraceOptions
 from toolkit.planning.checkpoint_size import DiskUse, disk_use
 from toolkit.planning.plan import Plan
 from toolkit.planning.read import read_job_or_plan
@@ -52,11 +52,11 @@ def estimate(
     job: Job | Plan | str | Path,
     *,
     deepspeed_config: Mapping[str, Any] | str | Path | None = None,
-    traced: Trace | Traces | None = None,
+    traced: MemoryTrace | Traces | None = None,
     worst: Traces | None = None,
     evaluated: Traces | None = None,
     calibration: Calibration | None = None,
-    built_partitioned: bool = True,
+    zero_init: bool = True,
     load_dtype: Dtype | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
@@ -70,7 +70,7 @@ def estimate(
         worst: Others, of the routing that needs most memory; read only where `traced` depends on the routing.
         evaluated: Others, of the evaluation; read only if the plan has any.
         calibration: What was measured on the machine at hand.
-        built_partitioned: Whether a stage-3 model is built under `zero.Init`; one that is not, each rank loads by
+        zero_init: Whether a stage-3 model is built under `zero.Init`; one that is not, each rank loads by
             `from_pretrained`.
         load_dtype: In which it does; that of the files when left out.
         allocator: How torch's allocator is set; when left out the plan's, which our launches set, or `native` under a
@@ -85,11 +85,11 @@ def estimate(
     given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
     file = None if deepspeed_config is None else DeepSpeedFile.read(deepspeed_config)
     if isinstance(given, Job):
-        case = Case.of(given, file=file)
+        case = Scenario.of(given, file=file)
     else:
-        case = Case.of(given.job, model=given.model, gpu=given.gpu, file=file)
+        case = Scenario.of(given.job, model=given.model, gpu=given.gpu, file=file)
     plan = given if isinstance(given, Plan) and file is None else case.plan()
-    check_zero_init(plan, built_partitioned=built_partitioned, load_dtype=load_dtype)
+    check_zero_init(plan, zero_init=zero_init, load_dtype=load_dtype)
 
     def trace(plan: Plan, **options: Unpack[TraceOptions]) -> Traces:
         known = None if "software" in options else traced
@@ -97,15 +97,15 @@ def estimate(
             known = worst
         elif options.get("evaluation"):
             known = evaluated
-        return (known,) if isinstance(known, Trace) else known or trace_ranks(plan, **options)
+        return (known,) if isinstance(known, MemoryTrace) else known or trace_ranks(plan, **options)
 
-    case = replace(case, built_partitioned=built_partitioned, load_dtype=load_dtype)
+    case = replace(case, zero_init=zero_init, load_dtype=load_dtype)
     return report_of(plan, case, trace=trace, calibration=calibration, allocator=allocator)
 
 
 def report_of(
     plan: Plan,
-    case: Case,
+    case: Scenario,
     *,
     trace: Callable[..., Traces],
     calibration: Calibration | None = None,
@@ -120,7 +120,7 @@ def report_of(
     config = None if case.file is None else case.file.resolved(plan)
     # A script with its own configuration is not started by us, and torch's default holds.
     allocator = allocator or (plan.allocator if case.file is None else "native")
-    settings = engine_settings(plan, config, built_partitioned=case.built_partitioned)
+    settings = engine_settings(plan, config, zero_init=case.zero_init)
     traces = partial(
         trace, plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
     )
@@ -155,7 +155,7 @@ def report_of(
         software = replace(Software.of(plan), transformers=MULTIPLIES_CHUNKS)
         before = phases_of_ranks(plan, traces(software=software), settings)
         told = [older_transformers(max(phase.allocated_bytes for found in before.values() for phase in found.values()))]
-    loaded = None if settings.built_partitioned else loading(plan, dtype=case.load_dtype)
+    loaded = None if settings.zero_init else loading(plan, dtype=case.load_dtype)
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
     return MemoryReport(
         ranks=ranks,
@@ -234,7 +234,7 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
         yield "each communicator of a pipeline is taken to hold as much as one of many ranks does"
         if plan.settings.virtual_stages > 1:
             yield (
-                f"the last {UNDER_WAY} messages that a rank has sent are taken to be under way: beside virtual stages it "
+                f"the last {MAX_SENDS_IN_FLIGHT} messages that a rank has sent are taken to be under way: beside virtual stages it "
                 "cannot wait for those before"
             )
     if settings.zero.zero_quantized_weights:

@@ -38,13 +38,13 @@ from toolkit.modeling.materialize import allocate
 from toolkit.modeling.weights import load_pretrained
 from toolkit.pipeline_parallel.param_tags import mark_stage
 from toolkit.pipeline_parallel.part import StagePart, inner_model, stage_info
-from toolkit.pipeline_parallel.split import cut_model
+from toolkit.pipeline_parallel.split import split_model
 from toolkit.planning.plan import Plan
 from toolkit.planning.stage_parts import layers_of_ranks
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.grad_sync import register_gradient_sums
 from toolkit.tensor_parallel.param_tags import mark_parameters
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -77,7 +77,7 @@ def build_model(
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
             LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS,
             KERNELS_PACKAGE, KERNELS_MODEL; with tensor ranks those of `apply_tensor_parallel`, with stages those of
-            `cut_model`.
+            `split_model`.
         CheckpointError: The weights do not fit the model.
     """
     if plan.job.train.loss == "liger":
@@ -114,10 +114,10 @@ def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, worl
     """Makes a model on the meta device this rank's part of it, with storage and nothing in it yet."""
     if world.tp_group is not None:
         apply_tensor_parallel(
-            model, styles_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
+            model, tp_plan_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
         )
     if world.grid.pp > 1:
-        cut_model(model, stage_part(plan, world.coordinate.pp))
+        split_model(model, stage_part(plan, world.coordinate.pp))
     if plan.settings.zero_stage < 3:
         allocate(model, device=device)
         return
@@ -143,7 +143,7 @@ def _mark(plan: Plan, model: Any, *, world: World) -> None:
         mark_parameters(model, tp_group=world.tp_group)
     if world.grid.pp > 1:
         info = stage_info(model)
-        assert info is not None, "`cut_model` has left it"
+        assert info is not None, "`split_model` has left it"
         mark_stage(inner_model(model), world=world, copies=info.tied_copy)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.modeling.local_shard import OwnPart
+from toolkit.modeling.local_shard import LocalShard
 
 _DONE = "_is_hf_initialized"  # transformers.initialization leaves a tensor alone that has this attribute
 
@@ -44,7 +44,7 @@ def initialize_weights(
         seed: Any integer.
         modules: Names of the modules to draw; all when left out.
         dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded or
-            `cut_model` cut.
+            `split_model` cut.
     Collectives:
         Under ZeRO-3 one all-gather and one broadcast a module (of a sharded model, a weight); otherwise none.
     Raises:
@@ -52,7 +52,7 @@ def initialize_weights(
     Source:
         transformers, modeling_utils.py, PreTrainedModel.initialize_weights.
     """
-    part = OwnPart.of(model, dense)
+    part = LocalShard.of(model, dense)
     tie_weights(model)
     with torch.random.fork_rng(devices=_cuda_devices(model)), guard_torch_init_functions():
         if dense is None:
@@ -74,14 +74,14 @@ def _draw_in_place(model: PreTrainedModel, *, seed: int, modules: frozenset[str]
 
 
 def _draw_apart(
-    model: PreTrainedModel, dense: PreTrainedModel, part: OwnPart, *, seed: int, modules: frozenset[str] | None
+    model: PreTrainedModel, dense: PreTrainedModel, part: LocalShard, *, seed: int, modules: frozenset[str] | None
 ) -> None:
     """Draws the dense twin unit by unit, and copies this rank's part of each into the model."""
     device = next(model.parameters()).device
     done: set[nn.Parameter] = set()
     for _, members in groupby(_children_first(dense), key=_units(dense)):
         unit = list(members)
-        if any(part.own_key(key) for key in _own_weights(unit)):
+        if any(part.local_key(key) for key in _own_weights(unit)):
             _draw_unit(model, unit, part, device=device, seed=seed, modules=modules, but=done)
         done |= set(_own_weights(unit).values())
 
@@ -94,7 +94,7 @@ def _own_weights(unit: list[tuple[str, nn.Module, Any]]) -> dict[str, nn.Paramet
 def _draw_unit(
     model: PreTrainedModel,
     unit: list[tuple[str, nn.Module, Any]],
-    part: OwnPart,
+    part: LocalShard,
     *,
     device: torch.device,
     seed: int,
@@ -111,9 +111,9 @@ def _draw_unit(
                 _draw(name, module, owner, seed=seed, kept=kept)
                 drawn |= {weight: key for key, weight in own.items() if not weight.is_meta and weight not in drawn}
         for weight, key in drawn.items():
-            own_key = part.own_key(key)
-            if own_key is not None:
-                target = model.get_parameter(own_key)
+            local_key = part.local_key(key)
+            if local_key is not None:
+                target = model.get_parameter(local_key)
                 with gathered([target]):
                     target.data.copy_(part.take(key, weight))
 

@@ -18,7 +18,7 @@ from toolkit.tensor_parallel.layout import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnPart:
+class LocalShard:
     """Which weights of the whole model this rank holds, and which part of each.
 
     Args:
@@ -33,8 +33,8 @@ class OwnPart:
     own_keys: Mapping[str, str] | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, dense: nn.Module | None) -> OwnPart:
-        """Finds what a model, made by `apply_tensor_parallel`, `cut_model` or both, holds of its dense twin.
+    def of(cls, model: nn.Module, dense: nn.Module | None) -> LocalShard:
+        """Finds what a model, made by `apply_tensor_parallel`, `split_model` or both, holds of its dense twin.
 
         Raises:
             ValueError: If the model is sharded or cut and has no twin.
@@ -54,7 +54,7 @@ class OwnPart:
             own_keys=own_keys,
         )
 
-    def own_key(self, key: str) -> str | None:
+    def local_key(self, key: str) -> str | None:
         """Return this rank's key for a key of the whole model; `None` where another rank has it."""
         return key if self.own_keys is None else self.own_keys.get(key)
 

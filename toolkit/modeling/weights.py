@@ -22,7 +22,7 @@ from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys
 from toolkit.modeling.first_rank import agree, is_source
 from toolkit.modeling.initialization import gathered, initialize_buffers, initialize_weights, tie_weights, tied_keys
-from toolkit.modeling.local_shard import OwnPart
+from toolkit.modeling.local_shard import LocalShard
 from toolkit.modeling.safetensors_folder import SafetensorsFolder, corrupt, some
 
 _BATCH_BYTES = 128 * 2**20  # tensors that cross in one go: enough to hide a collective's latency, little on the host
@@ -79,7 +79,7 @@ def load_pretrained(
         folder: Local folder with `model.safetensors` or shards and their index.
         group: Ranks that hold this same model or the same shards of it, whole or partitioned; all ranks when left out.
         dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded or
-            `cut_model` cut.
+            `split_model` cut.
         progress: Called on each rank with tensors done and tensors in all.
     Collectives:
         A broadcast of each tensor over `group` (ZeRO 0 to 2), or an all-gather and a broadcast over the ZeRO group. Of a
@@ -89,7 +89,7 @@ def load_pretrained(
             WEIGHTS_MISSING, WEIGHTS_UNEXPECTED, WEIGHTS_SHAPE, WEIGHTS_DTYPE, WEIGHTS_TIED.
         ValueError: If the model is sharded or cut and `dense` is left out, or `group` while there are other ranks.
     """
-    part = OwnPart.of(model, dense)
+    part = LocalShard.of(model, dense)
     is_part = part.tp_group is not None or (part.own_keys is not None and dist.is_initialized())
     if is_part and group is None:
         raise ValueError("a model that is sharded or cut needs group=, the ranks that hold the same part")
@@ -115,7 +115,7 @@ def load_pretrained(
     return report
 
 
-def schedule_loading(
+def plan_loading(
     model: PreTrainedModel, metas: Mapping[str, Tensor], *, held: Callable[[str], bool] = lambda key: True
 ) -> Schedule:
     """Plans how a checkpoint fills a model, and finds everything that does not fit, without reading a value.
@@ -171,7 +171,7 @@ class _Reader:
 
     model: PreTrainedModel
     path: Path
-    part: OwnPart
+    part: LocalShard
     files: SafetensorsFolder = field(init=False)
     schedule: Schedule = field(init=False)
     targets: dict[str, Tensor] = field(init=False)
@@ -179,8 +179,8 @@ class _Reader:
     def plan(self) -> tuple[tuple[tuple[str, ...], ...], LoadReport]:
         self.files = SafetensorsFolder(self.path)
         self.targets = full_shapes(self.model)
-        self.schedule = schedule_loading(
-            self.model, self.files.metas, held=lambda key: self.part.own_key(key) is not None
+        self.schedule = plan_loading(
+            self.model, self.files.metas, held=lambda key: self.part.local_key(key) is not None
         )
         differing = [] if self.schedule.problems else list(self._differing_ties())
         raise_all(CheckpointError, (*self.schedule.problems, *differing))
@@ -198,7 +198,7 @@ class _Reader:
         return values
 
     def _own(self, key: str) -> str:
-        own = self.part.own_key(key)
+        own = self.part.local_key(key)
         assert own is not None, "only what the rank holds is scheduled"
         return own
 

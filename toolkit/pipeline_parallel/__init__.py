@@ -1,7 +1,7 @@
-"""Pipeline parallelism of Hugging Face models: `cut_model` takes a rank's part out of a model, `run_stage` runs it."""
+"""Pipeline parallelism of Hugging Face models: `split_model` takes a rank's part out of a model, `forward_stage` runs it."""
 
 from toolkit.pipeline_parallel.part import StageInfo, StagePart, stage_info
-from toolkit.pipeline_parallel.split import cut_model
-from toolkit.pipeline_parallel.stage import hidden_dtype, hidden_shape, run_stage
+from toolkit.pipeline_parallel.split import split_model
+from toolkit.pipeline_parallel.stage import forward_stage, hidden_dtype, hidden_shape
 
-__all__ = ["StageInfo", "StagePart", "cut_model", "hidden_dtype", "hidden_shape", "run_stage", "stage_info"]
+__all__ = ["StageInfo", "StagePart", "forward_stage", "hidden_dtype", "hidden_shape", "split_model", "stage_info"]

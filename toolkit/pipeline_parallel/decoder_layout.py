@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.errors import PlanError, first_line
-from toolkit.pipeline_parallel.stage_context import Passage, StageLayers, StandIn, hidden_of, replaced
+from toolkit.pipeline_parallel.stage_context import (
+    PartialModuleList,
+    PlaceholderModule,
+    StageContext,
+    hidden_of,
+    replaced,
+)
 from toolkit.planning.pipeline_layout import across_stages
 
 # Tokens of the trial run: more than one, so that a sequence is told from a single step of generation.
@@ -28,7 +34,7 @@ _TOKENS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anatomy:
+class DecoderLayout:
     """The parts of a decoder, by names of its modules.
 
     Args:
@@ -44,7 +50,7 @@ class Anatomy:
     gives_tuple: bool
 
 
-def find_anatomy(model: PreTrainedModel) -> Anatomy:
+def find_anatomy(model: PreTrainedModel) -> DecoderLayout:
     """Finds the parts of a causal language model; it is left as it was.
 
     Raises:
@@ -55,13 +61,13 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     reasons = list(_reasons(model, layers))
     if reasons:
         raise _refused(model, reasons[0])
-    plain = _Trial(model, layers, ends, gives_tuple=False)
-    trial = plain if plain.problem is None else _Trial(model, layers, ends, gives_tuple=True)
+    plain = _DryRun(model, layers, ends, gives_tuple=False)
+    trial = plain if plain.problem is None else _DryRun(model, layers, ends, gives_tuple=True)
     if trial.problem is not None:  # of two refusals, that of the run which came further
         raise _refused(model, max(plain, trial, key=lambda one: len(one.calls)).problem or trial.problem)
     before = tuple(name for name in ends if trial.is_before(name))
     behind = tuple(name for name in ends if name not in before)  # also what the base model does not call: the head
-    return Anatomy(layers=layers, before=before, behind=behind, gives_tuple=trial is not plain)
+    return DecoderLayout(layers=layers, before=before, behind=behind, gives_tuple=trial is not plain)
 
 
 def find_layers(model: nn.Module) -> str:
@@ -126,7 +132,7 @@ def _reasons(model: PreTrainedModel, layers: str) -> Iterator[str]:
         yield f"{value}: {why}"
 
 
-class _Trial:
+class _DryRun:
     """One run of a model with nothing in it, and what was seen.
 
     Hidden states require gradients here, so that whatever else a layer is given and depends on them shows.
@@ -139,14 +145,14 @@ class _Trial:
         self._given: torch.Tensor | None = None
         stack: Any = model.get_submodule(layers)
         self._num_layers = len(stack)
-        passage = Passage(num_layers=self._num_layers, gives_tuple=gives_tuple)
+        passage = StageContext(num_layers=self._num_layers, gives_tuple=gives_tuple)
         # None is run, but a model may ask for its dtype.
-        held = StageLayers(stack, frozenset(range(len(stack))), passage)
-        stand_ins = {name: StandIn(passage) for name in ends}
+        held = PartialModuleList(stack, frozenset(range(len(stack))), passage)
+        stand_ins = {name: PlaceholderModule(passage) for name in ends}
         for name, stand_in in stand_ins.items():
             stand_in.register_forward_pre_hook(lambda module, args, name=name: self.calls.append(name))
         try:
-            with replaced(model, {**stand_ins, layers: held}), _bare(model):
+            with replaced(model, {**stand_ins, layers: held}), _dry_run_mode(model):
                 self._run(model, passage, held)
         except Exception as error:  # any model code: what it needs besides its modules cannot be known
             self._note(f"its forward pass does not run without its modules: {first_line(error)}")
@@ -161,7 +167,7 @@ class _Trial:
             if len(met) > 1 or not met <= {0, self._num_layers}:
                 self._note(f"{name} is called between the layers of {layers}, or on both sides of them")
 
-    def _run(self, model: PreTrainedModel, passage: Passage, held: StageLayers) -> None:
+    def _run(self, model: PreTrainedModel, passage: StageContext, held: PartialModuleList) -> None:
         weight = next(model.parameters())
         device = torch.device("cpu") if weight.is_meta else weight.device
         blank_BSD = torch.zeros((1, _TOKENS, width_of(model)), dtype=model.dtype, device=device, requires_grad=True)
@@ -196,7 +202,7 @@ class _Trial:
 
 
 @contextlib.contextmanager
-def _bare(model: PreTrainedModel) -> Iterator[None]:
+def _dry_run_mode(model: PreTrainedModel) -> Iterator[None]:
     """For a block: buffers of the meta device have values, nothing is drawn, masks are made as plain tensors."""
     before = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     config = model.config

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 
-class Fp32Gradients:
+class Fp32GradAccumulator:
     """Adds the gradients of all micro-batches of a step in fp32, whatever the dtype of the parameters, which stay whole.
 
     DeepSpeed's own accumulation in another dtype refuses to wait for the end of a step under ZeRO-1. Memory: 4 bytes a
@@ -54,7 +54,7 @@ class Fp32Gradients:
             parameter.grad = total.to(parameter.dtype)
 
 
-class HeldBack:
+class DeferredTiedGrad:
     """Keeps the gradient of one parameter whole, where those of others are reduced after each backward pass.
 
     Args:
@@ -109,7 +109,7 @@ class HeldBack:
 
 
 @torch.no_grad()
-def sum_tied(total: torch.Tensor, *, group: dist.ProcessGroup, dp_size: int) -> None:
+def all_reduce_tied_grad(total: torch.Tensor, *, group: dist.ProcessGroup, dp_size: int) -> None:
     """Adds up the gradients of a weight that the first and the last stage both hold, before data-parallel ranks reduce them.
 
     Over all replicas at once, so that every copy of the weight has one gradient: were they added pair by pair, each stage

@@ -82,7 +82,7 @@ class StageInfo:
 
 
 def stage_info(model: Any) -> StageInfo | None:
-    """Return what `cut_model` made of a model; None where it is whole.
+    """Return what `split_model` made of a model; None where it is whole.
 
     Args:
         model: A `PreTrainedModel`, a `peft.PeftModel` around one, or an engine around either.

@@ -11,15 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import PlanError
-from toolkit.pipeline_parallel.decoder_layout import Anatomy, find_anatomy
+from toolkit.pipeline_parallel.decoder_layout import DecoderLayout, find_anatomy
 from toolkit.pipeline_parallel.part import StageInfo, StagePart
 from toolkit.pipeline_parallel.stage import forward_of_stage
-from toolkit.pipeline_parallel.stage_context import Passage, StageLayers, StandIn
+from toolkit.pipeline_parallel.stage_context import PartialModuleList, PlaceholderModule, StageContext
 from toolkit.tensor_parallel.guard import guard_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class PipelineSplit:
     """What a cut model runs with, kept on it as `pipeline_cut`.
 
     Args:
@@ -30,12 +30,12 @@ class Cut:
     """
 
     info: StageInfo
-    passage: Passage
+    passage: StageContext
     before: Mapping[str, nn.Module]
     behind: Mapping[str, nn.Module]
 
 
-def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
+def split_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
     """Takes out of a model, in place, all that is not this rank's; what stays keeps its name.
 
     The embedding and all that is called before the layers is the first stage's, the final norm, the head and all that is
@@ -66,11 +66,11 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
         raise ValueError(f"a model of {len(stack)} layers is cut by a part of {part.num_layers}")
     tied = _tied_ends(model, anatomy)
     pieces = getattr(stack, "sequence_pieces", None)
-    passage = Passage(num_layers=part.num_layers, gives_tuple=anatomy.gives_tuple, pieces=pieces)
+    passage = StageContext(num_layers=part.num_layers, gives_tuple=anatomy.gives_tuple, pieces=pieces)
     own = frozenset(layer for layer in range(part.num_layers) if part.holds(layer))
-    model.set_submodule(anatomy.layers, StageLayers(stack, own, passage))
-    before = {name: StandIn(passage) for name in anatomy.before}
-    behind = {name: StandIn(passage) for name in anatomy.behind}
+    model.set_submodule(anatomy.layers, PartialModuleList(stack, own, passage))
+    before = {name: PlaceholderModule(passage) for name in anatomy.before}
+    behind = {name: PlaceholderModule(passage) for name in anatomy.behind}
     absent = {**({} if part.first else before), **({} if part.last else behind)}
     for name, stand_in in absent.items():
         model.set_submodule(name, stand_in)
@@ -80,7 +80,7 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
         absent=tuple(absent),
         **_part_ends(model, part, tied),
     )
-    model.pipeline_cut = Cut(
+    model.pipeline_cut = PipelineSplit(
         info=info,
         passage=passage,
         before=before,
@@ -92,7 +92,7 @@ def cut_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
     return info
 
 
-def _tied_ends(model: PreTrainedModel, anatomy: Anatomy) -> tuple[str, str] | None:
+def _tied_ends(model: PreTrainedModel, anatomy: DecoderLayout) -> tuple[str, str] | None:
     """Return the keys of the one weight that embedding and head share, in this order; None where they share none.
 
     Raises:
@@ -119,7 +119,7 @@ def _tied_ends(model: PreTrainedModel, anatomy: Anatomy) -> tuple[str, str] | No
     return tied
 
 
-def _part_of(key: str, anatomy: Anatomy) -> str:
+def _part_of(key: str, anatomy: DecoderLayout) -> str:
     if key.startswith(f"{anatomy.layers}."):
         return key.removeprefix(f"{anatomy.layers}.").partition(".")[0]
     return "before" if any(key.startswith(f"{name}.") for name in anatomy.before) else "behind"

@@ -20,11 +20,11 @@ from toolkit.tensor_parallel.autograd import SEQUENCE_DIM
 from toolkit.tensor_parallel.sequence import check_length
 
 
-def run_stage(model: Any, batch: Mapping[str, Any], *, chunk: int = 0, received: torch.Tensor | None = None) -> Any:
+def forward_stage(model: Any, batch: Mapping[str, Any], *, chunk: int = 0, received: torch.Tensor | None = None) -> Any:
     """Runs one chunk on a micro-batch.
 
     Args:
-        model: As `cut_model` made it, with adapters or not, or the engine around it.
+        model: As `split_model` made it, with adapters or not, or the engine around it.
         batch: The whole micro-batch, the same on every stage: `input_ids`, and `attention_mask`, `position_ids` as the model
             takes them; `labels`, which only the last stage is given.
         chunk: Which of the rank's chunks.
@@ -35,7 +35,7 @@ def run_stage(model: Any, batch: Mapping[str, Any], *, chunk: int = 0, received:
         Of the last stage what the model gives; of the others the hidden states to send. Shape (batch, sequence, width).
 
     Raises:
-        PlanError: PIPELINE_HIDDEN if a stage does not give what the next one expects.
+        PlanError: PIPELINE_OUTPUT_MISMATCH if a stage does not give what the next one expects.
         ValueError: If the first stage receives something, another one nothing, or something that is no leaf.
     """
     part = _info(model).part
@@ -121,7 +121,7 @@ def _run(
 def _unexpected(model: Any, taken: torch.Tensor | None, wanted: torch.Size, dtype: torch.dtype) -> PlanError:
     found = "nothing" if taken is None else f"{tuple(taken.shape)} in {taken.dtype}"
     return PlanError.of(
-        code="PIPELINE_HIDDEN",
+        code="PIPELINE_OUTPUT_MISMATCH",
         key="parallel.pipeline",
         message=f"a stage of {type(model).__name__} gives {found}, where the next expects {tuple(wanted)} in {dtype}, the dtype "
         "of its layers' weights",

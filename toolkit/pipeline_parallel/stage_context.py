@@ -35,7 +35,7 @@ class _Call:
     taken: torch.Tensor | None = None
 
 
-class Passage:
+class StageContext:
     """Where hidden states enter and leave in the call that is under way, for all that stands in a model.
 
     Args:
@@ -77,7 +77,7 @@ class Passage:
         """What stands for hidden states elsewhere, of their shape (B, S, D)."""
         return self._under_way.blank
 
-    def pass_on(self, position: int, hidden: torch.Tensor) -> torch.Tensor:
+    def route(self, position: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return what a layer that is not run gives in this call."""
         call = self._under_way
         region = None if self.pieces is None else self.pieces.random_region
@@ -99,11 +99,11 @@ class Passage:
     @property
     def _under_way(self) -> _Call:
         if self._call is None:
-            raise RuntimeError("a model that is cut for a pipeline runs one chunk of it: call run_stage")
+            raise RuntimeError("a model that is cut for a pipeline runs one chunk of it: call forward_stage")
         return self._call
 
 
-class Elsewhere(nn.Module):
+class RemoteLayer(nn.Module):
     """Stands for a decoder layer that is not run in a call: gives what it is given, or what has been received.
 
     Args:
@@ -111,7 +111,7 @@ class Elsewhere(nn.Module):
         position: Its index.
     """
 
-    def __init__(self, layer: nn.Module, position: int, passage: Passage) -> None:
+    def __init__(self, layer: nn.Module, position: int, passage: StageContext) -> None:
         super().__init__()
         for name, value in vars(layer).items():
             if isinstance(value, str | int | float) and not name.startswith("_") and name != "training":
@@ -119,17 +119,17 @@ class Elsewhere(nn.Module):
         self._position, self._passage = position, passage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._passage.pass_on(self._position, hidden_of(args, kwargs))
+        given = self._passage.route(self._position, hidden_of(args, kwargs))
         return (given,) if self._passage.gives_tuple else given
 
     def extra_repr(self) -> str:
         return "on another stage"
 
 
-class StandIn(nn.Module):
+class PlaceholderModule(nn.Module):
     """Stands for a module before or behind the layers: gives hidden states as they are, and a blank for all else."""
 
-    def __init__(self, passage: Passage) -> None:
+    def __init__(self, passage: StageContext) -> None:
         super().__init__()
         self._passage = passage
 
@@ -140,7 +140,7 @@ class StandIn(nn.Module):
         return first if first is not None and is_hidden else self._passage.blank
 
 
-class StageLayers(nn.ModuleList):
+class PartialModuleList(nn.ModuleList):
     """A list of decoder layers that holds some of them, under their own indices, and is as long as ever.
 
     Args:
@@ -148,13 +148,13 @@ class StageLayers(nn.ModuleList):
         own: Indices of those to hold.
     """
 
-    def __init__(self, layers: nn.ModuleList, own: frozenset[int], passage: Passage) -> None:
+    def __init__(self, layers: nn.ModuleList, own: frozenset[int], passage: StageContext) -> None:
         super().__init__()
         for position, layer in enumerate(layers):
             if position in own:
                 self.add_module(str(position), layer)
         self._passage = passage
-        self._elsewhere = [Elsewhere(layer, position, passage) for position, layer in enumerate(layers)]
+        self._elsewhere = [RemoteLayer(layer, position, passage) for position, layer in enumerate(layers)]
 
     def __len__(self) -> int:
         return len(self._elsewhere)

@@ -20,20 +20,20 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.pipeline_parallel.grads import Fp32Gradients
+from toolkit.pipeline_parallel.grads import Fp32GradAccumulator
 from toolkit.pipeline_parallel.part import inner_model, stage_info
-from toolkit.tensor_parallel.deferred_grads import Delayed, WeightGradients
+from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGradStore
 from toolkit.tensor_parallel.linear import ShardedLinear, is_linear
 from toolkit.tensor_parallel.ops import weight_gradient_in_time
 
 
-def split_backward(model: Any) -> WeightGradients:
+def split_backward(model: Any) -> WeightGradStore:
     """Has the linear layers of a stage's decoder layers give the gradients of their weights apart from those of their inputs.
 
     Left whole are layers that are frozen, and those whose gradients are summed over ranks as autograd gives them.
 
     Args:
-        model: As `cut_model` made it, or the engine around it, with its parameters as they will be trained.
+        model: As `split_model` made it, or the engine around it, with its parameters as they will be trained.
 
     Returns:
         What puts the gradients off; until it is told to, backward passes are whole.
@@ -44,7 +44,7 @@ def split_backward(model: Any) -> WeightGradients:
     info = stage_info(model)
     if info is None:
         raise ValueError("the model is not cut for a pipeline")
-    gradients = WeightGradients()
+    gradients = WeightGradStore()
     for module in inner_model(model).get_submodule(info.layers).modules():
         if not _is_trained_alone(module):
             continue
@@ -56,18 +56,18 @@ def split_backward(model: Any) -> WeightGradients:
 
 
 @torch.no_grad()
-def accumulate(waiting: deque[Delayed], sums: Fp32Gradients | None) -> None:
+def run_weight_backward(waiting: deque[DeferredWeightGrad], sums: Fp32GradAccumulator | None) -> None:
     """Computes what has waited and adds it to the gradients of the parameters, as a backward pass would.
 
     Args:
-        waiting: What `put_off` collected; it is empty afterwards, and each layer's tensors go as soon as they are used.
+        waiting: What `defer` collected; it is empty afterwards, and each layer's tensors go as soon as they are used.
         sums: Where gradients are added up in fp32, if they are.
     """
     while waiting:
         _add(waiting.popleft(), sums)
 
 
-def _add(delayed: Delayed, sums: Fp32Gradients | None) -> None:
+def _add(delayed: DeferredWeightGrad, sums: Fp32GradAccumulator | None) -> None:
     for parameter, gradient in zip(delayed.parameters, delayed.compute(), strict=True):
         if parameter.grad is None:
             parameter.grad = gradient
@@ -82,7 +82,7 @@ def _is_trained_alone(module: nn.Module) -> bool:
     return bool(own) and all(weight.requires_grad and not weight._backward_hooks for weight in own)
 
 
-def _forward(module: nn.Module, gradients: WeightGradients, x: torch.Tensor) -> torch.Tensor:
+def _forward(module: nn.Module, gradients: WeightGradStore, x: torch.Tensor) -> torch.Tensor:
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     # As one list of tokens: what a function gives as a view of its own, models could not write to.
     y_TO = _Linear.apply(x.flatten(0, -2), weight, bias, isinstance(module, Conv1D), gradients)  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ class _Linear(Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,
-        gradients: WeightGradients,
+        gradients: WeightGradStore,
     ) -> torch.Tensor:
         ctx.save_for_backward(x_TI, weight)
         ctx.parameter, ctx.transposed, ctx.gradients = weight, transposed, gradients

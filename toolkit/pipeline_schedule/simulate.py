@@ -113,7 +113,7 @@ def simulate(
         schedule: What to run.
         durations: Of every stage, or one for each stage; 1 for each third of a forward and backward pass if None.
         streams: What each rank executes; `actions` of the schedule if None.
-        under_way: Messages of a rank that may be under way when it goes on after a send, as `Channels.send` has it; any number
+        under_way: Messages of a rank that may be under way when it goes on after a send, as `P2PChannels.send` has it; any number
             if None.
 
     Raises:

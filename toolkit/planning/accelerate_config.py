@@ -10,11 +10,11 @@ from typing import Any
 
 from toolkit.errors import PlanError, raise_all
 from toolkit.planning.rules.integrations import consumer_problems
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 
 def accelerate_config(
-    draft: Draft, *, deepspeed_config_file: str, main_process_ip: str | None = None
+    draft: UncheckedPlan, *, deepspeed_config_file: str, main_process_ip: str | None = None
 ) -> dict[str, Any]:
     """Return the mapping; precision, accumulation and clipping live in the DeepSpeed file alone.
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.planning.optimizer_state import MASTER_BYTES, moment_bytes
-from toolkit.planning.unchecked_plan import Draft, trainable_parameters
+from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
 
 
-def leaves_frozen_out(draft: Draft) -> bool:
+def leaves_frozen_out(draft: UncheckedPlan) -> bool:
     """Whether checkpoints leave frozen weights out: those of LoRA lie in the model's folder, unless drawn at random."""
     return draft.job.train.method != "full" and draft.settings.init == "pretrained"
 
 
-def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
+def checkpoint_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     """Return the size of one checkpoint over all ranks, bytes.
 
     Args:
@@ -31,7 +31,7 @@ def checkpoint_bytes(draft: Draft, *, total: int, trainable: int) -> int:
     return written_bytes(draft, total=ranks * total, trainable=ranks * trainable)
 
 
-def written_bytes(draft: Draft, *, total: int, trainable: int) -> int:
+def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
     """Return the size of one checkpoint over all ranks, bytes, as `checkpoint_bytes` does where ranks hold different numbers.
 
     Args:
@@ -84,7 +84,7 @@ class DiskUse:
         }
 
 
-def disk_use(draft: Draft, *, total: int, trainable: int) -> DiskUse:
+def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
     """Return what a run keeps on disk; arguments as those of `checkpoint_bytes`.
 
     Source:
@@ -104,7 +104,7 @@ def disk_use(draft: Draft, *, total: int, trainable: int) -> DiskUse:
     )
 
 
-def foreseen_disk_use(draft: Draft) -> DiskUse | None:
+def foreseen_disk_use(draft: UncheckedPlan) -> DiskUse | None:
     """Return the same from the model's dimensions alone; None where the architecture is unknown."""
     own, trainable = draft.model.num_parameters, trainable_parameters(draft.job, draft.model)
     if own is None or trainable is None:
@@ -115,6 +115,6 @@ def foreseen_disk_use(draft: Draft) -> DiskUse | None:
     return disk_use(draft, total=-(-total // num_ranks), trainable=-(-trainable // num_ranks))
 
 
-def _model_ranks(draft: Draft) -> int:
+def _model_ranks(draft: UncheckedPlan) -> int:
     """Counts the ranks that share one model."""
     return draft.job.parallel.tensor * draft.job.parallel.pipeline

@@ -12,12 +12,12 @@ from typing import Any, Literal
 from toolkit.errors import PlanError, raise_all
 from toolkit.planning.offload import offload_section, parameter_buffer_size
 from toolkit.planning.rules.integrations import consumer_problems
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 Consumer = Literal["toolkit", "trainer", "accelerate"]
 
 
-def deepspeed_config(draft: Draft, consumer: Consumer) -> dict[str, Any]:
+def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
     """Return the configuration that `consumer` needs.
 
     `toolkit` holds the optimizer, and no scheduler: ours knows the number of steps only once the data is read.
@@ -74,7 +74,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
+def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
     settings = draft.settings
     stage = settings.zero_stage
     section: dict[str, Any] = {"stage": stage}
@@ -118,7 +118,7 @@ def _zero_section(draft: Draft, consumer: Consumer) -> dict[str, Any]:
     )
 
 
-def _largest_parameter(draft: Draft) -> int:
+def _largest_parameter(draft: UncheckedPlan) -> int:
     """Counts the elements of the embedding, or of the experts of a layer, which transformers keeps in one tensor."""
     model = draft.model
     width = model.config.get("moe_intermediate_size") or model.config.get("intermediate_size") or 0
@@ -126,7 +126,7 @@ def _largest_parameter(draft: Draft) -> int:
     return max(model.vocab_size * model.hidden_size, experts)
 
 
-def _optimizer_section(draft: Draft) -> dict[str, Any]:
+def _optimizer_section(draft: UncheckedPlan) -> dict[str, Any]:
     train = draft.job.train
     params: dict[str, Any] = {"lr": draft.settings.learning_rate}
     if train.optimizer == "sgd":

@@ -22,7 +22,7 @@ from toolkit.planning.deepspeed_config import Consumer, deepspeed_config
 from toolkit.planning.settings import Choice, Settings, disagreements, read_choices
 from toolkit.planning.stage_parts import describe_pipeline, describe_tensor
 from toolkit.planning.trainer_config import training_arguments
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import Grid
 
 SCHEMA_VERSION = 1
@@ -37,7 +37,7 @@ _UNFUSED = "; without torch_compile each matrix is rounded in several passes, an
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Draft):
+class Plan(UncheckedPlan):
     """What will run, down to the last value.
 
     Args:

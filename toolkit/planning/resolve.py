@@ -18,7 +18,7 @@ from toolkit.planning.plan import Plan
 from toolkit.planning.read import read_job_or_plan
 from toolkit.planning.rules import RULES, RUN_RULES
 from toolkit.planning.settings import Choice
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 
 @checks_arguments
@@ -61,7 +61,7 @@ def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -
 class _Closed(NamedTuple):
     """A job with every open value closed, how, and what the rules say of it."""
 
-    draft: Draft
+    draft: UncheckedPlan
     chooser: Chooser
     problems: list[Problem]
 
@@ -109,7 +109,7 @@ def _close_with(job: Job, model: ModelSpec, gpu: Gpu, instead: Mapping[str, Inst
             update={"train_batch_size": None, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
         )
         settings = decide(job.model_copy(update={"train": train}), model, gpu, chooser)
-    draft = Draft(job=job, model=model, gpu=gpu, settings=settings)
+    draft = UncheckedPlan(job=job, model=model, gpu=gpu, settings=settings)
     problems.extend(problem for rule in RULES for problem in rule(draft))
     return _Closed(draft, chooser, problems)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.config.fields import PipelineSchedule
 from toolkit.pipeline_schedule import bubble_fraction, stage_layers
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Idle share of a step below which more micro-batches are no longer advised.
 ADVISED_BUBBLE = 0.2
@@ -63,7 +63,7 @@ def layers_of_ranks(partition: Sequence[int], *, pp: int) -> tuple[RankLayers, .
     return tuple(RankLayers(chunks=stages[rank::pp], num_layers=num_layers) for rank in range(pp))
 
 
-def bubble_of(draft: Draft) -> float:
+def bubble_of(draft: UncheckedPlan) -> float:
     """Return the share of a step in which the ranks of the job's pipeline idle, were all stages equal: 0 to 1."""
     settings = draft.settings
     return bubble_fraction(
@@ -74,7 +74,7 @@ def bubble_of(draft: Draft) -> float:
     )
 
 
-def describe_pipeline(draft: Draft) -> str:
+def describe_pipeline(draft: UncheckedPlan) -> str:
     """Return stages, schedule and bubble of a job with a pipeline in a line."""
     pp, settings = draft.job.parallel.pipeline, draft.settings
     virtual = f" × {settings.virtual_stages} virtual" if settings.virtual_stages > 1 else ""
@@ -85,7 +85,7 @@ def describe_pipeline(draft: Draft) -> str:
     )
 
 
-def describe_tensor(draft: Draft) -> str:
+def describe_tensor(draft: UncheckedPlan) -> str:
     """Return the ranks that share each layer of a job with tensor parallelism, and what they hold of a sequence, in a line."""
     held = (
         "a piece of every sequence between the sharded layers (sequence_parallel)"
@@ -95,7 +95,7 @@ def describe_tensor(draft: Draft) -> str:
     return f"{draft.job.parallel.tensor} ranks share each layer; each holds {held}"
 
 
-def bubble_warning(draft: Draft) -> Iterator[str]:
+def bubble_warning(draft: UncheckedPlan) -> Iterator[str]:
     """Says what fewer micro-batches than stages cost, and how many would be enough."""
     pp, settings = draft.job.parallel.pipeline, draft.settings
     count = settings.batch.accumulation

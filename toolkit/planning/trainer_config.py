@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from toolkit.planning.deepspeed_config import deepspeed_config
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # The first version that knows activation_checkpointing; gradient_checkpointing, the only name before, warns since.
 RENAMED_CHECKPOINTING = (5, 23)
@@ -27,7 +27,7 @@ LIGER_KERNELS = {
 }
 
 
-def training_arguments(draft: Draft) -> dict[str, Any]:
+def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
     """Return the keyword arguments of the installed version, with the DeepSpeed configuration under `deepspeed`.
 
     Raises:

@@ -13,7 +13,7 @@ from toolkit.planning.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class UncheckedPlan:
     """What a rule may look at.
 
     Args:

@@ -4,29 +4,29 @@ from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shard
 from toolkit.tensor_parallel.embedding import gather_scores
 from toolkit.tensor_parallel.plan import (
     Attention,
-    Column,
+    ColumnParallel,
     Experts,
     FeatureNorm,
     Heads,
     Replicated,
-    Row,
-    Styles,
+    RowParallel,
+    TPPlan,
     Vocabulary,
 )
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 
 __all__ = [
     "Attention",
-    "Column",
+    "ColumnParallel",
     "Experts",
     "FeatureNorm",
     "Heads",
     "Replicated",
-    "Row",
-    "Styles",
+    "RowParallel",
+    "TPPlan",
     "Vocabulary",
     "apply_tensor_parallel",
     "gather_scores",
     "parameter_shards",
-    "styles_for",
+    "tp_plan_for",
 ]

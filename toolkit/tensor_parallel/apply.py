@@ -30,14 +30,14 @@ from toolkit.tensor_parallel.linear import (
 from toolkit.tensor_parallel.norm import ParallelRMSNorm, norm_shards
 from toolkit.tensor_parallel.plan import (
     Attention,
-    Column,
+    ColumnParallel,
     Experts,
     FeatureNorm,
     Heads,
     Replicated,
-    Row,
+    RowParallel,
     Style,
-    Styles,
+    TPPlan,
     Vocabulary,
     inside,
     matching,
@@ -53,7 +53,7 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
 
 
 def apply_tensor_parallel(
-    model: M, styles: Styles, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False
+    model: M, styles: TPPlan, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False
 ) -> M:
     """Turns a dense model, the same on all ranks of a group, into this rank's part of it, in place.
 
@@ -64,7 +64,7 @@ def apply_tensor_parallel(
 
     Args:
         model: On any device, meta included.
-        styles: As `styles_for` gives them, or a table of one's own.
+        styles: As `tp_plan_for` gives them, or a table of one's own.
         tp_group: Ranks that share the model.
         sequence_parallel: Whether ranks also share what lies between the sharded regions, by pieces of the sequence, whose
             length they must divide (TP_SEQUENCE at the call). Hidden states of single layers, where asked for, are pieces.
@@ -73,14 +73,14 @@ def apply_tensor_parallel(
         The model.
 
     Raises:
-        PlanError: TP_HEADS, TP_WIDTH where the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
-            TP_STYLE_PARTS, TP_STYLE_NEIGHBOUR, TP_STYLE_TIED where the table is not the model's. All at once, and with
+        PlanError: TP_HEADS, TP_DIVISIBILITY where the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
+            TP_PLAN_SHAPE, TP_PLAN_INCOMPLETE, TP_STYLE_TIED where the table is not the model's. All at once, and with
             the model as it was. Then TP_SEQUENCE_ARCHITECTURE where the sequence cannot lie in pieces.
         ValueError: If the model is sharded already, or is cut into stages: shard before you cut.
     """
     if hasattr(model, "pipeline_cut"):
         raise ValueError(
-            "the model is a stage of a pipeline: shard before you cut, apply_tensor_parallel then cut_model"
+            "the model is a stage of a pipeline: shard before you cut, apply_tensor_parallel then split_model"
         )
     if parameter_shards(model):
         raise ValueError("the model is sharded already")
@@ -126,7 +126,7 @@ def parameter_shards(model: nn.Module) -> dict[str, Shard]:
     }
 
 
-def dense_shards(model: nn.Module, styles: Styles, *, num_ranks: int) -> dict[str, Shard]:
+def dense_shards(model: nn.Module, styles: TPPlan, *, num_ranks: int) -> dict[str, Shard]:
     """Return how `apply_tensor_parallel` would cut each parameter of a dense model, by name; whole ones are left out.
 
     Args:
@@ -148,9 +148,9 @@ def dense_shards(model: nn.Module, styles: Styles, *, num_ranks: int) -> dict[st
 
 def _shards_of(module: Any, style: Style, heads: Heads, num_ranks: int) -> dict[str, Shard]:
     match style:
-        case Column():
+        case ColumnParallel():
             return column_shards(module, _layout(module, style, heads, num_ranks))
-        case Row():
+        case RowParallel():
             return row_shards(module, _layout(module, style, heads, num_ranks))
         case Vocabulary() if isinstance(module, nn.Embedding):
             return embedding_shards(module, num_ranks)
@@ -164,12 +164,14 @@ def _shards_of(module: Any, style: Style, heads: Heads, num_ranks: int) -> dict[
             return {}
 
 
-def _layout(module: nn.Module, style: Column | Row | FeatureNorm | Vocabulary, heads: Heads, num_ranks: int) -> Layout:
+def _layout(
+    module: nn.Module, style: ColumnParallel | RowParallel | FeatureNorm | Vocabulary, heads: Heads, num_ranks: int
+) -> Layout:
     """Return the layout of the dimension along which a style cuts a module."""
     match style:
-        case Column():
+        case ColumnParallel():
             return style.layout(output_features(module), heads)
-        case Row():
+        case RowParallel():
             return style.layout(input_features(module), heads)
         case FeatureNorm():
             return style.layout(len(module.get_parameter("weight")), heads)
@@ -180,11 +182,13 @@ def _layout(module: nn.Module, style: Column | Row | FeatureNorm | Vocabulary, h
 class _Builder:
     """Puts a shard in the place of a module, or makes the module one."""
 
-    def __init__(self, styles: Styles, tp_group: dist.ProcessGroup, decoder: Decoder | None) -> None:
+    def __init__(self, styles: TPPlan, tp_group: dist.ProcessGroup, decoder: Decoder | None) -> None:
         self._heads = styles.heads
         self._group = tp_group
         self._decoder = decoder
-        has_heads = any(isinstance(style, Column) and "key_value" in style.parts for style in styles.table.values())
+        has_heads = any(
+            isinstance(style, ColumnParallel) and "key_value" in style.parts for style in styles.table.values()
+        )
         shared = has_heads and styles.heads.key_value < tp_group.size()
         self._replica_group = split_group(tp_group, styles.heads.key_value) if shared else None
 
@@ -193,7 +197,7 @@ class _Builder:
         match style:
             case Vocabulary() if isinstance(module, nn.Embedding):
                 model.set_submodule(name, VocabParallelEmbedding(module, tp_group=self._group))
-            case Column() | Row() | Vocabulary() | FeatureNorm():
+            case ColumnParallel() | RowParallel() | Vocabulary() | FeatureNorm():
                 layout = _layout(module, style, self._heads, self._group.size())
                 model.set_submodule(name, self._of_layout(module, name, style, layout))
             case Experts():
@@ -206,8 +210,8 @@ class _Builder:
 
     def _of_layout(self, module: nn.Module, name: str, style: Style, layout: Layout) -> nn.Module:
         match style:
-            case Row():
-                to_piece = self._decoder is not None and self._decoder.gives_piece(name)
+            case RowParallel():
+                to_piece = self._decoder is not None and self._decoder.outputs_shard(name)
                 return RowParallelLinear(module, layout, tp_group=self._group, sequence_parallel=to_piece)
             case Vocabulary():
                 return ColumnParallelLinear(module, layout, tp_group=self._group)
@@ -234,7 +238,7 @@ class _Builder:
             module.config.num_attention_heads, module.config.num_key_value_heads = own.query, own.key_value
 
 
-def _found(model: nn.Module, styles: Styles) -> dict[str, Style]:
+def _found(model: nn.Module, styles: TPPlan) -> dict[str, Style]:
     return {name: style for pattern, style in styles.table.items() for name in matching(model, pattern)}
 
 

@@ -9,7 +9,16 @@ from torch import nn
 
 from toolkit.errors import PlanError
 from toolkit.tensor_parallel.linear import Reads
-from toolkit.tensor_parallel.plan import Column, Experts, Region, Replicated, Row, Style, pattern_of, regions
+from toolkit.tensor_parallel.plan import (
+    ColumnParallel,
+    Experts,
+    Region,
+    Replicated,
+    RowParallel,
+    Style,
+    pattern_of,
+    regions,
+)
 from toolkit.topology.grid import join
 
 # Names that architectures of transformers give to the norm behind the last layer.
@@ -43,7 +52,7 @@ class Decoder:
             return "gathered"
         return "piece" if region.parent in self.layers else "whole"
 
-    def gives_piece(self, row: str) -> bool:
+    def outputs_shard(self, row: str) -> bool:
         """Whether a row's output is a piece."""
         return not any(is_inside(row, whole) for whole in self.whole)
 
@@ -67,7 +76,7 @@ def find_decoder(model: nn.Module, found: Mapping[str, Style]) -> Decoder:
     Raises:
         PlanError: TP_SEQUENCE_ARCHITECTURE, with what keeps the model from sequence parallelism.
     """
-    inside = [name for name, style in found.items() if isinstance(style, Column | Row | Experts)]
+    inside = [name for name, style in found.items() if isinstance(style, ColumnParallel | RowParallel | Experts)]
     stacks = {_stack_of(name) for name in inside}
     if len(stacks) != 1 or "" in stacks:
         where = "outside a list" if "" in stacks else f"in {len(stacks)} lists"
@@ -104,7 +113,7 @@ def _decoder(model: nn.Module, found: Mapping[str, Style], stack: str) -> Decode
 def _stays_whole(model: nn.Module, child: str, parents: set[str], found: Mapping[str, Style]) -> bool:
     """Whether a layer's child holds what is no column but may want the whole sequence, or regions within regions."""
     styles = [style for name, style in found.items() if is_inside(name, child)]
-    sharded = any(isinstance(style, Column | Row) for style in styles)
+    sharded = any(isinstance(style, ColumnParallel | RowParallel) for style in styles)
     matrix = any(parameter.dim() > 1 for parameter in model.get_submodule(child).parameters())
     return (
         any(isinstance(style, Experts) for style in styles)
@@ -121,7 +130,7 @@ def _model_reasons(model: nn.Module) -> Iterator[_Reason]:
 def _layer_reasons(model: nn.Module, decoder: Decoder, found: Mapping[str, Style]) -> Iterator[_Reason]:
     for name, style in found.items():
         layer = name.rpartition(".")[0]
-        if layer in decoder.layers and isinstance(style, Column) and "width" not in style.parts:
+        if layer in decoder.layers and isinstance(style, ColumnParallel) and "width" not in style.parts:
             yield layer, "computes attention itself, not in a module that could gather its input"
         if layer in decoder.layers and isinstance(style, Experts):
             yield layer, "holds its experts itself, not in a module that could gather their input"

@@ -16,7 +16,7 @@ from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delayed:
+class DeferredWeightGrad:
     """What is left of the backward pass of a linear layer, or of several that read one input.
 
     Args:
@@ -30,11 +30,11 @@ class Delayed:
     input: torch.Tensor
 
 
-class WeightGradients:
+class WeightGradStore:
     """Tells the linear layers of a rank whether the gradients of their weights wait."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Delayed] | None = None
+        self._waiting: deque[DeferredWeightGrad] | None = None
 
     @property
     def wait(self) -> bool:
@@ -42,21 +42,21 @@ class WeightGradients:
         return self._waiting is not None
 
     @contextmanager
-    def put_off(self) -> Iterator[deque[Delayed]]:
+    def defer(self) -> Iterator[deque[DeferredWeightGrad]]:
         """Collects what the backward passes of a block leave, in the order in which they come to it."""
-        waiting: deque[Delayed] = deque()
+        waiting: deque[DeferredWeightGrad] = deque()
         self._waiting = waiting
         try:
             yield waiting
         finally:
             self._waiting = None
 
-    def add(self, delayed: Delayed) -> None:
+    def add(self, delayed: DeferredWeightGrad) -> None:
         """Leaves something to be computed later.
 
         Raises:
-            ValueError: Outside of `put_off`.
+            ValueError: Outside of `defer`.
         """
         if self._waiting is None:
-            raise ValueError("nothing waits outside of `put_off`")
+            raise ValueError("nothing waits outside of `defer`")
         self._waiting.append(delayed)

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.distributed.collectives import start_all_gather
 from toolkit.tensor_parallel.autograd import SEQUENCE_DIM, gather_from_sequence
-from toolkit.tensor_parallel.deferred_grads import WeightGradients
+from toolkit.tensor_parallel.deferred_grads import WeightGradStore
 from toolkit.tensor_parallel.layout import Layout, Shard
 from toolkit.tensor_parallel.ops import ColumnSpec, column_linears, row_linear
 
@@ -42,7 +42,7 @@ class ShardedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    weight_gradients: WeightGradients | None = None
+    weight_gradients: WeightGradStore | None = None
 
     def __init__(self, dense: nn.Module, shards: dict[str, Shard], *, tp_group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from toolkit.distributed.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from toolkit.tensor_parallel.autograd import SEQUENCE_DIM
-from toolkit.tensor_parallel.deferred_grads import Delayed, WeightGradients
+from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGradStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def column_linears(
     tp_group: dist.ProcessGroup,
     whole: torch.Tensor | None = None,
     reduces: bool = True,
-    gradients: WeightGradients | None = None,
+    gradients: WeightGradStore | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of several columns of one input.
 
@@ -77,7 +77,7 @@ def row_linear(
     transposed: bool,
     tp_group: dist.ProcessGroup,
     to_piece: bool = False,
-    gradients: WeightGradients | None = None,
+    gradients: WeightGradStore | None = None,
 ) -> torch.Tensor:
     """Return the output of a row from this rank's part of its input.
 
@@ -108,7 +108,7 @@ class _ColumnLinears(Function):
         columns: tuple[ColumnSpec, ...],
         group: dist.ProcessGroup,
         reduces: bool,
-        gradients: WeightGradients | None,
+        gradients: WeightGradStore | None,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
@@ -143,7 +143,7 @@ class _ColumnLinears(Function):
             x = x.detach()  # what waits must not hold the graph behind it
             compute = partial(_later, x, ctx.columns, grads_TO, wanted, ctx.group if gathers else None)
             parameters = tuple(ctx.parameters[place] for place in wanted)
-            ctx.gradients.add(Delayed(parameters=parameters, compute=compute, input=x))
+            ctx.gradients.add(DeferredWeightGrad(parameters=parameters, compute=compute, input=x))
         else:
             whole = x if gathering is None else gathering.wait()
             for place, gradient in zip(wanted, _parameter_gradients(whole, ctx.columns, grads_TO, wanted), strict=True):
@@ -166,7 +166,7 @@ class _RowLinear(Function):
         transposed: bool,
         group: dist.ProcessGroup,
         to_piece: bool,
-        gradients: WeightGradients | None,
+        gradients: WeightGradStore | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.group, ctx.to_piece, ctx.gradients = transposed, group, to_piece, gradients
@@ -273,7 +273,7 @@ def weight_gradient_in_time(ctx: Any, x_TI: torch.Tensor, grad_TO: torch.Tensor)
     product = partial(weight_gradient, x_TI, grad_TO, transposed=ctx.transposed)
     if ctx.gradients is None or not ctx.gradients.wait:
         return product()
-    ctx.gradients.add(Delayed(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x_TI))
+    ctx.gradients.add(DeferredWeightGrad(parameters=(ctx.parameter,), compute=lambda: (product(),), input=x_TI))
     return None
 
 

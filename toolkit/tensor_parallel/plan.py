@@ -36,7 +36,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class ColumnParallel:
     """A linear layer whose output features are dealt out.
 
     Args:
@@ -50,7 +50,7 @@ class Column:
     def layout(self, length: int, heads: Heads) -> Layout:
         """Return the layout of `length` output features.
 
-        >>> Column(parts=("query", "key_value", "key_value")).layout(80, Heads(query=6, key_value=2)).parts[1]
+        >>> ColumnParallel(parts=("query", "key_value", "key_value")).layout(80, Heads(query=6, key_value=2)).parts[1]
         Part(num_units=2, unit_size=8)
 
         Raises:
@@ -66,14 +66,14 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RowParallel:
     """A linear layer whose input features are dealt out, as the columns before it dealt out their output."""
 
     part: Feature
 
     def layout(self, length: int, heads: Heads) -> Layout:
-        """Return the layout of `length` input features; ValueError as `Column.layout`."""
-        return Column(parts=(self.part,)).layout(length, heads)
+        """Return the layout of `length` input features; ValueError as `ColumnParallel.layout`."""
+        return ColumnParallel(parts=(self.part,)).layout(length, heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +99,8 @@ class FeatureNorm:
     rounds_before_weight: bool = False
 
     def layout(self, length: int, heads: Heads) -> Layout:
-        """Return the layout of `length` features; ValueError as `Column.layout`."""
-        return Column(parts=(self.part,)).layout(length, heads)
+        """Return the layout of `length` features; ValueError as `ColumnParallel.layout`."""
+        return ColumnParallel(parts=(self.part,)).layout(length, heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +132,11 @@ class Attention:
     reads_config: bool = False
 
 
-Style = Column | Row | Vocabulary | Experts | FeatureNorm | Replicated | Attention
+Style = ColumnParallel | RowParallel | Vocabulary | Experts | FeatureNorm | Replicated | Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Styles:
+class TPPlan:
     """How a model is sharded.
 
     Args:
@@ -168,9 +168,9 @@ def regions(found: Mapping[str, Style]) -> list[Region]:
     found_in: dict[tuple[str, bool], tuple[list[str], list[str]]] = {}
     for name, style in found.items():
         parent = name.rpartition(".")[0]
-        if isinstance(style, Column):
+        if isinstance(style, ColumnParallel):
             found_in.setdefault((parent, "width" in style.parts), ([], []))[0].append(name)
-        elif isinstance(style, Row):
+        elif isinstance(style, RowParallel):
             found_in.setdefault((parent, style.part == "width"), ([], []))[1].append(name)
     return [
         Region(parent=parent, columns=tuple(columns), rows=tuple(rows))

@@ -17,7 +17,7 @@ from torch import nn
 _OFFSET_STEP = 4
 
 
-class RandomRegion:
+class TensorParallelRNG:
     """The region of one layer: `enter` before what is drawn for shards, `leave` before what is drawn for all.
 
     Both may be called again in the state to which they lead, and do nothing then.
@@ -55,7 +55,7 @@ def shard_dropout(parent: nn.Module, *, columns: list[nn.Module], row: nn.Module
         row: Its row-parallel layer.
         tp_group: Ranks that share the layer.
     """
-    region = RandomRegion(tp_group)
+    region = TensorParallelRNG(tp_group)
 
     def enter(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if parent.training:

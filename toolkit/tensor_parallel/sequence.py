@@ -25,7 +25,7 @@ from toolkit.tensor_parallel.decoder import Decoder
 from toolkit.tensor_parallel.grad_sync import sum_gradients
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, share_input
 from toolkit.tensor_parallel.plan import Style, regions
-from toolkit.tensor_parallel.rng import RandomRegion
+from toolkit.tensor_parallel.rng import TensorParallelRNG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Pieces:
     """
 
     tp_group: dist.ProcessGroup
-    random_region: RandomRegion | None
+    random_region: TensorParallelRNG | None
 
 
 def shard_sequence(
@@ -65,7 +65,7 @@ def shard_sequence(
 def _cut_and_join(model: nn.Module, decoder: Decoder, tp_group: dist.ProcessGroup) -> None:
     """Cuts the sequence before the first layer and joins it behind the last module on pieces; between, ranks draw apart."""
     first, end = model.get_submodule(decoder.layers[0]), model.get_submodule(decoder.end)
-    region = RandomRegion(tp_group)
+    region = TensorParallelRNG(tp_group)
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         check_length(x.shape[SEQUENCE_DIM], tp_group.size())

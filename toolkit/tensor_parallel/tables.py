@@ -16,27 +16,27 @@ from toolkit.errors import PlanError
 from toolkit.tensor_parallel.linear import is_linear
 from toolkit.tensor_parallel.plan import (
     Attention,
-    Column,
+    ColumnParallel,
     Experts,
     FeatureNorm,
     Heads,
     Replicated,
-    Row,
+    RowParallel,
     Style,
-    Styles,
+    TPPlan,
     Vocabulary,
     matching,
     pattern_of,
 )
 
-QUERY = Column(parts=("query",))
-KEY_VALUE = Column(parts=("key_value",))
-FUSED_QKV = Column(parts=("query", "key_value", "key_value"))
-INTERLEAVED_QKV = Column(parts=("query", "key_value", "key_value"), interleaved=True)
-WIDTH = Column(parts=("width",))
-FUSED_GATE_UP = Column(parts=("width", "width"))
-ATTENTION_ROW = Row(part="query")
-WIDTH_ROW = Row(part="width")
+QUERY = ColumnParallel(parts=("query",))
+KEY_VALUE = ColumnParallel(parts=("key_value",))
+FUSED_QKV = ColumnParallel(parts=("query", "key_value", "key_value"))
+INTERLEAVED_QKV = ColumnParallel(parts=("query", "key_value", "key_value"), interleaved=True)
+WIDTH = ColumnParallel(parts=("width",))
+FUSED_GATE_UP = ColumnParallel(parts=("width", "width"))
+ATTENTION_ROW = RowParallel(part="query")
+WIDTH_ROW = RowParallel(part="width")
 
 # Architectures whose plan in transformers is followed, each tested against its dense model.
 DERIVED = (
@@ -115,15 +115,15 @@ def _falcon(*, interleaved: bool) -> Mapping[str, Style]:
 
 
 # Names that transformers' plans give to layers of one meaning.
-_COLUMNS: Mapping[str, Column] = {
+_COLUMNS: Mapping[str, ColumnParallel] = {
     "q_proj": QUERY, "k_proj": KEY_VALUE, "v_proj": KEY_VALUE, "gate_proj": WIDTH, "up_proj": WIDTH, "fc1": WIDTH, "c_fc": WIDTH,
 }  # fmt: skip
-_ROWS: Mapping[str, Row] = {
+_ROWS: Mapping[str, RowParallel] = {
     "o_proj": ATTENTION_ROW, "dense": ATTENTION_ROW, "down_proj": WIDTH_ROW, "fc2": WIDTH_ROW, "c_proj": WIDTH_ROW,
 }  # fmt: skip
 
 
-def styles_for(model: PreTrainedModel) -> Styles:
+def tp_plan_for(model: PreTrainedModel) -> TPPlan:
     """Return the styles of a model of transformers.
 
     Raises:
@@ -134,7 +134,7 @@ def styles_for(model: PreTrainedModel) -> Styles:
     layers = _layers(model)
     if layers is None:
         raise _unknown(model)
-    return Styles(heads=_heads(config), table={**dict.fromkeys(_vocabulary(model), Vocabulary()), **layers})
+    return TPPlan(heads=_heads(config), table={**dict.fromkeys(_vocabulary(model), Vocabulary()), **layers})
 
 
 def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
@@ -219,8 +219,8 @@ def _unknown(model: PreTrainedModel) -> PlanError:
         code="TP_ARCHITECTURE",
         key="parallel.tensor",
         message=f"tensor parallelism of {type(model).__name__} (model_type={model.config.model_type}) is not known to be right",
-        fix="Set parallel.tensor to 1, or call apply_tensor_parallel with a table of your own, whose … are Column, Row or "
-        "Replicated: Styles(heads=Heads(query=…, key_value=…), table={\n    " + "\n    ".join(lines) + "\n})",
+        fix="Set parallel.tensor to 1, or call apply_tensor_parallel with a table of your own, whose … are ColumnParallel, RowParallel or "
+        "Replicated: TPPlan(heads=Heads(query=…, key_value=…), table={\n    " + "\n    ".join(lines) + "\n})",
     )
 
 

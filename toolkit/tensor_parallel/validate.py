@@ -12,13 +12,13 @@ from torch import nn
 from toolkit.errors import Problem
 from toolkit.tensor_parallel.linear import input_features, is_linear, output_features
 from toolkit.tensor_parallel.plan import (
-    Column,
+    ColumnParallel,
     Experts,
     FeatureNorm,
     Heads,
-    Row,
+    RowParallel,
     Style,
-    Styles,
+    TPPlan,
     Vocabulary,
     inside,
     matching,
@@ -32,14 +32,14 @@ _KEY = "parallel.tensor"
 _KERNEL_BYTES = 16
 
 
-def problems(model: nn.Module, styles: Styles, *, num_ranks: int) -> Iterator[Problem]:
+def problems(model: nn.Module, styles: TPPlan, *, num_ranks: int) -> Iterator[Problem]:
     """Yield what is wrong with a table for a model, and with the number of ranks; once for all layers alike."""
     if not styles.table:
         yield Problem(
             code="TP_STYLE_UNUSED",
             key="table",
             message=f"the table of styles is empty: {type(model).__name__} would lie whole on each rank",
-            fix="Name the modules to shard, or take the table that styles_for(model) gives",
+            fix="Name the modules to shard, or take the table that tp_plan_for(model) gives",
         )
     strange = {pattern: style for pattern, style in styles.table.items() if not isinstance(style, Style)}
     if strange:
@@ -81,7 +81,7 @@ def _matches_nothing(model: nn.Module, pattern: str) -> Problem:
 
 
 def _head_problems(heads: Heads, found: Mapping[str, Style], num_ranks: int) -> Iterator[Problem]:
-    used = {feature for style in found.values() if isinstance(style, Column) for feature in style.parts}
+    used = {feature for style in found.values() if isinstance(style, ColumnParallel) for feature in style.parts}
     if not used & {"query", "key_value"}:
         return
     if heads.query % num_ranks:
@@ -103,30 +103,30 @@ def _head_problems(heads: Heads, found: Mapping[str, Style], num_ranks: int) -> 
 
 
 def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads, num_ranks: int) -> Iterator[Problem]:
-    replaced = isinstance(style, Column | Row | Vocabulary | FeatureNorm)
+    replaced = isinstance(style, ColumnParallel | RowParallel | Vocabulary | FeatureNorm)
     if not _fits(module, style) or (replaced and not pattern):
         place = pattern or "the model itself"
         yield Problem(
             code="TP_STYLE_KIND",
             key=pattern,
             message=f"{place} is a {type(module).__name__}, which {type(style).__name__} cannot shard",
-            fix="Name a module with a floating-point weight of its own: a linear layer for Column and Row, an embedding "
+            fix="Name a module with a floating-point weight of its own: a linear layer for ColumnParallel and RowParallel, an embedding "
             "or a linear layer for Vocabulary, stacked experts for Experts, an RMS norm for FeatureNorm",
         )
-    elif isinstance(style, Column | Row | FeatureNorm):
+    elif isinstance(style, ColumnParallel | RowParallel | FeatureNorm):
         length = _features(module, style)
         try:
             style.layout(length, heads)
         except ValueError as error:
             yield Problem(
-                code="TP_STYLE_PARTS",
+                code="TP_PLAN_SHAPE",
                 key=pattern,
                 message=f"{pattern} is not of the parts that {style} says: {error}, with {heads}",
                 fix="Give the parts in the order in which its weight holds them, and the model's heads",
             )
             return
-        width = length // len(style.parts) if isinstance(style, Column) else length
-        if "width" in (style.parts if isinstance(style, Column) else (style.part,)):
+        width = length // len(style.parts) if isinstance(style, ColumnParallel) else length
+        if "width" in (style.parts if isinstance(style, ColumnParallel) else (style.part,)):
             yield from _width_problems(pattern, width, num_ranks)
     elif isinstance(style, Experts):
         weight = module.get_parameter("down_proj")
@@ -138,25 +138,25 @@ def _width_problems(pattern: str, width: int, num_ranks: int, *, multiple: int =
     if num_ranks not in valid:
         each = f"a multiple of {multiple}, as the kernels want" if multiple > 1 else "equally many"
         yield Problem(
-            code="TP_WIDTH",
+            code="TP_DIVISIBILITY",
             key=_KEY,
             message=f"tensor={num_ranks} cannot share the {width} features of {pattern}: each rank holds {each}",
             fix=f"Set tensor to one of {join(valid)}" if valid else "Set tensor to 1",
         )
 
 
-def _features(module: nn.Module, style: Column | Row | FeatureNorm) -> int:
+def _features(module: nn.Module, style: ColumnParallel | RowParallel | FeatureNorm) -> int:
     match style:
-        case Column():
+        case ColumnParallel():
             return output_features(module)
-        case Row():
+        case RowParallel():
             return input_features(module)
     return len(module.get_parameter("weight"))
 
 
 def _fits(module: nn.Module, style: Style) -> bool:
     match style:
-        case Column() | Row():
+        case ColumnParallel() | RowParallel():
             return is_linear(module)
         case Vocabulary():
             return is_linear(module) or (isinstance(module, nn.Embedding) and _scales_at_most(module))
@@ -178,11 +178,12 @@ def _neighbour_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterato
     for region in reversed(unlike.values()):
         names, parent = (*region.columns, *region.rows), pattern_of(region.parent)
         if not region.columns or len(region.rows) != 1:
-            rows = join(pattern_of(name) for name in region.rows) or "no Row"
-            columns = join(pattern_of(name) for name in region.columns) or "no Column"
+            rows = join(pattern_of(name) for name in region.rows) or "no RowParallel"
+            columns = join(pattern_of(name) for name in region.columns) or "no ColumnParallel"
             place = parent or "the model itself"
             yield _neighbour(
-                parent, f"the table gives {place} {columns} and {rows}: one Row must take what Columns give"
+                parent,
+                f"the table gives {place} {columns} and {rows}: one RowParallel must take what ColumnParallel modules give",
             )
         for child in _whole_beside(model, region.parent, found):
             sharded = names[0].rpartition(".")[2]
@@ -203,10 +204,10 @@ def _whole_beside(model: nn.Module, parent: str, found: Mapping[str, Style]) -> 
 
 def _neighbour(key: str, message: str) -> Problem:
     return Problem(
-        code="TP_STYLE_NEIGHBOUR",
+        code="TP_PLAN_INCOMPLETE",
         key=key,
         message=message,
-        fix="Give it a style: Column, Row, or Replicated(reads_shards=True) where it stands between the two, "
+        fix="Give it a style: ColumnParallel, RowParallel, or Replicated(reads_shards=True) where it stands between the two, "
         "Replicated(reads_shards=False) where it does not",
     )
 

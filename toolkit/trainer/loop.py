@@ -10,8 +10,8 @@ from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.fingerprint import identify
 from toolkit.checkpoint.load import restore, verify_together
 from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
-from toolkit.distributed.heartbeat import patiently
-from toolkit.distributed.world import World, connect, disconnect
+from toolkit.distributed.heartbeat import run_with_heartbeat
+from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.engine.initialize import initialize, locate_weights
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, PlanError, raise_all
@@ -54,7 +54,7 @@ def train(
     """
     raise_all(PlanError, data_section_problems(plan.job))
     check_builds(plan)  # before the data are read, of which there may be much
-    world = connect(plan.grid, backend=plan.gpu.backend)
+    world = init_world(plan.grid, backend=plan.gpu.backend)
     try:
         with ExitStack() as stack:
             if reporter is None:
@@ -64,7 +64,7 @@ def train(
             return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after)
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, which a destruction would wait for
-            disconnect(world)
+            destroy_world(world)
         raise
 
 
@@ -80,14 +80,14 @@ def _train(
         step, num_steps = point.state.step, point.num_steps
         assert num_steps is not None, "or nobody could tell"
         reporter.say(f"the run is complete: step {step} of {num_steps}")
-        disconnect(world)
+        destroy_world(world)
         return TrainResult(step=step, num_steps=num_steps, loss=None, checkpoint=point.folder, interrupted=False)
     reporter.stage("reading and tokenising the data")
     tokenizer = load_tokenizer(plan)
     data = prepare_in_turn(plan, world, tokenizer)
     known = {} if point is None else point.state.sources
     # The content of a large file takes a while; rank 0 writes it into the checkpoints.
-    sources = patiently(world, lambda: identify(plan.job, known=known) if world.is_main else {})
+    sources = run_with_heartbeat(world, lambda: identify(plan.job, known=known) if world.is_main else {})
     reporter.say(describe_data(data))
     began = time.perf_counter()
     with _build(plan, world, reporter) as run:
@@ -122,7 +122,7 @@ def _build(plan: Plan, world: World, reporter: Reporter) -> Run:
     if plan.settings.init == "pretrained":
         if plan.model.path is None:
             reporter.stage(f"fetching what the cache lacks of {plan.model.name}")
-        weights = patiently(world, lambda: locate_weights(plan))
+        weights = run_with_heartbeat(world, lambda: locate_weights(plan))
     machine = Machine()
     titles = " and ".join(one.title for one in machine.compiles(plan) if not machine.has_built(one))
     then = f", then compiling DeepSpeed's {titles} (minutes, the first time only)" if titles else ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit.catalog.parameters import count_parameters
 from toolkit.checkpoint.disk import disk_errors
-from toolkit.engine.memory_tracker import MemoryWatch
+from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.io import write_text
 from toolkit.planning.plan import Plan
 
@@ -79,7 +79,7 @@ class Meter:
         memory: This rank's peaks.
     """
 
-    def __init__(self, plan: Plan, memory: MemoryWatch) -> None:
+    def __init__(self, plan: Plan, memory: PhaseMemoryTracker) -> None:
         self._flops_per_token = flops_per_token(plan)
         rate = plan.gpu.flops_per_second(plan.settings.precision)
         self._peak_flops = rate * plan.grid.world_size if rate else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.arguments import checks_arguments
 from toolkit.data.formats import TransformersTokenizer
 from toolkit.data.prepare import PreparedData, prepare
-from toolkit.distributed.heartbeat import patiently
+from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import World
 from toolkit.errors import PlanError, raise_all
 from toolkit.planning.plan import Plan
@@ -30,9 +30,9 @@ def prepare_in_turn(plan: Plan, world: World, tokenizer: TransformersTokenizer) 
             vocab_size=plan.model.vocab_size,
         )
 
-    first = patiently(world, lambda: work() if world.is_main else None)
+    first = run_with_heartbeat(world, lambda: work() if world.is_main else None)
     # Ranks without a disk in common tokenise for themselves, and take as long.
-    rest = patiently(world, lambda: None if world.is_main else work())
+    rest = run_with_heartbeat(world, lambda: None if world.is_main else work())
     prepared = first or rest
     assert prepared is not None
     return prepared

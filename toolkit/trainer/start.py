@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.checkpoint.discovery import recover
 from toolkit.checkpoint.resume import ResumePoint, resume_point
 from toolkit.checkpoint.shared import check_shared
-from toolkit.distributed.heartbeat import patiently
+from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import World
 from toolkit.launch.output_lock import hold_output
 from toolkit.modeling.first_rank import agree
@@ -47,7 +47,7 @@ def begin_together(
         return resume_point(plan, resume, say=say)
 
     # Where a file of the data was touched, all of it is read to see whether it is the same.
-    found = patiently(world, lambda: on_first_rank() if world.is_main else None)
+    found = run_with_heartbeat(world, lambda: on_first_rank() if world.is_main else None)
     point: ResumePoint | None = agree((lambda: found) if world.is_main else None, None)
     _check_shared(plan.output_dir, world)
     return point

@@ -88,7 +88,7 @@ class Wait:
         }
 
 
-def who_waits(grid: Grid, steps: Sequence[Step], places: Mapping[int, Place]) -> tuple[Wait, ...]:
+def find_blocked(grid: Grid, steps: Sequence[Step], places: Mapping[int, Place]) -> tuple[Wait, ...]:
     """Finds the ranks that are inside a step, and who of their groups has not come to it.
 
     Args:

@@ -16,8 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from toolkit.distributed.device import rank_device
 from toolkit.distributed.diagnose.blocked_ranks import Step
-from toolkit.distributed.diagnose.collective_tests import OPERATIONS, Member, Operation, bus_bandwidth
-from toolkit.distributed.diagnose.hang_detection import Board, OnHang, watched
+from toolkit.distributed.diagnose.collective_tests import OPERATIONS, GroupMember, Operation, bus_bandwidth
+from toolkit.distributed.diagnose.hang_detection import OnHang, ProgressStore, watched
 from toolkit.distributed.process_groups import join_group
 from toolkit.errors import CheckError, PlanError, Problem, first_line
 from toolkit.launch.environment import Backend, WorkerIdentity
@@ -89,7 +89,7 @@ def check_groups(
     if backend is not None:
         rank_device(backend, identity.local_rank)  # a card that is missing is known before others are waited for
     store = _meet(identity.rank, timeout_seconds=timeout_seconds)
-    board = Board(_second_connection(store), rank=identity.rank, grid=grid)
+    board = ProgressStore(_second_connection(store), rank=identity.rank, grid=grid)
     with watched(board, grid, all_steps(grid), rank=identity.rank, timeout_seconds=timeout_seconds, on_hang=on_hang):
         with board.inside(_START):
             all_have = board.agree(
@@ -130,14 +130,14 @@ def all_steps(grid: Grid) -> tuple[Step, ...]:
 
 
 def _prove_kind(
-    grid: Grid, kind: str, rank: int, device: torch.device, board: Board, operations: Sequence[Operation]
+    grid: Grid, kind: str, rank: int, device: torch.device, board: ProgressStore, operations: Sequence[Operation]
 ) -> dict[str, Any]:
     """Joins this rank's group of a kind and runs each operation; gives a JSON object."""
     ranks = grid.group_of(rank, kind)
     started = time.monotonic()
     with board.inside(Step(kind=kind, operation=_JOIN)):
         group = join_group(grid, rank, kind)
-    member = Member(
+    member = GroupMember(
         kind=kind, ranks=ranks, rank=rank, world_size=grid.world_size, group=group, device=device, board=board
     )
     problems = [problem for operation in operations for problem in _prove(operation, member)]
@@ -153,7 +153,7 @@ def _prove_kind(
     }
 
 
-def _prove(operation: Operation, member: Member) -> list[Problem]:
+def _prove(operation: Operation, member: GroupMember) -> list[Problem]:
     where = f"{operation.name} over the {member.kind} group of ranks {format_ranks(member.ranks)}"
     with member.board.inside(Step(kind=member.kind, operation=operation.name)):
         try:

@@ -21,14 +21,14 @@ from toolkit.distributed.collectives import (
     start_all_reduce,
 )
 from toolkit.distributed.diagnose.blocked_ranks import Step
-from toolkit.distributed.diagnose.hang_detection import Board
+from toolkit.distributed.diagnose.hang_detection import ProgressStore
 
 _BANDWIDTH_BYTES = 64 * 2**20
 _WARM_UP_ROUNDS, _TIMED_ROUNDS = 2, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class GroupMember:
     """A rank in one of its groups.
 
     Args:
@@ -47,7 +47,7 @@ class Member:
     world_size: int
     group: dist.ProcessGroup
     device: torch.device
-    board: Board
+    board: ProgressStore
 
     @property
     def position(self) -> int:
@@ -69,10 +69,10 @@ class Operation:
     """
 
     name: str
-    run: Callable[[Member], tuple[list[int], list[int]]]
+    run: Callable[[GroupMember], tuple[list[int], list[int]]]
 
 
-def _membership(member: Member) -> tuple[list[int], list[int]]:
+def _membership(member: GroupMember) -> tuple[list[int], list[int]]:
     """Each rank adds a one at its own place, so that the sum shows who took part, and how often."""
     own = torch.zeros(member.world_size, dtype=torch.int64, device=member.device)
     own[member.rank] = 1
@@ -82,11 +82,11 @@ def _membership(member: Member) -> tuple[list[int], list[int]]:
     return counted, list(member.ranks)
 
 
-def _order(member: Member) -> tuple[list[int], list[int]]:
+def _order(member: GroupMember) -> tuple[list[int], list[int]]:
     return all_gather(member.tensor([member.rank]), dim=0, group=member.group).tolist(), list(member.ranks)
 
 
-def _pieces(member: Member) -> tuple[list[int], list[int]]:
+def _pieces(member: GroupMember) -> tuple[list[int], list[int]]:
     """Piece p of rank r is r × n + p, so the p-th rank gets n × the sum of ranks, and n × p."""
     size = len(member.ranks)
     whole = member.tensor([member.rank * size + piece for piece in range(size)])
@@ -94,12 +94,12 @@ def _pieces(member: Member) -> tuple[list[int], list[int]]:
     return reduce_scatter(whole, dim=0, group=member.group).tolist(), [expected]
 
 
-def _from_last(member: Member) -> tuple[list[int], list[int]]:
+def _from_last(member: GroupMember) -> tuple[list[int], list[int]]:
     last = len(member.ranks) - 1
     return broadcast(member.tensor([member.rank]), source=last, group=member.group).tolist(), [member.ranks[last]]
 
 
-def _along_the_line(member: Member) -> tuple[list[int], list[int]]:
+def _along_the_line(member: GroupMember) -> tuple[list[int], list[int]]:
     """Each rank adds itself to what the one before has sent: activations of a pipeline run so."""
     place, line = member.position, member.tensor([0])
     if place > 0:
@@ -110,7 +110,7 @@ def _along_the_line(member: Member) -> tuple[list[int], list[int]]:
     return line.tolist(), [sum(member.ranks[: place + 1])]
 
 
-def _round_the_ring(member: Member) -> tuple[list[int], list[int]]:
+def _round_the_ring(member: GroupMember) -> tuple[list[int], list[int]]:
     place, size = member.position, len(member.ranks)
     if size == 1:  # nobody to exchange with, and NCCL sends to no rank itself outside a group call
         return [member.rank], [member.rank]
@@ -119,7 +119,7 @@ def _round_the_ring(member: Member) -> tuple[list[int], list[int]]:
     return received.tolist(), [member.ranks[before]]
 
 
-def _nobody_early(member: Member) -> tuple[list[int], list[int]]:
+def _nobody_early(member: GroupMember) -> tuple[list[int], list[int]]:
     """Behind the barrier the next rank must have come to it; each rank looks for one, so the group for all."""
     barrier(group=member.group)
     after = member.ranks[(member.position + 1) % len(member.ranks)]
@@ -139,7 +139,7 @@ OPERATIONS = (
 )
 
 
-def bus_bandwidth(member: Member) -> float:
+def bus_bandwidth(member: GroupMember) -> float:
     """Return the bus bandwidth of an all-reduce, 10^9 bytes/s.
 
     Source:

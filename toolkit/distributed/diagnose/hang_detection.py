@@ -19,7 +19,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from toolkit.distributed.diagnose.blocked_ranks import Place, Step, Wait, hang_error, who_waits
+from toolkit.distributed.diagnose.blocked_ranks import Place, Step, Wait, find_blocked, hang_error
 from toolkit.errors import CheckError, Problem, RunError, ToolkitError
 from toolkit.topology.grid import Grid
 
@@ -29,7 +29,7 @@ _LONG_FAREWELL_SECONDS, _SHORT_FAREWELL_SECONDS = 60.0, 5.0
 
 
 @final
-class Board:
+class ProgressStore:
     """This rank's view of where all ranks are.
 
     Args:
@@ -105,7 +105,7 @@ OnHang = Callable[[ToolkitError, tuple[Wait, ...]], None]
 
 @contextmanager
 def watched(
-    board: Board, grid: Grid, steps: Sequence[Step], *, rank: int, timeout_seconds: float, on_hang: OnHang
+    board: ProgressStore, grid: Grid, steps: Sequence[Step], *, rank: int, timeout_seconds: float, on_hang: OnHang
 ) -> Iterator[None]:
     """Ends this process with exit code 1 when no rank moves for so long, as do all that run this.
 
@@ -137,7 +137,7 @@ def watched(
             if now != moves:
                 moves, moved_at = now, time.monotonic()
             elif time.monotonic() - moved_at > timeout_seconds:
-                waits = who_waits(grid, steps, {other: board.place(other) for other in range(grid.world_size)})
+                waits = find_blocked(grid, steps, {other: board.place(other) for other in range(grid.world_size)})
                 error = hang_error(waits, seconds=timeout_seconds)
                 board.announce(error.problems)
                 end(error, waits)

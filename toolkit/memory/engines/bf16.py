@@ -5,12 +5,12 @@ Source: deepspeed runtime/bf16_optimizer.py; chosen by runtime/engine.py _do_opt
 
 from __future__ import annotations
 
-from toolkit.memory.engines.replay import FP32_ITEMSIZE, Replay
+from toolkit.memory.engines.replay import FP32_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.stage12 import partition_numel
 from toolkit.memory.trace.run import Parameter
 
 
-class Bf16(Replay):
+class Bf16(EngineReplay):
     """Master copies and moments in partitions; fp32 gradients whole on every rank."""
 
     @property
@@ -21,7 +21,7 @@ class Bf16(Replay):
         """Flattened on the card beside the model, then fp32 gradients of everything."""
         account = self.account
         account.allocate("parameters", sum(parameter.size for parameter in self.trace.parameters))
-        account.spike("flattening at start", self.num_trainable * self.settings.itemsize)
+        account.transient("flattening at start", self.num_trainable * self.settings.itemsize)
         with account.temporary("flattening at start", self._partition * self.settings.itemsize):
             account.allocate("master parameters", FP32_ITEMSIZE * self._partition)
         account.allocate("accumulated gradients", FP32_ITEMSIZE * self._partition * self.settings.dp_size)
@@ -32,7 +32,7 @@ class Bf16(Replay):
         With `immediate_grad_update` a hook adds it to its fp32 sum at once, and drops it.
         """
         if self.settings.immediate_grad_update:
-            self.account.spike("gradients in fp32 at the step", FP32_ITEMSIZE * parameter.numel)
+            self.account.transient("gradients in fp32 at the step", FP32_ITEMSIZE * parameter.numel)
             self.account.free("gradients", size)
         else:
             self.keep_gradient(size)
@@ -44,9 +44,9 @@ class Bf16(Replay):
         """
         account, settings = self.account, self.settings
         if not settings.immediate_grad_update:
-            account.spike("gradients in fp32 at the step", FP32_ITEMSIZE * self.largest_numel)
+            account.transient("gradients in fp32 at the step", FP32_ITEMSIZE * self.largest_numel)
         if last and settings.communication_itemsize != FP32_ITEMSIZE:
-            account.spike("reduction buffer", settings.communication_itemsize * self._partition * settings.dp_size)
+            account.transient("reduction buffer", settings.communication_itemsize * self._partition * settings.dp_size)
 
     def step(self) -> None:
         """The optimizer on views of the fp32 gradients, whose norms need no copy (utils.py get_global_norm_of_tensors).

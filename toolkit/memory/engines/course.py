@@ -9,7 +9,7 @@ from toolkit.pipeline_schedule import Backward, BackwardInput, Compute, Forward,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class StepProgram:
     """The passes and messages of one step.
 
     Args:
@@ -34,7 +34,7 @@ class Course:
                 phase = "forward" if isinstance(action, Forward) else "backward"
         return found[::-1]
 
-    def most_held(self, sizes: Sequence[int]) -> int:
+    def peak_in_flight(self, sizes: Sequence[int]) -> int:
         """Return the most that is held at once, where each chunk holds `sizes` from its forward to its backward pass."""
         most = level = 0
         for action in self.actions:

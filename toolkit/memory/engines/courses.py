@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.config.fields import PipelineSchedule
-from toolkit.memory.engines.course import Course
+from toolkit.memory.engines.course import StepProgram
 from toolkit.pipeline_schedule import (
     Forward,
     Instruction,
@@ -23,16 +23,18 @@ STEADY = 3
 ROUNDS = 4
 
 
-def course_of(plan: Plan, pp_rank: int) -> Course:
+def step_program(plan: Plan, pp_rank: int) -> StepProgram:
     """Return what a rank of a plan's pipeline does in one step; of fewer micro-batches where these need as much."""
     settings = plan.settings
     schedule = build_schedule(
         settings.pipeline_schedule,
         pp=plan.grid.pp,
-        micro_batches=fewest(settings.pipeline_schedule, pp=plan.grid.pp, micro_batches=settings.batch.accumulation),
+        micro_batches=representative_micro_batches(
+            settings.pipeline_schedule, pp=plan.grid.pp, micro_batches=settings.batch.accumulation
+        ),
         virtual_stages=settings.virtual_stages,
     )
-    return Course(
+    return StepProgram(
         actions=actions(schedule, pp_rank),
         num_micro_batches=settings.batch.accumulation,
         reduces_once=settings.reduces_once,
@@ -40,7 +42,7 @@ def course_of(plan: Plan, pp_rank: int) -> Course:
     )
 
 
-def fewest(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
+def representative_micro_batches(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
     """Return how many micro-batches show the memory of a step.
 
     >>> fewest("1f1b", pp=4, micro_batches=64), fewest("interleaved", pp=4, micro_batches=64)
@@ -55,7 +57,7 @@ def fewest(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
     return sum(round_sizes(pp, micro_batches)[:ROUNDS])
 
 
-def course_of_evaluation(plan: Plan, pp_rank: int) -> Course:
+def evaluation_program(plan: Plan, pp_rank: int) -> StepProgram:
     """Return what a rank does in an evaluation: one batch after the other goes through its chunks (engine/pipeline.py outputs)."""
     schedule = Schedule(
         name="gpipe", pp=plan.grid.pp, micro_batches=STEADY, virtual_stages=plan.settings.virtual_stages, order=()
@@ -71,4 +73,4 @@ def course_of_evaluation(plan: Plan, pp_rank: int) -> Course:
             if stage < schedule.num_stages - 1:
                 target, _ = schedule.place(stage + 1)
                 found.append(SendActivation(chunk=chunk, micro_batch=batch, peer=target))
-    return Course(actions=tuple(found), num_micro_batches=1, reduces_once=True)
+    return StepProgram(actions=tuple(found), num_micro_batches=1, reduces_once=True)

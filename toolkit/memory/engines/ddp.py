@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.trace.run import Parameter
 
 # torch/nn/parallel/distributed.py broadcast_bucket_size: parameters are broadcast in flat copies of this size, bytes.
 BROADCAST_BYTES = 250 * 2**20
 
 
-class Ddp(Replay):
+class Ddp(EngineReplay):
     """Every rank holds everything; gradients twice, since DDP reduces them in buckets of its own."""
 
     def initialize(self) -> None:
@@ -25,7 +25,7 @@ class Ddp(Replay):
         total = sum(parameter.size for parameter in self.trace.parameters)
         account.allocate("parameters", total)
         if self.settings.dp_size > 1:
-            account.spike("broadcast at start", self._broadcast_bytes())
+            account.transient("broadcast at start", self._broadcast_bytes())
             account.allocate("reduction buckets", sum(parameter.size for parameter in self.trainable))
 
     def _broadcast_bytes(self) -> int:

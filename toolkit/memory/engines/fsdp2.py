@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 
 from toolkit.memory.engines.ledger import in_blocks
-from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.trace.run import Parameter, Trace
+from toolkit.memory.trace.run import MemoryTrace, Parameter
 
 MASTER_ITEMSIZE = 4
 
@@ -20,10 +20,10 @@ MASTER_ITEMSIZE = 4
 HEADS = ("lm_head", "embed_out")
 
 
-class Fsdp2(Replay):
+class Fsdp2(EngineReplay):
     """A group's parameters are whole only while its layer runs."""
 
-    def __init__(self, trace: Trace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
+    def __init__(self, trace: MemoryTrace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
         super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
         # Tied weights are one parameter, which lies in the tail's group (fsdp2_prepare_model).
         self._tied = not any(parameter.module.endswith(HEADS) for parameter in trace.parameters)
@@ -60,7 +60,7 @@ class Fsdp2(Replay):
         self.account.allocate("master parameters", MASTER_ITEMSIZE * self._shard(self.trainable))
         self.account.allocate("frozen parameters", self.settings.itemsize * self._shard(frozen))
         whole = (p.numel * (MASTER_ITEMSIZE if p.trainable else p.itemsize) for p in self.trace.parameters)
-        self.account.spike("parameters being sharded", max(whole, default=0))
+        self.account.transient("parameters being sharded", max(whole, default=0))
 
     def begin_forward(self) -> None:
         """Nothing is gathered yet."""
@@ -146,7 +146,7 @@ class Fsdp2(Replay):
         account.free("reduction buffer", self._held_reduce)
         self._held_reduce = padded
         shard = self._shard(trainable)
-        account.spike("gradient partition being cast", settings.itemsize * shard)
+        account.transient("gradient partition being cast", settings.itemsize * shard)
         account.allocate("gradient partition", MASTER_ITEMSIZE * shard)
         names = {parameter.name for parameter in trainable}
         self._unreduced -= names

@@ -22,7 +22,7 @@ class Peak:
     causes: dict[str, int] = field(default_factory=dict)
 
 
-class Account:
+class MemoryLedger:
     """Memory of one device while an engine is replayed."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Account:
         yield
         self.free(cause, size)
 
-    def spike(self, cause: str, size: float) -> None:
+    def transient(self, cause: str, size: float) -> None:
         """Allocates and releases at once."""
         whole = in_blocks(size)
         self._observe(self.total + whole, ((cause, whole),))

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
-from toolkit.distributed.p2p import UNDER_WAY
-from toolkit.memory.engines.course import Course
-from toolkit.memory.engines.ledger import Account, in_blocks
+from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
+from toolkit.memory.engines.course import StepProgram
+from toolkit.memory.engines.ledger import MemoryLedger, in_blocks
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace.attribution import LOSS, MODEL, RECEIVED, SENT
-from toolkit.memory.trace.events import Placed, Run
-from toolkit.memory.trace.run import Parameter, Trace
+from toolkit.memory.trace.events import ResolvedEvent, Run
+from toolkit.memory.trace.run import MemoryTrace, Parameter
 from toolkit.pipeline_schedule import (
     Backward,
     BackwardInput,
@@ -44,7 +44,7 @@ class _Sent:
     activation: tuple[int, int] | None = None
 
 
-class Replay(ABC):
+class EngineReplay(ABC):
     """An engine as far as memory goes.
 
     Args:
@@ -57,18 +57,18 @@ class Replay(ABC):
 
     def __init__(
         self,
-        trace: Trace,
+        trace: MemoryTrace,
         settings: EngineSettings,
         *,
         workspace_bytes: int,
         rank: int = 0,
-        course: Course | None = None,
+        course: StepProgram | None = None,
     ) -> None:
         self.trace = trace
         self.settings = settings
         self.rank = rank
         self.course = course
-        self.account = Account()
+        self.account = MemoryLedger()
         self.trainable = [parameter for parameter in trace.parameters if parameter.trainable]
         self.num_trainable = sum(parameter.numel for parameter in self.trainable)
         self.largest_numel = max((parameter.numel for parameter in self.trainable), default=0)
@@ -79,7 +79,7 @@ class Replay(ABC):
         self._reduced = False  # whether a backward pass of this step has left its gradients in partitions
         self._sent: deque[_Sent] = deque()
 
-    def run(self) -> Account:
+    def run(self) -> MemoryLedger:
         """Replays initialization and two steps."""
         self.account.enter("init")
         self.account.allocate("model buffers", self.trace.buffers_bytes)
@@ -116,7 +116,7 @@ class Replay(ABC):
             self.account.enter("step")  # engine.step() is called after each micro-batch, and does nothing yet
             self._replay(self.trace.after)
 
-    def _replay(self, events: Sequence[Placed]) -> None:
+    def _replay(self, events: Sequence[ResolvedEvent]) -> None:
         apply, account = self.account.apply, self.account
         for placed in events:
             event = placed.event
@@ -131,7 +131,7 @@ class Replay(ABC):
             else:
                 self.module(placed.name, fetch=event.kind == "fetch", backward=event.backward)
 
-    def _follow(self, course: Course, *, cold: bool) -> None:
+    def _follow(self, course: StepProgram, *, cold: bool) -> None:
         """Runs the passes of a pipeline's step, and what they leave to its end (engine/grad_reduction.py)."""
         account, threads = self.account, {"forward", "backward"} if cold else set()
         account.enter("forward")
@@ -147,9 +147,9 @@ class Replay(ABC):
             if isinstance(action, Backward | BackwardInput) or (
                 isinstance(action, Forward) and not self.trace.chunks[action.chunk].backward
             ):
-                self._let_go(action)
+                self._free_micro_batch(action)
         self._sent_until(0)
-        self._settle(course)
+        self._cast_fp32_sums(course)
         if course.reduces_once:
             if self._accumulated:
                 self.reduce()
@@ -209,7 +209,7 @@ class Replay(ABC):
             self._reduced = True
         self.account.allocate(SENT, chunk.sent_bytes)
 
-    def _let_go(self, action: Forward | Backward | BackwardInput) -> None:
+    def _free_micro_batch(self, action: Forward | Backward | BackwardInput) -> None:
         """The last pass of a micro-batch through a chunk has been measured, and its tensors go, but for those under way."""
         chunk = self.trace.chunks[action.chunk]
         self._replay(chunk.after)
@@ -227,19 +227,19 @@ class Replay(ABC):
         chunk = self.trace.chunks[action.chunk]
         size = 0 if chunk.backward else chunk.sent_bytes
         self._sent.append(_Sent(size=size, activation=(action.chunk, action.micro_batch)))
-        self._sent_until(UNDER_WAY)
+        self._sent_until(MAX_SENDS_IN_FLIGHT)
 
     @_act.register
     def _send_gradient(self, action: SendGradient) -> None:
         self._sent.append(_Sent(size=self.trace.chunks[action.chunk].sent_bytes))
-        self._sent_until(UNDER_WAY)
+        self._sent_until(MAX_SENDS_IN_FLIGHT)
 
     def _sent_until(self, count: int) -> None:
         """Lets go of what has been sent, but for the last messages."""
         while len(self._sent) > count:
             self.account.free(SENT, self._sent.popleft().size)
 
-    def _accumulate(self, parameter: Parameter, size: int, course: Course) -> None:
+    def _accumulate(self, parameter: Parameter, size: int, course: StepProgram) -> None:
         """Keeps a gradient until the end of the step; those of later micro-batches are added to it in place."""
         if parameter.name in self._accumulated:
             self.account.free("gradients", size)
@@ -250,7 +250,7 @@ class Replay(ABC):
             if self.settings.zero_stage < 3:  # a partitioned parameter keeps it: it could not be given another
                 self.account.free("gradients", size)
 
-    def _settle(self, course: Course) -> None:
+    def _cast_fp32_sums(self, course: StepProgram) -> None:
         """Sums in fp32 are rounded to gradients, one after the other."""
         for parameter in self.trainable:
             if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE and parameter.name in self._accumulated:
@@ -267,12 +267,12 @@ class Replay(ABC):
         self.gradient(parameter, in_blocks(parameter.size))
         self.end_backward(first=False, last=False)
 
-    def _unseen_losses(self, course: Course) -> int:
+    def _unseen_losses(self, course: StepProgram) -> int:
         """Return the losses of the micro-batches that need not be followed."""
         followed = sum(isinstance(action, Forward) and action.chunk == 0 for action in course.actions)
         return max(0, course.num_micro_batches - followed) * sum(chunk.reported_bytes for chunk in self.trace.chunks)
 
-    def _end_course(self, course: Course) -> None:
+    def _end_course(self, course: StepProgram) -> None:
         """Micro-batches and their losses go."""
         self.account.free(LOSS, self._unseen_losses(course))
         self.account.free(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
@@ -291,7 +291,7 @@ class Replay(ABC):
         moments = settings.state_bytes if settings.optimizer == "adamw_8bit" else settings.state_bytes * itemsize / 4
         if not self.account.held("optimizer state"):
             self.account.allocate("optimizer state", moments * numel)
-        self.account.spike("optimizer temporaries", settings.step_bytes * itemsize / 4 * numel)
+        self.account.transient("optimizer temporaries", settings.step_bytes * itemsize / 4 * numel)
 
     @abstractmethod
     def initialize(self) -> None:

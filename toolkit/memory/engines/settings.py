@@ -55,7 +55,7 @@ class EngineSettings:
         offload_optimizer: Where the optimizer's state waits; None for the card.
         offload_param: Where parameters wait; None for the card.
         low_precision_master: Whether master parameters have the training precision.
-        built_partitioned: Whether the model is built under `zero.Init`.
+        zero_init: Whether the model is built under `zero.Init`.
         zero: The section as DeepSpeed reads it, for what counts as it is written there.
         state_offload: Its part on the optimizer's state; DeepSpeed's defaults where there is none.
         parameter_offload: Its part on parameters; likewise.
@@ -77,7 +77,7 @@ class EngineSettings:
     offload_optimizer: Literal["cpu", "nvme"] | None
     offload_param: Literal["cpu", "nvme"] | None
     low_precision_master: bool
-    built_partitioned: bool
+    zero_init: bool
     zero: Zero
     state_offload: OffloadOptimizer
     parameter_offload: OffloadParam
@@ -98,13 +98,13 @@ class EngineSettings:
         return self.itemsize if self.low_precision_master else 4
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], *, dp_size: int, built_partitioned: bool = True) -> EngineSettings:
+    def read(cls, config: Mapping[str, Any], *, dp_size: int, zero_init: bool = True) -> EngineSettings:
         """Reads a DeepSpeed configuration that holds no "auto" any more.
 
         Args:
             config: As a JSON file has it.
             dp_size: Data-parallel ranks.
-            built_partitioned: Whether a stage-3 model is built under `zero.Init`.
+            zero_init: Whether a stage-3 model is built under `zero.Init`.
         """
         keys = read_config(config).keys
         zero = keys.zero_optimization
@@ -132,7 +132,7 @@ class EngineSettings:
             offload_optimizer=_device(optimizer) if zero.stage else None,
             offload_param=_device(parameters) if zero.stage == 3 else None,
             low_precision_master=keys.bf16.bf16_master_weights_and_grads or keys.fp16.fp16_master_weights_and_grads,
-            built_partitioned=built_partitioned,
+            zero_init=zero_init,
             zero=zero,
             state_offload=optimizer,
             parameter_offload=parameters,

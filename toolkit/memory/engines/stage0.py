@@ -6,14 +6,14 @@ _do_optimizer_sanity_check and _configure_fp16_optimizer: only FusedAdam is "fus
 
 from __future__ import annotations
 
-from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.trace.run import Parameter
 
 # engine.py MEMORY_OPT_ALLREDUCE_SIZE, elements.
 ALLREDUCE_ELEMENTS = 500_000_000
 
 
-class Stage0(Replay):
+class Stage0(EngineReplay):
     """Every rank holds everything."""
 
     def initialize(self) -> None:
@@ -24,11 +24,11 @@ class Stage0(Replay):
         if settings.itemsize == 4:
             return
         if self._fused:
-            account.spike("flattening at start", 2 * numel * settings.itemsize)  # the clones and the flat buffer
+            account.transient("flattening at start", 2 * numel * settings.itemsize)  # the clones and the flat buffer
             account.allocate("master parameters", 4 * numel)
         else:
             account.allocate("master parameters", 4 * numel)
-            account.spike("flattening at start", self.largest_numel * settings.itemsize)  # p.clone().float()
+            account.transient("flattening at start", self.largest_numel * settings.itemsize)  # p.clone().float()
         # initialize_optimizer_states makes the moments before the first forward pass.
         with account.temporary("gradients in fp32 at the step", 4 * numel):
             self.run_optimizer(numel)
@@ -51,7 +51,7 @@ class Stage0(Replay):
             most = max(most, numel)
             if numel > ALLREDUCE_ELEMENTS:
                 numel = 0
-        self.account.spike("reduction buffer", most * self.settings.communication_itemsize)
+        self.account.transient("reduction buffer", most * self.settings.communication_itemsize)
 
     def step(self) -> None:
         """fp32 copies of all gradients, then their flat buffer, while the 16-bit ones are still there."""
@@ -62,7 +62,7 @@ class Stage0(Replay):
             return
         account.allocate("gradients in fp32 at the step", 4 * numel)
         if self._fused:
-            account.spike("gradients in fp32 at the step", 4 * numel)  # their flat buffer
+            account.transient("gradients in fp32 at the step", 4 * numel)  # their flat buffer
             account.free_all("gradients")
         self.run_optimizer(numel)
         account.free_all("gradients in fp32 at the step")

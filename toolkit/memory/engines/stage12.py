@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.memory.engines.ledger import in_blocks
-from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
+from toolkit.memory.engines.replay import NORM_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.trace.run import Parameter, Trace
+from toolkit.memory.trace.run import MemoryTrace, Parameter
 
 # stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements a rank.
 ALIGNMENT = 2
@@ -32,7 +32,7 @@ def owners(parameters: Iterable[Parameter], partition: int) -> Iterator[tuple[Pa
         offset = end
 
 
-def gradient_bytes(trace: Trace, settings: EngineSettings) -> list[list[int]]:
+def gradient_bytes(trace: MemoryTrace, settings: EngineSettings) -> list[list[int]]:
     """Return, for each rank, the bytes of each whole 16-bit gradient of a parameter that touches its partition."""
     trainable = [parameter for parameter in trace.parameters if parameter.trainable]
     partition = partition_numel(sum(parameter.numel for parameter in trainable), settings.dp_size)
@@ -52,10 +52,10 @@ class _Filled:
     size: int
 
 
-class Stage12(Replay):
+class Stage12(EngineReplay):
     """ZeRO-1 keeps whole gradients until the step's reduction, ZeRO-2 only those of its partition."""
 
-    def __init__(self, trace: Trace, settings: EngineSettings, **of_rank: Any) -> None:
+    def __init__(self, trace: MemoryTrace, settings: EngineSettings, **of_rank: Any) -> None:
         super().__init__(trace, settings, **of_rank)
         self._partition = partition_numel(self.num_trainable, settings.dp_size)
         self._owners = {parameter.name: ranks for parameter, ranks in owners(self.trainable, self._partition)}
@@ -79,16 +79,16 @@ class Stage12(Replay):
         account, settings = self.account, self.settings
         frozen = sum(parameter.size for parameter in self.trace.parameters if not parameter.trainable)
         account.allocate("parameters", frozen + self.num_trainable * settings.itemsize)
-        account.spike("flattening at start", self._partition * settings.dp_size * settings.itemsize)
+        account.transient("flattening at start", self._partition * settings.dp_size * settings.itemsize)
         master = self._partition * settings.master_itemsize
         if settings.offload_optimizer:
             # detach().clone() of the 16-bit partition before it leaves for the host.
-            account.spike("flattening at start", self._partition * settings.itemsize)
+            account.transient("flattening at start", self._partition * settings.itemsize)
             account.allocate("offload staging buffer", self.largest_numel * settings.itemsize)
             return
         with account.temporary("flattening at start", self._partition * settings.itemsize):
             account.allocate("master parameters", master)
-        account.spike("gradients in fp32 at the step", master)
+        account.transient("gradients in fp32 at the step", master)
 
     def begin_backward(self, *, first: bool, last: bool) -> None:
         """Notes where in the accumulation the pass stands."""
@@ -106,7 +106,7 @@ class Stage12(Replay):
             if self._first:
                 account.allocate("accumulated gradients", whole)
             else:
-                account.spike("accumulated gradients", whole)
+                account.transient("accumulated gradients", whole)
             account.free("gradients", size)
         elif not self._first:
             account.free("gradients", size)  # added in place to what an earlier micro-batch left
@@ -126,7 +126,7 @@ class Stage12(Replay):
         if self._elements + parameter.numel > settings.zero.reduce_bucket_size:
             self._flush()
         if parameter.numel > settings.zero.reduce_bucket_size and settings.offload_optimizer:
-            self.account.spike("reduction buffer", size)  # a clone, that takes its place
+            self.account.transient("reduction buffer", size)  # a clone, that takes its place
         if parameter.numel <= settings.zero.reduce_bucket_size and settings.contiguous_gradients:
             self.account.free(cause, size)
             size = 0
@@ -165,10 +165,10 @@ class Stage12(Replay):
         casts = settings.communication_itemsize != self._staged_itemsize
         flat = self._elements * self._staged_itemsize if flattens else 0
         cast = self._elements * settings.communication_itemsize if casts else 0
-        self.account.spike("reduction buffer", flat + cast)
+        self.account.transient("reduction buffer", flat + cast)
         if self._compact and settings.communication_itemsize != settings.accumulation_itemsize:
             largest = max((parameter.numel for parameter in mine), default=0)
-            self.account.spike("reduction buffer", (cast or flat) + largest * settings.accumulation_itemsize)
+            self.account.transient("reduction buffer", (cast or flat) + largest * settings.accumulation_itemsize)
 
     def _stays(self, parameter: Parameter) -> bool:
         """Whether a gradient that was too large for the bucket outlives its reduction: then the end of the pass drops it."""
@@ -186,12 +186,12 @@ class Stage12(Replay):
         account, settings = self.account, self.settings
         if self._compact:
             if settings.offload_optimizer and self._last:
-                account.spike("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
+                account.transient("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
             return
         if settings.offload_optimizer:
             if self._last:
-                account.spike("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
-                account.spike("gradients in fp32 at the step", parameter.numel * 4)
+                account.transient("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
+                account.transient("gradients in fp32 at the step", parameter.numel * 4)
             return
         if not self._allocated:
             account.allocate("gradient partition", self._mine_bytes)
@@ -227,7 +227,7 @@ class Stage12(Replay):
         if first:
             self.account.allocate("gradient partition", zeros)
         else:
-            self.account.spike("gradient partition", zeros)
+            self.account.transient("gradient partition", zeros)
 
     def reduce(self) -> None:
         """_flush_coalesced_reduction_zero12: as the reduction of one micro-batch, whose gradients are all there."""
@@ -248,12 +248,12 @@ class Stage12(Replay):
             return
         if self._compact:  # nor do they leave the card before
             largest = max((parameter.numel for parameter in self._mine), default=0)
-            self.account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
+            self.account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
             return
         for parameter in self._mine:
             with self.account.temporary("gradient partition on its way to the host", parameter.size):
-                self.account.spike("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
-                self.account.spike("gradients in fp32 at the step", parameter.numel * 4)
+                self.account.transient("gradient norm in fp64", parameter.numel * NORM_ITEMSIZE)
+                self.account.transient("gradients in fp32 at the step", parameter.numel * 4)
 
     def step(self) -> None:
         """Flatten, cast, step: 2 + 4 bytes beside the 2 of the gradients, then Adam's states."""
@@ -264,7 +264,7 @@ class Stage12(Replay):
             account.free_all("accumulated gradients")
             return
         largest = max((parameter.numel for parameter in self._mine), default=0)
-        account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
+        account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
         flat, master = self._partition * settings.itemsize, self._partition * settings.master_itemsize
         if self._compact:  # it is what steps
             account.free_all("gradient partition")

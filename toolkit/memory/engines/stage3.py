@@ -10,15 +10,15 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from toolkit.memory.engines.fetcher import Fetcher
-from toolkit.memory.engines.replay import NORM_ITEMSIZE, Replay
+from toolkit.memory.engines.replay import NORM_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.settings import STEP_BYTES, EngineSettings
-from toolkit.memory.trace.run import Parameter, Trace
+from toolkit.memory.trace.run import MemoryTrace, Parameter
 
 # stage3.py _constant_buffered_norm2 buffer_size, elements.
 NORM_ELEMENTS = 250_000_000
 
 
-class Stage3(Replay):
+class Stage3(EngineReplay):
     """Parameters live in partitions of 1/N and, around their use, whole.
 
     Attributes:
@@ -29,7 +29,7 @@ class Stage3(Replay):
         sub_groups: Partition elements of each optimizer sub-group.
     """
 
-    def __init__(self, trace: Trace, settings: EngineSettings, **of_rank: Any) -> None:
+    def __init__(self, trace: MemoryTrace, settings: EngineSettings, **of_rank: Any) -> None:
         super().__init__(trace, settings, **of_rank)
         size = settings.dp_size
         self._partitions = {parameter.name: math.ceil(parameter.numel / size) for parameter in trace.parameters}
@@ -90,14 +90,14 @@ class Stage3(Replay):
         account, settings = self.account, self.settings
         largest = max(parameter.size for parameter in self.trace.parameters)
         stored = sum(self._partitions[p.name] * p.itemsize for p in self.trace.parameters)
-        if settings.built_partitioned:
+        if settings.zero_init:
             if settings.offload_param is None:
                 account.allocate("parameter partitions", stored)
             for parameter in self.trace.parameters:
                 self.keep_secondary(parameter)
             # A head that will be tied is made and partitioned first, as a parameter of its own.
             tied = max((self._partitions[name] * self.by_name[name].itemsize for _, name in self.trace.tied), default=0)
-            account.spike("parameters being partitioned", largest + (0 if settings.offload_param else tied))
+            account.transient("parameters being partitioned", largest + (0 if settings.offload_param else tied))
         else:
             # engine.py _configure_distributed_model moves the whole model to the card first (DeepSpeed #4527).
             account.allocate("parameters before partitioning", sum(p.size for p in self.trace.parameters))
@@ -115,7 +115,7 @@ class Stage3(Replay):
             # initialize_optimizer_states leaves an fp32 gradient with each sub-group, on its device.
             account.allocate("gradients in fp32", sum(resident) * settings.master_itemsize)
         else:
-            account.spike("gradients in fp32 at the step", self.largest_group * settings.master_itemsize)
+            account.transient("gradients in fp32 at the step", self.largest_group * settings.master_itemsize)
         if settings.contiguous_gradients:
             account.allocate("reduction buckets", settings.zero.reduce_bucket_size * settings.communication_itemsize)
         if not self._offloaded:
@@ -124,7 +124,7 @@ class Stage3(Replay):
         biggest = max(self.trainable, key=lambda parameter: parameter.numel, default=None)
         if biggest is not None:
             copied = self._partitions[biggest.name] * biggest.itemsize if settings.offload_param else 0
-            account.spike("parameters gathered", biggest.size + copied)
+            account.transient("parameters gathered", biggest.size + copied)
         self._fetcher.prepare()
 
     def _resident_groups(self) -> list[int]:
@@ -202,7 +202,7 @@ class Stage3(Replay):
             copies += self._elements * settings.communication_itemsize
         with account.temporary("reduction buffer", copies):
             if settings.accumulation_itemsize != settings.communication_itemsize:
-                account.spike("gradient partition being cast", padded // size * settings.accumulation_itemsize)
+                account.transient("gradient partition being cast", padded // size * settings.accumulation_itemsize)
             if self._offloaded:
                 self._offload(self._filled)
         account.free("gradients", self._kept)
@@ -215,8 +215,8 @@ class Stage3(Replay):
             with self.account.temporary("gradient partition on its way to the host", numel * self.settings.itemsize):
                 if self._last:
                     chunk = min(numel, NORM_ELEMENTS)
-                    self.account.spike("gradient norm in fp64", chunk * NORM_ITEMSIZE)
-                    self.account.spike("gradients in fp32 at the step", numel * self.settings.master_itemsize)
+                    self.account.transient("gradient norm in fp64", chunk * NORM_ITEMSIZE)
+                    self.account.transient("gradients in fp32 at the step", numel * self.settings.master_itemsize)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
         """The last bucket, then whatever no hook has released."""
@@ -238,16 +238,18 @@ class Stage3(Replay):
         if not self._offloaded:
             if settings.fp16:
                 # has_overflow: isinf is (abs(x) == inf), a copy and a mask of the whole gradient partition.
-                account.spike("overflow check", self._numel * (settings.accumulation_itemsize + 1))
+                account.transient("overflow check", self._numel * (settings.accumulation_itemsize + 1))
             largest = max((self._partitions[p.name] for p in self.trainable), default=0)
-            account.spike("gradient norm in fp64", largest * NORM_ITEMSIZE)
+            account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
         first_step = not account.held("optimizer state")
         if self._offloaded:  # the gradients are there already, in fp32
             resident = sum(self._resident_groups())
             if first_step:
                 account.allocate("optimizer state", resident * settings.state_bytes)
             # What stays on the card is stepped by torch's AdamW (stage3.py backup_optimizer).
-            account.spike("optimizer temporaries", max(self._resident_groups(), default=0) * STEP_BYTES["torch_adamw"])
+            account.transient(
+                "optimizer temporaries", max(self._resident_groups(), default=0) * STEP_BYTES["torch_adamw"]
+            )
             self._end_step()
             return
         for partition in self.sub_groups:
@@ -258,7 +260,7 @@ class Stage3(Replay):
                 account.free_all("gradients flattened at the step")
             if first_step:
                 account.allocate("optimizer state", partition * settings.state_bytes)
-            account.spike("optimizer temporaries", partition * settings.step_bytes)
+            account.transient("optimizer temporaries", partition * settings.step_bytes)
             account.free_all("gradients in fp32 at the step")
             account.free_all("gradients flattened at the step")
         self._end_step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from toolkit.memory.engines.courses import course_of
+from toolkit.memory.engines.courses import step_program
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.report.host import HostMemory, HostReport, pinned
@@ -13,7 +13,7 @@ from toolkit.memory.report.host_loading import Loading
 from toolkit.memory.report.host_zero import replay_stage3, replay_stage12
 from toolkit.memory.report.report import RankReport
 from toolkit.memory.trace.ranks import Traces
-from toolkit.memory.trace.run import Trace
+from toolkit.memory.trace.run import MemoryTrace
 from toolkit.planning.plan import Plan
 from toolkit.units import GIB
 
@@ -60,7 +60,7 @@ def host_report(
 
 def _host_of_rank(
     plan: Plan,
-    events: Trace,
+    events: MemoryTrace,
     settings: EngineSettings,
     pp_rank: int,
     *,
@@ -77,7 +77,9 @@ def _host_of_rank(
     else:
         replay_stage12(memory, events, settings)
     if events.chunks:
-        waiting = course_of(plan, pp_rank).most_held([sum(map(pinned, chunk.host_copies)) for chunk in events.chunks])
+        waiting = step_program(plan, pp_rank).peak_in_flight(
+            [sum(map(pinned, chunk.host_copies)) for chunk in events.chunks]
+        )
     else:
         waiting = sum(map(pinned, events.host_copies))
     memory.allocate("layer inputs", waiting)
@@ -86,7 +88,7 @@ def _host_of_rank(
     return memory.peak
 
 
-def _replay_whole(memory: HostMemory, trace: Trace, *, upcast: bool) -> None:
+def _replay_whole(memory: HostMemory, trace: MemoryTrace, *, upcast: bool) -> None:
     """DDP and FSDP2: each process has the whole model before it moves or is sharded.
 
     Args:

@@ -14,7 +14,7 @@ from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import gradient_bytes, partition_numel
 from toolkit.memory.report.host import HostMemory
-from toolkit.memory.trace.run import Trace
+from toolkit.memory.trace.run import MemoryTrace
 
 # Pageable memory that is filled first and then copied into a page-locked block.
 BEING_PINNED = "being page-locked"
@@ -22,7 +22,7 @@ GRADIENTS = "gradients in fp32"
 PARTITIONS = "parameter partitions"
 
 
-def replay_stage12(memory: HostMemory, trace: Trace, settings: EngineSettings) -> None:
+def replay_stage12(memory: HostMemory, trace: MemoryTrace, settings: EngineSettings) -> None:
     """Replays what stages 1 and 2 offload, to the end of the second step.
 
     Args:
@@ -101,7 +101,7 @@ def _partition_parameters(memory: HostMemory, engine: Stage3, settings: EngineSe
     moved = [parameter for parameter in engine.trace.parameters if parameter.name not in engine.persistent]
     sizes = {parameter.name: engine.partition(parameter) * parameter.itemsize for parameter in moved}
     take, release = (memory.pin, memory.unpin) if offload.pin_memory else (memory.allocate, memory.free)
-    tied = [sizes[name] for _, name in engine.trace.tied if name in sizes and settings.built_partitioned]
+    tied = [sizes[name] for _, name in engine.trace.tied if name in sizes and settings.zero_init]
     for size in (*sizes.values(), *tied):  # a head is partitioned before it is tied
         take(PARTITIONS, size)
     for size in tied:

@@ -7,12 +7,12 @@ from functools import partial
 
 from toolkit.config.job import Strategy
 from toolkit.memory.engines.bf16 import Bf16
-from toolkit.memory.engines.course import Course
-from toolkit.memory.engines.courses import course_of, course_of_evaluation
+from toolkit.memory.engines.course import StepProgram
+from toolkit.memory.engines.courses import evaluation_program, step_program
 from toolkit.memory.engines.ddp import Ddp
 from toolkit.memory.engines.fsdp2 import Fsdp2
-from toolkit.memory.engines.ledger import Account
-from toolkit.memory.engines.replay import Replay
+from toolkit.memory.engines.ledger import MemoryLedger
+from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage0 import Stage0
 from toolkit.memory.engines.stage3 import Stage3
@@ -21,7 +21,7 @@ from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.overhead import Allocator, overhead, workspace_bytes
 from toolkit.memory.report.report import PhaseReport, RankReport
 from toolkit.memory.trace.ranks import Traces, capability, engine_settings
-from toolkit.memory.trace.run import Trace
+from toolkit.memory.trace.run import MemoryTrace
 from toolkit.planning.plan import Plan
 from toolkit.topology.grid import Coordinate, Grid
 
@@ -29,7 +29,7 @@ from toolkit.topology.grid import Coordinate, Grid
 MAX_RANK_KINDS = 8
 
 
-def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., Replay]:
+def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., EngineReplay]:
     """Return what wraps the optimizer; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
     if strategy != "zero":
         return Ddp if strategy == "ddp" else Fsdp2
@@ -48,7 +48,7 @@ def phases_of_ranks(
     plan: Plan, traces: Traces, settings: EngineSettings, *, evaluation: bool = False
 ) -> dict[tuple[int, int], dict[str, PhaseReport]]:
     """Return the peak of each phase by pipeline and data-parallel rank; of an engine that runs evaluations, its own phases."""
-    replayed: dict[tuple[int, Course | None], dict[int, dict[str, PhaseReport]]] = {}
+    replayed: dict[tuple[int, StepProgram | None], dict[int, dict[str, PhaseReport]]] = {}
     found: dict[tuple[int, int], dict[str, PhaseReport]] = {}
     for pp_rank, events in enumerate(traces):
         # Stages in the middle that are alike, and do the same, need the same.
@@ -59,14 +59,14 @@ def phases_of_ranks(
     return found
 
 
-def _course(plan: Plan, pp_rank: int, *, evaluation: bool = False) -> Course | None:
+def _course(plan: Plan, pp_rank: int, *, evaluation: bool = False) -> StepProgram | None:
     if plan.grid.pp == 1:
         return None
-    return course_of_evaluation(plan, pp_rank) if evaluation else course_of(plan, pp_rank)
+    return evaluation_program(plan, pp_rank) if evaluation else step_program(plan, pp_rank)
 
 
 def _phases_of_stage(
-    plan: Plan, events: Trace, settings: EngineSettings, course: Course | None
+    plan: Plan, events: MemoryTrace, settings: EngineSettings, course: StepProgram | None
 ) -> dict[int, dict[str, PhaseReport]]:
     accounts = replay_ranks(
         events,
@@ -82,8 +82,8 @@ def stage_required_bytes(
     plan: Plan,
     pp_rank: int,
     *,
-    traced: Trace,
-    evaluated: Trace | None,
+    traced: MemoryTrace,
+    evaluated: MemoryTrace | None,
     tied: bool,
     calibration: Calibration | None = None,
 ) -> int:
@@ -136,7 +136,7 @@ def rank_report(
         rank: Which rank.
         phases: Its peaks.
         settings: What the engine's memory depends on.
-        num_replicas: As in `Trace`.
+        num_replicas: As in `MemoryTrace`.
         tied: Whether the first and the last stage of a pipeline hold one weight.
         calibration: What was measured on the machine at hand.
         allocator: How torch's allocator is set; as the plan has it when left out.
@@ -185,13 +185,13 @@ def _count_communicators(grid: Grid, settings: EngineSettings, rank: int, *, num
 
 
 def replay_ranks(
-    events: Trace,
+    events: MemoryTrace,
     settings: EngineSettings,
     *,
     workspace: int,
     strategy: Strategy = "zero",
-    course: Course | None = None,
-) -> dict[int, Account]:
+    course: StepProgram | None = None,
+) -> dict[int, MemoryLedger]:
     """Replays one rank of each kind; gives every data-parallel rank the account of its kind."""
     engine = choose_engine(settings, strategy)
     if course is not None:
@@ -213,7 +213,7 @@ def replay_ranks(
     return {rank: made[chosen[size]] for rank, size in sizes.items()}
 
 
-def _phases(account: Account) -> dict[str, PhaseReport]:
+def _phases(account: MemoryLedger) -> dict[str, PhaseReport]:
     return {
         name: PhaseReport(allocated_bytes=peak.allocated_bytes, causes=dict(peak.causes))
         for name, peak in account.peaks.items()

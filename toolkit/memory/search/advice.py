@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.launch.software import Software, missing_kernels
 from toolkit.memory.search.deepspeed_file import DeepSpeedFile
-from toolkit.memory.search.rebalance import find_cut
-from toolkit.memory.search.scenario import COMMON_GPUS_PER_NODE, Case, value_text
+from toolkit.memory.search.rebalance import rebalance_partition
+from toolkit.memory.search.scenario import COMMON_GPUS_PER_NODE, Scenario, value_text
 from toolkit.memory.trace.attribution import LOSS, of_passes
 from toolkit.planning.offload import PROFILES, OffloadProfile
 from toolkit.planning.plan import Plan
@@ -39,7 +39,7 @@ _IDLE_KINDS = {
 # The dearest in speed, and no script but our engine has it: for jobs that only more cards or an offload would make fit.
 TENSOR = "tensor"
 CUT = "partition"
-_DEAR = ("gpus", "optimizer offload", "parameter offload")
+_COSTLY = ("gpus", "optimizer offload", "parameter offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Saving:
 
 
 def find_savings(
-    estimator: Estimator, case: Case, *, plan: Plan, report: MemoryReport, at_most: int = 3
+    estimator: Estimator, case: Scenario, *, plan: Plan, report: MemoryReport, at_most: int = 3
 ) -> tuple[Saving, ...]:
     """Return the changes that save most of a card's memory: those that make the job fit first, then the largest.
 
@@ -148,7 +148,7 @@ def find_savings(
 
 def _recut(estimator: Estimator, plan: Plan, report: MemoryReport) -> Iterator[Change]:
     """Cuts a pipeline otherwise, where its fullest stage does not fit: layers go to stages that have room."""
-    found = None if report.fits_gpu else find_cut(estimator, plan)
+    found = None if report.fits_gpu else rebalance_partition(estimator, plan)
     if found is not None:
         yield _one(CUT, "parallel.partition", list(found))
 
@@ -158,7 +158,7 @@ def _order_of_trial(change: Change) -> int:
 
 
 def _fits_cheaply(savings: Iterable[Saving]) -> bool:
-    return any(saving.fits and saving.change.kind not in _DEAR for saving in savings)
+    return any(saving.fits and saving.change.kind not in _COSTLY for saving in savings)
 
 
 def _bound(change: Change, report: MemoryReport) -> float:
@@ -177,7 +177,7 @@ def _order(saving: Saving) -> tuple[bool, bool, int]:
     return (not saving.fits, not (saving.fits and saving.change.kind == CUT), -saving.saved_bytes)
 
 
-def _saving(change: Change, changed: MemoryReport, case: Case, report: MemoryReport) -> Saving:
+def _saving(change: Change, changed: MemoryReport, case: Scenario, report: MemoryReport) -> Saving:
     return Saving(
         change=change,
         text=change.spell(case.file),
@@ -204,7 +204,7 @@ def _is_idle(change: Change, plan: Plan, report: MemoryReport) -> bool:
 
 
 def _largest_that_fits(
-    estimator: Estimator, case: Case, pinned: Case, *, plan: Plan, report: MemoryReport, smallest: Saving
+    estimator: Estimator, case: Scenario, pinned: Scenario, *, plan: Plan, report: MemoryReport, smallest: Saving
 ) -> Saving:
     """Return the largest micro batch that makes the job fit, where one of one sequence does.
 
@@ -340,7 +340,7 @@ def _more_gpus(plan: Plan) -> Iterator[Change]:
     yield Change(kind="gpus", values=values, shown=shown, note=note)
 
 
-def _decided(plan: Plan, case: Case) -> dict[str, Any]:
+def _decided(plan: Plan, case: Scenario) -> dict[str, Any]:
     """Return what the plan decided, by key of the job."""
     settings, batch = plan.settings, plan.settings.batch
     decided: dict[str, Any] = {

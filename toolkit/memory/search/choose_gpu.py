@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.catalog.gpus import Gpu, find_in, load_catalogue
 from toolkit.errors import Problem, SpecError, raise_all
-from toolkit.memory.search.scenario import COMMON_GPUS_PER_NODE, Case, Outcome
+from toolkit.memory.search.scenario import COMMON_GPUS_PER_NODE, Outcome, Scenario
 from toolkit.planning.batch import Batch
 from toolkit.planning.plan import Plan
 from toolkit.topology.grid import divisors
@@ -113,7 +113,7 @@ def read_gpus(text: str) -> tuple[Gpu, ...]:
     return tuple(found.values())
 
 
-def choose_gpus(estimator: Estimator, case: Case, *, plan: Plan, gpus: Sequence[Gpu]) -> Iterator[Choice]:
+def choose_gpus(estimator: Estimator, case: Scenario, *, plan: Plan, gpus: Sequence[Gpu]) -> Iterator[Choice]:
     """Finds the smallest count for each card, by bisection: more cards never need more memory each.
 
     Counts on which the global batch stays come first; only where the job fits on none of these, the others are tried.
@@ -169,7 +169,7 @@ def batch_on(plan: Plan, count: Count) -> Batch:
     return Batch(micro=micro, accumulation=accumulation, dp_size=dp_size)
 
 
-def _smallest(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, batches: Mapping[Count, Batch]) -> Choice:
+def _smallest(estimator: Estimator, case: Scenario, plan: Plan, gpu: Gpu, batches: Mapping[Count, Batch]) -> Choice:
     steps = tuple(batches)
     tried: dict[int, Choice] = {}
 
@@ -190,7 +190,7 @@ def _smallest(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, batches: M
     return tried[high]
 
 
-def _try(estimator: Estimator, case: Case, plan: Plan, gpu: Gpu, count: Count, batch: Batch) -> Choice:
+def _try(estimator: Estimator, case: Scenario, plan: Plan, gpu: Gpu, count: Count, batch: Batch) -> Choice:
     values: dict[str, Any] = {
         "cluster.gpu": gpu.name,
         "cluster.gpus_per_node": count.gpus_per_node,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import Problem, SpecError, raise_all
-from toolkit.memory.search.scenario import Case, Outcome
+from toolkit.memory.search.scenario import Outcome, Scenario
 
 if TYPE_CHECKING:
     from toolkit.config.job import Job
@@ -71,7 +71,7 @@ def read_strategies(text: str) -> tuple[Strategy, ...]:
     return tuple(_strategy(name) for name in names)
 
 
-def compare(estimator: Estimator, case: Case, strategies: Sequence[Strategy]) -> Iterator[Compared]:
+def compare(estimator: Estimator, case: Scenario, strategies: Sequence[Strategy]) -> Iterator[Compared]:
     """Estimates the job under each strategy; all else stays as the job has it."""
     for strategy in strategies:
         values = dict(strategy.values)
@@ -106,7 +106,7 @@ def _named(base: str, *, tensor: int, pipeline: int, suffixes: Sequence[str], at
     return "-".join((base, *axes, *suffixes))
 
 
-def _with_remedy(problem: Problem, name: str, case: Case) -> Problem:
+def _with_remedy(problem: Problem, name: str, case: Scenario) -> Problem:
     """Says how to name the strategy without the job's other axis, where the two do not fit its cards."""
     parts, parallel = _parts(name), case.job.parallel
     assert parts is not None

@@ -17,7 +17,7 @@ from toolkit.memory.kernels.dispatch import Device
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.ranks import stage_required_bytes
 from toolkit.memory.report.report import MemoryReport
-from toolkit.memory.search.scenario import Case, Outcome
+from toolkit.memory.search.scenario import Outcome, Scenario
 from toolkit.memory.trace.ranks import Traces, capability, engine_settings, keeps_frozen_inputs, trace_ranks
 from toolkit.memory.trace.run import StageTracer, TraceOptions, stage_tracer
 from toolkit.modeling.build import stage_part
@@ -52,7 +52,7 @@ class Estimator:
         """Traces made so far."""
         return len(self._traces)
 
-    def estimate(self, case: Case) -> MemoryReport:
+    def estimate(self, case: Scenario) -> MemoryReport:
         """Estimates one case.
 
         Raises:
@@ -60,7 +60,7 @@ class Estimator:
         """
         return self.estimate_plan(case.plan(), case)
 
-    def estimate_plan(self, plan: Plan, case: Case) -> MemoryReport:
+    def estimate_plan(self, plan: Plan, case: Scenario) -> MemoryReport:
         """Estimates a plan that `case` resolved to."""
         calibration = self._calibrations.get(plan.gpu.name)
         report, notes = report_of(plan, case, trace=self._trace, calibration=calibration), []
@@ -72,7 +72,7 @@ class Estimator:
             )
         return replace(report, assumptions=(*report.assumptions, *notes))
 
-    def attempt(self, case: Case, changes: Mapping[str, Any] | None = None) -> Outcome:
+    def attempt(self, case: Scenario, changes: Mapping[str, Any] | None = None) -> Outcome:
         """Estimates a case, with other values under dotted keys of its job, or says why that cannot be done."""
         plan = None
         try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from toolkit.memory.search.estimator import Estimator, StageRequirements
 
 
-def find_cut(estimator: Estimator, plan: Plan) -> tuple[int, ...] | None:
+def rebalance_partition(estimator: Estimator, plan: Plan) -> tuple[int, ...] | None:
     """Return the layers of each stage under which all of them fit; None where no cut does, or the plan's own does.
 
     Chunks of virtual stages share a card, so that no chunk can be judged by itself: such pipelines are left as they are.

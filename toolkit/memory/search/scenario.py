@@ -25,7 +25,7 @@ _AMPLE_HOST_GIB = 1_000_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Scenario:
     """A job that is to be estimated, perhaps under a user's own DeepSpeed file.
 
     Args:
@@ -33,7 +33,7 @@ class Case:
         model: Read once.
         gpu: Read once for each card.
         file: The user's DeepSpeed file, in place of our configuration.
-        built_partitioned: Whether a stage-3 model is built under `zero.Init`.
+        zero_init: Whether a stage-3 model is built under `zero.Init`.
         load_dtype: In which a model that is not is loaded by each rank; that of its files when left out.
     """
 
@@ -41,13 +41,13 @@ class Case:
     model: ModelSpec
     gpu: Gpu
     file: DeepSpeedFile | None = None
-    built_partitioned: bool = True
+    zero_init: bool = True
     load_dtype: Dtype | None = None
 
     @classmethod
     def of(
         cls, job: Job, *, model: ModelSpec | None = None, gpu: Gpu | None = None, file: DeepSpeedFile | None = None
-    ) -> Case:
+    ) -> Scenario:
         """Reads the model and the card that a job names, unless they are given and still those that it names.
 
         Raises:
@@ -57,7 +57,7 @@ class Case:
         # The model last: it may ask the hub.
         return cls(job=job, model=resolve_model(job.model) if model is None else model, gpu=card, file=file)
 
-    def changed(self, values: Mapping[str, Any]) -> Case:
+    def changed(self, values: Mapping[str, Any]) -> Scenario:
         """Return the case with other values under dotted keys of the job; None leaves a key open.
 
         Raises:
@@ -93,25 +93,25 @@ class Case:
         return replace(roomy, job=job)
 
 
-def check_zero_init(plan: Plan, *, built_partitioned: bool, load_dtype: Dtype | None = None) -> None:
+def check_zero_init(plan: Plan, *, zero_init: bool, load_dtype: Dtype | None = None) -> None:
     """Refuses a model that is said to be built without zero.Init where there is none, and a dtype in which nothing is loaded.
 
     Raises:
         SpecError: ZERO_INIT_STAGE, LOAD_DTYPE.
     """
     stage = plan.settings.zero_stage
-    if not built_partitioned and stage != 3:
+    if not zero_init and stage != 3:
         raise SpecError.of(
             code="ZERO_INIT_STAGE",
             key="--no-zero-init",
-            message=f"built_partitioned=False (--no-zero-init) with zero_stage={stage}: only stage 3 has a zero.Init",
+            message=f"zero_init=False (--no-zero-init) with zero_stage={stage}: only stage 3 has a zero.Init",
             fix="Leave it out, or set zero_stage to 3",
         )
-    if built_partitioned and load_dtype is not None:
+    if zero_init and load_dtype is not None:
         raise SpecError.of(
             code="LOAD_DTYPE",
             key="--load-dtype",
-            message=f"load_dtype={load_dtype} (--load-dtype) without built_partitioned=False (--no-zero-init): a model that is "
+            message=f"load_dtype={load_dtype} (--load-dtype) without zero_init=False (--no-zero-init): a model that is "
             "built under zero.Init is loaded in parts, in the training precision",
             fix="Add --no-zero-init if each rank of your script calls from_pretrained, or leave --load-dtype out",
         )

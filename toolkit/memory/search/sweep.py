@@ -12,7 +12,7 @@ from toolkit.config.job import Parallel, Train
 from toolkit.config.loader import apply_override
 from toolkit.config.suggestions import nearest_key
 from toolkit.errors import Problem, SpecError
-from toolkit.memory.search.scenario import Case, Outcome
+from toolkit.memory.search.scenario import Outcome, Scenario
 
 if TYPE_CHECKING:
     from toolkit.memory.search.estimator import Estimator
@@ -70,7 +70,7 @@ def read_axes(options: Sequence[str]) -> tuple[Axis, ...]:
     return axes
 
 
-def sweep(estimator: Estimator, case: Case, axes: Sequence[Axis]) -> Iterator[SweepRow]:
+def sweep(estimator: Estimator, case: Scenario, axes: Sequence[Axis]) -> Iterator[SweepRow]:
     """Estimates each combination, the last axis fastest."""
     for combination in itertools.product(*(axis.values for axis in axes)):
         values = {axis.key: value for axis, value in zip(axes, combination, strict=True)}

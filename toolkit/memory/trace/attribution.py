@@ -32,7 +32,7 @@ def of_passes(causes: Mapping[str, int]) -> int:
     return sum(size for cause, size in causes.items() if cause in names or cause.startswith(LAYERS))
 
 
-class Causes:
+class AttributionStack:
     """The causes of the modules that run, innermost last."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 MarkKind = Literal["fetch", "release", "gradient"]
 
 # Whose code runs: stack and position among its traced layers; None outside the layers.
-Owner = tuple[int, int] | None
+LayerRef = tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Marker:
     """A moment at which an engine may act.
 
     Args:
@@ -77,7 +77,7 @@ class Mark:
     layer: int | None = None
     size: int = 0
     backward: bool = False
-    place: Owner = None
+    place: LayerRef = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +92,15 @@ class Release:
 
     cause: str
     size: int
-    birth: Owner
+    birth: LayerRef
 
 
-Event = Run | Mark
-TracedEvent = Run | Mark | Release
+Event = Run | Marker
+TracedEvent = Run | Marker | Release
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ResolvedEvent:
     """An event of a whole model: the mark's names are absolute, the run is as traced."""
 
     event: Event
@@ -108,7 +108,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkPasses:
+class ChunkTrace:
     """The passes of one micro-batch through a chunk of a pipeline's rank.
 
     Args:
@@ -126,21 +126,21 @@ class ChunkPasses:
         host_copies: Bytes of each layer input that waits in pinned host memory for its backward pass.
     """
 
-    forward: tuple[Placed, ...]
-    backward: tuple[Placed, ...]
-    after: tuple[Placed, ...]
+    forward: tuple[ResolvedEvent, ...]
+    backward: tuple[ResolvedEvent, ...]
+    after: tuple[ResolvedEvent, ...]
     received_bytes: int
     gradient_bytes: int
     sent_bytes: int
     reported_bytes: int
     batch_bytes: int
     host_copies: tuple[int, ...] = ()
-    weights: tuple[Placed, ...] = ()
+    weights: tuple[ResolvedEvent, ...] = ()
     keeps_received: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class MemoryTrace:
     """The memory events of one micro-batch, for the whole model; where tensor ranks share it, of one of them.
 
     Of a rank of a pipeline, parameters are its own, and passes are listed by chunk.
@@ -168,9 +168,9 @@ class Trace:
 
     parameters: tuple[Parameter, ...]
     buffers_bytes: int
-    forward: tuple[Placed, ...]
-    backward: tuple[Placed, ...]
-    after: tuple[Placed, ...]
+    forward: tuple[ResolvedEvent, ...]
+    backward: tuple[ResolvedEvent, ...]
+    after: tuple[ResolvedEvent, ...]
     num_traced_layers: int
     num_layers: int
     tied: tuple[tuple[str, str], ...] = ()
@@ -181,7 +181,7 @@ class Trace:
     contracts: bool = False
     leaves: tuple[str, ...] = ()
     num_replicas: int = 1
-    chunks: tuple[ChunkPasses, ...] = ()
+    chunks: tuple[ChunkTrace, ...] = ()
     copies: tuple[str, ...] = ()
     shared: str | None = None
 
@@ -204,7 +204,7 @@ class Recorder:
             self._peak_total = self._total
             self._peak = dict(self._level)
 
-    def note(self, event: Mark | Release) -> None:
+    def note(self, event: Marker | Release) -> None:
         """Ends the current run and notes what follows it."""
         self._flush()
         self.events.append(event)
@@ -221,9 +221,9 @@ class Recorder:
         return taken
 
 
-def join(events: Iterable[Placed]) -> list[Placed]:
+def join(events: Iterable[ResolvedEvent]) -> list[ResolvedEvent]:
     """Folds runs that no mark separates into one; those without any effect disappear."""
-    joined: list[Placed] = []
+    joined: list[ResolvedEvent] = []
     last: Run | None = None
     for placed in events:
         event = placed.event
@@ -236,11 +236,11 @@ def join(events: Iterable[Placed]) -> list[Placed]:
             event = _after(last, event)
         last = event if event.peak_bytes or event.net else None
         if last is not None:
-            joined.append(Placed(event))
+            joined.append(ResolvedEvent(event))
     return joined
 
 
-def held(events: Iterable[Placed]) -> dict[str, int]:
+def held(events: Iterable[ResolvedEvent]) -> dict[str, int]:
     """Return what runs leave behind, by cause, bytes."""
     level: dict[str, int] = {}
     for placed in events:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from toolkit.memory.trace.events import Mark, Owner, Parameter, Placed, Release, Run, TracedEvent, join
-from toolkit.memory.trace.representatives import Stack
+from toolkit.memory.trace.events import LayerRef, Marker, Parameter, Release, ResolvedEvent, Run, TracedEvent, join
+from toolkit.memory.trace.representatives import LayerStack
 from toolkit.memory.trace.segments import Locator, Segment
 from toolkit.tensor_parallel.apply import parameter_shards
 from toolkit.tensor_parallel.layout import Shard
@@ -23,7 +23,7 @@ from toolkit.tensor_parallel.layout import Shard
 T = TypeVar("T")
 
 
-def expand(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: bool) -> tuple[Placed, ...]:
+def expand(segments: Sequence[Segment], stacks: Sequence[LayerStack], *, backward: bool) -> tuple[ResolvedEvent, ...]:
     """Return the events of the whole model.
 
     Args:
@@ -34,7 +34,7 @@ def expand(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: bo
     return tuple(join(_stretch(segments, stacks, backward=backward)))
 
 
-def _stretch(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: bool) -> Iterator[Placed]:
+def _stretch(segments: Sequence[Segment], stacks: Sequence[LayerStack], *, backward: bool) -> Iterator[ResolvedEvent]:
     if all(len(stack.kept) == stack.num_layers for stack in stacks):
         for segment in segments:
             yield from _as_traced(segment, stacks)
@@ -51,31 +51,31 @@ def _stretch(segments: Sequence[Segment], stacks: Sequence[Stack], *, backward: 
         yield from _layers(mine, stacks, index, backward=backward)
 
 
-def _as_traced(segment: Segment, stacks: Sequence[Stack]) -> Iterator[Placed]:
+def _as_traced(segment: Segment, stacks: Sequence[LayerStack]) -> Iterator[ResolvedEvent]:
     """Yield a segment of a model whose layers were all traced."""
     for event in segment.events:
         if isinstance(event, Release):
             yield _released(event, 1)
-        elif isinstance(event, Mark):
+        elif isinstance(event, Marker):
             owner = segment.owner
             yield _placed(event, stacks, owner and owner[0], 0 if owner is None else owner[1])
         else:
-            yield Placed(event)
+            yield ResolvedEvent(event)
 
 
-def _outside(events: Iterable[TracedEvent], stacks: Sequence[Stack]) -> Iterator[Placed]:
+def _outside(events: Iterable[TracedEvent], stacks: Sequence[LayerStack]) -> Iterator[ResolvedEvent]:
     for event in events:
         if isinstance(event, Release):
             yield _released(event, _count(event.birth, stacks))
-        elif isinstance(event, Mark):
+        elif isinstance(event, Marker):
             yield _placed(event, stacks, None, 0)
         else:
-            yield Placed(event)
+            yield ResolvedEvent(event)
 
 
 def _layers(
-    mine: dict[int, list[TracedEvent]], stacks: Sequence[Stack], at: int, *, backward: bool
-) -> Iterator[Placed]:
+    mine: dict[int, list[TracedEvent]], stacks: Sequence[LayerStack], at: int, *, backward: bool
+) -> Iterator[ResolvedEvent]:
     stack = stacks[at]
     order = range(stack.num_layers)
     # The last of the layers that share something lets go of it: in the backward pass that is the first layer.
@@ -90,22 +90,22 @@ def _layers(
                     yield _released(event, 1)
                 elif final[position] == layer:
                     yield _released(event, _count(event.birth, stacks))
-            elif isinstance(event, Mark):
+            elif isinstance(event, Marker):
                 yield _placed(event, stacks, at, layer)
             else:
-                yield Placed(event)
+                yield ResolvedEvent(event)
     for position, events in mine.items():
         if position not in final:  # a layer that gives others their neighbour may be the one that lets go
             shared = (event for event in events if isinstance(event, Release))
             yield from (_released(event, _count(event.birth, stacks)) for event in shared)
 
 
-def _placed(mark: Mark, stacks: Sequence[Stack], at: int | None, layer: int) -> Placed:
+def _placed(mark: Marker, stacks: Sequence[LayerStack], at: int | None, layer: int) -> ResolvedEvent:
     """Return a mark its absolute name, which says all that its place among the traced layers did."""
-    return Placed(replace(mark, place=None), _name(mark, stacks, at, layer))
+    return ResolvedEvent(replace(mark, place=None), _name(mark, stacks, at, layer))
 
 
-def _name(mark: Mark, stacks: Sequence[Stack], at: int | None, layer: int) -> str:
+def _name(mark: Marker, stacks: Sequence[LayerStack], at: int | None, layer: int) -> str:
     """Return a mark's absolute name, where layer `layer` of stack `at` runs."""
     if mark.place is not None:
         stack = stacks[mark.place[0]]
@@ -117,16 +117,16 @@ def _name(mark: Mark, stacks: Sequence[Stack], at: int | None, layer: int) -> st
     return f"{owner}.{mark.name}" if mark.name else owner
 
 
-def _released(release: Release, times: int) -> Placed:
-    return Placed(Run(0, (), ((release.cause, -release.size * times),) if times else ()))
+def _released(release: Release, times: int) -> ResolvedEvent:
+    return ResolvedEvent(Run(0, (), ((release.cause, -release.size * times),) if times else ()))
 
 
-def _count(birth: Owner, stacks: Sequence[Stack]) -> int:
+def _count(birth: LayerRef, stacks: Sequence[LayerStack]) -> int:
     """Return how often the whole model allocates what the pruned one allocates once."""
     return 1 if birth is None else stacks[birth[0]].count(birth[1])
 
 
-def expand_parameters(model: Any, stacks: Sequence[Stack]) -> tuple[Parameter, ...]:
+def expand_parameters(model: Any, stacks: Sequence[LayerStack]) -> tuple[Parameter, ...]:
     """Return the whole model's parameters in its own order: a layer's are those of the layer that stands for it."""
     shards = parameter_shards(model)
     named = ((name, _parameter(parameter, shards.get(name))) for name, parameter in model.named_parameters())
@@ -135,22 +135,22 @@ def expand_parameters(model: Any, stacks: Sequence[Stack]) -> tuple[Parameter, .
     )
 
 
-def expand_buffers(model: Any, stacks: Sequence[Stack]) -> int:
+def expand_buffers(model: Any, stacks: Sequence[LayerStack]) -> int:
     """Return the bytes of the whole model's buffers."""
     return sum(buffer.nbytes for _, buffer in _repeated(model.named_buffers(), stacks))
 
 
-def expand_paths(paths: Iterable[str], stacks: Sequence[Stack]) -> tuple[str, ...]:
+def expand_paths(paths: Iterable[str], stacks: Sequence[LayerStack]) -> tuple[str, ...]:
     """Return the paths of modules in the whole model."""
     return tuple(path.rstrip(".") for path, _ in _repeated(((path, None) for path in paths), stacks))
 
 
-def expand_host_copies(copies: Iterable[tuple[Owner, int]], stacks: Sequence[Stack]) -> tuple[int, ...]:
+def expand_host_copies(copies: Iterable[tuple[LayerRef, int]], stacks: Sequence[LayerStack]) -> tuple[int, ...]:
     """Return the bytes of each tensor that the whole model keeps on the host."""
     return tuple(size for owner, size in copies for _ in range(_count(owner, stacks)))
 
 
-def _repeated(named: Iterable[tuple[str, T]], stacks: Sequence[Stack]) -> Iterator[tuple[str, T]]:
+def _repeated(named: Iterable[tuple[str, T]], stacks: Sequence[LayerStack]) -> Iterator[tuple[str, T]]:
     locate = Locator(stacks)
     order: list[tuple[str, T] | int] = []
     inside: dict[int, dict[int, list[tuple[str, T]]]] = {}

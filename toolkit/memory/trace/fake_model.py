@@ -15,12 +15,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config.job import Lora
 from toolkit.memory.kernels.quantized import quantize_linears
 from toolkit.memory.trace.inputs import Task, auto_class
-from toolkit.memory.trace.representatives import Stack
+from toolkit.memory.trace.representatives import LayerStack
 from toolkit.modeling.build import construct, decoder_layers
 from toolkit.modeling.lora import apply_lora
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.grad_sync import carry_hooks
-from toolkit.tensor_parallel.tables import styles_for
+from toolkit.tensor_parallel.tables import tp_plan_for
 
 
 def build_empty(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -37,8 +37,8 @@ def build_empty(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, tru
 
 
 def shard(model: Any, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False) -> int:
-    """Makes the pruned model one rank's part, without storage, as `modeling.build` does; gives what `Trace.num_replicas` is."""
-    styles = styles_for(model)
+    """Makes the pruned model one rank's part, without storage, as `modeling.build` does; gives what `MemoryTrace.num_replicas` is."""
+    styles = tp_plan_for(model)
     apply_tensor_parallel(model, styles, tp_group=tp_group, sequence_parallel=sequence_parallel)
     for layer in decoder_layers(model):
         layer._z3_leaf = True  # type: ignore[assignment]  # as gather_as_one does; to import DeepSpeed takes seconds
@@ -83,7 +83,7 @@ def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
 
 
-def in_adapters(model: nn.Module, stack: Stack) -> Stack:
+def in_adapters(model: nn.Module, stack: LayerStack) -> LayerStack:
     """Return a stack's path inside adapters, which wrap the model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and (name == stack.prefix or name.endswith(f".{stack.prefix}")):

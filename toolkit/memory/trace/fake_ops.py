@@ -11,13 +11,13 @@ aten = torch.ops.aten
 collectives: Any = torch.ops._c10d_functional
 
 
-class Answer(Protocol):
+class FakeOpRule(Protocol):
     """Return the result of an operation from its arguments; NotImplemented where it has nothing to say."""
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
 
 
-def no_chance(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def disable_layer_dropout(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Lets every layer run where some may be dropped by chance, and counts over a known number of classes.
 
     Source:
@@ -35,7 +35,7 @@ def no_chance(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return NotImplemented
 
 
-def in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def inplace_collectives(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return collectives that write to their input, and the wait for one, the memory of their input, as they have it.
 
     Of `wait_tensor` fake tensors would make another one. On the host (but not on a card) ranks draw the seed of their own
@@ -51,7 +51,7 @@ def in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return NotImplemented
 
 
-def pass_checks(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def assume_checks_pass(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Answers True or 1, so that checks pass: vision-language models count image tokens to compare them to features.
 
     All images are real ones, none is padding (transformers models/idefics3/modeling_idefics3.py get_image_features).

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias, Unpack
 from toolkit.catalog.gpus import Gpu
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.kernels.dispatch import Device
-from toolkit.memory.trace.run import StageTracer, Trace, TraceOptions, stage_tracer, trace
+from toolkit.memory.trace.run import MemoryTrace, StageTracer, TraceOptions, stage_tracer, trace
 from toolkit.modeling.build import stage_part
 from toolkit.planning.plan import Plan
 
 # One of the whole model, or one of each rank of a pipeline.
-Traces: TypeAlias = Sequence[Trace]
+Traces: TypeAlias = Sequence[MemoryTrace]
 
 
 def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:
@@ -23,7 +23,7 @@ def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:
     return partitioned and plan.job.parallel.strategy == "zero" and plan.job.train.method != "full"
 
 
-def trace_plan(plan: Plan, **options: Unpack[TraceOptions]) -> Trace:
+def trace_plan(plan: Plan, **options: Unpack[TraceOptions]) -> MemoryTrace:
     """Traces the whole model of a plan on its card.
 
     Raises:
@@ -50,12 +50,12 @@ def trace_ranks(plan: Plan, *, tracer: StageTracer | None = None, **options: Unp
 
 
 def engine_settings(
-    plan: Plan, deepspeed_config: Mapping[str, Any] | None = None, *, built_partitioned: bool = True
+    plan: Plan, deepspeed_config: Mapping[str, Any] | None = None, *, zero_init: bool = True
 ) -> EngineSettings:
     """Return what the engine's memory depends on, from a DeepSpeed configuration or from the plan's own."""
     if deepspeed_config is not None:
-        return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, built_partitioned=built_partitioned)
-    settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, built_partitioned=built_partitioned)
+        return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, zero_init=zero_init)
+    settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, zero_init=zero_init)
     if plan.grid.pp > 1 and not plan.settings.reduces_once:
         settings = replace(settings, adds_up_on_host=True)
     if plan.job.train.optimizer == "adamw_8bit":

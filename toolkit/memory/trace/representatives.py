@@ -14,7 +14,7 @@ Numbering = dict[tuple[str, str], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class LayerStack:
     """A list of layers that run one after the other.
 
     Args:
@@ -41,7 +41,7 @@ class Stack:
         return self.stands_for.count(position)
 
 
-def find_stacks(model: nn.Module, *, all_layers: bool = False, only: str | None = None) -> list[Stack]:
+def find_stacks(model: nn.Module, *, all_layers: bool = False, only: str | None = None) -> list[LayerStack]:
     """Finds the layer lists of a model and how few of their layers must be traced.
 
     A layer stands for another if both have the same structure and so have their neighbours: memory handed from layer
@@ -52,14 +52,14 @@ def find_stacks(model: nn.Module, *, all_layers: bool = False, only: str | None 
         all_layers: Keeps every layer.
         only: Keeps every layer of lists that belong to another `model_type`.
     """
-    stacks: list[Stack] = []
+    stacks: list[LayerStack] = []
     for name, layers in _layer_lists(model):
         count = len(layers)
         if all_layers or (only is not None and _config_of(model, name).model_type != only):
             kept = stands_for = tuple(range(count))
         else:
-            kept, stands_for = shorten(kinds_of(model, layers))
-        stacks.append(Stack(prefix=name, kept=kept, stands_for=stands_for))
+            kept, stands_for = select_representatives(kinds_of(model, layers))
+        stacks.append(LayerStack(prefix=name, kept=kept, stands_for=stands_for))
     return stacks
 
 
@@ -70,7 +70,7 @@ def kinds_of(model: nn.Module, layers: nn.ModuleList) -> list[Hashable]:
     return [(_structure(layer, numbering), types[index]) for index, layer in enumerate(layers)]
 
 
-def shorten(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def select_representatives(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return few layers among which every layer finds its like between like neighbours.
 
     The kept layers are the original sequence with loops cut out: what lies between two layers that are alike, with
@@ -103,7 +103,7 @@ def shorten(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(kept), tuple(first[context] for context in contexts)
 
 
-def prune(model: nn.Module, stacks: Sequence[Stack]) -> None:
+def prune_layers(model: nn.Module, stacks: Sequence[LayerStack]) -> None:
     """Leaves only the kept layers in a model, and only their entries in their configuration's lists."""
     for stack in stacks:
         if len(stack.kept) == stack.num_layers:
@@ -170,7 +170,7 @@ def _structure(layer: nn.Module, numbering: Numbering) -> Hashable:
     return modules, plain, tensors
 
 
-def _select(config: Any, stack: Stack) -> None:
+def _select(config: Any, stack: LayerStack) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == stack.num_layers:
             setattr(config, name, [value[index] for index in stack.kept])

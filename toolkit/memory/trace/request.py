@@ -24,20 +24,20 @@ from toolkit.memory.kernels.linear_attention import replaced_kernels
 from toolkit.memory.kernels.routing import LoopedExperts, Routing, assumptions, has_experts, runs_grouped
 from toolkit.memory.kernels.zero3_hooks import find_leaves
 from toolkit.memory.kernels.zero3_linear import linear_modules
-from toolkit.memory.trace.events import ChunkPasses, Placed, Trace, held
+from toolkit.memory.trace.events import ChunkTrace, MemoryTrace, ResolvedEvent, held
 from toolkit.memory.trace.extrapolate import expand, expand_buffers, expand_host_copies, expand_parameters, expand_paths
 from toolkit.memory.trace.failure import trace_failed
 from toolkit.memory.trace.fake_model import build_empty, in_adapters, on_fake_device, shard
-from toolkit.memory.trace.fake_ops import Answer, in_place, no_chance, pass_checks
+from toolkit.memory.trace.fake_ops import FakeOpRule, assume_checks_pass, disable_layer_dropout, inplace_collectives
 from toolkit.memory.trace.inputs import PADDED, Task, loss_of, make_batch
-from toolkit.memory.trace.representatives import Stack, find_stacks, prune
-from toolkit.memory.trace.segments import Ends, Segmenter
+from toolkit.memory.trace.representatives import LayerStack, find_stacks, prune_layers
+from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
 from toolkit.memory.trace.stage_layers import prune_to_part
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.fp8 import apply_fp8
 from toolkit.modeling.fused_kernels import find_fusable
-from toolkit.pipeline_parallel import StagePart, cut_model, hidden_dtype, hidden_shape, run_stage
+from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, split_model
 from toolkit.pipeline_parallel.decoder_layout import find_layers
 from toolkit.pipeline_parallel.zero_bubble_backward import split_backward
 
@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class TraceSpec:
     """What to trace.
 
     Args:
@@ -118,15 +118,15 @@ class Request:
     splits_backward: bool = False
     software: Software = field(default_factory=Software.here)
 
-    def trace(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> Trace | None:
+    def trace(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> MemoryTrace | None:
         """Traces all layers, or few; gives None where few cannot stand for all."""
         ran = self.run(config, part=part, all_layers=all_layers)
         return ran.expanded(ran.stacks)
 
-    def run(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> Ran:
+    def run(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> TraceRun:
         """Runs the layers that are traced; `config` is changed."""
         model: Any = None
-        tracing: Segmenter | None = None
+        tracing: LayerSegmenter | None = None
         try:
             full = build_empty(config, self.task, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
             text = full.config.get_text_config(decoder=True)
@@ -136,7 +136,7 @@ class Request:
             num_replicas = 1
             if self.tp_group is not None:
                 num_replicas = shard(full, tp_group=self.tp_group, sequence_parallel=self.sequence_parallel)
-            info = None if small is None else cut_model(full, small)
+            info = None if small is None else split_model(full, small)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
                 with unset_fake_temporarily():  # they look at numbers, or make modules without storage
@@ -152,17 +152,17 @@ class Request:
                 looped = None
                 if has_experts(full.config) and not runs_grouped(full):
                     looped = LoopedExperts(full.config, self.routing)
-                answers: list[Answer] = [
-                    no_chance,
-                    in_place,
-                    *([pass_checks] if self._sees else []),
+                answers: list[FakeOpRule] = [
+                    disable_layer_dropout,
+                    inplace_collectives,
+                    *([assume_checks_pass] if self._sees else []),
                     *([looped] if looped else []),
                 ]
                 runs = []
                 gradients = split_backward(model) if self.splits_backward and not self.evaluation else None
                 with replaced_kernels(model, self.software) as recurrence, linear_modules(zero3=self.keeps_inputs):
                     for chunk in range(1 if small is None else len(small.chunks)):
-                        tracing = Segmenter(model, stacks, marked=self.marks_modules, answers=answers)
+                        tracing = LayerSegmenter(model, stacks, marked=self.marks_modules, answers=answers)
                         ends = None if small is None else self._ends(model, small, chunk)
                         running, around = tracing, ends  # each step keeps its own
                         step = partial(self._step, model, running)
@@ -190,7 +190,7 @@ class Request:
                     "copies": () if info is None else tuple(info.tied_copy),
                     "shared": None if info is None else info.tied_key,
                 }
-                return Ran(model=model, stacks=stacks, runs=runs, noted=noted)
+                return TraceRun(model=model, stacks=stacks, runs=runs, noted=noted)
         except ToolkitError:
             raise
         except Exception as error:
@@ -201,7 +201,9 @@ class Request:
         """Whether the model has a vision model, from a layer in whose midst image features are taken."""
         return self.task == "image-text-to-text"
 
-    def _prune(self, full: Any, part: StagePart | None, *, all_layers: bool) -> tuple[list[Stack], StagePart | None]:
+    def _prune(
+        self, full: Any, part: StagePart | None, *, all_layers: bool
+    ) -> tuple[list[LayerStack], StagePart | None]:
         """Leaves few layers, of which some recompute; of a pipeline's rank, its own and what its passes meet of others."""
         checkpoint = partial(
             apply_gradient_checkpointing, fraction=self.checkpointing, offload_inputs=self.offload_inputs
@@ -213,7 +215,7 @@ class Request:
         checkpoint(full)
         text = full.config.get_text_config(decoder=True)
         stacks = find_stacks(full, all_layers=all_layers, only=text.model_type if self._sees else None)
-        prune(full, stacks)
+        prune_layers(full, stacks)
         return stacks, None
 
     def _needs_input_gradient(self, part: StagePart | None) -> bool:
@@ -228,7 +230,7 @@ class Request:
             return self.keeps_inputs
         return part is None and bool(self.checkpointing)
 
-    def _step(self, model: Any, tracing: Segmenter) -> torch.Tensor:
+    def _step(self, model: Any, tracing: LayerSegmenter) -> torch.Tensor:
         """Runs the model on one micro-batch and gives the loss."""
         inputs, labels = self._batch(model)
         wants_labels = self.task != "causal-lm" or self.loss != "full"
@@ -249,23 +251,25 @@ class Request:
             dtype=self.dtype,
         )
 
-    def _ends(self, model: Any, part: StagePart, chunk: int) -> Ends:
+    def _ends(self, model: Any, part: StagePart, chunk: int) -> StageBoundary:
         """Makes a micro-batch and what other stages send for it."""
         inputs, labels = self._batch(model)
         batch = {**inputs, "labels": labels}
         hidden = partial(torch.empty, hidden_shape(model, batch), dtype=hidden_dtype(model))
         is_last = part.is_last(chunk)
-        return Ends(
+        return StageBoundary(
             received=None if part.is_first(chunk) else hidden(),
             gradient=None if is_last or self.evaluation else hidden(),
             sends_on=not is_last,
             batch=batch,
         )
 
-    def _stage_step(self, model: Any, tracing: Segmenter, ends: Ends, part: StagePart, chunk: int) -> torch.Tensor:
+    def _stage_step(
+        self, model: Any, tracing: LayerSegmenter, ends: StageBoundary, part: StagePart, chunk: int
+    ) -> torch.Tensor:
         """Runs a chunk, as toolkit engine/pipeline.py does; gives the loss, or what is sent on."""
         given = {name: value for name, value in ends.batch.items() if name != "labels" or self.loss != "full"}
-        outputs = run_stage(model, given, chunk=chunk, received=ends.received)
+        outputs = forward_stage(model, given, chunk=chunk, received=ends.received)
         if not part.is_last(chunk):
             if outputs.requires_grad:
                 outputs.register_hook(
@@ -284,22 +288,22 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class TraceRun:
     """What a run of few layers noted, to be repeated for all that they stand for.
 
     Args:
         model: That ran.
         stacks: Its layers.
         runs: For each chunk of a pipeline's rank, or for the whole model, what was noted and what its neighbours gave.
-        noted: Fields of the `Trace` that are the same for all layers.
+        noted: Fields of the `MemoryTrace` that are the same for all layers.
     """
 
     model: Any
-    stacks: list[Stack]
-    runs: list[tuple[Segmenter, Ends | None]]
+    stacks: list[LayerStack]
+    runs: list[tuple[LayerSegmenter, StageBoundary | None]]
     noted: Mapping[str, Any]
 
-    def expanded(self, stacks: Sequence[Stack]) -> Trace | None:
+    def expanded(self, stacks: Sequence[LayerStack]) -> MemoryTrace | None:
         """Repeats the traced layers for those that they stand for; None if they did not run in order or it does not add up.
 
         It does not add up where layers hand memory to others than their neighbours.
@@ -326,7 +330,7 @@ class Ran:
         )
         forward, backward, after = ((), (), ()) if chunks else passes[0][:3]
         copies = [] if chunks else self.runs[0][0].host_copies
-        return Trace(
+        return MemoryTrace(
             parameters=expand_parameters(self.model, stacks),
             buffers_bytes=expand_buffers(self.model, stacks),
             forward=forward,
@@ -343,14 +347,14 @@ class Ran:
 
 
 def _chunk(
-    forward: tuple[Placed, ...],
-    backward: tuple[Placed, ...],
-    after: tuple[Placed, ...],
-    weights: tuple[Placed, ...],
-    ends: Ends,
+    forward: tuple[ResolvedEvent, ...],
+    backward: tuple[ResolvedEvent, ...],
+    after: tuple[ResolvedEvent, ...],
+    weights: tuple[ResolvedEvent, ...],
+    ends: StageBoundary,
     host_copies: tuple[int, ...],
-) -> ChunkPasses:
-    return ChunkPasses(
+) -> ChunkTrace:
+    return ChunkTrace(
         forward=forward,
         backward=backward,
         after=after,

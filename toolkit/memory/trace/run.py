@@ -19,11 +19,11 @@ from toolkit.errors import SpecError
 from toolkit.launch.software import Software
 from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.kernels.routing import Routing, collects_router_logits
-from toolkit.memory.trace.events import Parameter, Trace
+from toolkit.memory.trace.events import MemoryTrace, Parameter
 from toolkit.memory.trace.failure import unknown_architecture
 from toolkit.memory.trace.fake_model import build_empty
 from toolkit.memory.trace.representatives import kinds_of, layer_types
-from toolkit.memory.trace.request import Ran, Request, quiet, tensor_group
+from toolkit.memory.trace.request import TraceRun, TraceSpec, quiet, tensor_group
 from toolkit.memory.trace.stage_layers import choose
 from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.checkpointing import evenly_spaced
@@ -31,7 +31,7 @@ from toolkit.pipeline_parallel import StagePart
 from toolkit.pipeline_parallel.decoder_layout import find_layers
 from toolkit.planning.plan import Plan
 
-__all__ = ["Parameter", "Trace", "trace", "trace_model"]
+__all__ = ["MemoryTrace", "Parameter", "trace", "trace_model"]
 
 
 class TraceOptions(TypedDict, total=False):
@@ -53,7 +53,7 @@ class TraceOptions(TypedDict, total=False):
     software: Software
 
 
-def trace(plan: Plan, *, device: Device, all_layers: bool = False, **options: Unpack[TraceOptions]) -> Trace:
+def trace(plan: Plan, *, device: Device, all_layers: bool = False, **options: Unpack[TraceOptions]) -> MemoryTrace:
     """Traces one micro-batch of a plan without stages.
 
     Args:
@@ -126,7 +126,7 @@ def trace_model(
     part: StagePart | None = None,
     all_layers: bool = False,
     **request: Any,
-) -> Trace:
+) -> MemoryTrace:
     """Traces one micro-batch of any model that transformers builds from a configuration.
 
     >>> from transformers import ViTConfig
@@ -143,10 +143,10 @@ def trace_model(
         tensor: Ranks that share each layer.
         part: The layers of a pipeline's rank; None for the whole model.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
-        request: As in `Request`.
+        request: As in `TraceSpec`.
 
     Raises:
-        PlanError: TRACE_FAILED; and what `build_model`, `apply_tensor_parallel` and `cut_model` raise.
+        PlanError: TRACE_FAILED; and what `build_model`, `apply_tensor_parallel` and `split_model` raise.
     """
     requested = _requested(config, device=device, attention=attention, tensor=tensor, **request)
     with requested as (own, made):
@@ -162,13 +162,13 @@ def trace_model(
 @contextlib.contextmanager
 def _requested(
     config: PreTrainedConfig, *, device: Device, attention: str = "sdpa", tensor: int = 1, **values: Any
-) -> Iterator[tuple[PreTrainedConfig, Request]]:
+) -> Iterator[tuple[PreTrainedConfig, TraceSpec]]:
     """Yield a copy of a configuration and what traces it, where kernels are a card's and tensor ranks are there."""
     own = copy.deepcopy(config)
     own._attn_implementation = attention
     packed = values.get("packing") == "separated"
     with quiet(), cuda_kernels(device, packed=packed), tensor_group(tensor) as tp_group:
-        yield own, Request(flatten=attention == "flash_attention_2", tp_group=tp_group, **values)
+        yield own, TraceSpec(flatten=attention == "flash_attention_2", tp_group=tp_group, **values)
 
 
 @final
@@ -183,8 +183,8 @@ class StageTracer:
     def __init__(self, config: PreTrainedConfig, **options: Any) -> None:
         self._config, self._options = config, options
         self._prefix, self._kinds, self._types = self._read_layers()
-        self._runs: dict[Hashable, Ran] = {}
-        self._traces: dict[Hashable, Trace] = {}
+        self._runs: dict[Hashable, TraceRun] = {}
+        self._traces: dict[Hashable, MemoryTrace] = {}
 
     @property
     def num_runs(self) -> int:
@@ -196,7 +196,7 @@ class StageTracer:
         """Whether all layers have one structure, and recompute or do not."""
         return len(set(self._kinds)) == 1 and self._options["checkpointing"] in (0, 1)
 
-    def trace(self, part: StagePart) -> Trace:
+    def trace(self, part: StagePart) -> MemoryTrace:
         """Traces a rank's part; parts of one kind have one trace, whose names are those of the first of them.
 
         Raises:
@@ -211,7 +211,7 @@ class StageTracer:
         """Return what tells a rank's part apart: those of one kind need the same memory."""
         return part.first, part.last, tuple(tuple(self._kinds[index] for index in chunk) for chunk in part.chunks)
 
-    def _make(self, part: StagePart) -> Trace:
+    def _make(self, part: StagePart) -> MemoryTrace:
         kinds = list(zip(self._kinds, self._recompute(part), strict=True))
         pruned = choose(self._prefix, kinds, self._types, part)
         key = (
@@ -234,7 +234,7 @@ class StageTracer:
         assert whole is not None, "every layer stands for itself"
         return whole
 
-    def _requested(self) -> contextlib.AbstractContextManager[tuple[PreTrainedConfig, Request]]:
+    def _requested(self) -> contextlib.AbstractContextManager[tuple[PreTrainedConfig, TraceSpec]]:
         return _requested(self._config, **self._options)
 
     def _recompute(self, part: StagePart) -> list[bool]:

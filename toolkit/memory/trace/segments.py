@@ -13,25 +13,25 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from toolkit.memory.kernels.zero3_hooks import hook_modules
-from toolkit.memory.trace.attribution import LOSS, Causes, cause_of
-from toolkit.memory.trace.events import Mark, MarkKind, Owner, Recorder, TracedEvent
-from toolkit.memory.trace.fake_ops import Answer
-from toolkit.memory.trace.representatives import Stack
+from toolkit.memory.trace.attribution import LOSS, AttributionStack, cause_of
+from toolkit.memory.trace.events import LayerRef, Marker, MarkKind, Recorder, TracedEvent
+from toolkit.memory.trace.fake_ops import FakeOpRule
+from toolkit.memory.trace.representatives import LayerStack
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling import checkpointing
-from toolkit.tensor_parallel.deferred_grads import Delayed, WeightGradients
+from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGradStore
 
 
 @dataclass(slots=True)
 class Segment:
     """What happened while one layer, or what surrounds the layers, ran."""
 
-    owner: Owner
+    owner: LayerRef
     events: list[TracedEvent] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Ends:
+class StageBoundary:
     """What the passes of a stage have at its ends.
 
     Attributes:
@@ -63,7 +63,7 @@ class Ends:
 class Locator:
     """Where a path of the pruned model lies."""
 
-    def __init__(self, stacks: Sequence[Stack]) -> None:
+    def __init__(self, stacks: Sequence[LayerStack]) -> None:
         self._stacks = stacks
 
     def __call__(self, path: str) -> tuple[int, int, str] | None:
@@ -77,7 +77,7 @@ class Locator:
         return None
 
 
-class Segmenter:
+class LayerSegmenter:
     """Runs a model on fake tensors and cuts what it does to memory into segments.
 
     Args:
@@ -87,19 +87,21 @@ class Segmenter:
         answers: What answers operations that ask for values; what none answers, the model must do without.
     """
 
-    def __init__(self, model: Any, stacks: Sequence[Stack], *, marked: bool, answers: Sequence[Answer] = ()) -> None:
+    def __init__(
+        self, model: Any, stacks: Sequence[LayerStack], *, marked: bool, answers: Sequence[FakeOpRule] = ()
+    ) -> None:
         self.forward: list[Segment] = []
         self.backward: list[Segment] = []
         self.after: list[Segment] = []
         self.weights: list[Segment] = []
-        self.host_copies: list[tuple[Owner, int]] = []
+        self.host_copies: list[tuple[LayerRef, int]] = []
         self._model = model
         self._stacks = stacks
         self._marked = marked
         self._locate = Locator(stacks)
         self._recorder = Recorder()
-        self._causes = Causes()
-        self._owner: Owner = None
+        self._causes = AttributionStack()
+        self._owner: LayerRef = None
         self._inside = False  # whether a layer's forward pass is running
         self._running = self.forward
         self._head_input: torch.Tensor | None = None
@@ -114,8 +116,8 @@ class Segmenter:
         step: Callable[[], torch.Tensor],
         *,
         backward: bool = True,
-        ends: Ends | None = None,
-        gradients: WeightGradients | None = None,
+        ends: StageBoundary | None = None,
+        gradients: WeightGradStore | None = None,
     ) -> None:
         """Runs forward and backward.
 
@@ -126,7 +128,7 @@ class Segmenter:
                 is handed over to it.
             gradients: Of weights, which come in a second half of the backward pass; None where it is whole.
         """
-        ends = ends or Ends()
+        ends = ends or StageBoundary()
         self.tracker.ignore([*self._model.parameters(), *self._model.buffers(), *ends.given])
         self._hook()
         try:
@@ -138,11 +140,11 @@ class Segmenter:
                 if not backward and ends.sends_on:
                     ends.sent_bytes = self.tracker.hand_over(root)
                 self._switch(None)
-                waiting: deque[Delayed] = deque()
+                waiting: deque[DeferredWeightGrad] = deque()
                 if backward:
                     self._causes.backward, self._running = True, self.backward
                     self._causes.in_loss = ends.gradient is None
-                    with gradients.put_off() if gradients is not None else contextlib.nullcontext(waiting) as waiting:
+                    with gradients.defer() if gradients is not None else contextlib.nullcontext(waiting) as waiting:
                         root.backward(ends.gradient)  # type: ignore[no-untyped-call]
                     if ends.received is not None and ends.received.grad is not None:
                         ends.sent_bytes = self.tracker.hand_over(ends.received.grad)
@@ -157,7 +159,7 @@ class Segmenter:
                 handle.remove()
 
     @torch.no_grad()
-    def _run_weights(self, waiting: deque[Delayed]) -> None:
+    def _run_weights(self, waiting: deque[DeferredWeightGrad]) -> None:
         """Computes the gradients that have waited (toolkit pipeline_parallel/zero_bubble_backward.py accumulate)."""
         self._running = self.weights
         names = {parameter: name for name, parameter in self._model.named_parameters()}
@@ -195,7 +197,7 @@ class Segmenter:
         yield
         self._causes.pop()
 
-    def _switch(self, owner: Owner) -> None:
+    def _switch(self, owner: LayerRef) -> None:
         """Ends the current segment and starts another."""
         self._close()
         if self._causes.backward and owner is not None:
@@ -300,14 +302,14 @@ class Segmenter:
         backward = self._causes.backward
         where = self._locate(name)
         if where is None:
-            self._recorder.note(Mark(kind, name, None, size, backward))
+            self._recorder.note(Marker(kind, name, None, size, backward))
             return
         stack, position, rest = where
         if self._owner is not None and self._owner[0] == stack:
-            self._recorder.note(Mark(kind, rest, position - self._owner[1], size, backward))
+            self._recorder.note(Marker(kind, rest, position - self._owner[1], size, backward))
             return
         # Outside of the layers: the first and last layers stand for themselves.
-        self._recorder.note(Mark(kind, rest, None, size, backward, (stack, position)))
+        self._recorder.note(Marker(kind, rest, None, size, backward, (stack, position)))
 
 
 def _share(one: torch.Tensor, other: torch.Tensor | None) -> bool:

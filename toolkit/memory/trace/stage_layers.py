@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.memory.trace.representatives import Stack, kinds_of, layer_types, prune, shorten
+from toolkit.memory.trace.representatives import LayerStack, kinds_of, layer_types, prune_layers, select_representatives
 from toolkit.pipeline_parallel import StagePart
 from toolkit.pipeline_parallel.decoder_layout import find_layers
 
@@ -24,7 +24,7 @@ class Pruned:
     """
 
     kept: tuple[int, ...]
-    stacks: tuple[Stack, ...]
+    stacks: tuple[LayerStack, ...]
     part: StagePart
 
 
@@ -40,7 +40,7 @@ def choose(prefix: str, kinds: Sequence[Hashable], types: Sequence[Hashable], pa
         types: Of all layers, what the configuration says of them.
         part: The rank's layers.
     """
-    shortened = [shorten([kinds[index] for index in chunk]) for chunk in part.chunks]
+    shortened = [select_representatives([kinds[index] for index in chunk]) for chunk in part.chunks]
     own = [[chunk.start + index for index in kept] for chunk, (kept, _) in zip(part.chunks, shortened, strict=True)]
     absent = {chunk.start - 1 for chunk in part.chunks} | {chunk.stop for chunk in part.chunks}
     absent &= set(range(part.num_layers))
@@ -59,14 +59,14 @@ def choose_all(prefix: str, part: StagePart) -> Pruned:
     return _pruned(prefix, part, own, [tuple(range(len(chunk))) for chunk in part.chunks], others)
 
 
-def prune_to_part(model: nn.Module, part: StagePart, *, all_layers: bool) -> tuple[list[Stack], StagePart]:
+def prune_to_part(model: nn.Module, part: StagePart, *, all_layers: bool) -> tuple[list[LayerStack], StagePart]:
     """Leaves in a model, which is whole, only what a stage's trace needs; gives its layers, and the part to cut out of it."""
     prefix = find_layers(model)
     layers: Any = model.get_submodule(prefix)
     chosen = choose_all(prefix, part)
     if not all_layers:
         chosen = choose(prefix, kinds_of(model, layers), layer_types(model, len(layers)), part)
-    prune(model, [Stack(prefix=prefix, kept=chosen.kept, stands_for=tuple(range(part.num_layers)))])
+    prune_layers(model, [LayerStack(prefix=prefix, kept=chosen.kept, stands_for=tuple(range(part.num_layers)))])
     return list(chosen.stacks), chosen.part
 
 
@@ -76,7 +76,7 @@ def _pruned(
     kept = tuple(sorted({index for indices in own for index in indices} | absent))
     offsets = [kept.index(indices[0]) for indices in own]
     stacks = tuple(
-        Stack(prefix=prefix, kept=tuple(indices), stands_for=represented, first=chunk.start, offset=offset)
+        LayerStack(prefix=prefix, kept=tuple(indices), stands_for=represented, first=chunk.start, offset=offset)
         for indices, represented, chunk, offset in zip(own, stands_for, part.chunks, offsets, strict=True)
     )
     chunks = tuple(range(offset, offset + len(indices)) for indices, offset in zip(own, offsets, strict=True))

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from toolkit.memory.engines.ledger import in_blocks
-from toolkit.memory.trace.events import Owner, Recorder, Release
-from toolkit.memory.trace.fake_ops import Answer
+from toolkit.memory.trace.events import LayerRef, Recorder, Release
+from toolkit.memory.trace.fake_ops import FakeOpRule
 
 # Bytes that a CUDA kernel takes for its first argument beside the result, which is all that fake tensors show:
 # grad * output (cuda/SoftMax.cu softmax_backward_cuda_out), isneginf of the scores (transformers/attention.cpp
@@ -32,7 +32,7 @@ class _Storage:
     watch: weakref.ref[Any]
     cause: str
     size: int
-    birth: Owner
+    birth: LayerRef
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,8 +55,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorder: Recorder,
         *,
         cause: Callable[[], str],
-        owner: Callable[[], Owner],
-        answers: Sequence[Answer] = (),
+        owner: Callable[[], LayerRef],
+        answers: Sequence[FakeOpRule] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
@@ -156,7 +156,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._recorder.note(Release(entry.cause, entry.size, entry.birth))
 
 
-def _is_local(birth: Owner, now: Owner) -> bool:
+def _is_local(birth: LayerRef, now: LayerRef) -> bool:
     """Whether each layer releases what its like neighbour, or itself, has allocated."""
     if birth is None or now is None:
         return birth is now

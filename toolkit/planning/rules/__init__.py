@@ -19,9 +19,9 @@ from toolkit.planning.rules import (
     training,
     zero,
 )
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
-Rule = Callable[[Draft], Iterable[Problem]]
+Rule = Callable[[UncheckedPlan], Iterable[Problem]]
 
 RULES: tuple[Rule, ...] = (
     *model.RULES,

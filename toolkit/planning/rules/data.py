@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 
-def packing_attention(draft: Draft) -> Iterator[Problem]:
+def packing_attention(draft: UncheckedPlan) -> Iterator[Problem]:
     """A compiled layer is traced for one mask; that of separated documents differs at each step."""
     data = draft.job.data
     if data is not None and data.packing == "separated" and draft.job.train.torch_compile:

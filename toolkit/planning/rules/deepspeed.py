@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 if TYPE_CHECKING:
     from toolkit.deepspeed_spec.facts import EngineFacts
 
 
-def sound_section(draft: Draft) -> Iterator[Problem]:
+def sound_section(draft: UncheckedPlan) -> Iterator[Problem]:
     """Each key exists in DeepSpeed, with its type, and is not set elsewhere; none is ignored in this run or stops its engine."""
     if draft.job.deepspeed:  # most jobs have none: the schema is built when it is first used
         from toolkit.deepspeed_spec.job_section import check_section, run_problems
@@ -22,7 +22,7 @@ def sound_section(draft: Draft) -> Iterator[Problem]:
         yield from run_problems(reading, _facts_of(draft))
 
 
-def _facts_of(draft: Draft) -> EngineFacts:
+def _facts_of(draft: UncheckedPlan) -> EngineFacts:
     """Return what decides which keys the engine of a job reads."""
     from toolkit.deepspeed_spec.facts import EngineFacts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Key of the job, and the values that can be estimated alone, each with what to set instead.
 _ESTIMATED_ALONE = {
@@ -15,7 +15,7 @@ _ESTIMATED_ALONE = {
 }
 
 
-def estimate_only(draft: Draft) -> Iterator[Problem]:
+def estimate_only(draft: UncheckedPlan) -> Iterator[Problem]:
     """A value that `toolkit estimate` takes and no run does."""
     for key, values in _ESTIMATED_ALONE.items():
         section, _, name = key.partition(".")
@@ -29,7 +29,7 @@ def estimate_only(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def strategy_keys(draft: Draft) -> Iterator[Problem]:
+def strategy_keys(draft: UncheckedPlan) -> Iterator[Problem]:
     """DDP and FSDP2 are not DeepSpeed's: its stages, its offload and its keys say nothing to them."""
     strategy = draft.job.parallel.strategy
     if strategy == "zero":
@@ -42,7 +42,7 @@ def strategy_keys(draft: Draft) -> Iterator[Problem]:
         yield _foreign(strategy, f"deepspeed.{key}", "…")
 
 
-def qlora_partitions(draft: Draft) -> Iterator[Problem]:
+def qlora_partitions(draft: UncheckedPlan) -> Iterator[Problem]:
     """Stage 3 partitions floating-point weights; packed 4-bit ones lose their scales (peft #306)."""
     if draft.job.train.method == "qlora" and draft.settings.zero_stage == 3:
         strategy = draft.job.parallel.strategy

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from toolkit.catalog.parameters import float8_layers
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 
-def fp8_section(draft: Draft) -> Iterator[Problem]:
+def fp8_section(draft: UncheckedPlan) -> Iterator[Problem]:
     """The fp8 section belongs to the precision of that name."""
     precision = draft.settings.precision
     if draft.job.train.fp8 is not None and precision != "fp8":
@@ -21,7 +21,7 @@ def fp8_section(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def fp8_engine(draft: Draft) -> Iterator[Problem]:
+def fp8_engine(draft: UncheckedPlan) -> Iterator[Problem]:
     """Float8 products are applied to models that our engine trains, and to no others."""
     if draft.settings.precision != "fp8":
         return
@@ -46,7 +46,7 @@ def fp8_engine(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def fp8_layers(draft: Draft) -> Iterator[Problem]:
+def fp8_layers(draft: UncheckedPlan) -> Iterator[Problem]:
     """Something is computed in float8; of architectures that are not declared, only building the model tells."""
     if draft.settings.precision == "fp8" and float8_layers(draft.model.config) is False:
         yield Problem(

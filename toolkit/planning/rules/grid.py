@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import PlanError, Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import Grid
 from toolkit.topology.placement import place
 
 
-def grid_on_nodes(draft: Draft) -> Iterator[Problem]:
+def grid_on_nodes(draft: UncheckedPlan) -> Iterator[Problem]:
     """Stages times tensor ranks divide the cards, and no tensor group spans two nodes."""
     cluster, parallel = draft.job.cluster, draft.job.parallel
     try:

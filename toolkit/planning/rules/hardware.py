@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Kernels of the flash-attn package need tensor cores of Ampere or later (flash_attn README, "GPU support").
 FLASH_COMPUTE_CAPABILITY = (8, 0)
@@ -14,7 +14,7 @@ FLASH_COMPUTE_CAPABILITY = (8, 0)
 _ABSOLUTE_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom", "gptj", "codegen", "gpt_neo", "biogpt", "xglm"})
 
 
-def precision_of_card(draft: Draft) -> Iterator[Problem]:
+def precision_of_card(draft: UncheckedPlan) -> Iterator[Problem]:
     """The card computes in the precision (engine.py _do_sanity_check); CPUs emulate fp8."""
     precision = draft.settings.precision
     if not draft.gpu.supports(draft.settings.dtype if draft.on_cpu else precision):
@@ -31,7 +31,7 @@ def precision_of_card(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def attention_kernel(draft: Draft) -> Iterator[Problem]:
+def attention_kernel(draft: UncheckedPlan) -> Iterator[Problem]:
     """FlashAttention needs a card and a precision."""
     attention = draft.settings.attention
     if attention == "flash_attention_2":
@@ -56,7 +56,7 @@ def attention_kernel(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def sequence_within_positions(draft: Draft) -> Iterator[Problem]:
+def sequence_within_positions(draft: UncheckedPlan) -> Iterator[Problem]:
     """The sequence is no longer than the positions that the model knows."""
     limit, length = draft.model.max_position_embeddings, draft.settings.sequence_length
     if limit is None or length <= limit:
@@ -74,7 +74,7 @@ def sequence_within_positions(draft: Draft) -> Iterator[Problem]:
     )
 
 
-def lion_needs_kernels(draft: Draft) -> Iterator[Problem]:
+def lion_needs_kernels(draft: UncheckedPlan) -> Iterator[Problem]:
     """DeepSpeed's Lion on the device is a CUDA kernel."""
     if draft.job.train.optimizer == "lion" and draft.on_cpu and not draft.profile.optimizer:
         yield Problem(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.planning.settings import Settings
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 NAMES = {"trainer": "transformers.Trainer", "accelerate": "a plain Accelerate script"}
 OWN = "train with `toolkit train` or a script that calls `tk.initialize`"
@@ -22,7 +22,7 @@ LIGER_MODEL_TYPES = frozenset(
 )
 
 
-def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
+def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     """Yield every reason for which `consumer` cannot carry the plan; none for `toolkit`."""
     if consumer == "toolkit":
         return
@@ -30,7 +30,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
     fraction = draft.settings.gradient_checkpointing
     if 0 < fraction < 1:
         yield Problem(
-            code="CONSUMER_FRACTION",
+            code="INTEGRATION_CHECKPOINTING",
             key="train.gradient_checkpointing",
             message=(
                 f"gradient_checkpointing={fraction:g} is a share of the layers: {name} has them checkpointed by "
@@ -41,7 +41,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
         )
     if draft.profile.activations:
         yield Problem(
-            code="CONSUMER_ACTIVATIONS",
+            code="INTEGRATION_ACTIVATIONS",
             key="parallel.offload",
             message=(
                 f"offload=activations-cpu moves the inputs of checkpointed layers by a function of our own: for {name} "
@@ -52,7 +52,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
         )
     if draft.job.parallel.pipeline > 1:
         yield Problem(
-            code="CONSUMER_PIPELINE",
+            code="INTEGRATION_PIPELINE",
             key="parallel.pipeline",
             message=f"pipeline={draft.job.parallel.pipeline} cuts the model into stages and orders their passes by a loop of our own: "
             f"{name} has no place for either",
@@ -61,7 +61,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
         )
     if draft.job.parallel.tensor > 1:
         yield Problem(
-            code="CONSUMER_TENSOR",
+            code="INTEGRATION_TENSOR",
             key="parallel.tensor",
             message=f"tensor={draft.job.parallel.tensor} shards the model by modules of our own and hands DeepSpeed their groups: "
             f"{name} has no place for either",
@@ -70,7 +70,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
         )
     if draft.settings.precision == "fp8":
         yield Problem(
-            code="CONSUMER_FP8",
+            code="INTEGRATION_FP8",
             key="train.precision",
             message=f"precision=fp8 is applied to the model by our own loop: {name} would train in bf16 with our files, and with "
             "its own fp8 switch convert other layers",
@@ -79,7 +79,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
         )
     if draft.settings.kernels != "eager":
         yield Problem(
-            code="CONSUMER_KERNELS",
+            code="INTEGRATION_KERNELS",
             key="train.kernels",
             message=f"kernels={draft.settings.kernels} is applied by our own loop, to the modules of one model: {name} has no such "
             "switch, and Liger's own patches the classes of the process, rotary embeddings too",
@@ -89,7 +89,7 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
     yield from _loss_problems(draft, consumer)
     if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(
-            code="CONSUMER_POLYNOMIAL",
+            code="INTEGRATION_POLYNOMIAL",
             key="train.max_steps",
             message=f"max_steps={draft.settings.max_steps} is all warm-up: the polynomial schedule of {name} divides by the steps after it",
             fix="Raise train.max_steps, or set train.lr_scheduler_type to linear",
@@ -97,25 +97,25 @@ def consumer_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
         )
     if train.learning_rate_scaling != "none" and consumer == "accelerate":
         yield Problem(
-            code="CONSUMER_LEARNING_RATE",
+            code="INTEGRATION_LEARNING_RATE",
             key="train.learning_rate_scaling",
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
         )
 
 
-def _loss_problems(draft: Draft, consumer: str) -> Iterator[Problem]:
+def _loss_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
     name, train = NAMES[consumer], draft.job.train
     if train.loss == "chunked" or (train.loss == "liger" and consumer == "accelerate"):
         yield Problem(
-            code="CONSUMER_LOSS",
+            code="INTEGRATION_LOSS",
             key="train.loss",
             message=f"loss={train.loss} is computed by our own loop, not by {name}",
             fix=f"Set train.loss to full{' or liger' if consumer == 'trainer' else ''}, or {OWN}",
         )
     elif train.loss == "liger" and draft.model.model_type not in LIGER_MODEL_TYPES:
         yield Problem(
-            code="CONSUMER_LIGER",
+            code="INTEGRATION_LIGER",
             key="train.loss",
             message=f"loss=liger with model_type={draft.model.model_type}: {name} has Liger patch the model's class, which it "
             "does for other types, and leaves this one silently as it is",

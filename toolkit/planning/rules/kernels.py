@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Decoders with layer norms and without gates; `toolkit.modeling.fused_kernels` tells of any other what it can replace.
 PLAIN_MODEL_TYPES = frozenset(
@@ -26,7 +26,7 @@ PLAIN_MODEL_TYPES = frozenset(
 )
 
 
-def fused_kernels(draft: Draft) -> Iterator[Problem]:
+def fused_kernels(draft: UncheckedPlan) -> Iterator[Problem]:
     """Liger's kernels are Triton's, for RMS norms and gated activations, each on its own."""
     if draft.settings.kernels != "liger":
         return

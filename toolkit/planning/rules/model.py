@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 from toolkit.catalog.architectures import Architecture, architecture_of, class_problems
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import join
 
 
-def causal_language_model(draft: Draft) -> Iterator[Problem]:
+def causal_language_model(draft: UncheckedPlan) -> Iterator[Problem]:
     """What is planned and priced is what would be built: the causal language model that the folder holds."""
     model = draft.model
     yield from class_problems(model.config, name=model.name, trust_remote_code=draft.job.model.trust_remote_code)
 
 
-def _built(draft: Draft) -> Architecture | None:
+def _built(draft: UncheckedPlan) -> Architecture | None:
     model = draft.model
     folder = model.path if model.origin == "folder" else None
     return architecture_of(model.config, trust_remote_code=draft.job.model.trust_remote_code, folder=folder)
 
 
-def layers_that_recompute(draft: Draft) -> Iterator[Problem]:
+def layers_that_recompute(draft: UncheckedPlan) -> Iterator[Problem]:
     """Some old classes have no layers that transformers can checkpoint."""
     built, fraction = _built(draft), draft.settings.gradient_checkpointing
     if fraction and built is not None and built.checkpoints is False:
@@ -35,7 +35,7 @@ def layers_that_recompute(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def attention_of_class(draft: Draft) -> Iterator[Problem]:
+def attention_of_class(draft: UncheckedPlan) -> Iterator[Problem]:
     """A class has the attention that it has been written for, and no other; soft-capped scores need a kernel that caps."""
     built, attention = _built(draft), draft.settings.attention
     if built is None or built.attention is None or attention in built.attention:
@@ -54,7 +54,7 @@ def attention_of_class(draft: Draft) -> Iterator[Problem]:
     )
 
 
-def _soft_capped(draft: Draft) -> Iterator[Problem]:
+def _soft_capped(draft: UncheckedPlan) -> Iterator[Problem]:
     cap = draft.model.config.get("attn_logit_softcapping")
     if draft.settings.attention == "sdpa" and cap:
         yield Problem(
@@ -69,7 +69,7 @@ def _soft_capped(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def mode_that_trains(draft: Draft) -> Iterator[Problem]:
+def mode_that_trains(draft: UncheckedPlan) -> Iterator[Problem]:
     """xLSTM is published in the mode in which it generates: its states are fp32, and its weights in 16 bit do not fit them."""
     model, dtype = draft.model, draft.settings.dtype
     if model.model_type == "xlstm" and model.config.get("mode", "inference") == "inference" and dtype != "fp32":

@@ -11,13 +11,13 @@ from toolkit.errors import PlanError, Problem
 from toolkit.pipeline_schedule import check_partition, schedule_problems, uniform_partition
 from toolkit.planning.pipeline_layout import across_stages
 from toolkit.planning.stage_parts import layers_of_ranks
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 _KEY = "parallel.pipeline"
 _OFF = f"set {_KEY} to 1"
 
 
-def needs_a_pipeline(draft: Draft) -> Iterator[Problem]:
+def needs_a_pipeline(draft: UncheckedPlan) -> Iterator[Problem]:
     """Keys of pipelines that nothing would read."""
     parallel = draft.job.parallel
     if parallel.pipeline > 1:
@@ -34,7 +34,7 @@ def needs_a_pipeline(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def layers_of_stages(draft: Draft) -> Iterator[Problem]:
+def layers_of_stages(draft: UncheckedPlan) -> Iterator[Problem]:
     """Each stage holds at least one decoder layer, and a list names them all."""
     parallel, num_layers = draft.job.parallel, draft.model.num_hidden_layers
     if parallel.pipeline == 1:
@@ -49,7 +49,7 @@ def layers_of_stages(draft: Draft) -> Iterator[Problem]:
         yield from error.problems
 
 
-def schedule_runs(draft: Draft) -> Iterator[Problem]:
+def schedule_runs(draft: UncheckedPlan) -> Iterator[Problem]:
     """What each schedule needs of virtual stages and micro-batches."""
     parallel, settings = draft.job.parallel, draft.settings
     if parallel.pipeline > 1:
@@ -61,7 +61,7 @@ def schedule_runs(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def split_backward_passes(draft: Draft) -> Iterator[Problem]:
+def split_backward_passes(draft: UncheckedPlan) -> Iterator[Problem]:
     """A schedule that computes the gradients of weights apart needs weights that are trained and there."""
     train, settings = draft.job.train, draft.settings
     if draft.job.parallel.pipeline == 1 or not settings.splits_backward:
@@ -87,10 +87,12 @@ def split_backward_passes(draft: Draft) -> Iterator[Problem]:
 
 def _unsplit(key: str, value: str, why: str, instead: str) -> Problem:
     otherwise = "parallel.pipeline_schedule to 1f1b or interleaved"
-    return _beside("pipeline_schedule=zb-h1", key, value, why, f"{instead}, or {otherwise}", code="SCHEDULE_SPLIT")
+    return _beside(
+        "pipeline_schedule=zb-h1", key, value, why, f"{instead}, or {otherwise}", code="ZERO_BUBBLE_UNSUPPORTED"
+    )
 
 
-def passes_without_a_halt(draft: Draft) -> Iterator[Problem]:
+def passes_without_a_halt(draft: UncheckedPlan) -> Iterator[Problem]:
     """No part of DeepSpeed waits on the host for all that a card has been given, messages among it, between passes."""
     pipeline = draft.job.parallel.pipeline
     if pipeline == 1:
@@ -117,7 +119,7 @@ def _is_on(section: Mapping[str, Any], part: str, name: str) -> bool:
 
 def _halt(path: str, what: str, *, source: str, instead: str = "") -> Problem:
     return Problem(
-        code="PIPELINE_HALT",
+        code="PIPELINE_BLOCKING_OPTION",
         key=f"deepspeed.{path}",
         message=f"{what}: DeepSpeed would wait between passes for messages that another stage sends only after it has waited too",
         fix=f"Remove deepspeed.{path}{instead}",
@@ -125,11 +127,11 @@ def _halt(path: str, what: str, *, source: str, instead: str = "") -> Problem:
     )
 
 
-def gathered_by_the_engine(draft: Draft) -> Iterator[Problem]:
+def gathered_by_the_engine(draft: UncheckedPlan) -> Iterator[Problem]:
     """DeepSpeed lets other code order the passes under its ZeRO optimizers alone."""
     if draft.job.parallel.pipeline > 1 and draft.settings.zero_stage == 0:
         yield Problem(
-            code="PIPELINE_STAGE",
+            code="PIPELINE_ZERO_STAGE",
             key="parallel.zero_stage",
             message=f"zero_stage=0 with pipeline={draft.job.parallel.pipeline}: DeepSpeed refuses gradients that come from another "
             "stage where it shards nothing",
@@ -138,7 +140,7 @@ def gathered_by_the_engine(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def proven_together(draft: Draft) -> Iterator[Problem]:
+def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
     """What cuts or runs the model in another way."""
     if draft.job.parallel.pipeline == 1:
         return
@@ -157,21 +159,21 @@ def proven_together(draft: Draft) -> Iterator[Problem]:
         yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
 
 
-def followed_by_each_stage(draft: Draft) -> Iterator[Problem]:
+def followed_by_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     """The model's configuration asks for nothing of which a stage has a part."""
     pipeline = draft.job.parallel.pipeline
     if pipeline == 1:
         return
     for value, why in across_stages(draft.model.config):
         yield Problem(
-            code="PIPELINE_TOGETHER",
+            code="PIPELINE_UNSUPPORTED",
             key="model",
             message=f"{value} in the model's config.json with pipeline={pipeline}: {why}",
             fix=f"Set model to a config.json without {value.partition('=')[0]}, or {_OFF}",
         )
 
 
-def adapters_on_each_stage(draft: Draft) -> Iterator[Problem]:
+def adapters_on_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     """A pipeline rank without adapters would have nothing to train, and DeepSpeed no optimizer for it."""
     train, pp = draft.job.train, draft.job.parallel.pipeline
     if pp == 1 or train.method != "lora" or not draft.settings.partition:
@@ -191,7 +193,7 @@ def adapters_on_each_stage(draft: Draft) -> Iterator[Problem]:
 
 
 def _refused(key: str, value: str, why: str, instead: str) -> Problem:
-    return _beside("pipeline above 1", key, value, why, f"{instead}, or {_OFF}", code="PIPELINE_TOGETHER")
+    return _beside("pipeline above 1", key, value, why, f"{instead}, or {_OFF}", code="PIPELINE_UNSUPPORTED")
 
 
 def _beside(other: str, key: str, value: str, why: str, instead: str, *, code: str) -> Problem:

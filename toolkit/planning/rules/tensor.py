@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.config.job import Lora
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import divisors, join
 
 # Architectures whose styles `toolkit.tensor_parallel.tables` knows.
@@ -30,7 +30,7 @@ _KEY, _SEQUENCE = "parallel.tensor", "parallel.sequence_parallel"
 _ALONE = f"Set {_KEY} to 1"
 
 
-def whole_heads(draft: Draft) -> Iterator[Problem]:
+def whole_heads(draft: UncheckedPlan) -> Iterator[Problem]:
     """Each rank owns whole query heads, and each key head lies on equally many ranks."""
     size, model = draft.job.parallel.tensor, draft.model
     query, key_value = model.num_attention_heads, model.num_key_value_heads
@@ -64,7 +64,7 @@ def whole_heads(draft: Draft) -> Iterator[Problem]:
     )
 
 
-def _inner_width(draft: Draft) -> tuple[str, int, int]:
+def _inner_width(draft: UncheckedPlan) -> tuple[str, int, int]:
     """Return the name and length of what the ranks share of a feed-forward layer, and what a rank's share is a multiple of."""
     model = draft.model
     if not model.num_experts:
@@ -74,7 +74,7 @@ def _inner_width(draft: Draft) -> tuple[str, int, int]:
     return name, int(model.config.get(name) or model.intermediate_size), 4 if draft.settings.dtype == "fp32" else 8
 
 
-def known_styles(draft: Draft) -> Iterator[Problem]:
+def known_styles(draft: UncheckedPlan) -> Iterator[Problem]:
     """The architecture is one whose styles are known and tested."""
     if draft.job.parallel.tensor > 1 and not _is_known(draft):
         yield Problem(
@@ -87,7 +87,7 @@ def known_styles(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def proven_together(draft: Draft) -> Iterator[Problem]:
+def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
     """What changes the same modules or the same state in another way."""
     if draft.job.parallel.tensor == 1:
         return
@@ -125,7 +125,7 @@ def proven_together(draft: Draft) -> Iterator[Problem]:
             yield _refused("train.lora.modules_to_save", ", ".join(train.lora.modules_to_save), why, "none")
 
 
-def pieces_of_sequences(draft: Draft) -> Iterator[Problem]:
+def pieces_of_sequences(draft: UncheckedPlan) -> Iterator[Problem]:
     """Sequence parallelism is of tensor ranks, and gives each an equal piece of every sequence."""
     if not draft.settings.sequence_parallel:
         return
@@ -153,12 +153,12 @@ def pieces_of_sequences(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def counted_norm(draft: Draft) -> Iterator[Problem]:
+def counted_norm(draft: UncheckedPlan) -> Iterator[Problem]:
     """DeepSpeed's 16-bit optimizers of stage 0 copy their masters without the marks of cut parameters."""
     settings = draft.settings
     if draft.job.parallel.tensor > 1 and settings.zero_stage == 0 and settings.dtype != "fp32":
         yield Problem(
-            code="TP_STAGE",
+            code="TP_ZERO_STAGE",
             key="parallel.zero_stage",
             message=f"zero_stage=0 with tensor={draft.job.parallel.tensor} and precision={settings.precision}: DeepSpeed would leave "
             "the other ranks' shards out of the gradient norm, and clip too little",
@@ -176,13 +176,13 @@ def _shown(lora: Lora) -> str:
     return lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
 
 
-def _is_known(draft: Draft) -> bool:
+def _is_known(draft: UncheckedPlan) -> bool:
     return draft.model.model_type in TENSOR_MODEL_TYPES
 
 
 def _refused(key: str, value: str, why: str, instead: str) -> Problem:
     return Problem(
-        code="TP_TOGETHER",
+        code="TP_UNSUPPORTED",
         key=key,
         message=f"{key.rpartition('.')[2]}={value} with tensor above 1: {why}",
         fix=f"Set {key} to {instead}, or {_KEY} to 1",

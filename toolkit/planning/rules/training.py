@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from toolkit.catalog.parameters import names_without_target
 from toolkit.config.job import Job
 from toolkit.errors import Problem
-from toolkit.planning.unchecked_plan import Draft
+from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys that only some optimizers read (torch.optim, deepspeed ops/adam, ops/lion).
 _OPTIMIZER_KEYS = {
@@ -28,7 +28,7 @@ def unread(job: Job, key: str) -> bool:
     return readers is not None and job.train.optimizer not in readers
 
 
-def lora_section(draft: Draft) -> Iterator[Problem]:
+def lora_section(draft: UncheckedPlan) -> Iterator[Problem]:
     """The LoRA section belongs to the method of that name."""
     if draft.job.train.lora is not None and draft.job.train.method == "full":
         yield Problem(
@@ -39,7 +39,7 @@ def lora_section(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def lora_targets(draft: Draft) -> Iterator[Problem]:
+def lora_targets(draft: UncheckedPlan) -> Iterator[Problem]:
     """Some module is adapted; of architectures that are not declared, only building the model tells."""
     train = draft.job.train
     if train.method == "full" or train.lora is None:
@@ -56,7 +56,7 @@ def lora_targets(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def optimizer_keys(draft: Draft) -> Iterator[Problem]:
+def optimizer_keys(draft: UncheckedPlan) -> Iterator[Problem]:
     """Keys that the optimizer would not read."""
     train = draft.job.train
     for key, optimizers in _OPTIMIZER_KEYS.items():
@@ -69,7 +69,7 @@ def optimizer_keys(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def run_length(draft: Draft) -> Iterator[Problem]:
+def run_length(draft: UncheckedPlan) -> Iterator[Problem]:
     """Steps or epochs set the length, not both."""
     train = draft.job.train
     if train.max_steps is not None and train.num_train_epochs is not None:
@@ -81,7 +81,7 @@ def run_length(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def warmup(draft: Draft) -> Iterator[Problem]:
+def warmup(draft: UncheckedPlan) -> Iterator[Problem]:
     """Warm-up is given once, fits into the run, and is read by the schedule."""
     train = draft.job.train
     if train.warmup_steps is not None and train.warmup_ratio is not None:
@@ -116,7 +116,7 @@ def warmup(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def minimum_learning_rate(draft: Draft) -> Iterator[Problem]:
+def minimum_learning_rate(draft: UncheckedPlan) -> Iterator[Problem]:
     """A floor belongs to the one schedule that has it, which needs it."""
     train = draft.job.train
     with_floor = train.lr_scheduler_type == "cosine_with_min_lr"
@@ -137,7 +137,7 @@ def minimum_learning_rate(draft: Draft) -> Iterator[Problem]:
     )
 
 
-def polynomial_rate(draft: Draft) -> Iterator[Problem]:
+def polynomial_rate(draft: UncheckedPlan) -> Iterator[Problem]:
     """The polynomial schedule ends at a rate, not at a share of the peak, which must lie above it."""
     rate = draft.settings.learning_rate
     if draft.job.train.lr_scheduler_type == "polynomial" and rate <= POLYNOMIAL_END:
@@ -150,7 +150,7 @@ def polynomial_rate(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def learning_rate_scaling(draft: Draft) -> Iterator[Problem]:
+def learning_rate_scaling(draft: UncheckedPlan) -> Iterator[Problem]:
     """Scaling needs a reference batch, and the reference needs scaling."""
     train = draft.job.train
     if (train.learning_rate_scaling != "none") != (train.learning_rate_reference_batch_size is not None):
@@ -165,7 +165,7 @@ def learning_rate_scaling(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def evaluation(draft: Draft) -> Iterator[Problem]:
+def evaluation(draft: UncheckedPlan) -> Iterator[Problem]:
     """Evaluation keys need evaluation data."""
     data, train = draft.job.data, draft.job.train
     if data is not None and (data.eval is not None or data.validation_fraction is not None):
@@ -180,7 +180,7 @@ def evaluation(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def lora_dropout_on_experts(draft: Draft) -> Iterator[Problem]:
+def lora_dropout_on_experts(draft: UncheckedPlan) -> Iterator[Problem]:
     """peft adapts stacked experts as parameters, through which no dropout passes."""
     train = draft.job.train
     if train.method != "lora" or train.lora is None or not draft.model.num_experts:
@@ -196,7 +196,7 @@ def lora_dropout_on_experts(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def liger_loss(draft: Draft) -> Iterator[Problem]:
+def liger_loss(draft: UncheckedPlan) -> Iterator[Problem]:
     """Liger's loss is a Triton kernel that computes gradients before the loss is scaled."""
     if draft.job.train.loss != "liger":
         return

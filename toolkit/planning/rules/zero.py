@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.planning.offload import PROFILES
-from toolkit.planning.unchecked_plan import Draft, trainable_parameters
+from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
 from toolkit.units import GIB, format_bytes
 
 
-def offload_stage(draft: Draft) -> Iterator[Problem]:
+def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     """An offload profile needs the partitions that its ZeRO stage makes; DeepSpeed would ignore it below."""
     needed, stage = draft.profile.min_zero_stage, draft.settings.zero_stage
     if stage < needed:
@@ -28,7 +28,7 @@ def offload_stage(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def offload_path(draft: Draft) -> Iterator[Problem]:
+def offload_path(draft: UncheckedPlan) -> Iterator[Problem]:
     """NVMe profiles need a folder. The others may name one: it describes the machine, whatever the profile."""
     path = draft.job.cluster.nvme_path
     if draft.profile.needs_nvme and path is None:
@@ -41,7 +41,7 @@ def offload_path(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def offload_frozen(draft: Draft) -> Iterator[Problem]:
+def offload_frozen(draft: UncheckedPlan) -> Iterator[Problem]:
     """Frozen weights that were drawn at random exist nowhere but in the checkpoint, and one cannot hold them on NVMe."""
     if draft.profile.parameters == "nvme" and draft.job.train.method == "lora" and draft.settings.init == "random":
         yield Problem(
@@ -54,7 +54,7 @@ def offload_frozen(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def offload_ratio(draft: Draft) -> Iterator[Problem]:
+def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
     """A ratio is for the partial profile, which needs Adam and a known parameter count."""
     ratio, profile = draft.job.parallel.offload_ratio, draft.profile
     if ratio is not None and not profile.partial:
@@ -82,7 +82,7 @@ def offload_ratio(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def offload_activations(draft: Draft) -> Iterator[Problem]:
+def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
     """What moves are the inputs of checkpointed layers, so there must be some."""
     if draft.profile.activations and not draft.settings.gradient_checkpointing:
         yield Problem(
@@ -93,7 +93,7 @@ def offload_activations(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def accumulation_dtype(draft: Draft) -> Iterator[Problem]:
+def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
     """Gradients accumulate in the training precision or in fp32, and in fp32 only under ZeRO."""
     settings = draft.settings
     dtype, precision, own = settings.gradient_accumulation_dtype, settings.precision, settings.dtype
@@ -114,7 +114,7 @@ def accumulation_dtype(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def offload_host_memory(draft: Draft) -> Iterator[Problem]:
+def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
     """The nodes' RAM holds what the profile moves there."""
     host = draft.job.cluster.host_memory_gib or (draft.gpu.host.host_memory_gib if draft.gpu.host else None)
     trainable = trainable_parameters(draft.job, draft.model)
@@ -134,7 +134,7 @@ def offload_host_memory(draft: Draft) -> Iterator[Problem]:
     )
 
 
-def offloaded_bytes(draft: Draft, trainable: int) -> float:
+def offloaded_bytes(draft: UncheckedPlan, trainable: int) -> float:
     """Return what a CPU profile puts into one node's RAM, bytes, before rounding and without the processes' own.
 
     Master copy 4, moments 8, fp32 gradient 4, staging 2 a parameter, and 2 more with accumulation or offloaded
@@ -148,7 +148,7 @@ def offloaded_bytes(draft: Draft, trainable: int) -> float:
     return moved / draft.job.cluster.nodes
 
 
-def compile_under_zero3(draft: Draft) -> Iterator[Problem]:
+def compile_under_zero3(draft: UncheckedPlan) -> Iterator[Problem]:
     """ZeRO-3 fetches parameters in module hooks, at each of which a compiled graph breaks."""
     if draft.job.train.torch_compile and draft.settings.zero_stage == 3:
         yield Problem(
