@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-from distributed import preloaded
+from ranks import preloaded
 
 _READ_AT_IMPORT = ("HOME", "HF_", "TRANSFORMERS_", "TORCH_HOME", "XDG_", "CUDA_HOME", "LD_", "PYTHONHASHSEED", "MPL")
 _OPTIONS = ("-P", "-u")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from distributed import QUICK
 from quick_python import quick_python
+from ranks import QUICK
 from tiny_models import tiny_config
 
 from toolkit.trainer.sample import sample_documents, train_tokenizer

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import preloaded
+from ranks import preloaded
 from tiny_plans import step_batches, tiny_plan
 
 from toolkit.checkpoint.discovery import list_checkpoints, recover, remove_leftovers

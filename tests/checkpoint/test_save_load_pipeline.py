@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import run_distributed
+from ranks import run_distributed
 from safetensors.torch import load_file
 from tiny_plans import step_batches, tiny_plan
 

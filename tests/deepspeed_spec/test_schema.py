@@ -39,8 +39,8 @@ from deepspeed.runtime.zero.offload_config import (
 )
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from deepspeed.utils.logging import get_log_level_from_string
-from distributed import one_rank
 from pydantic import BaseModel
+from ranks import one_rank
 from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed as trainer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 
 from toolkit.distributed.process_groups import join_group
 from toolkit.distributed.world import World, destroy_world, init_world

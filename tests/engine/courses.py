@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_plans import ACCUMULATION, RANKS, step_batches, tiny_plan
 from torch.nn import functional
 

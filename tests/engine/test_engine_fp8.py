@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cards import card
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_plans import RANKS, step_batches, tiny_plan
 from torch.nn import functional
 

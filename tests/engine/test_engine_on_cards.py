@@ -9,7 +9,7 @@ import pytest
 import torch
 from cards import card
 from courses import LORA, NEAR, SGD, SUMS, Case, arguments_of, assert_follows_plain_torch, train_all
-from distributed import run_on_cards
+from ranks import run_on_cards
 
 FOUR = {"num_hidden_layers": 4}
 PAIR: dict[str, Any] = {"pipeline": 2, "data": 2, "micro_batches": 4, "config": FOUR}

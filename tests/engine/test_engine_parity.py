@@ -24,7 +24,7 @@ from courses import (
     reference,
     train_all,
 )
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_plans import RANKS
 
 from toolkit.modeling import linear_cross_entropy

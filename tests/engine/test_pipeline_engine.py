@@ -23,7 +23,7 @@ from courses import (
     parameters,
     train_all,
 )
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_plans import step_batches
 
 import toolkit as tk

@@ -27,7 +27,7 @@ from courses import (
     reference,
     train_all,
 )
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_plans import step_batches
 
 import toolkit as tk

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import QUICK, free_port
 from peft import PeftModel
 from quick_python import quick_python
+from ranks import QUICK, free_port
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_distributed
 from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import run_distributed
 from safetensors.torch import load_file
 from tiny_models import (
     ARCHITECTURES,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_distributed
 from held_state import dense_state
 from hostile_files import agree
 from peft import PeftModel
+from ranks import run_distributed
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_plans import step_batches, tiny_plan

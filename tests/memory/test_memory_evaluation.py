@@ -29,7 +29,7 @@ def report(**options):
     return estimate(tk.resolve(job(**options)))
 
 
-# Of each kind of layers one; the backward of all of them is traced in test_memory_trace.py.
+# Of each kind of layers one; the backward of all of them is traced in trace/test_run.py.
 QUICK = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next", "mixtral-router-loss", "gpt2")
 
 

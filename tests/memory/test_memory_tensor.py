@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from traced_models import BATCH, H100, LENGTH, config_of, peaks, traced
 from transformers import AutoModelForCausalLM

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_models import tiny_config, whole_model
 from tiny_plans import RANKS, step_batches, tiny_plan
 from torch._dynamo.utils import counters

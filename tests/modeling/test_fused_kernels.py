@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_distributed
 from kernel_stand_ins import package, sharded_losses
+from ranks import run_distributed
 from tiny_models import tiny_config, tiny_model, tokens
 from torch import nn
 from torch.nn import functional

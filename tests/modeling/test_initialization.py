@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_models import ARCHITECTURES, empty_model, partitioned_model, tiny_config, whole_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel

@@ -10,10 +10,10 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from distributed import one_rank
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plan_jobs import job_of, jobs, plan_of, resolved, sections
+from ranks import one_rank
 
 from toolkit.deepspeed_spec.job_section import job_keys
 from toolkit.deepspeed_spec.old_keys import REMOVED

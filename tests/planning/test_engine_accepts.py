@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import pytest
-from distributed import run_distributed
 from plan_jobs import CPU, job_of, plan_of
+from ranks import run_distributed
 
 from toolkit.errors import PlanError
 from toolkit.planning.deepspeed_config import merge

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from safetensors.torch import load_file
 from train_jobs import curve, job_values, records, write_inputs
 from transformers import AutoModelForCausalLM

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from train_jobs import curve, job_values, records, write_inputs
 
 from toolkit.checkpoint import shared

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from distributed import without_compilation
+from ranks import without_compilation
 
 import toolkit as tk
 from toolkit.data.collate import Collator

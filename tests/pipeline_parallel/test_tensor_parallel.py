@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 from staged_models import VOCABULARY, Chain, batch, dense_model, gradients, parts
 
 from toolkit.distributed.process_groups import join_group

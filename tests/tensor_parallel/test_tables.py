@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 from sharded_models import VOCABULARY, Variant, batch, dense_model, pairs, shard, variants
 
 from toolkit.distributed.fake import fake_world

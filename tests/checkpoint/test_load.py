@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_distributed
 from hostile_files import NAMED, agree, make_hostile
+from ranks import run_distributed
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk

@@ -7,7 +7,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_models import partitioned_model, tiny_config, tokens
 from torch import Tensor
 from torch.overrides import TorchFunctionMode

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 from drawn_together import TOGETHER
 from hypothesis import given, seed
 from hypothesis import strategies as st
+from ranks import run_distributed
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode

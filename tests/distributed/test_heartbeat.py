@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from distributed import ENVIRONMENT, free_port, run_distributed
+from ranks import ENVIRONMENT, free_port, run_distributed
 
 from toolkit.distributed import heartbeat as patience
 from toolkit.distributed.heartbeat import run_with_heartbeat
@@ -83,9 +83,9 @@ def test_a_rank_that_gives_no_sign_is_lost(found: list[dict[str, Any]]) -> None:
 WORKER = """
 import os, sys, threading, time
 from toolkit.distributed.heartbeat import run_with_heartbeat
-from toolkit.distributed.world import connect
+from toolkit.distributed.world import init_world
 from toolkit.topology.grid import Grid
-world = connect(Grid(pp=1, dp=2, tp=1), backend="gloo")
+world = init_world(Grid(pp=1, dp=2, tp=1), backend="gloo")
 print("connected", flush=True)
 run_with_heartbeat(world, (lambda: time.sleep(600)) if world.is_main else (lambda: None))
 """

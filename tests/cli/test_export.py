@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import run_distributed
 from hostile_files import NAMED, Calls, agree, make_hostile
 from peft import PeftModel
+from ranks import run_distributed
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from train_jobs import VOCAB_SIZE, job_values, write_inputs

@@ -24,7 +24,7 @@ from measure import estimated_case, read_cases  # isort: skip
 
 CASES = {case["id"]: case for case in read_cases(CARDS / "host_cases.yaml")}
 RUNS = host_runs()
-# State-space layers are of the transformers that ran: test_memory_linear_attention.py.
+# State-space layers are of the transformers that ran: kernels/test_linear_attention.py.
 NAMES = [name for name in RUNS if not name.startswith("slow-")]
 LOADED = [name for name in NAMES if CASES[name]["kind"] == "load"]
 # Alone of their model or way: the others are priced by the same terms.

@@ -3,7 +3,7 @@ import time
 
 import pytest
 import torch
-from distributed import RankError, run_distributed
+from ranks import RankError, run_distributed
 
 pytestmark = pytest.mark.gloo
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 from sharded_models import batch, dense_model, shard
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

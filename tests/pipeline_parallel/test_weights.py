@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 from safetensors.torch import load_file, save_file
 from staged_models import MODELS, dense_model, parts
 from torch import Tensor

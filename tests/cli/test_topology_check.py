@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from distributed import QUICK, free_port
 from quick_python import quick_python
+from ranks import QUICK, free_port
 
 from toolkit.cli.app import main
 from toolkit.cli.topology_check import show

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import RankError, free_port, run_distributed
+from ranks import RankError, free_port, run_distributed
 
 from toolkit.distributed.collectives import exchange, receive, send
 from toolkit.distributed.diagnose.blocked_ranks import Wait

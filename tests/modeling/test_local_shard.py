@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 from safetensors.torch import load_file, save_file
 from sharded_models import Variant, dense_model, pairs, shard, variants
 from torch import Tensor, nn

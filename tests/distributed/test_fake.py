@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 
 from toolkit.distributed.collectives import all_gather, all_reduce, reduce_scatter, start_all_reduce
 from toolkit.distributed.fake import fake_group

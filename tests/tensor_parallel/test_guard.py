@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 from sharded_models import VOCABULARY, batch, dense_model, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

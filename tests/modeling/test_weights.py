@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, empty_model, logits, partitioned_model, tiny_config, tiny_model, whole_model
 from transformers import AutoModel

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from distributed import free_port
+from ranks import free_port
 
 from toolkit.artifacts.commands import exports
 from toolkit.artifacts.files import emit

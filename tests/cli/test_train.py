@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from distributed import QUICK
 from hostile_files import agree
 from quick_python import child_with
+from ranks import QUICK
 from train_jobs import curve, files, hears_interrupts, records, run_toolkit, start_toolkit, write_inputs, write_job
 
 from toolkit.artifacts.files import emit

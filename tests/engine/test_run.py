@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_plans import ACCUMULATION, LENGTH, MICRO, RANKS, step_batches, tiny_plan
 from torch.nn import functional
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk

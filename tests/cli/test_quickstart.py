@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from distributed import QUICK
 from quick_python import quick_python
+from ranks import QUICK
 from train_jobs import curve
 
 from toolkit.checkpoint.discovery import list_checkpoints

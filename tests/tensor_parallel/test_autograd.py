@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from ranks import run_distributed
 
 from toolkit.distributed.collectives import all_reduce
 from toolkit.tensor_parallel.autograd import (

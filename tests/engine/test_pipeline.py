@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from courses import Case, full_weights, reference, reference_loss
 from deepspeed.runtime.zero import utils as zero_utils
-from distributed import run_distributed
+from ranks import run_distributed
 from tiny_plans import step_batches, tiny_plan
 from torch.nn import functional
 
