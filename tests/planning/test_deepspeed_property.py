@@ -192,7 +192,7 @@ def test_what_we_accept_deepspeed_accepts_and_uses(job):
             config = plan.deepspeed_config(consumer)
         except PlanError as error:
             assert consumer != "toolkit"
-            assert all(code.startswith("CONSUMER_") for code in error.codes)  # noqa: PT017
+            assert all(code.startswith("INTEGRATION_") for code in error.codes)  # noqa: PT017
             continue
         assert_used(config, plan.grid.dp)
         assert ("optimizer" in config) == (consumer != "accelerate")

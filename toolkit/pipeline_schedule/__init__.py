@@ -16,7 +16,13 @@ from toolkit.pipeline_schedule.instructions import (
     SendGradient,
 )
 from toolkit.pipeline_schedule.lowering import actions
-from toolkit.pipeline_schedule.partition import StageMemory, check_partition, partition, stage_layers, uniform_partition
+from toolkit.pipeline_schedule.partitioning import (
+    StageMemory,
+    check_partition,
+    partition,
+    stage_layers,
+    uniform_partition,
+)
 from toolkit.pipeline_schedule.schedule import Schedule
 from toolkit.pipeline_schedule.simulate import Durations, Span, Timeline, simulate
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import toolkit.pipeline_schedule.partition
+import toolkit.pipeline_schedule.partitioning
 from toolkit.errors import PlanError
 from toolkit.pipeline_schedule import build_schedule, check_partition, partition, stage_layers, uniform_partition
 from toolkit.units import GIB
@@ -21,7 +21,7 @@ costs_of_layers = st.lists(st.floats(0, 10) | st.sampled_from([1.0, 2.0]), min_s
 
 
 def test_doctests() -> None:
-    result = doctest.testmod(toolkit.pipeline_schedule.partition)
+    result = doctest.testmod(toolkit.pipeline_schedule.partitioning)
     assert (result.failed, result.attempted) == (0, 4)
 
 
