@@ -204,7 +204,7 @@ def test_what_other_consumers_cannot_carry_is_a_warning(folder, capsys):
         == 0
     )
     warnings = json.loads(capsys.readouterr().out)["warnings"]
-    assert sum("CONSUMER_" in warning for warning in warnings) == 1
+    assert sum("INTEGRATION_" in warning for warning in warnings) == 1
 
 
 def test_a_plan_file_in_place_of_a_job(folder, capsys):
