@@ -239,7 +239,7 @@ def test_keys(capsys):
     assert described["cluster.gpus_per_node"] == {
         "values": "whole number",
         "default": "1",
-        "meaning": "Cards, or processes under cpu, of each node.",
+        "meaning": "Number of cards of each node; under cpu, of processes.",
     }
     assert described["data.train"]["values"] == "text or list of text"
     assert not [path for path, key in described.items() if not key["meaning"]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType
@@ -13,9 +11,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from toolkit.config.job import Job
-from toolkit.config.schema import members_of, section_of
+from toolkit.config.schema import meaning_of, members_of, section_of
 
-_ARGUMENT = re.compile(r"^(\w+): (.*)$")
 _WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", dict: "section"}
 
 
@@ -27,7 +24,7 @@ class Key:
         path: Such as `train.max_steps`.
         values: What it takes, in words.
         default: As YAML shows it; empty where the rest of the job decides, or nothing is meant; `required`.
-        meaning: One sentence, from the `Args` of the section's docstring.
+        meaning: The description of the field in the schema.
     """
 
     path: str
@@ -38,33 +35,16 @@ class Key:
 
 def describe_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[Key]:
     """Yield every key, in the order of the sections."""
-    meanings = _meanings(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
-        summary = "" if inner is None else (inspect.getdoc(inner) or "").partition("\n")[0].replace("`", "")
         yield Key(
             path=f"{prefix}{name}",
             values=_values(field.annotation),
             default="required" if field.is_required() else "" if inner else _shown(field.get_default()),
-            meaning=meanings.get(name, summary),
+            meaning=meaning_of(field).replace("`", ""),
         )
         if inner is not None:
             yield from describe_keys(inner, f"{prefix}{name}.")
-
-
-def _meanings(section: type[BaseModel]) -> dict[str, str]:
-    """Reads the `Args` of a section's docstring."""
-    found: dict[str, str] = {}
-    last = ""
-    for line in (inspect.getdoc(section) or "").partition("Args:\n")[2].splitlines():
-        text = line.strip()
-        started = _ARGUMENT.match(text)
-        if started is not None and started[1] in section.model_fields:
-            last = started[1]
-            found[last] = started[2]
-        elif last and text:
-            found[last] += f" {text}"
-    return {name: text.replace("`", "") for name, text in found.items()}
 
 
 def _values(annotation: Any) -> str:

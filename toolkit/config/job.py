@@ -69,46 +69,41 @@ NAME_TAG, CARD_TAG = "<name>", "<card>"
 
 
 class Model(Section):
-    """Which model, and how its weights come to be.
-
-    Args:
-        name: Hub id, local folder, `config.json` file, or a name in `configs/models`.
-        revision: Branch, tag or commit on the hub.
-        tokenizer: Hub id or folder of the tokenizer, when it is not the model's own.
-        trust_remote_code: Runs Python code that the model's repository ships.
-        init: `pretrained` loads weights; `random` draws them from `train.seed`.
-    """
+    """Which model, and how its weights come to be."""
 
     name: Name
+    """The model: a hub id, a local folder, a `config.json` file, or a name that `toolkit models` lists."""
     revision: Word | None = None
+    """Branch, tag or commit of the model on the hub."""
     tokenizer: Name | None = None
+    """Hub id or folder of the tokenizer, where it is not the model's own."""
     trust_remote_code: StrictBool = False
+    """Whether to run the Python code that the model's repository ships."""
     init: Literal["pretrained", "random"] | None = None
+    """`pretrained` loads the weights; `random` draws them from `train.seed`."""
 
 
 class Card(Section):
-    """A card that the catalogue lacks, or one of it that differs: what is left out is the catalogue's, or a default of the plan.
-
-    Args:
-        name: Such as `l20`; of a card in the catalogue, what follows changes it.
-        memory_gib: What a process sees of its memory (`torch.cuda.mem_get_info()[1]`), GiB: 2 to 8 % less than the card is
-            called by.
-        vendor: `nvidia` or `amd`.
-        compute_capability: CUDA's, such as "8.9", or AMD's gfx name; it decides which kernels and number formats there are.
-        bf16_tflops: Dense peak of its matrix units, TFLOP/s, for the share of it that training reaches (MFU).
-        fp16_tflops: As above.
-        fp8_tflops: As above.
-        fp32_tflops: Peak without TF32, TFLOP/s.
-    """
+    """A card that the catalogue lacks, or one of it that differs: what is left out is the catalogue's, or a default of the plan."""
 
     name: Word
+    """Name of the card, such as `l20`. If the catalogue has it, the keys below change its figures."""
     memory_gib: PositiveNumber | None = None
+    """Memory that a process sees (`torch.cuda.mem_get_info()[1]`), in GiB: 2 to 8 % less than the nominal size."""
     vendor: Literal["nvidia", "amd"] | None = None
+    """Maker of the card: `nvidia` or `amd`."""
     compute_capability: Capability | None = None
+    """CUDA's compute capability, such as "8.9", or AMD's gfx name. It decides which kernels and number formats there
+    are.
+    """
     bf16_tflops: PositiveNumber | None = None
+    """Dense bf16 peak of the matrix units, in TFLOP/s; training is compared with it (MFU)."""
     fp16_tflops: PositiveNumber | None = None
+    """Dense fp16 peak of the matrix units, in TFLOP/s."""
     fp8_tflops: PositiveNumber | None = None
+    """Dense fp8 peak of the matrix units, in TFLOP/s."""
     fp32_tflops: PositiveNumber | None = None
+    """Peak in fp32 without TF32, in TFLOP/s."""
 
 
 def _form_of_card(value: Any) -> str:
@@ -116,31 +111,31 @@ def _form_of_card(value: Any) -> str:
 
 
 class Cluster(Section):
-    """Which machines.
-
-    Args:
-        gpu: Name in the catalogue (`toolkit gpus`), `cpu` for processes over gloo, or a section that describes a card.
-        gpus_per_node: Cards, or processes under `cpu`, of each node.
-        nodes: Machines.
-        host_memory_gib: RAM of a node, GiB; from the catalogue when left out.
-        nvme_path: Local folder for NVMe offload.
-        master_port: TCP port of the rendezvous; a free one when left out.
-        kernel_packages: Of the packages that have kernels for linear attention and state-space layers, those that are installed
-            there; those that are installed here when left out.
-        transformers: Version that is installed there, where it is another than here.
-    """
+    """Which machines."""
 
     gpu: Annotated[
         Annotated[Word, Tag(NAME_TAG)] | Annotated[Card, Tag(CARD_TAG)],
         Discriminator(_form_of_card),
     ]
+    """Name of a card in the catalogue (`toolkit gpus`), `cpu` for processes over gloo, or a section that describes a
+    card.
+    """
     gpus_per_node: NumGpus = 1
+    """Number of cards of each node; under `cpu`, of processes."""
     nodes: NumNodes = 1
+    """Number of nodes."""
     host_memory_gib: PositiveNumber | None = None
+    """RAM of a node, in GiB. The catalogue's figure when left out."""
     nvme_path: Folder | None = None
+    """Local folder for offload to NVMe."""
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    """TCP port of the rendezvous. A free one when left out."""
     kernel_packages: tuple[KernelPackage, ...] | None = None
+    """Packages with kernels for linear attention and state-space layers that are installed on the cluster. Those
+    installed here when left out.
+    """
     transformers: Release | None = None
+    """Version of transformers on the cluster, where it is not the one installed here."""
 
     @property
     def num_ranks(self) -> int:
@@ -149,190 +144,192 @@ class Cluster(Section):
 
 
 class Lora(Section):
-    """LoRA by peft's names (arXiv 2106.09685): W x + s B A x, where W is frozen.
-
-    Args:
-        r: Rank: rows of A, columns of B.
-        lora_alpha: s is `lora_alpha` / `r`.
-        lora_dropout: Share of x that is dropped before A, 0 up to but not 1.
-        target_modules: Names of the layers that are adapted, or a regular expression for whole module names; `all-linear`:
-            every linear layer but the head.
-        modules_to_save: Modules that are trained whole beside the adapters, such as `lm_head`.
-        use_rslora: Makes s `lora_alpha` / √`r` (arXiv 2312.03732).
-    """
+    """LoRA by peft's names (arXiv 2106.09685): W x + s B A x, where W is frozen."""
 
     r: Count = 16
+    """Rank of the adapters: rows of A, columns of B."""
     lora_alpha: PositiveNumber = 32
+    """Sets the scale of the adapters, s = `lora_alpha` / `r`."""
     lora_dropout: ShareBelowOne = 0.0
+    """Share of x that is dropped before A, from 0 up to but not 1."""
     target_modules: Word | Annotated[tuple[Word, ...], Field(min_length=1)] = "all-linear"
+    """Names of the layers that are adapted, or a regular expression for whole module names. `all-linear`: every linear
+    layer but the head.
+    """
     modules_to_save: tuple[Word, ...] = ()
+    """Modules that are trained whole beside the adapters, such as `lm_head`."""
     use_rslora: StrictBool = False
+    """Makes the scale s = `lora_alpha` / √`r` (arXiv 2312.03732)."""
 
 
 class Fp8(Section):
-    """How matrices are rounded to float8 (arXiv 2209.05433), by torchao's names.
-
-    Args:
-        recipe: `tensorwise`: one scale a matrix; e4m3 for activations and weights, e5m2, of wider range, for gradients: the
-            fastest. `rowwise`: a scale a row, a power of two, and e4m3 for all. `rowwise_with_gw_hp`: the same, but the
-            products that give weight gradients stay in bf16: the most exact.
-    """
+    """How matrices are rounded to float8 (arXiv 2209.05433), by torchao's names."""
 
     recipe: Fp8Recipe = "tensorwise"
+    """`tensorwise`: one scale a matrix; e4m3 for activations and weights, e5m2, of wider range, for gradients: the
+    fastest. `rowwise`: a scale a row, a power of two, and e4m3 for all. `rowwise_with_gw_hp`: the same, but the
+    products that give weight gradients stay in bf16: the most exact.
+    """
 
 
 class Train(Section):
-    """How to train. `None` means: `resolve` decides and explains.
-
-    Args:
-        method: All weights; LoRA adapters; LoRA over weights in NF4 (QLoRA), which can be estimated, not trained.
-        sequence_length: Tokens a sequence.
-        per_device_train_batch_size: Micro batch: sequences a data-parallel rank and forward pass.
-        gradient_accumulation_steps: Micro batches an optimizer step.
-        train_batch_size: Sequences an optimizer step over all ranks; two of the three determine the third.
-        per_device_eval_batch_size: Sequences a data-parallel rank and forward pass when evaluating.
-        precision: Number format of the computation; 16 bit keeps an fp32 copy of what is trained. `fp8` is `bf16` but for
-            the matrix products of the linear layers inside the decoder layers, which run in float8 through torchao.
-        fp8: How these products round; only with `precision: fp8`.
-        gradient_accumulation_dtype: Number format in which the gradients of micro batches add up.
-        optimizer: `adamw` is DeepSpeed's kernel, `adamw_torch` torch's; `adamw_8bit` can be estimated, not trained.
-        weight_decay: Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the
-            gradient); norms and biases keep theirs.
-        adam_beta1: Decay of the first moment, in Lion of the update.
-        adam_beta2: Decay of the second moment, in Lion of its one moment.
-        adam_epsilon: Added to the root of the second moment.
-        momentum: Of `sgd`.
-        gradient_checkpointing: Recompute activations: all layers, none, or a fraction of them.
-        attention: `eager` writes all scores out; `sdpa` is torch's fused kernels; `flash_attention_2` the flash-attn package.
-        loss: `full` computes all logits; `chunked` computes head and cross entropy together, block by block; `liger` does
-            so with the Triton kernel of the liger-kernel package.
-        kernels: `eager` runs norms and gated activations operation by operation; `liger` each in one Triton kernel of the
-            liger-kernel package.
-        learning_rate: Peak, after the warm-up.
-        learning_rate_scaling: Multiplies `learning_rate` by the ratio of `train_batch_size` to
-            `learning_rate_reference_batch_size` (arXiv 1706.02677), or by its square root (arXiv 1404.5997).
-        learning_rate_reference_batch_size: Sequences an optimizer step for which `learning_rate` was tuned.
-        lr_scheduler_type: How the rate goes on after the warm-up; `constant` has none.
-        min_learning_rate_ratio: Share of the peak at which `cosine_with_min_lr` ends.
-        warmup_steps: Optimizer steps in which the rate rises from 0 to its peak.
-        warmup_ratio: The same as a share of all steps.
-        max_grad_norm: Largest L2 norm of the whole gradient, above which it is scaled down; 0 never does.
-        max_steps: Optimizer steps of the run.
-        num_train_epochs: Passes over the data, in place of `max_steps`.
-        save_steps: Optimizer steps between checkpoints; one is written at the end in any case.
-        save_total_limit: Checkpoints that stay; older ones are deleted.
-        eval_steps: Optimizer steps between evaluations; one is made at the end in any case.
-        logging_steps: Optimizer steps between lines of metrics.jsonl.
-        report_to: `tensorboard`, beside metrics.jsonl in output_dir, which any other tool can read; or `none`.
-        torch_compile: Compiles the model with torch.compile.
-        seed: Of data order, dropout, adapters, and weights under `model.init: random`.
-        output_dir: Folder of metrics, checkpoints and export; relative to the working directory.
-    """
+    """How to train. `None` means: `resolve` decides and explains."""
 
     method: Method = "full"
+    """`full` trains all weights; `lora` trains adapters; `qlora`, adapters over weights in NF4, can be estimated, not
+    trained.
+    """
     lora: Lora | None = None
+    """The adapters under `method: lora` or `qlora`."""
     sequence_length: Count | None = None
+    """Tokens in a sequence."""
     per_device_train_batch_size: Count | None = None
+    """Micro batch: sequences in a forward pass of each data-parallel rank."""
     gradient_accumulation_steps: Count | None = None
+    """Micro batches in an optimizer step."""
     train_batch_size: Count | None = None
+    """Global batch: sequences in an optimizer step over all ranks. Two of the three batch keys determine the third."""
     per_device_eval_batch_size: Count | None = None
+    """Sequences in a forward pass of each data-parallel rank when evaluating."""
     precision: Precision | None = None
+    """Number format of the computation; 16 bit keeps an fp32 copy of what is trained. `fp8` is `bf16` but for the
+    matrix products of the linear layers inside the decoder layers, which run in float8 through torchao.
+    """
     fp8: Fp8 | None = None
+    """How the matrix products round to float8; only with `precision: fp8`."""
     gradient_accumulation_dtype: Dtype | None = None
+    """Number format in which the gradients of micro batches add up."""
     optimizer: Optimizer = "adamw"
+    """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` can be estimated, not trained."""
     weight_decay: NonNegativeNumber = 0.0
+    """Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the gradient). Norms
+    and biases are not decayed.
+    """
     adam_beta1: ShareBelowOne = 0.9
+    """Decay rate of AdamW's first moment; in Lion, weight of the momentum in the update."""
     adam_beta2: ShareBelowOne = 0.999
+    """Decay rate of AdamW's second moment; in Lion, of its only moment."""
     adam_epsilon: PositiveNumber = 1e-8
+    """AdamW's epsilon, added to the root of the second moment."""
     momentum: ShareBelowOne = 0.0
+    """Momentum of `sgd`."""
     gradient_checkpointing: StrictBool | Fraction | None = None
+    """Recomputes activations in the backward pass: `true` in all layers, `false` in none, a number from 0 to 1 in that
+    fraction of them.
+    """
     attention: Attention | None = None
+    """`eager` writes all scores out; `sdpa` is torch's fused kernels; `flash_attention_2` is the flash-attn package."""
     loss: Loss = "full"
+    """`full` computes all logits; `chunked` computes head and cross entropy together, block by block; `liger` does so
+    with the Triton kernel of the liger-kernel package.
+    """
     kernels: Kernels | None = None
+    """`eager` runs norms and gated activations operation by operation; `liger` runs each in one Triton kernel of the
+    liger-kernel package.
+    """
     learning_rate: PositiveNumber | None = None
+    """Peak learning rate, reached after the warm-up."""
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiplies `learning_rate` by the ratio of `train_batch_size` to `learning_rate_reference_batch_size` (`linear`,
+    arXiv 1706.02677), or by its square root (`sqrt`, arXiv 1404.5997).
+    """
     learning_rate_reference_batch_size: Count | None = None
+    """Global batch, in sequences, for which `learning_rate` was tuned."""
     lr_scheduler_type: Schedule = "cosine"
+    """Shape of the learning rate after the warm-up; `constant` has no warm-up."""
     min_learning_rate_ratio: Fraction | None = None
+    """Share of the peak at which `cosine_with_min_lr` ends."""
     warmup_steps: NonNegativeCount | None = None
+    """Optimizer steps in which the learning rate rises from 0 to its peak."""
     warmup_ratio: Fraction | None = None
+    """Length of the warm-up as a share of all steps."""
     max_grad_norm: NonNegativeNumber = 1.0
+    """Largest L2 norm of the whole gradient; a larger gradient is scaled down to it. 0 never clips."""
     max_steps: Count | None = None
+    """Optimizer steps of the run."""
     num_train_epochs: PositiveNumber | None = None
+    """Passes over the data, in place of `max_steps`."""
     save_steps: Count | None = None
+    """Optimizer steps between checkpoints; one is written at the end in any case."""
     save_total_limit: Count | None = None
+    """Number of checkpoints to keep; older ones are deleted."""
     eval_steps: Count | None = None
+    """Optimizer steps between evaluations; one is made at the end in any case."""
     logging_steps: Count = 1
+    """Optimizer steps between lines of metrics.jsonl."""
     report_to: Annotated[tuple[Reporter, ...], BeforeValidator(reporters)] = ()
+    """`tensorboard`, beside metrics.jsonl in output_dir, which any other tool can read; or `none`."""
     torch_compile: StrictBool = False
+    """Compiles the model with torch.compile."""
     seed: Seed = 0
+    """Seed of data order, dropout, adapters, and weights under `model.init: random`."""
     output_dir: Folder = Path("runs/job")
+    """Folder of metrics, checkpoints and export; relative to the working directory."""
 
 
 class Data(Section):
-    """What to train on.
-
-    Args:
-        train: Local .jsonl, .json, .txt, .csv or .parquet files, a folder saved by `datasets`, or a hub id.
-        eval: The same for validation.
-        name: Configuration of a hub data set.
-        revision: Branch, tag or commit of a hub data set; a commit makes sure that a later run reads the same.
-        split: Split of a hub data set that `train` reads.
-        eval_split: Split of a hub data set that `eval` reads; `validation` when left out.
-        validation_fraction: Share of `train` that is held out for validation.
-        format: `text`, `prompt_completion` or `messages`; `auto` reads it off the columns.
-        chat_template: How messages are rendered: `chatml`, or a file with a Jinja template; the tokenizer's own when left
-            out. It is saved and exported with the tokenizer.
-        packing: `wrapped`: documents joined by end marks and cut; `separated`: joined, but documents do not see each
-            other; `none`: one document a row, padded.
-        loss_on: Tokens that count: `all`, `completion` (prompt_completion), `assistant` (messages).
-        max_samples: Keep only so many documents of `train`.
-    """
+    """What to train on."""
 
     train: Name | Annotated[tuple[Name, ...], Field(min_length=1)]
+    """Training data: local .jsonl, .json, .txt, .csv or .parquet files, a folder saved by `datasets`, or a hub id."""
     eval: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
+    """Validation data, as `train` takes it."""
     name: Word | None = None
+    """Configuration of a hub data set."""
     revision: Word | None = None
+    """Branch, tag or commit of a hub data set; a commit makes sure that a later run reads the same."""
     split: Word = "train"
+    """Split of a hub data set that `train` reads."""
     eval_split: Word | None = None
+    """Split of a hub data set that `eval` reads; `validation` when left out."""
     validation_fraction: OpenFraction | None = None
+    """Share of `train` that is held out for validation."""
     format: DataFormat = "auto"
+    """`text`, `prompt_completion` or `messages`; `auto` tells it by the columns."""
     chat_template: Name | None = None
+    """How messages are rendered: `chatml`, or a file with a Jinja template; the tokenizer's own when left out. It is
+    saved and exported with the tokenizer.
+    """
     packing: Packing = "wrapped"
+    """`wrapped`: documents are joined by end marks and cut; `separated`: joined, but documents do not see each other;
+    `none`: one document a row, padded.
+    """
     loss_on: LossOn = "all"
+    """Tokens that count in the loss: `all`, `completion` (of prompt_completion), `assistant` (of messages)."""
     max_samples: Count | None = None
+    """Largest number of documents of `train` to use."""
 
 
 class Parallel(Section):
-    """How the model and its state are spread.
-
-    Args:
-        strategy: DeepSpeed's ZeRO; torch's DDP or FSDP2, as Accelerate runs them, can be estimated, not trained.
-        zero_stage: 0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054).
-        tensor: Ranks that share each layer (arXiv 1909.08053); they see the same batch.
-        sequence_parallel: Whether tensor ranks also share what lies between the sharded layers, by pieces of the sequence (arXiv
-            2205.05198): less memory for activations, the same bytes sent.
-        pipeline: Ranks that share each model by its layers (arXiv 1811.06965); they see the same batch.
-        pipeline_schedule: Order of the micro-batches' passes: all forward, then all backward; one forward, one backward (arXiv
-            2104.04473); the same over `virtual_stages`, which waits less; `zb-h1`, which computes the gradients of weights while
-            it would wait (arXiv 2401.10241), for the memory of what they are computed from.
-        virtual_stages: Stages of each rank under `interleaved` or `zb-h1`.
-        partition: Decoder layers of the stages: balanced by the operations of layers and head, by parameters alone, even, or a
-            list of numbers of layers, first stage to last.
-        offload: Named profile; `toolkit.planning.offload` explains each.
-        offload_ratio: Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`.
-    """
+    """How the model and its state are spread."""
 
     strategy: Strategy = "zero"
+    """`zero` is DeepSpeed's ZeRO; torch's `ddp` and `fsdp2`, as Accelerate runs them, can be estimated, not trained."""
     zero_stage: ZeroStage | None = None
+    """0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054)."""
     tensor: Count = 1
+    """Tensor-parallel size: ranks that share each layer (arXiv 1909.08053); they see the same batch."""
     sequence_parallel: StrictBool | None = None
+    """Whether tensor ranks also share what lies between the sharded layers, by pieces of the sequence (arXiv
+    2205.05198): less memory for activations, the same bytes sent.
+    """
     pipeline: Count = 1
+    """Pipeline-parallel size: ranks that share each model by its layers (arXiv 1811.06965); they see the same batch."""
     pipeline_schedule: PipelineSchedule | None = None
+    """Order of the micro-batches' passes. `gpipe`: all forward, then all backward; `1f1b`: one forward, one backward
+    (arXiv 2104.04473); `interleaved`: the same over `virtual_stages`, which waits less; `zb-h1`: computes the gradients
+    of weights while it would wait (arXiv 2401.10241), for the memory of what they are computed from.
+    """
     virtual_stages: Count | None = None
+    """Stages of each rank under `interleaved` or `zb-h1`."""
     partition: PartitionWay | tuple[Count, ...] | None = None
+    """Decoder layers of the stages. `auto`: balanced by the operations of layers and head; `parameters`: by parameters
+    alone; `uniform`: even; or a list of numbers of layers, first stage to last.
+    """
     offload: Offload = "none"
+    """Named profile of what moves from the card to the host or to NVMe; `toolkit.planning.offload` explains each."""
     offload_ratio: OpenFraction | None = None
+    """Share of the optimizer state kept on the CPU by `optimizer-cpu-partial`."""
 
 
 def _model_named(value: Any) -> Any:
@@ -340,23 +337,20 @@ def _model_named(value: Any) -> Any:
 
 
 class Job(Section):
-    """A whole job, as written in YAML or made in Python. It does not change: `with_` gives another one.
-
-    Args:
-        model: A `Model`, or its name alone.
-        cluster: A `Cluster`.
-        train: A `Train`.
-        data: A `Data`; needed to train, not to plan.
-        parallel: A `Parallel`.
-        deepspeed: DeepSpeed keys, verbatim; they win over ours, are validated and explained.
-    """
+    """A whole job, as written in YAML or made in Python. It does not change: `with_` gives another one."""
 
     model: Annotated[Model, BeforeValidator(_model_named)]
+    """The model: a section, or its name alone."""
     cluster: Cluster
+    """The machines."""
     train: Train = Train()
+    """How to train."""
     data: Data | None = None
+    """What to train on; needed to train, not to plan."""
     parallel: Parallel = Parallel()
+    """How the model and its state are spread over the ranks."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """DeepSpeed keys, verbatim; they win over ours, are validated and explained."""
 
     @classmethod
     @checks_arguments

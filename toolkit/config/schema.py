@@ -6,6 +6,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from toolkit.config.job import Job
 
@@ -39,6 +40,11 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
         if isinstance(member, type) and issubclass(member, BaseModel):
             return member
     return None
+
+
+def meaning_of(field: FieldInfo) -> str:
+    """Return the description of a field, the docstring below it, on one line."""
+    return " ".join((field.description or "").split())
 
 
 def wants_number(annotation: Any) -> bool:

@@ -19,7 +19,9 @@ class Section(BaseModel):
             made by its name, by `model_validate` or inside another; JOB_FROZEN when an attribute is set later.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     if not TYPE_CHECKING:  # type checkers know the keys of a section without it
 
