@@ -30,8 +30,8 @@ PARTIAL_PAGES = 4
 # Of the peak, on top of them: room to place large tensors without giving memory back more than once or twice a step.
 EXPANDABLE_SLACK = 0.02
 TIGHT_EXPANDABLE = (
-    "with no more than is required torch maps some freed memory anew in most steps, which costs little by the large pages "
-    "that our launches set; with room, runs reserve up to 40 % more than their peak"
+    "at exactly the required size the allocator remaps freed pages in most steps, which our launches keep cheap by large "
+    "pages; given more memory, runs reserve up to 40 % above their peak"
 )
 # Torch's default allocator cuts blocks to size and cannot join what lies apart: 20 measured runs reserved 5 to 36 % more
 # than they allocated. (The same 8B run: 71 GiB reserved by default, 56 with expandable segments, for 52.5 allocated.)
