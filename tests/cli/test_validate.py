@@ -9,6 +9,7 @@ import pytest
 
 from toolkit.catalog.models import read_catalogue_model
 from toolkit.cli.app import main
+from toolkit.config.json_schema import job_json_schema
 from toolkit.config.schema import known_keys
 
 JOB = """
@@ -246,6 +247,11 @@ def test_keys(capsys):
     assert described["data.packing"]["meaning"].endswith("none: one document a row, padded.")
 
 
+def test_schema(capsys):
+    assert main(["validate", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == job_json_schema()
+
+
 UNREADABLE = {
     "a misspelt key": (["train.max_stepz=5"], ["KEY_UNKNOWN"]),
     "a wrong value": (["train.seed=abc"], ["KEY_VALUE"]),
@@ -281,7 +287,9 @@ def test_no_rule_is_held_against_the_default_of_what_cannot_be_read(folder, caps
     assert codes(capsys) == ["KEY_UNKNOWN"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("job.yaml", "--keys"), ("--keys", "--explain")])
+@pytest.mark.parametrize(
+    "arguments", [(), ("job.yaml", "--keys"), ("--keys", "--explain"), ("job.yaml", "--schema"), ("--keys", "--schema")]
+)
 def test_bad_usage(arguments, capsys):
     assert main(["validate", *arguments]) == 2
 

@@ -28,6 +28,9 @@ def validate(
     keys: Annotated[
         bool, typer.Option("--keys", help="List every key that a job file may hold, its values, default and meaning.")
     ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of a job file, for editors that check YAML.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check a job: keys, plan, placement, data files, tokenizer. All problems at once; no GPU and no torch.
@@ -37,14 +40,17 @@ def validate(
     JSON keys: problems (code, key, message, fix, source), and when there are none warnings, model, cluster, batch
     (train, micro, accumulation, dp_size, tokens), pipeline (null, or schedule, pp, virtual_stages, micro_batches,
     bubble_fraction, partition: layers of each stage), tensor (null, or tp, sequence_parallel), precision, sequence_length, zero_stage, offload, data; choices with
-    --explain; keys and described (path, values, default, meaning) with --keys.
+    --explain; keys and described (path, values, default, meaning) with --keys; with --schema a JSON Schema.
     """
-    if keys:
-        if job is not None or overrides or explain:
+    if keys or schema:
+        if job is not None or overrides or explain or (keys and schema):
             raise typer.BadParameter(
-                "it lists the keys of any job: leave JOB and other options out", param_hint="--keys"
+                "it is about any job: leave JOB and other options out", param_hint="--keys" if keys else "--schema"
             )
-        _print_keys(as_json=as_json)
+        if keys:
+            _print_keys(as_json=as_json)
+        else:
+            _print_schema()
         return
     if job is None:
         raise typer.BadParameter("name a job file", param_hint="JOB")
@@ -61,6 +67,12 @@ def validate(
     if explain:
         print(f"\n{verdict.plan.explain()}")
     warn([*verdict.warnings, *consumer_notes(verdict.plan)])
+
+
+def _print_schema() -> None:
+    from toolkit.config.json_schema import job_json_schema
+
+    print_json(job_json_schema())
 
 
 def _print_keys(*, as_json: bool) -> None:

@@ -122,7 +122,9 @@ def reporters(value: Any) -> Any:
     return given
 
 
-Capability = Annotated[str, AfterValidator(_is_capability), BeforeValidator(_as_capability)]
+Capability = Annotated[
+    str, AfterValidator(_is_capability), BeforeValidator(_as_capability, json_schema_input_type=str | float)
+]
 Word = Annotated[str, AfterValidator(_printable), BeforeValidator(_filled)]
 Name = Annotated[
     str, AfterValidator(_nameable), BeforeValidator(_at_home), BeforeValidator(_filled), BeforeValidator(_written)

@@ -54,6 +54,8 @@ Packing = Literal["wrapped", "separated", "none"]
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
 LossOn = Literal["all", "completion", "assistant"]
 Reporter = Literal["tensorboard"]
+# As TrainingArguments takes them; `reporters` reads it.
+Reporters = Literal["tensorboard", "none"] | tuple[Literal["tensorboard", "none"], ...]
 Offload = Literal[
     "none",
     "optimizer-cpu",
@@ -173,7 +175,7 @@ class Fp8(Section):
 
 
 class Train(Section):
-    """How to train. `None` means: `resolve` decides and explains."""
+    """How to train; what is left out, the plan decides and explains."""
 
     method: Method = "full"
     """`full` trains all weights; `lora` trains adapters; `qlora`, adapters over weights in NF4, can be estimated, not
@@ -257,7 +259,7 @@ class Train(Section):
     """Optimizer steps between evaluations; one is made at the end in any case."""
     logging_steps: Count = 1
     """Optimizer steps between lines of metrics.jsonl."""
-    report_to: Annotated[tuple[Reporter, ...], BeforeValidator(reporters)] = ()
+    report_to: Annotated[tuple[Reporter, ...], BeforeValidator(reporters, json_schema_input_type=Reporters)] = ()
     """`tensorboard`, beside metrics.jsonl in output_dir, which any other tool can read; or `none`."""
     torch_compile: StrictBool = False
     """Compiles the model with torch.compile."""
@@ -339,7 +341,7 @@ def _model_named(value: Any) -> Any:
 class Job(Section):
     """A whole job, as written in YAML or made in Python. It does not change: `with_` gives another one."""
 
-    model: Annotated[Model, BeforeValidator(_model_named)]
+    model: Annotated[Model, BeforeValidator(_model_named, json_schema_input_type=Model | str)]
     """The model: a section, or its name alone."""
     cluster: Cluster
     """The machines."""

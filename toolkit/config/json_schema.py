@@ -1,0 +1,49 @@
+"""The JSON Schema of a job file, for editors, which complete its keys and check its values while one writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from toolkit.config.job import Job
+from toolkit.config.section import Section
+
+
+def job_json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a job file.
+
+    It refuses two spellings that the reader takes: a number in quotes, and null for a key that is left open. What rests on
+    several keys, on the model or on the machine is left to `toolkit validate`.
+    """
+    schema = Job.model_json_schema(schema_generator=_JobSchema)
+    return {
+        "$schema": GenerateJsonSchema.schema_dialect,
+        **schema,
+        "title": "Job file of accelerator-toolkit",
+        "description": "A fine-tuning job. `toolkit validate JOB` checks what rests on several keys, and says why.",
+    }
+
+
+class _JobSchema(GenerateJsonSchema):
+    """pydantic's schema without titles that repeat the keys, without null, and without the defaults of whole sections."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        if schema.get("default") is None or isinstance(schema["default"], Section):
+            return self.generate_inner(schema["schema"])
+        return super().default_schema(schema)
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        found = super().model_schema(schema)
+        found.pop("title", None)
+        for field in found.get("properties", {}).values():
+            if "description" in field:
+                field["description"] = " ".join(field["description"].split())
+        return found
