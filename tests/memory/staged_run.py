@@ -185,7 +185,7 @@ def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
     settings, train = plan.settings, plan.job.train
     level = _Level()
     with cuda_kernels(H100, packed=plan.job.data is not None and plan.job.data.packing == "separated"):
-        full = build_empty(model_config(plan), "causal-lm", dtype=DTYPES[settings.dtype], trust_remote_code=False)
+        full = build_empty(model_config(plan), dtype=DTYPES[settings.dtype], trust_remote_code=False)
         full.tie_weights()
         split_model(full, stage_part(plan, pp_rank))
         apply_gradient_checkpointing(full, fraction=settings.gradient_checkpointing, offload_inputs=False)
@@ -230,12 +230,9 @@ SUM_OF_LOSSES = 512
 def _batch(plan: Plan, model: Any) -> dict[str, torch.Tensor]:
     settings = plan.settings
     inputs, labels = make_batch(
-        "causal-lm",
-        model.config,
         micro_batch=settings.batch.micro,
         sequence_length=settings.sequence_length,
         packing="wrapped" if plan.job.data is None else plan.job.data.packing,
         flatten=False,
-        dtype=DTYPES[settings.dtype],
     )
     return {**inputs, "labels": labels}

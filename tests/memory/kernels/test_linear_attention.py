@@ -1,8 +1,11 @@
 """State-space layers and linear attention, priced as the machine that trains runs them, against an H200 and with kernels."""
 
+from functools import wraps
+
 import pytest
 import torch
 from card_runs import CARDS, host_runs, quick  # which puts the benchmarks on the import path
+from traced_models import traced
 
 from toolkit.memory.kernels.linear_attention import multiplied_out
 from toolkit.memory.search.estimator import Estimator
@@ -78,3 +81,23 @@ def test_what_is_multiplied_out_is_the_contraction(equation):
     with multiplied_out():
         found = torch.einsum(equation, *operands)
     torch.testing.assert_close(found, expected)
+
+
+def test_linear_attention_says_that_it_is_traced_without_its_kernels(monkeypatch):
+    from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    assert not any("Linear attention" in line for line in traced("mixtral").assumptions)
+    before = traced("qwen3_next")
+    (sentence,) = [line for line in before.assumptions if "Linear attention" in line]
+    assert "causal-conv1d and flash-linear-attention" in sentence
+
+    package = "fla"
+
+    @wraps(modeling.torch_chunk_gated_delta_rule)
+    def installed(*args, **kwargs):
+        raise AssertionError(f"{package} cannot run on fake tensors")
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", installed)
+    traced.cache_clear()
+    assert traced("qwen3_next") == before, "also where the package is installed"
+    assert modeling.torch_chunk_gated_delta_rule is installed

@@ -1,6 +1,7 @@
 """Which layers stand for which: every layer finds its like between like neighbours."""
 
 import copy
+import doctest
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from traced_models import config_of
 from transformers import AutoModelForCausalLM
 
+from toolkit.memory.trace import representatives
 from toolkit.memory.trace.representatives import find_stacks, prune_layers, select_representatives
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 
@@ -102,3 +104,8 @@ def test_all_layers_can_be_kept():
     prune_layers(model, [stack])
     assert stack.kept == stack.stands_for == tuple(range(6))
     assert len(model.model.layers) == 6
+
+
+def test_doctests():
+    result = doctest.testmod(representatives)
+    assert (result.failed, result.attempted) == (0, 2)

@@ -65,6 +65,11 @@ def test_parameters_are_those_of_the_model(name):
     assert {parameter.itemsize for parameter in found} == {2}
 
 
+def test_parameters_that_a_model_makes_in_fp32_are_cast():
+    made = trace_model(config_of("deepseek_v3"), micro_batch=1, sequence_length=8, device=H100, dtype=torch.float16)
+    assert {parameter.itemsize for parameter in made.parameters} == {2}
+
+
 def gradients(trace):
     return [placed for placed in trace.backward if isinstance(placed.event, Marker) and placed.event.kind == "gradient"]
 

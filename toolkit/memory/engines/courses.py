@@ -45,9 +45,9 @@ def step_program(plan: Plan, pp_rank: int) -> StepProgram:
 def representative_micro_batches(schedule: PipelineSchedule, *, pp: int, micro_batches: int) -> int:
     """Return how many micro-batches show the memory of a step.
 
-    >>> fewest("1f1b", pp=4, micro_batches=64), fewest("interleaved", pp=4, micro_batches=64)
-    (7, 16)
-    >>> fewest("interleaved", pp=4, micro_batches=66)  # in rounds of 5, 5, 4, 4 …
+    >>> [representative_micro_batches(name, pp=4, micro_batches=64) for name in ("1f1b", "interleaved")]
+    [7, 16]
+    >>> representative_micro_batches("interleaved", pp=4, micro_batches=66)  # in rounds of 5, 5, 4, 4 …
     18
     """
     if schedule == "gpipe":

@@ -85,7 +85,7 @@ def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
     config = model_config(plan)
     trusted = plan.job.model.trust_remote_code
     import_architecture(config, trust_remote_code=trusted)
-    model = build_empty(config, "causal-lm", dtype=DTYPES[asked], trust_remote_code=trusted)
+    model = build_empty(config, dtype=DTYPES[asked], trust_remote_code=trusted)
     targets = {name: weight.detach() for name, weight in model.named_parameters()}
     kept = left = most = 0
     for layer, count in _distinct_layers(targets):

@@ -14,7 +14,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.job import Lora
 from toolkit.memory.kernels.quantized import quantize_linears
-from toolkit.memory.trace.inputs import Task, auto_class
 from toolkit.memory.trace.representatives import LayerStack
 from toolkit.modeling.build import construct, decoder_layers
 from toolkit.modeling.lora import apply_lora
@@ -23,17 +22,10 @@ from toolkit.tensor_parallel.grad_sync import carry_hooks
 from toolkit.tensor_parallel.tables import tp_plan_for
 
 
-def build_empty(config: PreTrainedConfig, task: Task, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def build_empty(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Builds the whole model without storage."""
     with no_init_weights(), torch.device("meta"):
-        if task == "causal-lm":
-            return construct(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        return auto_class(task).from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=config._attn_implementation,
-            trust_remote_code=trust_remote_code,
-        )
+        return construct(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def shard(model: Any, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False) -> int:

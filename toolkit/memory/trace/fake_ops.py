@@ -49,15 +49,3 @@ def inplace_collectives(function: Any, args: Sequence[Any], kwargs: Mapping[str,
     if function is aten.randint.generator and not args[1]:
         return torch.tensor(0)
     return NotImplemented
-
-
-def assume_checks_pass(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Answers True or 1, so that checks pass: vision-language models count image tokens to compare them to features.
-
-    All images are real ones, none is padding (transformers models/idefics3/modeling_idefics3.py get_image_features).
-    """
-    if function is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool and args[1][0].ndim == 1:
-        return torch.empty_like(args[0])
-    if function is not aten._local_scalar_dense.default:
-        return NotImplemented
-    return True if args[0].dtype == torch.bool else 1

@@ -41,7 +41,7 @@ class LayerStack:
         return self.stands_for.count(position)
 
 
-def find_stacks(model: nn.Module, *, all_layers: bool = False, only: str | None = None) -> list[LayerStack]:
+def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[LayerStack]:
     """Finds the layer lists of a model and how few of their layers must be traced.
 
     A layer stands for another if both have the same structure and so have their neighbours: memory handed from layer
@@ -50,12 +50,11 @@ def find_stacks(model: nn.Module, *, all_layers: bool = False, only: str | None 
     Args:
         model: A Hugging Face model; no storage is needed.
         all_layers: Keeps every layer.
-        only: Keeps every layer of lists that belong to another `model_type`.
     """
     stacks: list[LayerStack] = []
     for name, layers in _layer_lists(model):
         count = len(layers)
-        if all_layers or (only is not None and _config_of(model, name).model_type != only):
+        if all_layers:
             kept = stands_for = tuple(range(count))
         else:
             kept, stands_for = select_representatives(kinds_of(model, layers))
@@ -80,9 +79,9 @@ def select_representatives(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], 
         The indices to keep, ascending, and for each index the position of its representative among them. The first
         layer of each kind is kept, and represents itself.
 
-    >>> shorten("AAAAAAAA")
+    >>> select_representatives("AAAAAAAA")
     ((0, 1, 7), (0, 1, 1, 1, 1, 1, 1, 2))
-    >>> shorten("DDMMMM")[0]
+    >>> select_representatives("DDMMMM")[0]
     (0, 1, 2, 3, 5)
     """
     ends: list[Hashable] = [None, *kinds, None]

@@ -28,8 +28,8 @@ from toolkit.memory.trace.events import ChunkTrace, MemoryTrace, ResolvedEvent, 
 from toolkit.memory.trace.extrapolate import expand, expand_buffers, expand_host_copies, expand_parameters, expand_paths
 from toolkit.memory.trace.failure import trace_failed
 from toolkit.memory.trace.fake_model import build_empty, in_adapters, on_fake_device, shard
-from toolkit.memory.trace.fake_ops import FakeOpRule, assume_checks_pass, disable_layer_dropout, inplace_collectives
-from toolkit.memory.trace.inputs import PADDED, Task, loss_of, make_batch
+from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inplace_collectives
+from toolkit.memory.trace.inputs import PADDED, Batch, loss_of, make_batch
 from toolkit.memory.trace.representatives import LayerStack, find_stacks, prune_layers
 from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
 from toolkit.memory.trace.stage_layers import prune_to_part
@@ -69,11 +69,10 @@ class TraceSpec:
     """What to trace.
 
     Args:
-        micro_batch: Sequences, or images.
+        micro_batch: Sequences.
         sequence_length: Tokens of a sequence.
         flatten: Whether a micro-batch of separated documents is one row.
         tp_group: Ranks that share each layer, of which one is traced: all have shards of the same sizes.
-        task: Which `AutoModelFor…` builds the model, and what a batch holds.
         dtype: Of the parameters.
         fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
         fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
@@ -98,7 +97,6 @@ class TraceSpec:
     sequence_length: int
     flatten: bool
     tp_group: dist.ProcessGroup | None
-    task: Task = "causal-lm"
     dtype: torch.dtype = torch.bfloat16
     fp8: Fp8 | None = None
     fp8_emulated: bool = False
@@ -128,7 +126,7 @@ class TraceSpec:
         model: Any = None
         tracing: LayerSegmenter | None = None
         try:
-            full = build_empty(config, self.task, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+            full = build_empty(config, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
             text = full.config.get_text_config(decoder=True)
             full.config.use_cache = text.use_cache = False
             stacks, small = self._prune(full, part, all_layers=all_layers)
@@ -155,7 +153,6 @@ class TraceSpec:
                 answers: list[FakeOpRule] = [
                     disable_layer_dropout,
                     inplace_collectives,
-                    *([assume_checks_pass] if self._sees else []),
                     *([looped] if looped else []),
                 ]
                 runs = []
@@ -173,11 +170,10 @@ class TraceSpec:
                             step, backward=not self.evaluation, ends=ends, gradients=None if whole else gradients
                         )
                         runs.append((tracing, ends))
-                padded = self.packing == "none" and self.task != "image-classification"
                 assumed = (
                     *assumptions(model, looped),
                     *recurrence.describe(),
-                    *((PADDED,) if padded else ()),
+                    *((PADDED,) if self.packing == "none" else ()),
                     *([f"kernels={self.kernels} leaves as they are: {', '.join(left)}"] if left else []),
                 )
                 asked = looped is not None and looped.asked
@@ -196,11 +192,6 @@ class TraceSpec:
         except Exception as error:
             raise trace_failed(error, model, backward=tracing is not None and tracing.in_backward) from error
 
-    @property
-    def _sees(self) -> bool:
-        """Whether the model has a vision model, from a layer in whose midst image features are taken."""
-        return self.task == "image-text-to-text"
-
     def _prune(
         self, full: Any, part: StagePart | None, *, all_layers: bool
     ) -> tuple[list[LayerStack], StagePart | None]:
@@ -213,8 +204,7 @@ class TraceSpec:
             checkpoint(nn.ModuleList(layers[index] for chunk in part.chunks for index in chunk))
             return prune_to_part(full, part, all_layers=all_layers)
         checkpoint(full)
-        text = full.config.get_text_config(decoder=True)
-        stacks = find_stacks(full, all_layers=all_layers, only=text.model_type if self._sees else None)
+        stacks = find_stacks(full, all_layers=all_layers)
         prune_layers(full, stacks)
         return stacks, None
 
@@ -232,28 +222,24 @@ class TraceSpec:
 
     def _step(self, model: Any, tracing: LayerSegmenter) -> torch.Tensor:
         """Runs the model on one micro-batch and gives the loss."""
-        inputs, labels = self._batch(model)
-        wants_labels = self.task != "causal-lm" or self.loss != "full"
-        outputs = model(**inputs, labels=labels) if wants_labels else model(**inputs)
+        inputs, labels = self._batch()
+        outputs = model(**inputs) if self.loss == "full" else model(**inputs, labels=labels)
         with tracing.loss():
-            loss = loss_of(self.task, outputs, labels, model.config, tp_group=self.tp_group)
+            loss = loss_of(outputs, labels, model.config, tp_group=self.tp_group)
             del outputs
         return loss
 
-    def _batch(self, model: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _batch(self) -> tuple[Batch, torch.Tensor]:
         return make_batch(
-            self.task,
-            model.config,
             micro_batch=self.micro_batch,
             sequence_length=self.sequence_length,
             packing=self.packing,
             flatten=self.flatten,
-            dtype=self.dtype,
         )
 
     def _ends(self, model: Any, part: StagePart, chunk: int) -> StageBoundary:
         """Makes a micro-batch and what other stages send for it."""
-        inputs, labels = self._batch(model)
+        inputs, labels = self._batch()
         batch = {**inputs, "labels": labels}
         hidden = partial(torch.empty, hidden_shape(model, batch), dtype=hidden_dtype(model))
         is_last = part.is_last(chunk)
@@ -277,7 +263,7 @@ class TraceSpec:
                 )  # deepspeed engine.py _backward_prologue_per_tensor
             return outputs  # type: ignore[no-any-return]
         with tracing.loss():
-            loss = loss_of(self.task, outputs, ends.batch["labels"], model.config, tp_group=self.tp_group)
+            loss = loss_of(outputs, ends.batch["labels"], model.config, tp_group=self.tp_group)
             if self.evaluation:
                 del outputs
                 return loss

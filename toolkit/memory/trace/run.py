@@ -93,7 +93,6 @@ def _requested_of(plan: Plan, options: TraceOptions) -> dict[str, Any]:
     """Return what `trace_model` takes of a plan, but for the model's configuration and the card."""
     train, settings, data = plan.job.train, plan.settings, plan.job.data
     return {
-        "task": "causal-lm",
         "micro_batch": settings.per_device_eval_batch_size if options.get("evaluation") else settings.batch.micro,
         "sequence_length": settings.sequence_length,
         "dtype": DTYPES[settings.dtype],
@@ -127,12 +126,11 @@ def trace_model(
     all_layers: bool = False,
     **request: Any,
 ) -> MemoryTrace:
-    """Traces one micro-batch of any model that transformers builds from a configuration.
+    """Traces one micro-batch of any causal language model that transformers builds from a configuration.
 
-    >>> from transformers import ViTConfig
-    >>> tiny = ViTConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, image_size=32)
-    >>> made = trace_model(tiny, task="image-classification", micro_batch=8, sequence_length=1,
-    ...                    device=Device(capability=9.0))
+    >>> from transformers import LlamaConfig
+    >>> tiny = LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=12, vocab_size=64)
+    >>> made = trace_model(tiny, micro_batch=8, sequence_length=16, device=Device(capability=9.0))
     >>> made.num_layers, made.num_traced_layers
     (12, 3)
 
@@ -247,7 +245,7 @@ class StageTracer:
     def _read_layers(self) -> tuple[str, list[int], list[Hashable]]:
         """Return the path of the layers, a number for the kind of each, and what the configuration says of each."""
         with self._requested() as (config, request):
-            model = build_empty(config, request.task, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
+            model = build_empty(config, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
             prefix = find_layers(model)
             layers: Any = model.get_submodule(prefix)
             numbers: dict[Hashable, int] = {}
