@@ -18,7 +18,6 @@ from pathlib import Path
 
 import toolkit as tk
 from toolkit.trainer.preparation import prepare_in_turn
-from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:
@@ -28,7 +27,7 @@ def main() -> None:
     options = parser.parse_args()
 
     plan = tk.Plan.load(options.plan)
-    tokenizer = load_tokenizer(plan)
+    tokenizer = tk.load_tokenizer(plan)
     with tk.initialize(plan) as run:  # process groups, model, DeepSpeed engine
         data = prepare_in_turn(plan, run.world, tokenizer)
         if options.resume:

@@ -21,7 +21,6 @@ import toolkit as tk
 from toolkit.data.collate import Collator
 from toolkit.modeling.build import DTYPES
 from toolkit.modeling.lora import apply_lora
-from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     checkpoint = last_checkpoint(folder) if options.resume else None
     given = plan.training_arguments() | {"output_dir": str(folder)}
     arguments = TrainingArguments(**given)  # before the model: ZeRO-3 partitions it as it loads
-    tokenizer = load_tokenizer(plan)
+    tokenizer = tk.load_tokenizer(plan)
     with arguments.main_process_first():  # one rank tokenises, the others open its files
         data = tk.prepare(
             plan.job.data,

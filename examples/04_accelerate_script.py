@@ -22,7 +22,6 @@ import toolkit as tk
 from toolkit.data.collate import Collator
 from toolkit.engine.lr_scheduler import warmup_steps
 from toolkit.modeling.build import DTYPES, apply_plan
-from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:
@@ -38,7 +37,7 @@ def main() -> None:
     # Before the model: ZeRO-3 partitions it as it loads. The file's accumulation holds; another number here brings a warning.
     accelerator = Accelerator(gradient_accumulation_steps=settings.batch.accumulation)
     torch.manual_seed(train.seed)
-    tokenizer = load_tokenizer(plan)
+    tokenizer = tk.load_tokenizer(plan)
     with accelerator.main_process_first():  # one rank tokenises, the others open its files
         data = tk.prepare(
             plan.job.data,

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import toolkit as tk
 from toolkit.data.packing import IGNORED
-from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:
@@ -43,7 +42,7 @@ def main() -> None:
 
 def show_a_row(plan: tk.Plan) -> None:
     """Prints the first row: all of it, and the part that is learned."""
-    tokenizer = load_tokenizer(plan)
+    tokenizer = tk.load_tokenizer(plan)
     cache = plan.output_dir / "cache-of-the-shown-row"  # of its own, so that no other rank reads it half-written
     assert plan.job.data is not None
     data = tk.prepare(plan.job.data, tokenizer=tokenizer, sequence_length=128, seed=0, cache_dir=cache)

@@ -17,12 +17,11 @@ from pathlib import Path
 import toolkit as tk
 from toolkit.planning.stage_parts import layers_of_ranks
 from toolkit.trainer.preparation import prepare_in_turn
-from toolkit.trainer.tokenizer import load_tokenizer
 
 
 def main() -> None:
     plan = tk.Plan.load(Path(os.environ["TOOLKIT_PLAN"]))  # what `toolkit launch` has planned
-    tokenizer = load_tokenizer(plan)
+    tokenizer = tk.load_tokenizer(plan)
     with tk.initialize(plan) as run:  # each process builds its own stage, and no more
         held = layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)[run.world.coordinate.pp]
         print(f"rank {run.world.rank} holds {held}")  # ranks past the first write to runs/pipeline/logs

@@ -13,27 +13,35 @@ if TYPE_CHECKING:
     from toolkit.checkpoint.load import load
     from toolkit.checkpoint.save import save
     from toolkit.config.job import Cluster, Data, Job, Lora, Model, Parallel, Train
+    from toolkit.config.loader import load_job
     from toolkit.data.prepare import prepare
     from toolkit.engine.initialize import initialize
     from toolkit.engine.run import Run
-    from toolkit.errors import ToolkitError
+    from toolkit.errors import CheckError, CheckpointError, DataError, PlanError, RunError, SpecError, ToolkitError
     from toolkit.exporter.checkpoint import export
     from toolkit.memory.estimate import estimate
     from toolkit.planning.plan import Plan
     from toolkit.planning.resolve import resolve
     from toolkit.trainer.loop import train
+    from toolkit.trainer.tokenizer import load_tokenizer
 
     __version__: str
 
 _HOMES = {
+    "CheckError": "toolkit.errors",
+    "CheckpointError": "toolkit.errors",
     "Cluster": "toolkit.config.job",
     "Data": "toolkit.config.job",
+    "DataError": "toolkit.errors",
     "Job": "toolkit.config.job",
     "Lora": "toolkit.config.job",
     "Model": "toolkit.config.job",
     "Parallel": "toolkit.config.job",
     "Plan": "toolkit.planning.plan",
+    "PlanError": "toolkit.errors",
     "Run": "toolkit.engine.run",
+    "RunError": "toolkit.errors",
+    "SpecError": "toolkit.errors",
     "ToolkitError": "toolkit.errors",
     "Train": "toolkit.config.job",
     "emit": "toolkit.artifacts.files",
@@ -41,6 +49,8 @@ _HOMES = {
     "export": "toolkit.exporter.checkpoint",
     "initialize": "toolkit.engine.initialize",
     "load": "toolkit.checkpoint.load",
+    "load_job": "toolkit.config.loader",
+    "load_tokenizer": "toolkit.trainer.tokenizer",
     "prepare": "toolkit.data.prepare",
     "resolve": "toolkit.planning.resolve",
     "save": "toolkit.checkpoint.save",
@@ -48,14 +58,20 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckError",
+    "CheckpointError",
     "Cluster",
     "Data",
+    "DataError",
     "Job",
     "Lora",
     "Model",
     "Parallel",
     "Plan",
+    "PlanError",
     "Run",
+    "RunError",
+    "SpecError",
     "ToolkitError",
     "Train",
     "__version__",
@@ -64,6 +80,8 @@ __all__ = [
     "export",
     "initialize",
     "load",
+    "load_job",
+    "load_tokenizer",
     "prepare",
     "resolve",
     "save",

@@ -98,6 +98,7 @@ def test_set_reaches_into_a_card() -> None:
     [
         ("l20", "GPU_UNKNOWN", "cluster.gpu", "describe the card: cluster.gpu: {name: l20, memory_gib: 44.5"),
         ({"name": "l20"}, "GPU_DESCRIPTION", "cluster.gpu", "its memory is not given"),
+        ({"name": "l20", "memory_gib": 44_500}, "GPU_DESCRIPTION", "cluster.gpu", "more than any card has"),
         ({"name": "cpu", "memory_gib": 4}, "GPU_DESCRIPTION", "cluster.gpu", "cpu is not a card"),
         ({**L20, "compute_capability": "8.6", "fp8_tflops": 9}, "GPU_DESCRIPTION", "cluster.gpu", "has no fp8"),
         ({**L20, "vendor": "amd"}, "GPU_DESCRIPTION", "cluster.gpu", "vendor=amd has no compute_capability=8.9"),

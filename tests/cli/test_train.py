@@ -500,11 +500,8 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
         State(step=int(folder.name[-1]), saved_at=1.0, **values).save(folder)
         agree(folder)
 
-    def said(*damaged: Path) -> str:
-        problems = tuple(
-            Problem(code="CHECKPOINT_DAMAGED", key=str(folder), message=f"{folder} is", fix="mend")
-            for folder in damaged
-        )
+    def said(*damaged: Path, code: str = "CHECKPOINT_DAMAGED") -> str:
+        problems = tuple(Problem(code=code, key=str(path), message=f"{path} is", fix="mend") for path in damaged)
         failure = WorkerFailure(
             rank=0, ended_by="exit code 1", log_file=None, last_lines=(), error=None, problems=problems
         )
@@ -514,6 +511,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
 
     assert f"--resume_from_checkpoint {folders[1]}" in said()
     assert f"--resume_from_checkpoint {folders[0]}" in said(folders[1])
+    assert f"--resume_from_checkpoint {folders[0]}" in said(folders[1] / "engine" / "a.pt", code="CHECKPOINT_UNSAFE")
     nothing = said(*folders)
     assert "No other checkpoint is whole. Start again with:" in nothing
     assert "--resume_from_checkpoint" not in nothing

@@ -169,6 +169,10 @@ def test_none_leaves_a_key_open_and_a_mapping_keeps_what_it_does_not_name():
     assert SMALL.with_() == SMALL
 
 
+CYCLE: dict[str, Any] = {}
+CYCLE["again"] = CYCLE
+
+
 @pytest.mark.parametrize(
     ("changes", "sections", "code", "key"),
     [
@@ -181,6 +185,8 @@ def test_none_leaves_a_key_open_and_a_mapping_keeps_what_it_does_not_name():
         (({"cluster.gpu.name.x": 3},), {}, "SET_SYNTAX", "cluster.gpu.name.x"),
         (("train.max_steps",), {}, "SET_SYNTAX", "train.max_steps"),
         (({"train..seed": 3},), {}, "SET_SYNTAX", "train..seed"),
+        ((".".join("a" * 900) + "=1",), {}, "SET_SYNTAX", ".".join("a" * 100) + "."),
+        ((), {"deepspeed": CYCLE}, "SET_SYNTAX", "again"),
         ((3,), {}, "ARGUMENT", "changes"),
     ],
 )

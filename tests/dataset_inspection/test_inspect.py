@@ -232,6 +232,7 @@ def test_keys_that_nothing_would_read(tmp_path: Path) -> None:
     assert [problem.key for problem in problems] == ["data.eval_split", "data.name", "data.split"]
     assert {problem.code for problem in problems} == {"DATA_SPLIT"}
     only(peek(Data(train="a.jsonl", eval="a.jsonl", validation_fraction=0.1), base=tmp_path)[1], "DATA_VALIDATION")
+    only(peek(Data(train="a.jsonl", max_samples=1, validation_fraction=0.1), base=tmp_path)[1], "DATA_TOO_SMALL")
 
 
 def test_all_problems_are_raised_together(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ ROWS, EVAL_ROWS, ASKED_AT = 21, 5, 3
 LEARNING = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 2, "optimizer": "adamw_torch"}
 
 
-def documents(count: int, *, packing: str) -> PackedDataset:
+def documents(count: int, *, packing: str, length: int = LENGTH) -> PackedDataset:
     """Documents of 2 to 16 tokens, of which a share counts that differs from row to row."""
     draw = np.random.default_rng(7)
     lengths = draw.integers(2, LENGTH + 1, count)
@@ -37,7 +37,7 @@ def documents(count: int, *, packing: str) -> PackedDataset:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     targets[offsets[1:] - 1] = 1
     store = TokenStore(tokens=tokens, targets=targets, offsets=offsets, max_token=11, num_empty=0)
-    return PackedDataset(store, packing=packing, sequence_length=LENGTH, pad_token_id=0)
+    return PackedDataset(store, packing=packing, sequence_length=length, pad_token_id=0)
 
 
 def steps(rank: int, plan: Plan) -> dict[str, Any]:
@@ -73,6 +73,9 @@ def evaluate(rank: int, plan: Plan, packing: str) -> dict[str, Any]:
             with pytest.raises(ToolkitError) as caught:
                 run.step(step_batches(0)[rank])
             assert caught.value.codes == ("STEP_TOTAL_UNKNOWN",)
+        with pytest.raises(ToolkitError) as caught:
+            run.loader(documents(ROWS, packing=packing, length=LENGTH - 1))
+        assert caught.value.codes == ("STEP_SEQUENCE_LENGTH",)
         loader = run.loader(training)
         rates, losses, grads = [], [], []
         for batches in loader:

@@ -304,12 +304,16 @@ def test_an_existing_folder_is_kept_unless_told_otherwise(root: Path, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_kernel_that_the_configuration_names_is_not_asked_for(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "named", [{"attn_implementation": "flash_attention_2"}, {"_attn_implementation": "kernels-community/flash-attn"}]
+)
+def test_a_kernel_that_the_configuration_names_is_not_asked_for(root: Path, tmp_path: Path, named: Any) -> None:
     source, model = root / "checkpoints" / "llama-z2-fp32", tmp_path / "model"
     shutil.copytree(source / "model", model)
     config = json.loads((model / "config.json").read_text())
-    write_json(model / "config.json", config | {"attn_implementation": "flash_attention_2"})
+    write_json(model / "config.json", config | named)
     assert export_checkpoint(source, tmp_path / "out", model_dir=model).verified
+    assert "_attn_implementation" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def _codes(*args: Any, **options: Any) -> tuple[str, ...]:

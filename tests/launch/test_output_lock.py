@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -91,6 +92,23 @@ def test_within_a_run_its_folder_is_its_own(tmp_path: Path) -> None:
         assert list(use_problems(tmp_path)) == []
         subprocess.run([sys.executable, "-c", again], check=True, timeout=60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_deleted_and_made_again_is_still_this_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_lock, "BEAT_SECONDS", 0.01)
+    folder = tmp_path / "run"
+    with hold_output(folder):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        deadline = time.monotonic() + 10
+        while Holder.read(folder / LOCK) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        holder = Holder.read(folder / LOCK)
+        assert holder is not None
+        assert holder.pid == os.getpid()
+    assert not (folder / LOCK).exists()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ GpuPrecision = Literal["bf16", "fp16", "fp32", "fp8"]
 Vendor = Literal["nvidia", "amd", "cpu"]
 LinkKind = Literal["nvlink", "pcie", "infinity-fabric"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_MAX_MEMORY_GIB = 2048  # the largest card that is sold has 288 GB
 _DESCRIBE = (
     'describe the card: cluster.gpu: {name: l20, memory_gib: 44.5, compute_capability: "8.9", bf16_tflops: 119.5}'
 )
@@ -226,6 +227,9 @@ def describe_gpu(card: Card, base: Gpu | None = None) -> Gpu:
         elif figures.get(field) is None:
             assumed[f"{precision}_tflops"] = f"left out: metrics hold no share of the peak (mfu) in {precision}"
     if card.memory_gib is not None:
+        if card.memory_gib > _MAX_MEMORY_GIB:
+            why = f"memory_gib={card.memory_gib:g} is more than any card has: give GiB, not MiB or GB"
+            raise _bad_description(why, f"Set cluster.gpu.memory_gib to at most {_MAX_MEMORY_GIB}")
         figures["memory_bytes"] = int(card.memory_gib * GIB)
     figures |= {"name": name, "vendor": vendor, "compute_capability": capability, "precisions": precisions}
     figures |= {"described": True, "assumed": assumed, "sources": {}}

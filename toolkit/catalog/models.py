@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolkit.catalog.architectures import class_problems
 from toolkit.catalog.dimensions import read_dimensions
@@ -22,6 +22,10 @@ from toolkit.config.job import Model
 from toolkit.config.paths import is_file, path_kind, shown
 from toolkit.errors import Problem, SpecError, raise_all
 from toolkit.io import read_json_object
+
+_MAX_SIZE = 2**53  # the whole numbers that a float holds exactly; no model has so many parameters
+PositiveInt = Annotated[int, Field(gt=0, le=_MAX_SIZE)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_SIZE)]
 
 Origin = Literal["hub", "folder", "file", "catalogue"]
 _KEY = "model.name"

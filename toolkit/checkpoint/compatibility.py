@@ -155,4 +155,4 @@ def _value(plan: Plan, key: str, rule: Rule) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return str(list(value) if isinstance(value, tuple) else value)
+    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)

@@ -149,7 +149,7 @@ def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | 
 
     print_failure(outcome)
     failed = () if outcome.failure is None else outcome.failure.problems
-    damaged = {problem.key for problem in failed if problem.code == "CHECKPOINT_DAMAGED"}
+    damaged = {problem.key for problem in failed if problem.code in ("CHECKPOINT_DAMAGED", "CHECKPOINT_UNSAFE")}
     last = last_checkpoint(plan, but=damaged)
     finished = outcome.exit_code == 0 and is_finished(plan)
     command = None if finished else _next_command(plan, call, last)
@@ -185,14 +185,18 @@ def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | N
 
     Args:
         plan: Of the run.
-        but: Folders whose contents were found to be others than those that were written.
+        but: Checkpoints, or files in them, whose contents were found to be others than those that were written.
     """
     from toolkit.checkpoint.discovery import list_checkpoints
     from toolkit.checkpoint.state import is_readable
 
     damaged = {Path(folder).resolve() for folder in but if folder is not None}
+
+    def has_damage(folder: Path) -> bool:
+        return any(path.is_relative_to(folder.resolve()) for path in damaged)
+
     latest_first = reversed(list_checkpoints(plan.output_dir))
-    return next((folder for folder in latest_first if folder.resolve() not in damaged and is_readable(folder)), None)
+    return next((folder for folder in latest_first if not has_damage(folder) and is_readable(folder)), None)
 
 
 def _next_command(plan: Plan, call: Call, last: Path | None) -> str:

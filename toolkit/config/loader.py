@@ -46,6 +46,7 @@ def load_document(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 # Sections that may be written as a name alone.
 _NAMED = ("model", "cluster.gpu")
+_MAX_DEPTH = 32  # levels of a key; DeepSpeed's deepest has five
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
@@ -76,8 +77,10 @@ def change_job(job: Job, changes: Iterable[str | Mapping[str, Any]]) -> Job:
     return parse_job(document)
 
 
-def _apply_values(document: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _apply_values(document: dict[str, Any], values: Mapping[str, Any], *, depth: int = 0) -> None:
     for key, value in values.items():
+        if depth > _MAX_DEPTH:
+            raise _bad_key(str(key), f"a value of {depth} levels")
         node, leaf = _place(document, key, given=f"{key}={shown(value)}")
         if value is None:
             node.pop(leaf, None)
@@ -85,14 +88,14 @@ def _apply_values(document: dict[str, Any], values: Mapping[str, Any]) -> None:
             inside = node.setdefault(leaf, {})
             if not isinstance(inside, dict):
                 inside = node[leaf] = {"name": inside} if key in _NAMED else {}
-            _apply_values(inside, value)
+            _apply_values(inside, value, depth=depth + 1)
         else:
             node[leaf] = value
 
 
 def _place(document: dict[str, Any], key: str, *, given: str) -> tuple[dict[str, Any], str]:
     """Return the section that holds a dotted key, made where it is absent, and the key's last word."""
-    if not isinstance(key, str) or not all(key.split(".")):
+    if not isinstance(key, str) or not all(key.split(".")) or key.count(".") > _MAX_DEPTH:
         raise _bad_key(str(key), given)
     *parents, leaf = key.split(".")
     node = document
@@ -117,8 +120,8 @@ def _place(document: dict[str, Any], key: str, *, given: str) -> tuple[dict[str,
 def _bad_key(key: str, given: str) -> SpecError:
     return SpecError.of(
         code="SET_SYNTAX",
-        key=key,
-        message=f"{given} is not key=value, or a word of its key is empty",
+        key=key[:200],
+        message=f"{given:.200} is not key=value, or a word of its key is empty, or there are more than {_MAX_DEPTH}",
         fix="Write --set train.sequence_length=8192; in Python with_({'train.sequence_length': 8192})",
     )
 

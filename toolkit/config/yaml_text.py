@@ -14,7 +14,7 @@ from toolkit.errors import SpecError
 from toolkit.io import read_text
 
 # Bytes of a file that are read: a thousand times what jobs and configurations take, and /dev/zero ends.
-_MAX_FILE_BYTES = 16 * 2**20
+_MAX_FILE_BYTES = 2**20
 # Values of a document once its aliases are written out: a few lines of nested aliases can stand for billions.
 _MAX_VALUES = 100_000
 

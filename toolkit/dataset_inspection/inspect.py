@@ -294,6 +294,12 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
         )
         fix = "Remove one of the two"
         problems.append(Problem(code="DATA_VALIDATION", key="data.validation_fraction", message=message, fix=fix))
+    if data.max_samples == 1 and data.validation_fraction is not None:
+        message = (
+            f"data.max_samples=1 leaves nothing to train on beside data.validation_fraction={data.validation_fraction}"
+        )
+        fix = "Set data.max_samples to at least 2, or remove data.validation_fraction"
+        problems.append(Problem(code="DATA_TOO_SMALL", key="data.max_samples", message=message, fix=fix))
     if data.eval_split is not None and data.eval is None:
         message = f"data.eval_split={data.eval_split} is read by nothing: data.eval is not given"
         fix = "Set data.eval to the data set whose split it is, or remove data.eval_split"

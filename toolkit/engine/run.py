@@ -128,7 +128,10 @@ class Run:
         """Return this rank's batches from the current step to the end of the run.
 
         Args:
-            dataset: Training rows, from `tk.prepare`.
+            dataset: Training rows, from `tk.prepare`, of the plan's length.
+
+        Raises:
+            RunError: STEP_SEQUENCE_LENGTH.
         """
         batch, settings = self.plan.settings.batch, self.plan.settings
         total = settings.max_steps or num_steps(len(dataset), batch.train, settings.num_train_epochs or 1.0)
@@ -261,6 +264,15 @@ class Run:
             self.engine.train()
 
     def _collator(self, dataset: PackedDataset) -> Collator:
+        planned = self.plan.settings.sequence_length
+        if dataset.sequence_length != planned:
+            raise RunError.of(
+                code="STEP_SEQUENCE_LENGTH",
+                key="train.sequence_length",
+                message=f"the rows of the data set have sequence_length={dataset.sequence_length}, but the plan was resolved and "
+                f"its memory estimated for train.sequence_length={planned}",
+                fix="Give tk.prepare sequence_length=plan.settings.sequence_length",
+            )
         # transformers' FlashAttention path tells packed documents apart only in a batch of one row
         # (modeling_flash_attention_utils.py _is_packed_sequence).
         return Collator.of(dataset, flatten=self.plan.settings.attention == "flash_attention_2")

@@ -203,19 +203,19 @@ def _compare(plan: Plan, model: Any, report: ExportReport, probe: Path) -> float
 
 
 def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     attention = plan.settings.attention if plan.settings.attention != "flash_attention_2" else "sdpa"
-    arguments = {
-        "dtype": DTYPES[plan.settings.dtype],
-        "attn_implementation": attention,
-        "trust_remote_code": trust_remote_code,
-    }
     base = folder if report.kind != "adapter" else locate_weights(plan)
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, **arguments)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        # Set here, since attn_implementation= would not replace one that the file names, such as a kernel of the hub.
+        config._attn_implementation = attention
+        model = AutoModelForCausalLM.from_pretrained(
+            base, config=config, dtype=DTYPES[plan.settings.dtype], trust_remote_code=trust_remote_code
+        )
         if report.kind == "adapter":
             from peft import PeftModel
 

@@ -94,6 +94,8 @@ def copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architectu
         return
     config = read_plain_object(model_dir, "config.json")
     config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
+    # Nothing that transformers saves has it, but what it reads there it takes for a kernel of the hub to fetch and run.
+    config.pop("_attn_implementation", None)
     config |= {"dtype": plan.dtype_name, "architectures": [architecture]}
     if plan.untied:
         config["tie_word_embeddings"] = False

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from toolkit.catalog.gpus import Gpu, load_catalogue
 from toolkit.errors import Problem
 from toolkit.planning.plan import Plan
 
+# One of them is there wherever an NVIDIA GPU can be used: on Linux, under WSL, on Tegra.
+_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl")
 # Of a card's memory: what its driver and its error correction keep to themselves, at most.
 _KEPT_SHARE = 0.08
 
@@ -23,10 +26,14 @@ def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
 
 
 def too_few_cards(plan: Plan, environment: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Says that this machine has fewer cards than a plan has ranks; nothing where the driver cannot be asked."""
-    found = None if plan.on_cpu else visible_cards(environment)
+    """Say that this machine has fewer cards than a plan has ranks; nothing where a driver cannot be asked."""
+    if plan.on_cpu:
+        return
+    found = visible_cards(environment)
     if found is not None:
         yield from fewer_cards(plan.job.cluster.gpus_per_node, len(found))
+    elif plan.gpu.vendor == "nvidia" and not any(Path(device).exists() for device in _DEVICES):
+        yield _no_driver(plan)
 
 
 def fewer_cards(wanted: int, num_cards: int) -> Iterator[Problem]:
@@ -47,12 +54,7 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
         return
     found = visible_cards(environment, described=plan.gpu if plan.gpu.described else None)
     if found is None:
-        yield Problem(
-            code="LAUNCH_CARDS",
-            key="cluster.gpu",
-            message=f"gpu={plan.gpu.name}, but this machine has no NVIDIA driver",
-            fix="Start on a machine with the cards of the job",
-        )
+        yield _no_driver(plan)
         return
     yield from fewer_cards(plan.job.cluster.gpus_per_node, len(found))
     others = sorted({name or "a card that the catalogue lacks" for name in found} - {plan.gpu.name})
@@ -63,6 +65,15 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
             message=f"gpu={plan.gpu.name}, but this machine has {', '.join(others)}",
             fix="Set cluster.gpu to the card that the job runs on, for which it was planned and estimated",
         )
+
+
+def _no_driver(plan: Plan) -> Problem:
+    return Problem(
+        code="LAUNCH_CARDS",
+        key="cluster.gpu",
+        message=f"gpu={plan.gpu.name}, but this machine has no NVIDIA driver",
+        fix="Start on a machine with the cards of the job, or set cluster.gpu to cpu for processes over gloo",
+    )
 
 
 def visible_cards(

@@ -238,7 +238,7 @@ def _problem(worker: EndedWorker, error: WorkerError | None, ended_by: str, name
         text = f"{name} failed first, with {error.kind}: {first_line}"
         return Problem(code="RANK_FAILED", message=text.rstrip(": ."), fix=output)
     if worker.status > 0:
-        return Problem(code="RANK_FAILED", message=f"{name} failed first, with {ended_by} and no exception", fix=output)
+        return Problem(code="RANK_FAILED", message=f"{name} failed first, with {ended_by}", fix=output)
     hint = _SIGNAL_FIXES.get(signal.Signals(-worker.status), "Something outside this run sent the signal")
     return Problem(code="RANK_KILLED", message=f"{name} failed first, killed by {ended_by}", fix=f"{hint}. {output}")
 

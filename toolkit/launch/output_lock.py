@@ -53,10 +53,10 @@ def hold_output(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(made_folder(folder))
-            handle = stack.enter_context(_locked(path))
+            handles = stack.enter_context(_locked(path))
         except OSError as error:  # as of a lock that another user has left
             raise PlanError(_unwritable(folder, path, error)) from None
-        stack.enter_context(_beating(handle))
+        stack.enter_context(_beating(path, handles))
         yield
 
 
@@ -98,19 +98,25 @@ def _unwritable(folder: Path, where: Path, error: OSError) -> Problem:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """The handle of a lock file that is this process's; the file goes with the lock."""
+def _locked(path: Path) -> Iterator[list[int]]:
+    """The handles of lock files that are this process's, the last of which is at `path`; the file goes with the lock."""
+    handles = [_take_in_no_fork(path)]
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            _own_handles.discard(handle)
+            with contextlib.suppress(OSError):  # the disk may be what ended the run
+                if _is_at(handle, path):  # else the folder was deleted, and what lies there now is another run's
+                    path.unlink()
+            os.close(handle)
+
+
+def _take_in_no_fork(path: Path) -> int:
     handle = _take(path)
     _own_handles.add(handle)
     _close_in_children()
-    try:
-        yield handle
-    finally:
-        _own_handles.discard(handle)
-        with contextlib.suppress(OSError):  # the disk may be what ended the run
-            if _is_at(handle, path):  # else the folder was deleted, and what lies there now is another run's
-                path.unlink()
-        os.close(handle)
+    return handle
 
 
 @functools.cache
@@ -204,14 +210,19 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _beating(handle: int) -> Iterator[None]:
-    """Touches the file every few seconds, for runs of other machines to see."""
+def _beating(path: Path, handles: list[int]) -> Iterator[None]:
+    """Touches the file every few seconds, for runs of other machines to see.
+
+    Where the folder was deleted or moved, and the run has made it again to save into, the lock is taken there, too.
+    """
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(handle)
+            with contextlib.suppress(OSError, RunError):  # RunError: another run was quicker
+                os.utime(handles[-1])
+                if path.parent.is_dir() and not _is_at(handles[-1], path):
+                    handles.append(_take_in_no_fork(path))
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
