@@ -28,9 +28,9 @@ from toolkit.planning.resolve import resolve
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 WAYS = [
     ("llama", "LoRA with checkpointing"),
-    ("llama", "padded"),
+    pytest.param("llama", "padded", marks=pytest.mark.full),
     ("qwen3_moe", "ZeRO-3 with checkpointing"),
-    ("gemma3_text", "plain"),
+    pytest.param("gemma3_text", "plain", marks=pytest.mark.full),
 ]
 
 

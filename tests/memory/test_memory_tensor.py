@@ -34,25 +34,25 @@ BF16, FP32 = 2, 4
 LORA_ZERO3 = {"marks_modules": True, "keeps_inputs": True}
 
 
+FULL = [
+    ("llama", "ZeRO-3 with checkpointing", 2, {}),
+    ("llama", "LoRA with checkpointing", 2, LORA_ZERO3),
+    ("llama", "ZeRO-3 with checkpointing", 2, {"sequence_parallel": True}),
+    ("opt", "ZeRO-3", 4, {}),
+    ("mixtral", "ZeRO-3", 2, {}),
+    ("olmoe", "fp32", 2, {}),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "way", "tensor", "options"),
     [
-        ("llama", "ZeRO-3 with checkpointing", 2, {}),
         ("llama", "plain", 4, {}),  # two ranks hold each key head
-        ("llama", "LoRA with checkpointing", 2, LORA_ZERO3),
-        ("llama", "ZeRO-3 with checkpointing", 2, {"sequence_parallel": True}),
-        (
-            "llama",
-            "LoRA with checkpointing",
-            2,
-            {**LORA_ZERO3, "sequence_parallel": True},
-        ),  # norms frozen under their hooks
+        ("llama", "LoRA with checkpointing", 2, {**LORA_ZERO3, "sequence_parallel": True}),  # norms frozen under hooks
         ("gemma3_text", "LoRA with checkpointing", 2, LORA_ZERO3),  # those of query and key heads
         ("qwen3_moe", "plain", 2, {"sequence_parallel": True}),
         ("gpt2", "ZeRO-3", 2, {}),  # draws dropout for shards
-        ("opt", "ZeRO-3", 4, {}),
-        ("mixtral", "ZeRO-3", 2, {}),
-        ("olmoe", "fp32", 2, {}),
+        *(pytest.param(*values, marks=pytest.mark.full) for values in FULL),
     ],
 )
 def test_few_layers_give_what_all_give(name, way, tensor, options):
