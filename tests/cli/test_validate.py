@@ -256,6 +256,8 @@ UNREADABLE = {
     "a misspelt key": (["train.max_stepz=5"], ["KEY_UNKNOWN"]),
     "a wrong value": (["train.seed=abc"], ["KEY_VALUE"]),
     "no model": (["model="], ["KEY_VALUE"]),
+    "a wrong value under another name": (["train.max_length=many"], ["KEY_VALUE"]),
+    "one key under two names": (["train={lr: 1, learning_rate: 1, max_steps: 9}"], ["KEY_OTHER_TOOL"]),
     "two": (["train.max_stepz=5", "cluster.gpus_per_node=many"], ["KEY_VALUE", "KEY_UNKNOWN"]),
     "a whole section": (["parallel=3"], ["KEY_VALUE"]),
 }
@@ -285,6 +287,36 @@ def test_no_rule_is_held_against_the_default_of_what_cannot_be_read(folder, caps
     assert codes(capsys) == ["BATCH_EQUATION"], "else the test below says nothing"
     assert validate(*batch, "train.per_device_train_batch_siz=3", "train.per_device_train_batch_size=") == 2
     assert codes(capsys) == ["KEY_UNKNOWN"]
+
+
+def test_no_rule_is_held_against_the_default_of_what_has_another_name(folder, capsys):
+    batch = ["train.train_batch_size=24", "train.gradient_accumulation_steps=8"]
+    assert validate(*batch, "train.micro_batch_size=1") == 2
+    assert codes(capsys) == ["BATCH_EQUATION"], "else the test below says nothing"
+    assert validate(*batch, "train.micro_batch_size=many") == 2
+    assert codes(capsys) == ["KEY_VALUE"]
+
+
+def test_other_tools_names_are_ours_in_all_that_is_written(folder, capsys):
+    (folder / "job.yaml").write_text(JOB.replace("sequence_length", "max_length"))
+    names = ["train.optim=adamw_torch_fused", "parallel.tp_size=2", "train.attn_implementation=eager"]
+    assert validate(*names, extra=("--explain", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)["choices"]
+    choices = {choice["key"]: (choice["value"], choice["source"]) for choice in found}
+    expected = {
+        "train.sequence_length": (512, "job"),
+        "train.optimizer": ("adamw_torch", "job"),
+        "train.attention": ("eager", "job"),
+        "parallel.tensor": (2, "job"),
+    }
+    assert choices | expected == choices
+    assert main(["emit", "job.yaml", "--out", "out", *[part for name in names for part in ("--set", name)]]) == 0
+    plan = Path("out/plan.json").read_text()
+    for name in ("max_length", "optim", "tp_size", "attn_implementation"):
+        assert f'"{name}"' not in plan
+    assert "adamw_torch_fused" not in plan
+    job = json.loads(plan)["job"]
+    assert (job["train"]["sequence_length"], job["train"]["optimizer"]) == (512, "adamw_torch")
 
 
 @pytest.mark.parametrize(

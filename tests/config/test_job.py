@@ -91,9 +91,9 @@ def test_a_dump_of_what_was_set_reads_back_equal():
 @pytest.mark.parametrize(
     ("make", "code", "key", "words"),
     [
-        (lambda: Train(lr=1e-4), "KEY_OTHER_TOOL", "train.lr", "Here it is train.learning_rate"),
+        (lambda: Train(bf16=True), "KEY_OTHER_TOOL", "train.bf16", "Here it is train.precision: bf16"),
         (lambda: Train(max_steps="many"), "KEY_VALUE", "train.max_steps", "train.max_steps='many' (str) is not valid"),
-        (lambda: Parallel(tp_size=2), "KEY_OTHER_TOOL", "parallel.tp_size", "Here it is parallel.tensor"),
+        (lambda: Parallel(dp_size=2), "KEY_OTHER_TOOL", "parallel.dp_size", "Here it is what tensor × pipeline leave"),
         (lambda: Cluster(gpus_per_node=2), "KEY_MISSING", "cluster.gpu", "cluster.gpu is missing"),
         (lambda: Cluster(gpu="cpu", node=2), "KEY_UNKNOWN", "cluster.node", "Did you mean cluster.nodes"),
         (lambda: Data(train=3), "KEY_VALUE", "data.train", "data.train=3 (int) is not valid"),
@@ -117,12 +117,12 @@ def test_a_section_made_in_python_says_what_a_job_file_says(make, code, key, wor
 
 def test_all_faults_of_a_job_made_of_mappings_are_told_at_once():
     with pytest.raises(SpecError) as caught:
-        Job(model="m", cluster={"gpu": 3}, train={"lr": 1, "lora": {"r": 0}}, paralell={})
+        Job(model="m", cluster={"gpu": 3}, train={"bf16": 1, "lora": {"r": 0}}, paralell={})
     assert sorted(problem.key for problem in caught.value.problems) == [
         "cluster.gpu",
         "paralell",
+        "train.bf16",
         "train.lora.r",
-        "train.lr",
     ]
 
 
@@ -177,7 +177,7 @@ CYCLE["again"] = CYCLE
     ("changes", "sections", "code", "key"),
     [
         ((), {"paralell": {"zero_stage": 3}}, "KEY_UNKNOWN", "paralell"),
-        (({"train.lr": 1e-4},), {}, "KEY_OTHER_TOOL", "train.lr"),
+        (({"train.bf16": True},), {}, "KEY_OTHER_TOOL", "train.bf16"),
         (("train.max_steps=many",), {}, "KEY_VALUE", "train.max_steps"),
         ((), {"train": 3}, "KEY_VALUE", "train"),
         ((), {"train": Data(train="x")}, "KEY_VALUE", "train"),

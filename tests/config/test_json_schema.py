@@ -62,6 +62,7 @@ def test_every_job_of_the_repository_fits(path):
         {"data": {"train": ["a.jsonl", "b.jsonl"]}},
         {"parallel": {"partition": [16, 16]}},
         {"parallel": {"partition": "uniform"}},
+        {"train": {"max_length": 512, "optim": "adamw_torch_fused"}, "parallel": {"tp": 2}},
         {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 5e8}}},
     ],
     ids=str,
@@ -71,11 +72,20 @@ def test_what_the_reader_takes_fits(values):
     VALIDATOR.validate(SMALL | values)
 
 
+def test_a_required_key_may_have_its_other_name():
+    for name in ("model", "model_name_or_path"):
+        VALIDATOR.validate({name: "m", "cluster": {"gpu": "cpu"}})
+    assert not VALIDATOR.is_valid({"cluster": {"gpu": "cpu"}})
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {"extra": 1},
         {"model": 3},
+        {"max_length": 512},
+        {"train": {"max_length": 0}},
+        {"train": {"optim": "adafactor"}},
         {"cluster": {}},
         {"cluster": {"gpu": "cpu", "nodes": 0}},
         {"cluster": {"gpu": {"memory_gib": 40}}},

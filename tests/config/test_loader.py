@@ -1,4 +1,5 @@
 import textwrap
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.config.job import Job
-from toolkit.config.job_problems import FOREIGN_KEYS
 from toolkit.config.loader import apply_override, load_job, parse_job
+from toolkit.config.other_names import OTHER_NAMES, REFUSED_NAMES
 from toolkit.config.schema import known_keys
 from toolkit.config.yaml_text import load_yaml, parse_yaml
 from toolkit.errors import SpecError
 
+OTHER_TOOLS = {*REFUSED_NAMES, *chain(*OTHER_NAMES.values())}
 SMALL = "model: m\ncluster: {gpu: cpu}\n"
 
 
@@ -185,14 +187,15 @@ def test_a_key_like_no_other_says_where_the_list_is(word):
 @pytest.mark.parametrize(
     ("written", "ours"),
     [
-        ("train: {optim: adamw_torch}", "train.optimizer"),
         ("train: {bf16: true}", "train.precision: bf16"),
-        ("train: {max_length: 512}", "train.sequence_length"),
+        ("max_length: 512", "train.sequence_length"),
+        ("parallel: {max_seq_length: 512}", "train.sequence_length"),
+        ("train: {lora_r: 8}", "train.lora.r"),
         ("bf16: true", "train.precision: bf16"),
         ("data: {train: a.jsonl, assistant_only_loss: true}", "data.loss_on: assistant"),
-        ("parallel: {tensor_parallel_size: 2}", "parallel.tensor"),
-        ("parallel: {tp: 2}", "parallel.tensor"),
-        ("parallel: {pp: 2}", "parallel.pipeline"),
+        ("tensor_parallel_size: 2", "parallel.tensor"),
+        ("train: {tp: 2}", "parallel.tensor"),
+        ("train: {model_name_or_path: m}", "model"),
         ("parallel: {dp: 2}", "what tensor × pipeline leave over of cluster.gpus_per_node × cluster.nodes"),
     ],
 )
@@ -204,8 +207,8 @@ def test_another_tools_name_is_translated(written, ours):
 
 def test_every_translation_leads_to_a_key_that_exists():
     known = set(known_keys())
-    for foreign, ours in FOREIGN_KEYS.items():
-        named = [word.rstrip(":") for word in ours.replace("(", " ").split() if word.rstrip(":") in known]
+    for foreign, ours in REFUSED_NAMES.items():
+        named = [word.rstrip(":,;") for word in ours.split() if word.rstrip(":,;") in known]
         assert named, foreign
         assert not any(path.rpartition(".")[2] == foreign for path in known), f"{foreign} is our own name"
 
@@ -215,14 +218,14 @@ def test_every_problem_at_once():
         """
         model: m
         cluster: {gpu: cpu, nodes: 0}
-        train: {optim: adamw, sequence_lenght: 4, precision: tf32, seed: true}
+        train: {bf16: true, sequence_lenght: 4, precision: tf32, seed: true}
         parallel: {zero_stage: 7}
         extra: 1
         """
     )
     assert {(problem.code, problem.key) for problem in found} == {
         ("KEY_VALUE", "cluster.nodes"),
-        ("KEY_OTHER_TOOL", "train.optim"),
+        ("KEY_OTHER_TOOL", "train.bf16"),
         ("KEY_UNKNOWN", "train.sequence_lenght"),
         ("KEY_VALUE", "train.precision"),
         ("KEY_VALUE", "train.seed"),
@@ -434,7 +437,7 @@ SCALARS = st.one_of(
     st.sampled_from(["auto", "8", "1e-4", "+", "e5", "none", "cpu", "bf16"]),
 )  # fmt: skip
 KEYS = st.one_of(
-    st.sampled_from(sorted({part for path in known_keys() for part in path.split(".")} | set(FOREIGN_KEYS))),
+    st.sampled_from(sorted({part for path in known_keys() for part in path.split(".")} | OTHER_TOOLS)),
     st.text(max_size=6),
     st.integers(),
 )

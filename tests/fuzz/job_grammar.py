@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 
 from toolkit.catalog.gpus import load_catalogue
 from toolkit.config.job import Job
-from toolkit.config.job_problems import FOREIGN_KEYS
+from toolkit.config.other_names import OTHER_NAMES, REFUSED_NAMES
 from toolkit.config.schema import known_keys
 from toolkit.deepspeed_spec.job_section import job_keys
 from toolkit.deepspeed_spec.nested import paths, without
@@ -23,7 +24,7 @@ from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 
 KEYS = known_keys()
 IN_A_JOB = frozenset(job_keys())
-LEAVES = tuple(sorted({key.rpartition(".")[2] for key in KEYS} | set(FOREIGN_KEYS)))
+LEAVES = tuple(sorted({key.rpartition(".")[2] for key in KEYS} | {*REFUSED_NAMES, *chain(*OTHER_NAMES.values())}))
 GPUS = tuple(load_catalogue())
 MODELS = (
     "quickstart-llama",

@@ -14,6 +14,7 @@ from toolkit.cli.options import is_plan_file, read_job
 from toolkit.cli.output import warn
 from toolkit.config.job import Job
 from toolkit.config.loader import load_document, parse_job
+from toolkit.config.schema import own_key
 from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
 from toolkit.planning.plan import Plan
 
@@ -96,7 +97,7 @@ def _readable_part(document: dict[str, Any], unreadable: Sequence[Problem]) -> t
     found = unreadable
     for _ in range(3):  # what is removed may leave a section without a key that it needs
         for problem in found:
-            touched.add(problem.key)
+            touched.update((problem.key, own_key(problem.key)))
             touched.update(_KEY.findall(problem.fix))  # the key that was meant
             _mend(rest, problem.key, is_missing=problem.code == "KEY_MISSING")
         try:

@@ -22,6 +22,9 @@ MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4095
 
+# Other values of TrainingArguments.optim that mean one of ours: the same update with the same state.
+_OPTIMIZERS = {"adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -120,6 +123,11 @@ def reporters(value: Any) -> Any:
             "step as JSON for any other tool"
         )
     return given
+
+
+def optimizer_named(value: Any) -> Any:
+    """Reads the names that TrainingArguments has for torch's AdamW in its fused form and for bitsandbytes' of 8 bit."""
+    return _OPTIMIZERS.get(value, value) if isinstance(value, str) else value
 
 
 Capability = Annotated[

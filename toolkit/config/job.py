@@ -2,7 +2,7 @@
 
 Every default here is "not given" (`None`) where the right value depends on the rest of the job;
 `toolkit.planning.resolve` fills it and records why. Names mirror `transformers.TrainingArguments` and
-`trl.SFTConfig` where the meaning is the same.
+`trl.SFTConfig` where the meaning is the same; `toolkit.config.other_names` lists those of other tools that are read too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from toolkit.config.fields import (
     ShareBelowOne,
     Word,
     ZeroStage,
+    optimizer_named,
     reporters,
 )
 from toolkit.config.section import Section
@@ -43,6 +44,7 @@ Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Method = Literal["full", "lora", "qlora"]
 Strategy = Literal["zero", "ddp", "fsdp2"]
 Optimizer = Literal["adamw", "adamw_torch", "adamw_8bit", "lion", "sgd"]
+AnyOptimizer = Literal[Optimizer, "adamw_torch_fused", "adamw_bnb_8bit"]  # `optimizer_named` reads the last two
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
 Loss = Literal["full", "chunked", "liger"]
 Kernels = Literal["eager", "liger"]
@@ -201,7 +203,7 @@ class Train(Section):
     """How the matrix products round to float8; only with `precision: fp8`."""
     gradient_accumulation_dtype: Dtype | None = None
     """Number format in which the gradients of micro batches add up."""
-    optimizer: Optimizer = "adamw"
+    optimizer: Annotated[Optimizer, BeforeValidator(optimizer_named, json_schema_input_type=AnyOptimizer)] = "adamw"
     """`adamw` is DeepSpeed's kernel, `adamw_torch` is torch's; `adamw_8bit` can be estimated, not trained."""
     weight_decay: NonNegativeNumber = 0.0
     """Share of each matrix, times the learning rate, that a step takes off it (`sgd` adds it to the gradient). Norms

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from toolkit.config.job import Job
+from toolkit.config.other_names import OTHER_NAMES
 from toolkit.config.section import Section
 
 
@@ -46,4 +48,19 @@ class _JobSchema(GenerateJsonSchema):
         for field in found.get("properties", {}).values():
             if "description" in field:
                 field["description"] = " ".join(field["description"].split())
+        _add_other_names(found, schema["cls"])
         return found
+
+
+def _add_other_names(section: JsonSchemaValue, kind: type[BaseModel]) -> None:
+    """Lets a section hold other tools' names, as patterns: an editor takes these, and completes ours alone."""
+    properties, required = section.get("properties", {}), section.get("required", [])
+    for name in kind.model_fields:
+        if not (others := OTHER_NAMES.get(name)):
+            continue
+        values = {key: value for key, value in properties[name].items() if key != "default"}
+        patterns = section.setdefault("patternProperties", {})
+        patterns[f"^({'|'.join(others)})$"] = values | {"description": f"Another name of `{name}`."}
+        if name in required:
+            required.remove(name)
+            section["anyOf"] = [{"required": [each]} for each in (name, *others)]

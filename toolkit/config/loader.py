@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from toolkit.arguments import checks_arguments, shown
 from toolkit.config.accelerate_file import refuse_accelerate_file
 from toolkit.config.job import Job
-from toolkit.config.schema import section_of, wants_number
+from toolkit.config.schema import names_of, own_key, section_below, section_of, wants_number
 from toolkit.config.section import Section
 from toolkit.config.yaml_text import load_yaml, parse_value
 from toolkit.errors import SpecError
@@ -59,7 +60,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     key = key.strip()
     if not separator:
         raise _bad_key(override, f"--set {override!r}")
-    node, leaf = _place(document, key, given=f"--set {override}")
+    node, leaf, _ = _place(document, key, Job, given=f"--set {override}")
     try:
         node[leaf] = parse_value(text, name=f"--set {key}")
     except yaml.YAMLError:
@@ -73,38 +74,50 @@ def change_job(job: Job, changes: Iterable[str | Mapping[str, Any]]) -> Job:
         if isinstance(change, str):
             apply_override(document, change)
         else:
-            _apply_values(document, change)
+            _apply_values(document, change, Job)
     return parse_job(document)
 
 
-def _apply_values(document: dict[str, Any], values: Mapping[str, Any], *, depth: int = 0) -> None:
+def _apply_values(
+    document: dict[str, Any], values: Mapping[str, Any], section: type[BaseModel] | None, *, depth: int = 0
+) -> None:
+    given: set[str] = set()
     for key, value in values.items():
         if depth > _MAX_DEPTH:
             raise _bad_key(str(key), f"a value of {depth} levels")
-        node, leaf = _place(document, key, given=f"{key}={shown(value)}")
+        own = own_key(str(key), section)
+        # Two names of one key in one mapping both stay, and are told as in a job file.
+        node, leaf, within = _place(document, key, section, given=f"{key}={shown(value)}", renames=own not in given)
+        given.add(own)
         if value is None:
             node.pop(leaf, None)
         elif isinstance(value, Mapping):
             inside = node.setdefault(leaf, {})
             if not isinstance(inside, dict):
-                inside = node[leaf] = {"name": inside} if key in _NAMED else {}
-            _apply_values(inside, value, depth=depth + 1)
+                inside = node[leaf] = {"name": inside} if own_key(key) in _NAMED else {}
+            _apply_values(inside, value, section_below(within, leaf), depth=depth + 1)
         else:
             node[leaf] = value
 
 
-def _place(document: dict[str, Any], key: str, *, given: str) -> tuple[dict[str, Any], str]:
-    """Return the section that holds a dotted key, made where it is absent, and the key's last word."""
+def _place(
+    document: dict[str, Any], key: str, section: type[BaseModel] | None, *, given: str, renames: bool = True
+) -> tuple[dict[str, Any], str, type[BaseModel] | None]:
+    """Return what holds a dotted key, made where it is absent, the key's last word, and the section that it stands in.
+
+    What stands there under another name of the same key takes the name that is given: a change is no second value.
+    """
     if not isinstance(key, str) or not all(key.split(".")) or key.count(".") > _MAX_DEPTH:
         raise _bad_key(str(key), given)
     *parents, leaf = key.split(".")
     node = document
     for depth, parent in enumerate(parents):
+        _rename(node, parent, section)
         if node.get(parent) is None:
             node[parent] = {}
         child = node[parent]
         path = ".".join(parents[: depth + 1])
-        if path in _NAMED and isinstance(child, str):
+        if own_key(path) in _NAMED and isinstance(child, str):
             child = node[parent] = {"name": child}
         if not isinstance(child, dict):
             raise SpecError.of(
@@ -114,7 +127,19 @@ def _place(document: dict[str, Any], key: str, *, given: str) -> tuple[dict[str,
                 fix=f"Set {path} itself",
             )
         node = child
-    return node, leaf
+        section = section_below(section, parent)
+    if renames:
+        _rename(node, leaf, section)
+    return node, leaf, section
+
+
+def _rename(node: dict[str, Any], name: str, section: type[BaseModel] | None) -> None:
+    names = names_of(section)
+    if name not in names:
+        return
+    for other in [other for other in node if other != name and names.get(other) == names[name]]:
+        value = node.pop(other)
+        node.setdefault(name, value)
 
 
 def _bad_key(key: str, given: str) -> SpecError:
@@ -143,9 +168,9 @@ def _numbers_from_strings(value: Any, annotation: Any) -> Any:
         section = section_of(annotation)
         if section is None:
             return value
-        fields = section.model_fields
+        fields, names = section.model_fields, names_of(section)
         return {
-            key: _numbers_from_strings(item, fields[key].annotation if key in fields else None)
+            key: _numbers_from_strings(item, fields[names[key]].annotation if key in names else None)
             for key, item in value.items()
         }
     if isinstance(value, str) and wants_number(annotation) and _NUMBER.match(text := value.strip()):

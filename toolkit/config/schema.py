@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from toolkit.config.job import Job
+from toolkit.config.other_names import OTHER_NAMES
 
 
 def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> tuple[str, ...]:
@@ -32,6 +33,27 @@ def path_of(section: type[BaseModel], within: type[BaseModel] = Job) -> tuple[st
         if inner is not None and (below := path_of(section, inner)):
             return (name, *below)
     return ()
+
+
+def names_of(section: type[BaseModel] | None) -> dict[str, str]:
+    """Return every name that a section reads, each with the field's own; none where there is no section."""
+    fields = {} if section is None else section.model_fields
+    return {name: field for field in fields for name in (field, *OTHER_NAMES.get(field, ()))}
+
+
+def own_key(path: str, section: type[BaseModel] | None = Job) -> str:
+    """Return a dotted path with other tools' names replaced by the fields' own; what is no key stays as it is."""
+    parts: list[str] = []
+    for part in path.split("."):
+        parts.append(names_of(section).get(part, part))
+        section = section_below(section, part)
+    return ".".join(parts)
+
+
+def section_below(section: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
+    """Return the section that a section holds under a name; None where it holds a value, or has no such key."""
+    own = names_of(section).get(name)
+    return None if section is None or own is None else section_of(section.model_fields[own].annotation)
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasGenerator, BaseModel, ConfigDict, ValidationError
 
+from toolkit.config.other_names import names_of_field
 from toolkit.errors import SpecError
 
 
@@ -20,13 +21,18 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        alias_generator=AliasGenerator(validation_alias=names_of_field),
     )
 
     if not TYPE_CHECKING:  # type checkers know the keys of a section without it
 
         def __init__(self, /, *positional: Any, **values: Any) -> None:
-            with _told_as_problems(type(self)):
+            with _told_as_problems(type(self), values):
                 if positional:
                     raise _by_position(type(self), positional)
                 super().__init__(**values)
@@ -38,11 +44,11 @@ class Section(BaseModel):
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """Makes a section from a mapping; options are pydantic's."""
-        with _told_as_problems(cls):
+        with _told_as_problems(cls, obj):
             return super().model_validate(obj, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        with _told_as_problems(type(self)):
+        with _told_as_problems(type(self), None):
             super().__setattr__(name, value)
 
     def written(self) -> dict[str, Any]:
@@ -65,13 +71,13 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def _told_as_problems(kind: type[Section]) -> Iterator[None]:
+def _told_as_problems(kind: type[Section], given: Any) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
         from toolkit.config.job_problems import problems_of  # which needs the sections to be there
 
-        raise SpecError(*problems_of(error, kind)) from None
+        raise SpecError(*problems_of(error, kind, given)) from None
 
 
 def _by_position(kind: type[Section], given: tuple[Any, ...]) -> SpecError:

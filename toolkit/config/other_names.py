@@ -1,0 +1,61 @@
+"""What other tools call the keys of a job: a name that means the same is read as ours, any other is refused with ours.
+
+Sources: transformers TrainingArguments; trl SFTConfig and ModelConfig; DeepSpeed's configuration and launcher; accelerate's
+configuration; vLLM EngineArgs; Megatron-LM training/arguments.py; LLaMA-Factory's cutoff_len; peft.
+"""
+
+from __future__ import annotations
+
+from pydantic import AliasChoices
+
+# By a key's own name, of which there is one in all sections: names that are read in its section.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "model": ("model_name_or_path",),
+    "nodes": ("num_nodes",),
+    "r": ("lora_r",),
+    "sequence_length": ("max_length", "max_seq_length", "cutoff_len"),
+    "per_device_train_batch_size": ("micro_batch_size", "train_micro_batch_size_per_gpu"),
+    "optimizer": ("optim",),
+    "attention": ("attn_implementation",),
+    "learning_rate": ("lr",),
+    "max_grad_norm": ("gradient_clipping",),
+    "num_train_epochs": ("num_epochs", "epochs"),
+    "tensor": ("tensor_parallel_size", "tensor_model_parallel_size", "tp", "tp_size"),
+    "pipeline": ("pipeline_parallel_size", "pipeline_model_parallel_size", "pp", "pp_size"),
+}
+
+_DATA_PARALLEL = "what tensor × pipeline leave over of cluster.gpus_per_node × cluster.nodes, and no key"
+_LOADED = (
+    "train.precision, the number format of the computation: bf16, fp16 or fp32; no key says how weights are loaded"
+)
+
+# Names whose meaning or values differ, and what to write in their place.
+REFUSED_NAMES: dict[str, str] = {
+    "bf16": "train.precision: bf16, a word in place of true",
+    "fp16": "train.precision: fp16, a word in place of true",
+    "mixed_precision": "train.precision, where 16 bit computes without autocast and `no` is fp32",
+    "torch_dtype": _LOADED,
+    "dtype": _LOADED,
+    "batch_size": "train.per_device_train_batch_size, of a rank and forward pass, or train.train_batch_size, of an "
+    "optimizer step over all ranks",
+    "chat_template_path": "data.chat_template, which takes chatml or a file with a Jinja template, and no tokenizer",
+    "assistant_only_loss": "data.loss_on: assistant, a word in place of true",
+    "completion_only_loss": "data.loss_on: completion, a word in place of true",
+    "dp": _DATA_PARALLEL,
+    "dp_size": _DATA_PARALLEL,
+    "data_parallel_size": _DATA_PARALLEL,
+    "stage": "parallel.zero_stage for ZeRO's; parallel.pipeline is the number of a pipeline's",
+    "zero": "parallel.zero_stage, a number from 0 to 3",
+    "scheduler": "train.lr_scheduler_type, a word in place of a section",
+    "dataset": "data.train, which takes files, folders and hub ids, and no names from a list of data sets",
+    "num_gpus": "cluster.gpus_per_node, which counts the cards of one node",
+    "use_peft": "train.method: lora, a word in place of true",
+    "load_in_4bit": "train.method: qlora, which can be estimated, not trained",
+    "gradient_checkpointing_enable": "train.gradient_checkpointing",
+}
+
+
+def names_of_field(name: str) -> str | AliasChoices:
+    """Return the names under which a field is read, its own first, as pydantic takes them."""
+    others = OTHER_NAMES.get(name, ())
+    return AliasChoices(name, *others) if others else name
