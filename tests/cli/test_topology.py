@@ -118,7 +118,7 @@ def test_sizes_are_drawn_too(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("job.yaml", "--check", "--plot", "x.svg"), "give one of them"),
+        (("job.yaml", "--check", "--plot", "x.svg"), "mutually exclusive"),
         (("job.yaml", "--plot", "x.gif"), "PLOT_FORMAT"),
         (("job.yaml", "--plot", "absent/x.svg"), "PLOT_FOLDER"),
     ],

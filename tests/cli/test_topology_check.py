@@ -97,7 +97,7 @@ def test_wrong_values_and_bandwidth_are_shown(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
-        (("--tp", "2", "--timeout", "5"), 2, "it is of --check"),
+        (("--tp", "2", "--timeout", "5"), 2, "requires --check"),
         (("--tp", "2", "--check", "--timeout", "0"), 2, "--timeout"),
         (("--tp", "2", "--nodes", "2", "--gpus-per-node", "2", "--check"), 3, "LAUNCH_NODES"),
         (("--check",), 2, "give a job, or sizes"),

@@ -90,11 +90,11 @@ def topology(
     if job is not None and given:
         raise typer.BadParameter(f"{', '.join(given)} would be ignored beside JOB: use --set", param_hint="JOB")
     if job is None and overrides:
-        raise typer.BadParameter("it changes a job, and none is given", param_hint="--set")
+        raise typer.BadParameter("it needs a JOB", param_hint="--set")
     if timeout is not None and not check:
-        raise typer.BadParameter("it is of --check, which is not given", param_hint="--timeout")
+        raise typer.BadParameter("it requires --check", param_hint="--timeout")
     if plot is not None and check:
-        raise typer.BadParameter("it draws what --check would only prove: give one of them", param_hint="--plot")
+        raise typer.BadParameter("--plot and --check are mutually exclusive", param_hint="--plot")
     if schedule:
         _show_schedule(job, overrides, check=check, plot=plot, as_json=as_json)
         return
@@ -182,7 +182,7 @@ def _check_size(num_ranks: int) -> None:
         raise PlanError.of(
             code="GRID_SIZE",
             key="topology",
-            message=f"{num_ranks} ranks are more than this command lists: every rank is a row, and in seven groups",
+            message=f"{num_ranks} ranks exceed the {_MOST_RANKS} that this command can list",
             fix=f"Give sizes whose product is at most {_MOST_RANKS}; larger grids repeat the pattern of smaller ones",
         )
 

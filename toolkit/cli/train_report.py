@@ -110,7 +110,7 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
 
 
 def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json: bool) -> None:
-    """Answers a resume of a run that has no step left: says so, and makes up for an export that is missing."""
+    """Handles a resume of a finished run: says that it is finished, and writes the export if it is missing."""
     from toolkit.cli.launching import outcome_as_dict
     from toolkit.launch.outcome import RunOutcome
 

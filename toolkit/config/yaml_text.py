@@ -111,7 +111,7 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
         if problem == "but found another document":
             problem = "a second document begins, and a job is one"
         raise SpecError.of(
-            code="YAML_SYNTAX", key=name, message=f"{where}: {problem}", fix="Mend the YAML there"
+            code="YAML_SYNTAX", key=name, message=f"{where}: {problem}", fix="Fix the YAML there"
         ) from None
     if not isinstance(value, dict):
         kind = "nothing" if value is None else f"a {type(value).__name__}"

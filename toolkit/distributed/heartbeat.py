@@ -1,4 +1,4 @@
-"""Work that ranks do apart for as long as it takes: tokenising, downloading, hashing.
+"""Work of unbounded duration that single ranks do outside collectives: tokenising, downloading, hashing.
 
 A collective would end a sound run at the groups' timeout while one rank works and the others wait. Here those wait on the
 launcher's key-value store, and a rank that works shows there that it lives.

@@ -1,4 +1,4 @@
-"""That the ranks of one replica were given one batch: shards of a layer, and stages of a model, must see the same tokens."""
+"""Checks that all ranks of a model replica received the same batch: shards and stages of one model must see the same tokens."""
 
 from __future__ import annotations
 

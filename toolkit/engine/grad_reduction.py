@@ -154,7 +154,7 @@ class ReduceEachBackward:
         self._optimizer.micro_step_id = number if self._partitions_weights else number - 1
 
     def _end_without_gradients(self) -> None:
-        """Has a pass through layers that are not trained end with empty buckets: DeepSpeed expects it to have made some."""
+        """Creates empty buckets for a backward pass without trainable layers: DeepSpeed assumes that they exist."""
         end = self._optimizer.overlapping_partition_gradients_reduce_epilogue
 
         def make_and_end() -> None:

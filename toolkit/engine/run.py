@@ -281,8 +281,8 @@ class Run:
         if self._passes.failed:
             raise RunError.of(
                 code="STEP_AFTER_FAILURE",
-                message="a pass through the pipeline has failed: its stages hold messages and gradients of the micro-batches "
-                "before, and wait for each other",
+                message="a pipeline pass failed: its stages still hold messages and gradients that are in flight, so the run "
+                "cannot step again",
                 fix="End the run on all ranks and resume from its last checkpoint",
             )
 

@@ -1,6 +1,6 @@
-"""Lets ZeRO-3 compare its records among the ranks that share parameters, and by how parameters follow each other.
+"""Limits ZeRO-3's check of its trace to the ranks that share parameters, and compares the order of the parameters.
 
-Not over the world, whose stages hold others; and not by DeepSpeed's numbers, which go on through all runs of a process.
+The ranks of other pipeline stages have other parameters, and DeepSpeed numbers parameters through all runs of a process.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _Call:
 
 
 class StageContext:
-    """Where hidden states enter and leave in the call that is under way, for all that stands in a model.
+    """Routing state of the current call of a stage, which all its placeholder modules share.
 
     Args:
         num_layers: Decoder layers of the whole model.

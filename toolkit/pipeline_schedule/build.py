@@ -45,7 +45,7 @@ def schedule_problems(name: str, *, pp: int, micro_batches: int, virtual_stages:
         yield Problem(
             code="SCHEDULE_UNKNOWN",
             key="parallel.pipeline_schedule",
-            message=f"pipeline_schedule={name} is no schedule",
+            message=f"pipeline_schedule={name} is not a known schedule",
             fix=f"Set pipeline_schedule to one of {', '.join(SCHEDULES)}",
         )
     sizes = {"pipeline": pp, "gradient_accumulation_steps": micro_batches, "virtual_stages": virtual_stages}

@@ -1,4 +1,4 @@
-"""Under which cause a tensor is reported: that of the module which runs when it is born."""
+"""Attributes each allocation to the module that is executing."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def gathered_by_the_engine(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="PIPELINE_ZERO_STAGE",
             key="parallel.zero_stage",
-            message=f"zero_stage=0 with pipeline={draft.job.parallel.pipeline}: DeepSpeed refuses gradients that come from another "
-            "stage where it shards nothing",
+            message=f"zero_stage=0 with pipeline={draft.job.parallel.pipeline}: DeepSpeed supports a backward pass that starts "
+            "from another stage's gradients only with ZeRO-1 and above",
             fix="Set parallel.zero_stage to 1, which takes no more memory",
             source="deepspeed runtime/engine.py coalesce_grad_reduction",
         )
