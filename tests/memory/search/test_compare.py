@@ -93,6 +93,10 @@ def test_axes():
     assert (second.key, second.name, second.values) == ("parallel.offload", "offload", ("none", "full-cpu"))
     (third,) = read_axes(["gradient_checkpointing=true,0.5,false"])
     assert third.values == (True, 0.5, False)
+    assert [axis.key for axis in read_axes(["max_length=8,16", "parallel.tp=1,2"])] == [
+        "train.sequence_length",
+        "parallel.tensor",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,9 @@ def test_axes():
         (["seed=1,,2"], "SWEEP_SYNTAX"),
         (["seed=1,1"], "SWEEP_SYNTAX"),
         (["seed=1", "train.seed=2"], "SWEEP_SYNTAX"),
+        (["max_length=1", "train.sequence_length=2"], "SWEEP_SYNTAX"),
         (["parallel.seed=1"], "SWEEP_KEY"),
+        (["parallel.max_length=1"], "SWEEP_KEY"),
         (["cluster.nodes=1,2"], "SWEEP_KEY"),
         (["sequence_lenght=1"], "SWEEP_KEY"),
         ([f"seed={','.join(map(str, range(11)))}", f"max_steps={','.join(map(str, range(1, 11)))}"], "SWEEP_SIZE"),

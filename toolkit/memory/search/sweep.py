@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.job import Parallel, Train
 from toolkit.config.loader import apply_override
+from toolkit.config.schema import names_of
 from toolkit.config.suggestions import nearest_key
 from toolkit.errors import Problem, SpecError
 from toolkit.memory.search.scenario import Outcome, Scenario
@@ -96,14 +97,14 @@ def _value(text: str) -> Any:
 
 
 def _full_key(key: str) -> str:
-    sections = {"train": Train.model_fields, "parallel": Parallel.model_fields}
+    sections = {"train": names_of(Train), "parallel": names_of(Parallel)}
     section, dot, name = key.partition(".")
     if dot and name in sections.get(section, {}):
-        return key
-    found = [f"{section}.{key}" for section, fields in sections.items() if key in fields]
+        return f"{section}.{sections[section][name]}"
+    found = [f"{section}.{names[key]}" for section, names in sections.items() if key in names]
     if found and not dot:
         return found[0]
-    known = [*sections["train"], *sections["parallel"]]
+    known = [*Train.model_fields, *Parallel.model_fields]
     near = nearest_key(key, known, n=2)
     raise SpecError(
         Problem(
