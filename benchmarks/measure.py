@@ -54,7 +54,7 @@ def read_cases(path: Path) -> list[dict[str, Any]]:
 def estimated_case(case: Mapping[str, Any], folder: Path, *, gpu: str = "h100-sxm-80gb") -> Any:
     """Gives a case as the estimate takes it; the config.json of a model of its own is written into `folder`."""
     from toolkit.config.loader import parse_job
-    from toolkit.memory.search.scenario import Scenario
+    from toolkit.memory.scenario import Scenario
 
     name = case["model"]
     if case.get("config") is not None:

@@ -11,7 +11,7 @@ from toolkit.config.job import Card, Cluster, Job
 from toolkit.config.loader import apply_override, parse_job
 from toolkit.errors import SpecError
 from toolkit.launch.devices import match_gpu
-from toolkit.memory.search.scenario import Scenario
+from toolkit.memory.scenario import Scenario
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
 from toolkit.units import GIB

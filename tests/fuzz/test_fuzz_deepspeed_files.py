@@ -26,9 +26,9 @@ from mutations import NUMBERS, Tree, change_value, encoded, mutate, mutate_text,
 from toolkit.config.job import Job
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.user_file import TRAINER_AUTO
-from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.memory.scenario import Scenario as MemoryCase
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario as MemoryCase
 
 NAMES = tuple(
     sorted(

@@ -28,8 +28,8 @@ from mutations import WORDS, Tree, odd_value
 from train_jobs import write_inputs
 
 from toolkit.cli.options import read_plan
+from toolkit.memory.scenario import Scenario as MemoryCase
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario as MemoryCase
 from toolkit.planning.plan import Plan
 
 

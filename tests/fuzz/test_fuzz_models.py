@@ -20,8 +20,8 @@ from tiny_models import tiny_config
 from train_jobs import write_inputs
 
 from toolkit.config.job import Job
+from toolkit.memory.scenario import Scenario as MemoryCase
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario as MemoryCase
 
 ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "deepseek_v2", "qwen3_moe", "falcon", "opt", "gpt_neox", "phi3")
 NAMES = (

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from toolkit.memory.report.report import MemoryReport
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario
 
 ROOT = Path(__file__).parents[2]
 CARDS = ROOT / "tests" / "data" / "cards"

@@ -23,13 +23,13 @@ from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.memory.engines.course import StepProgram
 from toolkit.memory.engines.courses import step_program
 from toolkit.memory.engines.replay import EngineReplay
-from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.settings import EngineSettings, engine_settings
 from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.trace.events import Marker, MemoryTrace, Release
 from toolkit.memory.trace.fake_model import build_empty, on_fake_device
 from toolkit.memory.trace.fake_ops import disable_layer_dropout, inplace_collectives
 from toolkit.memory.trace.inputs import make_batch
-from toolkit.memory.trace.ranks import engine_settings, trace_ranks
+from toolkit.memory.trace.ranks import trace_ranks
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.build import DTYPES, model_config, stage_part
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing

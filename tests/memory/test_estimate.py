@@ -12,9 +12,9 @@ import yaml
 
 import toolkit as tk
 from toolkit.deepspeed_spec import read_user_config
-from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario
 
 JOB = tk.Job(
     model="quickstart-llama",

@@ -5,9 +5,9 @@ from traced_models import CONFIGS, peaks, traced
 
 import toolkit as tk
 from toolkit.memory.estimate import estimate
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import find_savings
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.events import Marker
 
 VOCABULARY, LENGTH, WIDTH = 128_256, 2048, 2048

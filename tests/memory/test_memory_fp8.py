@@ -15,11 +15,10 @@ from traced_models import H100, LENGTH, config_of, traced
 import toolkit as tk
 from toolkit.config.job import Fp8, Job
 from toolkit.errors import PlanError
-from toolkit.memory.engines.ledger import in_blocks
-from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator, trace_key
-from toolkit.memory.search.scenario import Scenario
-from toolkit.memory.trace.events import Recorder, Run, held
+from toolkit.memory.trace.events import Recorder, Run, held, in_blocks
 from toolkit.memory.trace.run import MemoryTrace, trace_model
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.fp8 import apply_fp8, fp8_layers

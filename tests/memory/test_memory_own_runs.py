@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario
 from toolkit.units import GIB
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

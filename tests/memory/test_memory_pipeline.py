@@ -13,14 +13,15 @@ from traced_models import traced
 from toolkit.errors import PlanError
 from toolkit.memory.engines.course import StepProgram
 from toolkit.memory.engines.courses import representative_micro_batches, step_program
+from toolkit.memory.engines.settings import engine_settings
 from toolkit.memory.estimate import estimate
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import find_savings
 from toolkit.memory.search.compare import compare, read_strategies
 from toolkit.memory.search.estimator import Estimator
 from toolkit.memory.search.rebalance import rebalance_partition
-from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.events import held
-from toolkit.memory.trace.ranks import engine_settings, trace_ranks
+from toolkit.memory.trace.ranks import trace_ranks
 from toolkit.pipeline_parallel import StagePart
 from toolkit.pipeline_schedule import Backward, Forward, actions, build_schedule
 from toolkit.planning.resolve import resolve

@@ -7,11 +7,11 @@ from torch.nn import functional
 from zero3_file import BOTH_OFFLOADS, ZERO_3
 
 import toolkit as tk
+from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.estimate import estimate
 from toolkit.memory.kernels.dispatch import Device, cuda_kernels
-from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.events import Recorder
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling import liger

@@ -4,8 +4,8 @@ import pytest
 
 import toolkit as tk
 from toolkit.errors import PlanError
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario
 from toolkit.units import GIB
 
 MIB = 2**20

@@ -15,11 +15,11 @@ from toolkit.distributed.collectives import all_reduce, start_all_reduce
 from toolkit.distributed.fake import fake_group
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import candidates, find_savings
 from toolkit.memory.search.choose_gpu import Count, batch_on, counts
 from toolkit.memory.search.compare import read_strategies
 from toolkit.memory.search.estimator import Estimator, trace_key
-from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.attribution import LOSS
 from toolkit.memory.trace.events import Marker, Recorder, Run, held
 from toolkit.memory.trace.fake_model import shard

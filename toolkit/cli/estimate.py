@@ -22,10 +22,10 @@ from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, SpecError, raise_all
 if TYPE_CHECKING:
     from toolkit.catalog.gpus import Gpu
     from toolkit.config.job import Dtype, Job
+    from toolkit.memory.deepspeed_file import DeepSpeedFile
+    from toolkit.memory.scenario import Scenario
     from toolkit.memory.search.compare import Strategy
-    from toolkit.memory.search.deepspeed_file import DeepSpeedFile
     from toolkit.memory.search.estimator import Estimator
-    from toolkit.memory.search.scenario import Scenario
     from toolkit.memory.search.sweep import Axis
 
 DeepSpeedOption = Annotated[
@@ -224,10 +224,10 @@ def _read_questions(
         SpecError: With all problems.
     """
     from toolkit.cli.best_effort import card_problems
+    from toolkit.memory.deepspeed_file import DeepSpeedFile
     from toolkit.memory.report.figures import check_plot_path
     from toolkit.memory.search.choose_gpu import read_gpus
     from toolkit.memory.search.compare import read_strategies
-    from toolkit.memory.search.deepspeed_file import DeepSpeedFile
     from toolkit.memory.search.sweep import read_axes
 
     problems: list[Problem] = []
@@ -246,7 +246,7 @@ def _read_questions(
 
 def _read_case(path: Path, asked: _Asked, *, zero_init: bool, load_dtype: Dtype | None) -> Scenario:
     """Finds the model and resolves the job once, so that every fault of it is told before torch is imported."""
-    from toolkit.memory.search.scenario import Scenario, check_zero_init
+    from toolkit.memory.scenario import Scenario, check_zero_init
 
     written = asked.job
     if is_plan_file(path):

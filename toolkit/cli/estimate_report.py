@@ -10,8 +10,8 @@ from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
     from toolkit.memory.report.report import MemoryReport
+    from toolkit.memory.scenario import Scenario
     from toolkit.memory.search.advice import Saving
-    from toolkit.memory.search.scenario import Scenario
     from toolkit.planning.checkpoint_size import DiskUse
     from toolkit.planning.plan import Plan
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from toolkit.catalog.gpus import Gpu
+    from toolkit.memory.scenario import Outcome, Scenario
     from toolkit.memory.search.choose_gpu import Choice
     from toolkit.memory.search.compare import Strategy
-    from toolkit.memory.search.scenario import Outcome, Scenario
     from toolkit.memory.search.sweep import Axis, SweepRow
 
 _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
@@ -25,7 +25,7 @@ _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_json: bool) -> bool:
     """Estimates every combination; says whether any fits."""
-    from toolkit.memory.search.scenario import value_text
+    from toolkit.memory.scenario import value_text
     from toolkit.memory.search.sweep import sweep
 
     with estimating(as_json=as_json) as estimator:

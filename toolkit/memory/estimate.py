@@ -13,7 +13,8 @@ from toolkit.config.job import Dtype, Job
 from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
 from toolkit.errors import PlanError
 from toolkit.launch.software import MULTIPLIES_CHUNKS, Software
-from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.memory.engines.settings import EngineSettings, engine_settings, keeps_frozen_inputs
 from toolkit.memory.kernels.linear_attention import older_transformers
 from toolkit.memory.kernels.quantized import ASSUMPTION as NF4
 from toolkit.memory.report.calibration import Calibration
@@ -22,9 +23,8 @@ from toolkit.memory.report.host_ranks import host_report
 from toolkit.memory.report.overhead import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.report.ranks import phases_of_ranks, rank_report
 from toolkit.memory.report.report import MemoryReport
-from toolkit.memory.search.deepspeed_file import DeepSpeedFile
-from toolkit.memory.search.scenario import Scenario, check_zero_init
-from toolkit.memory.trace.ranks import Traces, engine_settings, keeps_frozen_inputs, trace_ranks
+from toolkit.memory.scenario import Scenario, check_zero_init
+from toolkit.memory.trace.ranks import Traces, trace_ranks
 from toolkit.memory.trace.run import MemoryTrace, TraceOptions
 from toolkit.planning.checkpoint_size import DiskUse, disk_use
 from toolkit.planning.plan import Plan

@@ -8,8 +8,8 @@ from card_runs import CARDS, host_runs, quick  # which puts the benchmarks on th
 from traced_models import traced
 
 from toolkit.memory.kernels.linear_attention import multiplied_out
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.scenario import Scenario
 
 from measure import estimated_case, read_cases  # isort: skip
 

@@ -8,9 +8,9 @@ import pytest
 
 from toolkit.config.job import Job
 from toolkit.memory.estimate import estimate
+from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import Saving, candidates, find_savings
 from toolkit.memory.search.estimator import Estimator, trace_key
-from toolkit.memory.search.scenario import Scenario
 from toolkit.memory.trace.ranks import trace_plan
 from toolkit.units import GIB
 

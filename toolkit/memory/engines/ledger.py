@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from toolkit.memory.trace.events import Run
+from toolkit.memory.trace.events import Run, in_blocks
 
 PHASES = ("init", "forward", "backward", "step", "save")
-
-# CUDACachingAllocator.cpp kMinBlockSize: every block is a multiple of this, bytes.
-BLOCK_BYTES = 512
 
 
 @dataclass(slots=True)
@@ -92,8 +89,3 @@ class MemoryLedger:
             causes[cause] = causes.get(cause, 0) + size
         peak.allocated_bytes = level
         peak.causes = {cause: size for cause, size in causes.items() if size}
-
-
-def in_blocks(size: float) -> int:
-    """Return what the allocator takes for `size` bytes: whole blocks."""
-    return -(-int(size) // BLOCK_BYTES) * BLOCK_BYTES

@@ -6,7 +6,7 @@ Source: deepspeed 0.19.8 runtime/zero/config.py, runtime/zero/offload_config.py,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from toolkit.config.job import Optimizer as JobOptimizer
@@ -14,6 +14,7 @@ from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
 from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam, Zero
 from toolkit.planning.optimizer_state import MOMENT_BYTES
+from toolkit.planning.plan import Plan
 
 OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
 
@@ -137,6 +138,28 @@ class EngineSettings:
             state_offload=optimizer,
             parameter_offload=parameters,
         )
+
+
+def engine_settings(
+    plan: Plan, deepspeed_config: Mapping[str, Any] | None = None, *, zero_init: bool = True
+) -> EngineSettings:
+    """Return what the engine's memory depends on, from a DeepSpeed configuration or from the plan's own."""
+    if deepspeed_config is not None:
+        return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, zero_init=zero_init)
+    settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, zero_init=zero_init)
+    if plan.grid.pp > 1 and not plan.settings.reduces_once:
+        settings = replace(settings, adds_up_on_host=True)
+    if plan.job.train.optimizer == "adamw_8bit":
+        return replace(settings, optimizer="adamw_8bit")
+    if plan.job.parallel.strategy != "zero" and settings.optimizer == "fused_adam":
+        return replace(settings, optimizer="torch_adamw")  # DeepSpeed's kernel comes with DeepSpeed alone
+    return settings
+
+
+def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:
+    """Tells whether linear modules under adapters keep what only a gradient of their frozen weight would need."""
+    partitioned = settings.zero_stage == 3 and settings.zero.memory_efficient_linear
+    return partitioned and plan.job.parallel.strategy == "zero" and plan.job.train.method != "full"
 
 
 def _device(section: OffloadOptimizer | OffloadParam) -> Literal["cpu", "nvme"] | None:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.memory.engines.ledger import in_blocks
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.trace.events import in_blocks
 from toolkit.memory.trace.run import MemoryTrace, Parameter
 
 # stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements a rank.

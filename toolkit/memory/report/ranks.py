@@ -13,14 +13,14 @@ from toolkit.memory.engines.ddp import Ddp
 from toolkit.memory.engines.fsdp2 import Fsdp2
 from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.engines.replay import EngineReplay
-from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.settings import EngineSettings, engine_settings
 from toolkit.memory.engines.stage0 import Stage0
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import Stage12, gradient_bytes
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.overhead import Allocator, overhead, workspace_bytes
 from toolkit.memory.report.report import PhaseReport, RankReport
-from toolkit.memory.trace.ranks import Traces, capability, engine_settings
+from toolkit.memory.trace.ranks import Traces, capability
 from toolkit.memory.trace.run import MemoryTrace
 from toolkit.planning.plan import Plan
 from toolkit.topology.grid import Coordinate, Grid

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.launch.software import Software, missing_kernels
-from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.deepspeed_file import DeepSpeedFile
+from toolkit.memory.scenario import COMMON_GPUS_PER_NODE, Scenario, value_text
 from toolkit.memory.search.rebalance import rebalance_partition
-from toolkit.memory.search.scenario import COMMON_GPUS_PER_NODE, Scenario, value_text
 from toolkit.memory.trace.attribution import LOSS, of_passes
 from toolkit.planning.offload import PROFILES, OffloadProfile
 from toolkit.planning.plan import Plan

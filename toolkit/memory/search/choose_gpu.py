@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.catalog.gpus import Gpu, find_in, load_catalogue
 from toolkit.errors import Problem, SpecError, raise_all
-from toolkit.memory.search.scenario import COMMON_GPUS_PER_NODE, Outcome, Scenario
+from toolkit.memory.scenario import COMMON_GPUS_PER_NODE, Outcome, Scenario
 from toolkit.planning.batch import Batch
 from toolkit.planning.plan import Plan
 from toolkit.topology.grid import divisors

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import Problem, SpecError, raise_all
-from toolkit.memory.search.scenario import Outcome, Scenario
+from toolkit.memory.scenario import Outcome, Scenario
 
 if TYPE_CHECKING:
     from toolkit.config.job import Job

@@ -12,13 +12,14 @@ from toolkit.catalog.gpus import Gpu
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.launch.software import Software
+from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
 from toolkit.memory.estimate import report_of
 from toolkit.memory.kernels.dispatch import Device
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.ranks import stage_required_bytes
 from toolkit.memory.report.report import MemoryReport
-from toolkit.memory.search.scenario import Outcome, Scenario
-from toolkit.memory.trace.ranks import Traces, capability, engine_settings, keeps_frozen_inputs, trace_ranks
+from toolkit.memory.scenario import Outcome, Scenario
+from toolkit.memory.trace.ranks import Traces, capability, trace_ranks
 from toolkit.memory.trace.run import StageTracer, TraceOptions, stage_tracer
 from toolkit.modeling.build import stage_part
 from toolkit.pipeline_parallel import StagePart

@@ -13,7 +13,7 @@ from toolkit.config.loader import apply_override
 from toolkit.config.schema import names_of
 from toolkit.config.suggestions import nearest_key
 from toolkit.errors import Problem, SpecError
-from toolkit.memory.search.scenario import Outcome, Scenario
+from toolkit.memory.scenario import Outcome, Scenario
 
 if TYPE_CHECKING:
     from toolkit.memory.search.estimator import Estimator

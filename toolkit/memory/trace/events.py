@@ -17,6 +17,14 @@ MarkKind = Literal["fetch", "release", "gradient"]
 # Whose code runs: stack and position among its traced layers; None outside the layers.
 LayerRef = tuple[int, int] | None
 
+# CUDACachingAllocator.cpp kMinBlockSize: every block is a multiple of this, bytes.
+BLOCK_BYTES = 512
+
+
+def in_blocks(size: float) -> int:
+    """Return what the allocator takes for `size` bytes: whole blocks."""
+    return -(-int(size) // BLOCK_BYTES) * BLOCK_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:

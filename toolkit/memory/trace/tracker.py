@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from toolkit.memory.engines.ledger import in_blocks
-from toolkit.memory.trace.events import LayerRef, Recorder, Release
+from toolkit.memory.trace.events import LayerRef, Recorder, Release, in_blocks
 from toolkit.memory.trace.fake_ops import FakeOpRule
 
 # Bytes that a CUDA kernel takes for its first argument beside the result, which is all that fake tensors show:

@@ -12,9 +12,9 @@ from zero3_file import BOTH_OFFLOADS, ZERO_3
 
 from toolkit.config.job import Job
 from toolkit.errors import PlanError, ToolkitError
+from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.search.deepspeed_file import DeepSpeedFile
-from toolkit.memory.search.scenario import Scenario
+from toolkit.memory.scenario import Scenario
 
 # The file that transformers' documentation shows for ZeRO-3 with offload.
 DOCUMENTED = {

@@ -10,7 +10,7 @@ from toolkit.catalog.gpus import Gpu, find_gpu
 from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.config.job import Dtype, Job
 from toolkit.errors import PlanError, Problem, SpecError
-from toolkit.memory.search.deepspeed_file import DeepSpeedFile
+from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve_with
 
