@@ -20,10 +20,9 @@ from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, PendingRecv
 from toolkit.distributed.world import World
 from toolkit.engine import pipeline
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
-from toolkit.memory.engines.course import StepProgram
-from toolkit.memory.engines.courses import step_program
 from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.settings import EngineSettings, engine_settings
+from toolkit.memory.engines.step_program import StepProgram, step_program
 from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.trace.events import Marker, MemoryTrace, Release
 from toolkit.memory.trace.fake_model import build_empty, on_fake_device

@@ -11,9 +11,8 @@ from staged_run import direct, in_whole_blocks, peaks_of, predicted, staged_job,
 from traced_models import traced
 
 from toolkit.errors import PlanError
-from toolkit.memory.engines.course import StepProgram
-from toolkit.memory.engines.courses import representative_micro_batches, step_program
 from toolkit.memory.engines.settings import engine_settings
+from toolkit.memory.engines.step_program import StepProgram, representative_micro_batches, step_program
 from toolkit.memory.estimate import estimate
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import find_savings

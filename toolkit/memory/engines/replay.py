@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import singledispatchmethod
 
 from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
-from toolkit.memory.engines.course import StepProgram
 from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.engines.step_program import StepProgram
 from toolkit.memory.trace.attribution import LOSS, MODEL, RECEIVED, SENT
 from toolkit.memory.trace.events import ResolvedEvent, Run, in_blocks
 from toolkit.memory.trace.run import MemoryTrace, Parameter

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from toolkit.memory.engines.courses import step_program
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
+from toolkit.memory.engines.step_program import step_program
 from toolkit.memory.report.host import HostMemory, HostReport, pinned
 from toolkit.memory.report.host_loading import Loading
 from toolkit.memory.report.host_zero import replay_stage3, replay_stage12

@@ -7,8 +7,6 @@ from functools import partial
 
 from toolkit.config.job import Strategy
 from toolkit.memory.engines.bf16 import Bf16
-from toolkit.memory.engines.course import StepProgram
-from toolkit.memory.engines.courses import evaluation_program, step_program
 from toolkit.memory.engines.ddp import Ddp
 from toolkit.memory.engines.fsdp2 import Fsdp2
 from toolkit.memory.engines.ledger import MemoryLedger
@@ -17,6 +15,7 @@ from toolkit.memory.engines.settings import EngineSettings, engine_settings
 from toolkit.memory.engines.stage0 import Stage0
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import Stage12, gradient_bytes
+from toolkit.memory.engines.step_program import StepProgram, evaluation_program, step_program
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.overhead import Allocator, overhead, workspace_bytes
 from toolkit.memory.report.report import PhaseReport, RankReport

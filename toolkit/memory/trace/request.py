@@ -21,8 +21,7 @@ from toolkit.errors import ToolkitError
 from toolkit.launch.software import Software
 from toolkit.memory.kernels.linear_attention import replaced_kernels
 from toolkit.memory.kernels.routing import LoopedExperts, Routing, assumptions, has_experts, runs_grouped
-from toolkit.memory.kernels.zero3_hooks import find_leaves
-from toolkit.memory.kernels.zero3_linear import linear_modules
+from toolkit.memory.kernels.zero3 import find_leaves, linear_modules
 from toolkit.memory.trace.events import ChunkTrace, MemoryTrace, ResolvedEvent, held, in_blocks
 from toolkit.memory.trace.extrapolate import expand, expand_buffers, expand_host_copies, expand_parameters, expand_paths
 from toolkit.memory.trace.failure import trace_failed

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from toolkit.memory.kernels.zero3_hooks import hook_modules
+from toolkit.memory.kernels.zero3 import hook_modules
 from toolkit.memory.trace.attribution import LOSS, AttributionStack, cause_of
 from toolkit.memory.trace.events import LayerRef, Marker, MarkKind, Recorder, TracedEvent
 from toolkit.memory.trace.fake_ops import FakeOpRule

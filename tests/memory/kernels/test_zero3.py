@@ -6,7 +6,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.nn import functional
 
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.kernels.zero3_linear import linear_modules
+from toolkit.memory.kernels.zero3 import linear_modules
 
 
 def run(linear, *, frozen, bias):
