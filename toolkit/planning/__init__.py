@@ -1,1 +1,1 @@
-"""Decide: from a job to a plan, with every value explained and every rule checked."""
+"""From a job to a plan, with every value explained and every rule checked."""

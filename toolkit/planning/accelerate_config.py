@@ -1,4 +1,4 @@
-"""The YAML of `accelerate launch`, with every key in the one place where Accelerate reads it.
+"""The YAML file of `accelerate launch`, with every key where Accelerate reads it.
 
 Sources: accelerate commands/config/config_args.py (ClusterConfig), utils/dataclasses.py
 (DeepSpeedPlugin._deepspeed_config_checks), utils/launch.py (prepare_deepspeed_cmd_env).
@@ -16,7 +16,7 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 def accelerate_config(
     draft: UncheckedPlan, *, deepspeed_config_file: str, main_process_ip: str | None = None
 ) -> dict[str, Any]:
-    """Return the mapping; precision, accumulation and clipping live in the DeepSpeed file alone.
+    """Return the YAML as a mapping; precision, accumulation and clipping are in the DeepSpeed file alone.
 
     Args:
         deepspeed_config_file: Path of the JSON for Accelerate scripts, as `accelerate launch` will open it.
@@ -24,7 +24,7 @@ def accelerate_config(
             `accelerate launch --main_process_ip`; each node always needs its own `--machine_rank`.
 
     Raises:
-        PlanError: The plan cannot be carried by an Accelerate script.
+        PlanError: An Accelerate script cannot run the plan.
     """
     raise_all(PlanError, consumer_problems(draft, "accelerate"))
     cluster = draft.job.cluster
@@ -40,7 +40,7 @@ def accelerate_config(
         "num_machines": cluster.nodes,
         "num_processes": cluster.num_ranks,
         # Ranks follow --machine_rank only under static, the one backend that `accelerate launch` takes from a file:
-        # c10d hands them out by arrival (torch distributed/run.py config_from_args).
+        # c10d assigns them by arrival (torch distributed/run.py config_from_args).
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": draft.on_cpu,

@@ -18,8 +18,8 @@ class Batch:
     """Sequences of one optimizer step.
 
     Args:
-        micro: Sequences a data-parallel rank and forward pass.
-        accumulation: Micro batches an optimizer step.
+        micro: Sequences per data-parallel rank and forward pass.
+        accumulation: Micro batches per optimizer step.
         dp_size: Data-parallel ranks.
     """
 
@@ -29,7 +29,7 @@ class Batch:
 
     @property
     def train(self) -> int:
-        """Sequences an optimizer step over all ranks."""
+        """Sequences per optimizer step over all ranks."""
         return self.micro * self.accumulation * self.dp_size
 
     def __str__(self) -> str:
@@ -46,15 +46,15 @@ def solve_batch(
     sequence_length: int,
     wanted_accumulation: int = 1,
 ) -> Batch:
-    """Completes the equation from what is given.
+    """Solve the batch equation for the values that are not given.
 
     Args:
-        micro: Sequences a rank and forward pass, or None.
-        accumulation: Micro batches a step, or None.
-        train: Sequences a step over all ranks, or None.
+        micro: Sequences per rank and forward pass, or None.
+        accumulation: Micro batches per step, or None.
+        train: Sequences per step over all ranks, or None.
         dp_size: Data-parallel ranks.
-        sequence_length: Tokens a sequence; sets the micro batch when it is open.
-        wanted_accumulation: Micro batches a step to have at least, where the other values leave that open.
+        sequence_length: Tokens per sequence; sets the micro batch when it is not given.
+        wanted_accumulation: Fewest micro batches per step, where the other values do not determine them.
 
     Raises:
         PlanError: BATCH_EQUATION when no whole numbers solve it; the message lists the triples that do.
@@ -86,7 +86,7 @@ def solve_batch(
 
 
 def default_micro(sequence_length: int) -> int:
-    """Return the largest power of two of sequences that stays within the target tokens of a forward pass.
+    """Return the largest power of two of sequences that stays within the target number of tokens per forward pass.
 
     >>> default_micro(2048), default_micro(8192)
     (2, 1)
@@ -95,7 +95,7 @@ def default_micro(sequence_length: int) -> int:
 
 
 def valid_triples(train: int, dp_size: int) -> tuple[Batch, ...]:
-    """Lists every way to write a train batch as micro × accumulation × ranks, smallest micro batch first."""
+    """List every way to write a train batch as micro × accumulation × ranks, smallest micro batch first."""
     share, remainder = divmod(train, dp_size)
     if remainder or not share:
         return ()

@@ -1,4 +1,4 @@
-"""Disk space of a checkpoint, from what each file of it holds, and of all that a run keeps."""
+"""Disk space of a checkpoint, computed from the content of each of its files, and of all that a run keeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
 
 
 def leaves_frozen_out(draft: UncheckedPlan) -> bool:
-    """Whether checkpoints leave frozen weights out: those of LoRA lie in the model's folder, unless drawn at random."""
+    """Return whether checkpoints omit frozen weights: LoRA's are in the model's folder, unless initialized at random."""
     return draft.job.train.method != "full" and draft.settings.init == "pretrained"
 
 
@@ -18,33 +18,33 @@ def checkpoint_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int
     """Return the size of one checkpoint over all ranks, bytes.
 
     Args:
-        draft: Stage, precision and optimizer.
-        total: Parameters that one rank of the model holds, adapters included; without tensor ranks and stages, the model's.
-        trainable: Those of them that are trained.
+        draft: Plan with the stage, precision and optimizer.
+        total: Parameters of one rank, adapters included; without tensor or pipeline parallelism, those of the model.
+        trainable: Trained parameters among them.
 
     Source:
         deepspeed runtime/engine.py _save_checkpoint, _save_zero_checkpoint: up to stage 2 the model's weights in training
-        precision and the optimizer's partitions; under stage 3 the latter alone, for the weights are placeholders, and
-        frozen partitions whole. Each tensor rank writes files of its own, also of what all of them hold, and each stage.
+        precision and the optimizer's partitions; under stage 3 the latter alone, since the weights are placeholders, and
+        frozen partitions whole. Each tensor rank and each stage writes its own files, replicated parameters included.
     """
     ranks = _model_ranks(draft)
     return written_bytes(draft, total=ranks * total, trainable=ranks * trainable)
 
 
 def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
-    """Return the size of one checkpoint over all ranks, bytes, as `checkpoint_bytes` does where ranks hold different numbers.
+    """Return the size of one checkpoint over all ranks, bytes, where ranks have different numbers of parameters.
 
     Args:
-        draft: Stage, precision and optimizer.
-        total: Parameters of all ranks of one model, counted on each that holds them.
-        trainable: Those of them that are trained.
+        draft: Plan with the stage, precision and optimizer.
+        total: Parameters of all ranks of one replica, replicated ones counted on each rank.
+        trainable: Trained parameters among them.
     """
     settings, train = draft.settings, draft.job.train
     width = 4 if settings.precision == "fp32" else 2
     frozen = 0 if leaves_frozen_out(draft) else total - trainable
     states = moment_bytes(train)
     strategy = draft.job.parallel.strategy
-    if strategy == "ddp":  # moments in the weights' precision, but for those in 8 bit
+    if strategy == "ddp":  # moments in the weights' precision, except in 8 bit
         scale = 1.0 if train.optimizer == "adamw_8bit" else width / 4
         return int(width * (frozen + trainable) + states * scale * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy
@@ -57,12 +57,12 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:
-    """What a run writes to `train.output_dir`, but for its logs and the tokens of its data.
+    """What a run writes to `train.output_dir`, without its logs and tokenized data.
 
     Args:
-        checkpoint_bytes: One checkpoint, all ranks.
-        num_checkpoints: So many lie there at once: those that stay, and the one that is being written.
-        export_bytes: The safetensors that the run ends with.
+        checkpoint_bytes: Size of one checkpoint over all ranks.
+        num_checkpoints: Most checkpoints on disk at once: those that are kept, and the one being written.
+        export_bytes: Size of the safetensors files exported at the end.
     """
 
     checkpoint_bytes: int
@@ -71,7 +71,7 @@ class DiskUse:
 
     @property
     def total_bytes(self) -> int:
-        """The most that lies there at once; a run that goes on after its export has all three."""
+        """Most disk space used at once; a run resumed after its export has all of it."""
         return self.num_checkpoints * self.checkpoint_bytes + self.export_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
     """Return what a run keeps on disk; arguments as those of `checkpoint_bytes`.
 
     Source:
-        toolkit checkpoint/discovery.py rotate: the oldest goes once the new one is whole; exporter/contents.py: all weights, or
-        the adapter alone, in the training precision.
+        toolkit checkpoint/discovery.py rotate: the oldest is removed once the new one is complete;
+        exporter/contents.py: all weights, or the adapter alone, in the training precision.
     """
     settings = draft.settings
     width = 4 if settings.precision == "fp32" else 2
@@ -99,22 +99,22 @@ def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
     return DiskUse(
         checkpoint_bytes=checkpoint_bytes(draft, total=total, trainable=trainable),
         num_checkpoints=at_once,
-        # A little more than it will be with tensor parallelism: what all ranks hold is exported once.
+        # Slightly too much with tensor parallelism: replicated parameters are exported once.
         export_bytes=width * _model_ranks(draft) * (total if draft.job.train.method == "full" else trainable),
     )
 
 
 def foreseen_disk_use(draft: UncheckedPlan) -> DiskUse | None:
-    """Return the same from the model's dimensions alone; None where the architecture is unknown."""
+    """Return the disk use computed from the model's dimensions alone; None where the architecture is unknown."""
     own, trainable = draft.model.num_parameters, trainable_parameters(draft.job, draft.model)
     if own is None or trainable is None:
         return None
     total = own if draft.job.train.method == "full" else own + trainable
     num_ranks = _model_ranks(draft)
-    # Norms and biases, which each tensor rank holds whole, are too few to count.
+    # Norms and biases, which are replicated on the tensor ranks, are too few to count.
     return disk_use(draft, total=-(-total // num_ranks), trainable=-(-trainable // num_ranks))
 
 
 def _model_ranks(draft: UncheckedPlan) -> int:
-    """Counts the ranks that share one model."""
+    """Return the number of ranks that share one replica of the model."""
     return draft.job.parallel.tensor * draft.job.parallel.pipeline

@@ -1,4 +1,4 @@
-"""Defaults of a job, each with its reason, and what stands in for one that the rest of the job refuses."""
+"""Defaults of a job, each with its reason, and their replacements where the rest of the job forbids them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from toolkit.planning.settings import Choice, Source
 
 T = TypeVar("T")
 
-# Defaults that are changed together at most: DeepSpeed's BF16_Optimizer needs a stage and a dtype at once.
+# Most defaults that are changed together: DeepSpeed's BF16_Optimizer needs a stage and a dtype at once.
 _AT_ONCE = 2
 
 
 class Instead(NamedTuple):
-    """What stands in for a default, and what the rules say of the default."""
+    """Replacement of a default, and what the rules say about the default."""
 
     value: Any
     because: str
 
 
 class Chooser:
-    """Collects choices with their reasons.
+    """The choices of a plan with their reasons, collected one by one.
 
     Args:
-        job: As written.
-        instead: What to take in place of a default, by key.
+        job: Job as the user wrote it.
+        instead: Replacements of defaults, by key.
 
     Attributes:
-        choices: One entry a value, in the order in which they were made.
-        others: What may stand in for the default of each open key.
+        choices: One entry per value, in the order in which they were made.
+        others: Alternatives to the default of each open key.
     """
 
     def __init__(self, job: Job, *, instead: Mapping[str, Instead]) -> None:
@@ -66,14 +66,14 @@ class Chooser:
         self.choices.append(Choice(key=key, value=value, source=source, reason=reason))
 
     def choose(self, key: str, given: T | None, default: T, reason: str, *, others: Sequence[T] = ()) -> T:
-        """Return what the job says, or the default, and note the reason.
+        """Return the job's value, or the default, and record the reason.
 
         Args:
             key: Dotted path as in the job file.
-            given: What the job says; None where it says nothing.
-            default: What is best where nothing forbids it.
-            reason: Why, as a clause.
-            others: What may stand in for the default where a rule refuses it, best first.
+            given: Value in the job; None if it has none.
+            default: Best value where nothing forbids it.
+            reason: Reason for the default, as a clause.
+            others: Alternatives where a rule refuses the default, best first.
         """
         if given is not None:
             return given
@@ -85,20 +85,20 @@ class Chooser:
         return default
 
     def derive(self, key: str, value: T, reason: str) -> T:
-        """Notes a value that follows from others, in place of what it was made from."""
+        """Record a value that follows from others, in place of an earlier entry of the key."""
         self.choices = [choice for choice in self.choices if choice.key != key]
         self._add(key, value, "derived", reason)
         return value
 
 
 def other_defaults(others: Mapping[str, Sequence[Any]], problems: Iterable[Problem]) -> Iterator[dict[str, Any]]:
-    """Yield what to try in place of the defaults that problems speak of: one key changed, then two.
+    """Yield the changes to try in place of the defaults that problems name: of one key, then of two.
 
-    A rule names the values that it refuses, as `<name>=<value>`, or names the key in its fix.
+    The message of a rule names the values that it refuses, as `<name>=<value>`, or its fix names the key.
 
     Args:
-        others: Of each open key.
-        problems: What the rules say of the defaults.
+        others: Alternatives to the default of each open key.
+        problems: Problems that the rules find with the defaults.
     """
     said = set(re.findall(r"\w+", " ".join(f"{problem.message} {problem.fix}" for problem in problems)))
     keys = [key for key, values in others.items() if values and key.rpartition(".")[2] in said]

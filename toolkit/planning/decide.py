@@ -1,4 +1,4 @@
-"""Every open value of a job, decided by a fixed rule that says its reason."""
+"""Every open value of a job, decided by a fixed rule and recorded with its reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BALANCED_BY: dict[PartitionWay, str] = {
     "uniform": "as many in each as division allows",
 }
 
-# Tokens: half of what one micro batch aims at, so that two sequences fill it.
+# Tokens: half the target of a micro batch, so that two sequences fill it.
 DEFAULT_SEQUENCE_LENGTH = TARGET_MICRO_BATCH_TOKENS // 2
 
 # DeepSpeed's bucket of 5e8 elements costs 1 GB in 16 bit even for small models; 2e8 elements still keep NVLink and
@@ -34,7 +34,7 @@ DEFAULT_SEQUENCE_LENGTH = TARGET_MICRO_BATCH_TOKENS // 2
 MAX_REDUCE_BUCKET = 200_000_000
 
 # A partial offload moves whole sub-groups (stage3.py: int((1 - ratio) * num_sub_groups)), so the ratio is met within
-# one in this many.
+# one part in this many.
 PARTIAL_SUB_GROUPS = 20
 
 # Four buffers of a whole sub-group are locked into memory for each rank (swap_tensor/utils.py SwapBufferManager): 1.6 GB
@@ -43,7 +43,7 @@ NVME_SUB_GROUP_SIZE = 100_000_000
 
 
 def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
-    """Decides every open value, and notes each with its reason."""
+    """Decide every open value of a job, and record each with its reason."""
     train, parallel = job.train, job.parallel
     on_cpu = gpu.backend == "gloo"
     _note_card(job, gpu, chooser)
@@ -69,7 +69,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
         "fp8 leaves parameters and gradients in bf16" if precision == "fp8" else "the training precision",
         others=("fp32",),
     )
-    # Not 0: it holds all state on each card, for the sake of one key.
+    # Not 0, which would replicate all state on each card for the sake of one key.
     zero_stage = chooser.choose(
         "parallel.zero_stage",
         parallel.zero_stage,
@@ -129,7 +129,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
 
 
 def _note_card(job: Job, gpu: Gpu, chooser: Chooser) -> None:
-    """Says what stands for what the description of a card leaves out."""
+    """Record the values assumed for what the description of a card leaves out."""
     for key, reason in gpu.assumed.items():
         chooser.derive(f"cluster.gpu.{key}", getattr(gpu, key, None), reason)
     if gpu.described and gpu.host is None and job.cluster.host_memory_gib is None:
@@ -174,13 +174,13 @@ def _default_precision(job: Job, gpu: Gpu) -> tuple[Precision, str]:
 
 
 def _plain_precisions(job: Job, gpu: Gpu) -> tuple[Precision, ...]:
-    """Return what may stand in for fp8, of which a section speaks. No other precision changes unasked: 16 bit and 32 differ."""
+    """Return the alternatives to an fp8 that only the fp8 section implies. No other precision is replaced unasked."""
     plain: tuple[Precision, ...] = ("bf16", "fp16")
     return () if job.train.fp8 is None else tuple(precision for precision in plain if gpu.supports(precision))
 
 
 def _spoken_of(job: Job) -> tuple[Precision, str] | None:
-    """Return the precision that another key of the job is about; None where no key is, or keys are of two."""
+    """Return the precision that other keys of the job imply, and why; None where none or two are implied."""
     if job.train.fp8 is not None:
         return "fp8", "train.fp8 says how it rounds"
     summed = job.train.gradient_accumulation_dtype
@@ -316,7 +316,7 @@ def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: 
 
 
 def _written(job: Job, key: str) -> int | None:
-    """Return a size of the job's own DeepSpeed section, which wins over ours; the rules check it."""
+    """Return a size that the job's `deepspeed` section sets, which overrides ours; the rules check it."""
     zero = job.deepspeed.get("zero_optimization")
     value = zero.get(key) if isinstance(zero, dict) else None
     return value if type(value) is int and value > 0 else None

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: no "auto" left, three consumers, every key with one home.
+"""DeepSpeed's JSON configuration, for three consumers and without "auto"; every key is set in one place.
 
 Sources: deepspeed runtime/config.py, runtime/zero/config.py, runtime/zero/offload_config.py,
 runtime/precision_config.py; transformers integrations/deepspeed.py; accelerate utils/deepspeed.py.
@@ -20,11 +20,11 @@ Consumer = Literal["toolkit", "trainer", "accelerate"]
 def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
     """Return the configuration that `consumer` needs.
 
-    `toolkit` holds the optimizer, and no scheduler: ours knows the number of steps only once the data is read.
-    `trainer` holds the same optimizer, equal to `TrainingArguments`. `accelerate` holds none: the script has one.
+    `toolkit` has the optimizer, and no scheduler: ours knows the number of steps only once the data is read.
+    `trainer` has the same optimizer, equal to `TrainingArguments`. `accelerate` has none: the script creates it.
 
     Raises:
-        PlanError: With every reason for which the consumer cannot carry the plan.
+        PlanError: Every reason for which the consumer cannot run the plan.
     """
     raise_all(PlanError, consumer_problems(draft, consumer))
     settings = draft.settings
@@ -40,14 +40,14 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
         "zero_optimization": _zero_section(draft, consumer),
     }
     if draft.job.parallel.pipeline > 1:
-        # Our loop runs all micro-batches of a step; the engine is told of one. DeepSpeed's own clock would halt the host at each
-        # forward pass until all that the card has been given is done: messages, too, which come once this rank goes on.
+        # Our loop runs all micro-batches of a step; the engine is told of one. DeepSpeed's timer would synchronize with the
+        # device at each forward pass, and deadlock on receives whose sends depend on this rank going on.
         config |= {
             "train_batch_size": settings.batch.micro * settings.batch.dp_size,
             "gradient_accumulation_steps": 1,
             "timers": {"throughput": {"enabled": False}},
         }
-        if settings.reduces_once:  # the loop adds up in another dtype by itself (pipeline_parallel/grads.py)
+        if settings.reduces_once:  # the loop itself accumulates in another dtype (pipeline_parallel/grads.py)
             config["data_types"] = {"grad_accum_dtype": dtype}
     if consumer != "toolkit" and draft.on_cpu and settings.zero_stage == 3:
         # On CPU both join gloo without DeepSpeed, whose zero.Init then counts one rank and finds the product wrong
@@ -56,7 +56,7 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
     if consumer != "accelerate":
         config["optimizer"] = _optimizer_section(draft)
     if draft.job.train.optimizer == "sgd" or consumer == "accelerate":
-        # zero/utils.py ZERO_SUPPORTED_OPTIMIZERS lists neither torch SGD nor what a script may bring.
+        # zero/utils.py ZERO_SUPPORTED_OPTIMIZERS lists neither torch SGD nor a script's own optimizers.
         config["zero_allow_untested_optimizer"] = True
     if consumer == "accelerate" and draft.profile.optimizer and draft.job.train.optimizer != "adamw":
         # Accelerate would replace the script's optimizer, SGD too, by DeepSpeedCPUAdam (utils/deepspeed.py
@@ -66,7 +66,7 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys of `over` laid over it, section by section."""
+    """Return `base` updated with the keys of `over`, section by section."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)
@@ -86,7 +86,7 @@ def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
     if draft.uses_bf16_optimizer:
         return section
     nvme = draft.job.cluster.nvme_path
-    # A parameter on disk holds one of five swap buffers until it is released, so none may be kept
+    # A parameter on disk occupies one of five swap buffers until it is released, so none may be kept
     # (swap_tensor/partitioned_param_swapper.py swap_in asserts "Not enough buffers").
     on_disk = draft.profile.parameters == "nvme"
     section |= {
@@ -102,7 +102,7 @@ def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 100_000,
             "stage3_max_live_parameters": 1_000_000_000,
             "stage3_max_reuse_distance": 0 if on_disk else 1_000_000_000,
-            # Trainer.save_model and Accelerator.get_state_dict return nothing without it (transformers #25817).
+            # Trainer.save_model and Accelerator.get_state_dict return no weights without it (transformers #25817).
             "stage3_gather_16bit_weights_on_model_save": consumer != "toolkit",
         }
     return section | offload_section(
@@ -119,7 +119,7 @@ def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
 
 
 def _largest_parameter(draft: UncheckedPlan) -> int:
-    """Counts the elements of the embedding, or of the experts of a layer, which transformers keeps in one tensor."""
+    """Return the elements of the embedding, or of a layer's experts, which transformers keeps in one tensor."""
     model = draft.model
     width = model.config.get("moe_intermediate_size") or model.config.get("intermediate_size") or 0
     experts = 2 * model.num_experts * int(width) * model.hidden_size  # gate and up projections

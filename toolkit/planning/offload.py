@@ -1,4 +1,4 @@
-"""Named offload profiles: what leaves the GPU, where it goes, and what that asks of the job.
+"""Named offload profiles: what leaves the GPU, where it goes, and what that requires of the job.
 
 Source: deepspeed runtime/zero/stage_1_and_2.py (cpu_offload), runtime/zero/stage3.py (_configure_offloading,
 _create_fp32_partitions), runtime/swap_tensor; arXiv 2101.06840 (ZeRO-Offload), arXiv 2104.07857 (ZeRO-Infinity).
@@ -26,12 +26,12 @@ class OffloadProfile:
     """One named way to trade GPU memory for host memory and time.
 
     Args:
-        optimizer: Where the optimizer state and its step go; None keeps them on the GPU.
-        parameters: Where the 16-bit parameter partitions wait; None keeps them on the GPU.
-        activations: Whether checkpointed layer inputs wait in pinned host memory.
-        partial: Whether `parallel.offload_ratio` of the optimizer state moves and the rest stays.
-        min_zero_stage: Lowest ZeRO stage that has the partitions to move.
-        explanation: What a user gains and pays.
+        optimizer: Device of the optimizer state and its step; None keeps them on the GPU.
+        parameters: Device of the 16-bit parameter partitions; None keeps them on the GPU.
+        activations: Whether checkpointed layer inputs are kept in pinned host memory.
+        partial: Whether only the share `parallel.offload_ratio` of the optimizer state is offloaded.
+        min_zero_stage: Lowest ZeRO stage that has the partitions to offload.
+        explanation: Gain and cost, for the user.
     """
 
     name: Offload
@@ -44,7 +44,7 @@ class OffloadProfile:
 
     @property
     def needs_nvme(self) -> bool:
-        """Whether the profile writes to `cluster.nvme_path`."""
+        """True if the profile writes to `cluster.nvme_path`."""
         return "nvme" in (self.optimizer, self.parameters)
 
 
@@ -113,10 +113,10 @@ PROFILES: dict[str, OffloadProfile] = {
 
 
 def parameter_buffer_size(*, largest_parameter: int, num_parameters: int | None, dp_size: int) -> int:
-    """Return the elements of an NVMe swap buffer: it must hold a rank's share of any parameter.
+    """Return the elements of an NVMe swap buffer, which must fit a rank's partition of any parameter.
 
-    DeepSpeed's default, or more where a parameter is larger; never more than a rank's share of the whole model, since
-    five of them are locked into memory.
+    This is DeepSpeed's default, or more where a parameter is larger; never more than a rank's share of the whole model,
+    since five buffers are page-locked.
 
     Source:
         deepspeed runtime/swap_tensor/partitioned_param_swapper.py get_buffer.

@@ -1,4 +1,4 @@
-"""Which decoder layers each stage of a pipeline holds, and what of a model no stage can do by itself."""
+"""The decoder layers of each pipeline stage, and the features of a model that no stage can compute by itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int, virtua
     """Return the decoder layers of each stage, first to last; empty without a pipeline, or where stages outnumber layers.
 
     Args:
-        job: Names the stages and the way to balance them.
-        model: Its layers.
-        sequence_length: Tokens of a sequence, with which the share of attention grows.
-        virtual_stages: Stages of each rank.
+        job: Job with the number of stages and the way to balance them.
+        model: Model whose layers are distributed.
+        sequence_length: Tokens per sequence; the share of attention in the cost grows with them.
+        virtual_stages: Stages per rank.
     """
     parallel = job.parallel
     stages = parallel.pipeline * virtual_stages
@@ -37,7 +37,7 @@ def layers_of_stages(job: Job, model: ModelSpec, *, sequence_length: int, virtua
 
 
 def operations(model: ModelSpec, *, sequence_length: int) -> tuple[list[float], float]:
-    """Return the multiplications of each layer for one token, and of the head; those of like layers where they are not known."""
+    """Return the multiplications per token of each layer, and of the head; equal for all layers where they are unknown."""
     counted = count_parameters(model.config)
     if counted is None:
         return [1.0] * model.num_hidden_layers, 0.0
@@ -48,7 +48,7 @@ def operations(model: ModelSpec, *, sequence_length: int) -> tuple[list[float], 
 
 
 def across_stages(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names the values of a model's config.json that ask for more than a stage holds, each with the reason.
+    """Yield the values of a model's config.json that need more than one stage's layers, each with the reason.
 
     Args:
         config: Content of config.json; a multimodal one is read through its `text_config`.

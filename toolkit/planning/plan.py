@@ -1,4 +1,4 @@
-"""The plan: frozen, serialisable, explained. Everything before it is arithmetic, everything after it obeys it."""
+"""The plan: every decision about a run, frozen, serialisable and explained."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _UNFUSED = "; without torch_compile each matrix is rounded in several passes, an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(UncheckedPlan):
-    """What will run, down to the last value.
+    """A checked description of a run, with every value decided.
 
     Args:
-        choices: One entry a value that is not the schema's own default, with its reason.
+        choices: One entry per value that is not the schema's own default, with its reason.
     """
 
     choices: tuple[Choice, ...]
 
     def __post_init__(self) -> None:
-        """Refuses parts that are none, and settings that cannot be, by whatever way the plan was made.
+        """Refuse parts of the wrong type and impossible settings, however the plan was made.
 
         Raises:
             PlanError: PLAN_UNREADABLE.
@@ -67,12 +67,12 @@ class Plan(UncheckedPlan):
 
     @property
     def allocator(self) -> Literal["expandable", "native"]:
-        """CUDA allocator of our own launches; scripts that are not ours run with torch's default."""
+        """CUDA allocator of runs that the toolkit launches; other scripts run with torch's default."""
         return "native" if self.on_cpu else "expandable"
 
     @property
     def output_dir(self) -> Path:
-        """Where metrics, checkpoints and the export go."""
+        """Folder of metrics, checkpoints and the export."""
         return self.job.train.output_dir
 
     @checks_arguments
@@ -80,11 +80,11 @@ class Plan(UncheckedPlan):
         """Return DeepSpeed's JSON.
 
         Args:
-            consumer: `toolkit`: for our engine; `trainer`: for `transformers.Trainer`; `accelerate`: for a plain Accelerate
-                script.
+            consumer: What reads it: `toolkit` is our engine; `trainer` is `transformers.Trainer`; `accelerate` is a plain
+                Accelerate script.
 
         Raises:
-            PlanError: The consumer cannot carry this plan; says what stands in the way.
+            PlanError: The consumer cannot run this plan, with every reason.
         """
         return deepspeed_config(self, consumer)
 
@@ -101,11 +101,11 @@ class Plan(UncheckedPlan):
         )
 
     def training_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments of `transformers.TrainingArguments`, DeepSpeed's configuration included."""
+        """Return the keyword arguments of `transformers.TrainingArguments`, DeepSpeed's configuration included."""
         return training_arguments(self)
 
     def explain(self) -> str:
-        """Says in plain text what was decided, where each value came from, and why."""
+        """Return in plain text what was decided, where each value came from, and why."""
         lines = [
             f"{self.model.name} on {self.job.cluster.num_ranks} × {self.gpu.name}",
             f"batch: {self.settings.batch}",
@@ -127,7 +127,7 @@ class Plan(UncheckedPlan):
         return _FP8 + ("" if self.job.train.torch_compile else _UNFUSED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON object that `from_dict` reads back into an equal plan."""
+        """Return a JSON object, from which `from_dict` makes an equal plan."""
         return {
             "schema_version": SCHEMA_VERSION,
             "job": self.job.model_dump(mode="json", exclude_unset=True, warnings=False),
@@ -142,8 +142,8 @@ class Plan(UncheckedPlan):
         """Return the text of plan.json, after reading it back into an equal plan.
 
         Raises:
-            SpecError: The job holds a value that no job file could.
-            PlanError: PLAN_UNREADABLE where a part was replaced by one that does not go with the others.
+            SpecError: The job has a value that no job file could have.
+            PlanError: PLAN_UNREADABLE where a part was replaced by one that contradicts the others.
         """
         self.job.checked()
         with _read("plan", _unsound):
@@ -160,10 +160,10 @@ class Plan(UncheckedPlan):
     @classmethod
     @checks_arguments
     def from_dict(cls, value: Mapping[str, Any]) -> Plan:
-        """Reads what `to_dict` wrote.
+        """Read what `to_dict` wrote.
 
         Raises:
-            PlanError: PLAN_UNREADABLE when a key is missing, foreign or of another schema version.
+            PlanError: PLAN_UNREADABLE when a key is missing or unknown, or the schema version is another.
         """
         return cls._made_of(value, _unreadable)
 
@@ -176,7 +176,7 @@ class Plan(UncheckedPlan):
         if wrong := sorted(keys ^ value.keys()):
             raise refusal(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown")
         with _read("", refusal):
-            # What is no JSON, such as NaN, or no text, such as half a surrogate pair, could not be written again.
+            # Values that are not JSON, such as NaN, or not text, such as a lone surrogate, could not be written again.
             json.dumps({**value}, allow_nan=False, ensure_ascii=False).encode()
             plan = cls(
                 job=Job.model_validate(value["job"]),
@@ -193,7 +193,7 @@ class Plan(UncheckedPlan):
 
     @checks_arguments
     def save(self, path: str | Path) -> None:
-        """Writes `plan.json` atomically, once it has been read back.
+        """Write `plan.json` atomically, after reading it back.
 
         Raises:
             SpecError, PlanError: As `to_json`.
@@ -214,7 +214,7 @@ class Plan(UncheckedPlan):
     @classmethod
     @checks_arguments
     def load(cls, path: str | Path) -> Plan:
-        """Reads `plan.json`.
+        """Read `plan.json`.
 
         Raises:
             PlanError: PLAN_UNREADABLE.
@@ -231,7 +231,7 @@ _PARTS: dict[str, type] = {"job": Job, "model": ModelSpec, "gpu": Gpu, "settings
 
 @contextmanager
 def _read(part: str, refusal: Callable[[str], PlanError]) -> Iterator[None]:
-    """Turns whatever a part that is none trips over into one refusal."""
+    """Convert any error of reading a malformed part into one refusal."""
     try:
         yield
     except PlanError:
@@ -243,7 +243,7 @@ def _read(part: str, refusal: Callable[[str], PlanError]) -> Iterator[None]:
 
 
 def _found(detail: Any, part: str) -> str:
-    """Says what is wrong with one value of a plan."""
+    """Return what is wrong with one value of a plan."""
     key = ".".join(map(str, (part, *detail["loc"])))
     return f"{key}={detail['input']!r:.80} is not valid ({detail['msg']})"
 

@@ -1,4 +1,4 @@
-"""What a path stands for: a job file, or a plan.json that `emit` wrote."""
+"""Reading a path that is either a job file or a plan.json that `emit` wrote."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from toolkit.planning.plan import Plan
 
 
 def read_job_or_plan(path: Path) -> Job | Plan:
-    """Reads a job file, or a plan.json.
+    """Read a job file, or a plan.json.
 
     Raises:
-        SpecError: With every unreadable, unknown, duplicate or mistyped key.
+        SpecError: Every unreadable, unknown, duplicate or mistyped key.
         PlanError: PLAN_UNREADABLE.
     """
     return Plan.load(path) if is_plan_file(path) else load_job(path)
 
 
 def is_plan_file(path: Path) -> bool:
-    """Whether a file is a plan.json, whole or damaged, rather than a job: it is called so or has a schema version."""
+    """Return whether a file is a plan.json, valid or not, rather than a job: by its name or its schema version."""
     if path.suffix != ".json" or not is_file(path, key=str(path)):
         return False
     return path.name == "plan.json" or b'"schema_version"' in path.read_bytes()

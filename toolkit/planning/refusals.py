@@ -1,4 +1,4 @@
-"""Why Trainer, Accelerate or their files are left out of a plan, in as few lines as there are different reasons."""
+"""Why a plan has no files for Trainer or Accelerate, in one line per distinct reason."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from toolkit.planning.rules.integrations import NAMES, OWN
 
 
 def refusals(found: Mapping[str, Sequence[Problem]]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Joins what is refused for the same reasons.
+    """Group what is refused for the same reasons.
 
     Args:
-        found: Problems of `consumer_problems`, by what a user calls that which is refused for them: a library, or a file.
+        found: Problems of `consumer_problems`, by the user's name of what is refused: a library, or a file.
 
     Yields:
-        The names, and reasons, fix and codes in one line.
+        The names that are refused, and one line of reasons, fix and codes.
     """
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, problems in found.items():
@@ -37,7 +37,7 @@ def _line(of_names: Sequence[Sequence[Problem]]) -> str:
 
 
 def _reason(problem: Problem, *, anonymous: bool) -> str:
-    """Return the first clause of a problem, which says what of the job is ours alone."""
+    """Return the first clause of a problem, which names what only our engine supports."""
     reason = problem.message.partition(": ")[0]
     for name in NAMES.values() if anonymous else ():
         reason = reason.replace(name, "either")

@@ -23,14 +23,14 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 @checks_arguments
 def resolve(job: Job | Plan | str | Path) -> Plan:
-    """Decides every open value of a job and checks it.
+    """Decide every open value of a job and check the result.
 
     Args:
-        job: A job, or the path of a job file or of a plan.json. What has been decided in a plan stays, and is checked.
+        job: A job, or the path of a job file or of a plan.json. The decisions of a plan are kept and checked.
 
     Raises:
-        SpecError: A file, a value of the job, the model or the card is not what it should be.
-        PlanError: With every problem at once.
+        SpecError: A file, a value of the job, the model or the card is invalid.
+        PlanError: Every problem at once.
     """
     given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
     if isinstance(given, Plan):
@@ -41,13 +41,13 @@ def resolve(job: Job | Plan | str | Path) -> Plan:
 
 
 def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -> Plan:
-    """Does what `resolve` does, with the model and the card already read.
+    """Resolve a job as `resolve` does, with the model and the card already read.
 
     Args:
-        job: As written.
-        model: Its model.
-        gpu: Its card.
-        to_run: Whether the plan is to run; one that is only estimated may hold what training does not offer.
+        job: Job as the user wrote it.
+        model: Model that the job names.
+        gpu: Card that the job names.
+        to_run: Whether the plan is to run; one that is only estimated may use what training does not support.
     """
     job = _one_spelling(job)
     found = _close(job, model, gpu)
@@ -59,7 +59,7 @@ def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -
 
 
 class _Closed(NamedTuple):
-    """A job with every open value closed, how, and what the rules say of it."""
+    """A job with every open value decided, the choices made, and the problems that the rules find."""
 
     draft: UncheckedPlan
     chooser: Chooser
@@ -67,12 +67,12 @@ class _Closed(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, int]:
-        """How many problems there are, and how many of them name a key that the job leaves open."""
+        """Number of problems, and number of them that name a key that the job leaves open."""
         return len(self.problems), sum(problem.key in self.chooser.others for problem in self.problems)
 
 
 def _close(job: Job, model: ModelSpec, gpu: Gpu) -> _Closed:
-    """Closes open values by their defaults, and by others where a default is refused and another leaves fewer problems."""
+    """Decide open values by their defaults, or by alternatives that leave fewer problems."""
     instead: dict[str, Instead] = {}
     best = _close_with(job, model, gpu, instead)
     while (better := _better(job, model, gpu, best, instead)) is not None:
@@ -90,7 +90,7 @@ def _better(
     found = None
     for changed in other_defaults(best.chooser.others, best.problems):
         if found is not None and (len(changed) > len(found[0]) or not found[1].problems):
-            break  # what one key does needs no second
+            break  # no second key where one is enough
         tried = _close_with(job, model, gpu, {**instead, **{key: Instead(changed[key], "") for key in changed}})
         if tried.cost < best.cost and (found is None or tried.cost < found[1].cost):
             found = changed, tried
@@ -115,7 +115,7 @@ def _close_with(job: Job, model: ModelSpec, gpu: Gpu, instead: Mapping[str, Inst
 
 
 def _one_spelling(job: Job) -> Job:
-    """Return a job whose `deepspeed` section has one name for each key and DeepSpeed's own types; a wrong one as it is."""
+    """Return the job with the keys and types of its `deepspeed` section normalized; with an invalid section, unchanged."""
     if not job.deepspeed:  # most jobs have none: the schema is built when it is first used
         return job
     from toolkit.deepspeed_spec.job_section import check_section
@@ -128,8 +128,8 @@ def with_torch_adam(plan: Plan, reason: str) -> Plan:
     """Return a plan in which torch's AdamW steps in place of DeepSpeed's, with all that follows from it.
 
     Args:
-        plan: One whose job leaves the optimizer open, or names DeepSpeed's.
-        reason: Why, for `toolkit validate --explain`.
+        plan: Plan whose job leaves the optimizer open, or names DeepSpeed's.
+        reason: Reason for the change, for `toolkit validate --explain`.
     """
     train = plan.job.train.model_copy(update={"optimizer": "adamw_torch"})
     job = plan.job.model_copy(update={"train": train})

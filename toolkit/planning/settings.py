@@ -1,4 +1,4 @@
-"""What a plan decides: every value that a job may leave open, closed, and why."""
+"""The decisions of a plan: every value that a job may leave open, and the reason for it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Choice:
 
     Args:
         key: Dotted path as in the job file.
-        value: JSON value.
-        source: `job`: written by the user; `default`: fixed rule; `derived`: follows from other values;
+        value: Value, as JSON has it.
+        source: Origin. `job`: written by the user; `default`: fixed rule; `derived`: follows from other values;
             `deepspeed`: from the job's `deepspeed` section.
-        reason: One clause.
+        reason: Reason, as one clause.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Choice:
 
 
 def read_choices(value: Any) -> tuple[Choice, ...]:
-    """Reads the choices of a plan; raises as `Settings.from_dict` does."""
+    """Read the choices of a plan; raises as `Settings.from_dict` does."""
     made = tuple(Choice(**choice) for choice in value)
     adapter_of(list[Choice]).validate_json(json.dumps(value), strict=True)
     return made
@@ -49,15 +49,15 @@ class Settings:
         batch: The batch equation.
         gradient_checkpointing: Share of the decoder layers that recompute, 0 to 1.
         learning_rate: Peak, after `learning_rate_scaling`.
-        warmup_ratio: Share of all steps; used when `warmup_steps` is None.
+        warmup_ratio: Share of all steps that warm up; used when `warmup_steps` is None.
         max_steps: Optimizer steps; None when epochs set the length.
         num_train_epochs: Passes over the data; None when `max_steps` sets the length.
         eval_steps: Steps between evaluations; None without evaluation data.
-        sub_group_size: Parameters a ZeRO-3 optimizer sub-group.
-        sequence_parallel: Whether tensor ranks hold pieces of the sequence between sharded layers.
-        kernels: What computes norms and gated activations.
+        sub_group_size: Parameters per ZeRO-3 optimizer sub-group.
+        sequence_parallel: Whether tensor ranks hold shards of the sequence between sharded layers.
+        kernels: Implementation of norms and gated activations.
         pipeline_schedule: Order of the passes of a pipeline.
-        virtual_stages: Stages of each of its ranks.
+        virtual_stages: Stages of each rank of a pipeline.
         partition: Decoder layers of each stage, first to last; empty without a pipeline.
     """
 
@@ -90,22 +90,22 @@ class Settings:
 
     @property
     def dtype(self) -> Dtype:
-        """Number format of parameters and gradients: that of the precision, and bf16 under fp8."""
+        """Data type of parameters and gradients: that of the precision, and bf16 under fp8."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
     def splits_backward(self) -> bool:
-        """Whether stages compute the gradients of weights apart from those of their inputs."""
+        """True if stages compute the gradients of weights separately from those of their inputs."""
         return self.pipeline_schedule == "zb-h1"
 
     @property
     def reduces_once(self) -> bool:
-        """Whether a pipeline keeps gradients whole and reduces them at the end of a step; else it does so after each pass."""
+        """True if a pipeline keeps whole gradients and reduces them at the end of a step, rather than after each pass."""
         return self.zero_stage < 2
 
     @property
     def sums_in_fp32(self) -> bool:
-        """Whether gradients of 16 bit are added up in fp32."""
+        """True if 16-bit gradients are accumulated in fp32."""
         return self.gradient_accumulation_dtype == "fp32" and self.dtype != "fp32"
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,10 +114,10 @@ class Settings:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Settings:
-        """Reads what `to_dict` wrote.
+        """Read what `to_dict` wrote.
 
         Raises:
-            TypeError: A key is missing or foreign.
+            TypeError: A key is missing or unknown.
             ValueError: A value has the wrong type or lies outside its range.
         """
         made = cls(**{**value, "batch": Batch(**value["batch"]), "partition": tuple(value.get("partition", ()))})
@@ -125,11 +125,11 @@ class Settings:
         return made
 
     def check(self) -> None:
-        """Raises as `from_dict` does where a value has the wrong type or lies outside its range."""
+        """Raise the errors of `from_dict` where a value has the wrong type or lies outside its range."""
         Settings.from_dict(self.to_dict())
 
 
-# Keys of train that a plan takes over as they are written.
+# Keys of train that a plan copies as they are written.
 _TAKEN = (
     "sequence_length",
     "per_device_eval_batch_size",
@@ -150,9 +150,9 @@ _TAKEN = (
 
 
 def disagreements(job: Job, settings: Settings, choices: Sequence[Choice]) -> list[str]:
-    """Says where settings are not what the job or the recorded choice says: a part of the plan was edited.
+    """Return where settings contradict the job or the recorded choices, as in a plan that was edited in part.
 
-    Nothing could tell which of them holds, and commands would read different ones.
+    Nothing tells which of them is right, and commands would read different ones.
     """
     train, batch = job.train, settings.batch
     scaled = train.learning_rate_scaling != "none"

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline or tensor group holds, and how a step fares: for reports, before anything is built."""
+"""The share of the model on each rank of a pipeline or tensor group, and the bubble of a step, for reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADVISED_BUBBLE = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayers:
-    """What a rank of a pipeline holds of the model.
+    """The part of the model on a rank of a pipeline.
 
     >>> str(RankLayers(chunks=(range(0, 4), range(8, 12)), num_layers=16))
     'embedding, layers 0-3, 8-11'
@@ -23,8 +23,8 @@ class RankLayers:
     'layer 15, norm, head'
 
     Args:
-        chunks: Decoder layers of each of its chunks; one chunk unless it has virtual stages.
-        num_layers: Of the whole model.
+        chunks: Decoder layers of each of the rank's chunks; one chunk unless it has virtual stages.
+        num_layers: Decoder layers of the whole model.
     """
 
     chunks: tuple[range, ...]
@@ -32,7 +32,7 @@ class RankLayers:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What it holds beside layers: `embedding` on the first stage, `norm` and `head` on the last."""
+        """Modules of the rank other than layers: `embedding` on the first stage, `norm` and `head` on the last."""
         return (*self._before, *self._behind)
 
     @property
@@ -50,14 +50,14 @@ class RankLayers:
 
 
 def layers_of_ranks(partition: Sequence[int], *, pp: int) -> tuple[RankLayers, ...]:
-    """Return what each rank of a pipeline holds, first to last.
+    """Return the layers of each rank of a pipeline, first to last.
 
     >>> [str(part) for part in layers_of_ranks((2, 2, 2, 1), pp=2)]
     ['embedding, layers 0-1, 4-5', 'layers 2-3, 6, norm, head']
 
     Args:
         partition: Layers of each stage; stage s is on rank s modulo pp.
-        pp: Ranks.
+        pp: Ranks of the pipeline.
     """
     stages, num_layers = stage_layers(partition), sum(partition)
     return tuple(RankLayers(chunks=stages[rank::pp], num_layers=num_layers) for rank in range(pp))
@@ -75,7 +75,7 @@ def bubble_of(draft: UncheckedPlan) -> float:
 
 
 def describe_pipeline(draft: UncheckedPlan) -> str:
-    """Return stages, schedule and bubble of a job with a pipeline in a line."""
+    """Return the stages, schedule and bubble of a job with a pipeline, as one line."""
     pp, settings = draft.job.parallel.pipeline, draft.settings
     virtual = f" × {settings.virtual_stages} virtual" if settings.virtual_stages > 1 else ""
     count = settings.batch.accumulation
@@ -86,7 +86,7 @@ def describe_pipeline(draft: UncheckedPlan) -> str:
 
 
 def describe_tensor(draft: UncheckedPlan) -> str:
-    """Return the ranks that share each layer of a job with tensor parallelism, and what they hold of a sequence, in a line."""
+    """Return the ranks that share each layer of a job with tensor parallelism, and their shard of a sequence, as one line."""
     held = (
         "a piece of every sequence between the sharded layers (sequence_parallel)"
         if draft.settings.sequence_parallel
@@ -96,7 +96,7 @@ def describe_tensor(draft: UncheckedPlan) -> str:
 
 
 def bubble_warning(draft: UncheckedPlan) -> Iterator[str]:
-    """Says what fewer micro-batches than stages cost, and how many would be enough."""
+    """Yield a warning of what fewer micro-batches than stages cost, with how many would be enough."""
     pp, settings = draft.job.parallel.pipeline, draft.settings
     count = settings.batch.accumulation
     bubble = bubble_of(draft) if count < pp else 0.0
@@ -119,7 +119,7 @@ def bubble_warning(draft: UncheckedPlan) -> Iterator[str]:
 def micro_batches_below(
     bubble: float, name: PipelineSchedule, *, pp: int, virtual_stages: int, at_least: int = 1
 ) -> int:
-    """Return the fewest micro-batches of a step with which a schedule idles for less than a share of it.
+    """Return the fewest micro-batches per step with which the bubble of a schedule is below a share of the step.
 
     >>> micro_batches_below(0.2, "1f1b", pp=4, virtual_stages=1)
     13
@@ -131,7 +131,7 @@ def micro_batches_below(
 
 
 def _counts(partition: Sequence[int]) -> str:
-    """Return the layers of all stages, as one number where they are alike."""
+    """Return the layers of all stages as text, one number where all are equal."""
     alike = len(set(partition)) == 1
     counts = str(partition[0]) if alike else ", ".join(map(str, partition))
     return f"{counts} layer{'' if set(partition) == {1} else 's'}"

@@ -1,4 +1,4 @@
-"""What `toolkit train` asks of a job beyond a sound plan: data, weights and a tokenizer, which a script of one's own may bring."""
+"""What `toolkit train` needs beyond a valid plan: data, weights and a tokenizer, which a user's own script may supply."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from toolkit.errors import Problem, SpecError
 
 
 def training_problems(job: Job, model: ModelSpec) -> Iterator[Problem]:
-    """Says why `toolkit train` would refuse a job whose plan is sound.
+    """Yield the reasons for which `toolkit train` would refuse a job whose plan is valid.
 
     Args:
-        job: As written.
-        model: What its model resolved to.
+        job: Job as the user wrote it.
+        model: Model that the job resolved to.
 
     Returns:
         TRAIN_NO_DATA, MODEL_NO_WEIGHTS, WEIGHTS_BIN, TOKENIZER_NOT_FOUND, or nothing.
@@ -31,7 +31,7 @@ def training_problems(job: Job, model: ModelSpec) -> Iterator[Problem]:
 
 
 def data_section_problems(job: Job) -> Iterator[Problem]:
-    """Says that a job without a data section has nothing to train on: TRAIN_NO_DATA."""
+    """Yield TRAIN_NO_DATA for a job without a data section."""
     if job.data is None:
         yield Problem(
             code="TRAIN_NO_DATA",
@@ -56,7 +56,7 @@ def tokenizer_source(job: Job, model: ModelSpec) -> str:
 
 
 def tokenizer_not_found(what: str) -> SpecError:
-    """Makes the error of a job whose tokenizer cannot be had, from what is wrong."""
+    """Return the error of a job whose tokenizer cannot be found, given what is wrong."""
     return SpecError.of(
         code="TOKENIZER_NOT_FOUND",
         key="model.tokenizer",

@@ -11,11 +11,11 @@ from typing import Any
 from toolkit.planning.deepspeed_config import deepspeed_config
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
-# The first version that knows activation_checkpointing; gradient_checkpointing, the only name before, warns since.
+# The first version that knows activation_checkpointing; gradient_checkpointing, the older name, warns since then.
 RENAMED_CHECKPOINTING = (5, 23)
 
-# Liger's loss alone: the estimate prices the model's own norms, rotary embeddings and MLPs. What a model type does not know
-# among these is dropped (liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance).
+# Liger's loss alone: the estimate prices the model's own norms, rotary embeddings and MLPs. Keys that do not apply to a
+# model type are dropped (liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance).
 LIGER_KERNELS = {
     "fused_linear_cross_entropy": True,
     "cross_entropy": False,
@@ -28,10 +28,10 @@ LIGER_KERNELS = {
 
 
 def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
-    """Return the keyword arguments of the installed version, with the DeepSpeed configuration under `deepspeed`.
+    """Return the arguments for the installed version, with the DeepSpeed configuration under `deepspeed`.
 
     Raises:
-        PlanError: The plan cannot be carried by Trainer.
+        PlanError: Trainer cannot run the plan.
     """
     settings, train = draft.settings, draft.job.train
     config = deepspeed_config(draft, "trainer")
@@ -80,8 +80,8 @@ def _schedule_arguments(min_learning_rate_ratio: float | None) -> dict[str, Any]
 def checkpointing_argument() -> str:
     """Return the name by which the installed transformers knows `train.gradient_checkpointing`.
 
-    Read from package metadata, which imports nothing. Where transformers is absent it is the older name, which every
-    version 5 takes.
+    The version is read from package metadata, without an import. Where transformers is absent, the older name is
+    returned, which every version 5 accepts.
     """
     try:
         major, minor = version("transformers").split(".")[:2]

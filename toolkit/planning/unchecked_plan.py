@@ -1,4 +1,4 @@
-"""A job with every open value decided, not yet checked: what the rules look at."""
+"""A job with every open value decided and not yet checked: the input of the rules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from toolkit.planning.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncheckedPlan:
-    """What a rule may look at.
+    """A job with its decided values, the input of every rule.
 
     Args:
-        job: As written.
+        job: Job as the user wrote it.
         model: Dimensions of the model.
-        gpu: The card, or the `cpu` entry.
-        settings: Decided values.
+        gpu: Card of the catalogue, or its `cpu` entry.
+        settings: Decided values of the job.
     """
 
     job: Job
@@ -35,36 +35,36 @@ class UncheckedPlan:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the job runs as CPU processes over gloo."""
+        """True if the job runs as CPU processes over gloo."""
         return self.gpu.backend == "gloo"
 
     @property
     def split(self) -> dict[str, int]:
-        """Sizes above 1 of the axes along which the model is split, by the job's names."""
+        """Sizes above 1 of the axes along which the model is split, by the job's key names."""
         sizes = {"tensor": self.job.parallel.tensor, "pipeline": self.job.parallel.pipeline}
         return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def uses_torch_adam(self) -> bool:
-        """Whether Adam is torch's own: asked for, or on CPU, where DeepSpeed's kernels would be compiled first."""
+        """True if torch's AdamW steps: as the job says, or on CPU, where DeepSpeed's kernels would have to be compiled."""
         optimizer = self.job.train.optimizer
         return optimizer == "adamw_torch" or (optimizer == "adamw" and self.on_cpu and not self.profile.optimizer)
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether ZeRO-1 runs in DeepSpeed's BF16_Optimizer, which has no buckets (engine.py _do_optimizer_sanity_check)."""
+        """True if ZeRO-1 runs in BF16_Optimizer, which has no buckets (engine.py _do_optimizer_sanity_check)."""
         settings = self.settings
         return (
             settings.zero_stage == 1
             and settings.dtype == "bf16"
             and settings.gradient_accumulation_dtype == "fp32"
-            and self.job.parallel.pipeline == 1  # which accumulates by itself
+            and self.job.parallel.pipeline == 1  # whose loop accumulates by itself
             and self.profile.optimizer is None
         )
 
 
 def trainable_parameters(job: Job, model: ModelSpec) -> int | None:
-    """Counts what the job trains: all of the model, or its adapters; None where the architecture is unknown."""
+    """Return the trained parameters: the model's, or the adapters'; None where the architecture is unknown."""
     if job.train.method == "full":
         return model.num_parameters
     lora = job.train.lora or Lora()

@@ -24,7 +24,7 @@ def dp_size_of(job: Job) -> int:
 
 
 def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
-    """Return the stage and the reason for it, as a sentence's end."""
+    """Return the stage and the reason for it, as a clause."""
     if job.parallel.strategy != "zero":
         stages = {"ddp": (0, "DDP replicates everything"), "fsdp2": (3, "FSDP2 shards everything")}
         return stages[job.parallel.strategy]
@@ -89,10 +89,10 @@ def _compared(state: float, memory_bytes: int, *, stage: int) -> str:
 
 
 def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int) -> float:
-    """Bytes a rank of parameters, gradients and optimizer state (deepspeed zero/stage_1_and_2.py).
+    """Return the bytes per rank of parameters, gradients and optimizer state (deepspeed zero/stage_1_and_2.py).
 
-    Under ZeRO-1 a pipeline keeps the gradients of a rank's stages whole until it reduces them once a step, or their sums
-    in fp32 where these are wanted.
+    Under ZeRO-1 a pipeline keeps the whole gradients of a rank's stages until it reduces them once a step, or their
+    sums in fp32 where the job asks for these.
     """
     assert model.num_parameters is not None
     width = 4 if precision == "fp32" else 2

@@ -1,4 +1,4 @@
-"""The rules of a sound plan: one function a constraint, each naming the library code that would reject or ignore it."""
+"""The rules of a valid plan: one function per constraint, each naming the library code that would reject or ignore it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
     *estimate_only.RULES,
 )
 
-# What holds besides wherever something is to run.
+# Rules that hold in addition for a plan that is to run.
 RUN_RULES: tuple[Rule, ...] = estimate_only.RUN_RULES
 
 __all__ = ["RULES", "RUN_RULES", "Rule"]

@@ -1,4 +1,4 @@
-"""What the data section and the rest must agree on; its own sense and its files are checked by `toolkit.dataset_inspection.inspect`."""
+"""Rules between the data section and the rest; `toolkit.dataset_inspection.inspect` checks the section itself and its files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 
 def packing_attention(draft: UncheckedPlan) -> Iterator[Problem]:
-    """A compiled layer is traced for one mask; that of separated documents differs at each step."""
+    """Refuse torch.compile with separated documents, whose mask changes at each step: it would recompile."""
     data = draft.job.data
     if data is not None and data.packing == "separated" and draft.job.train.torch_compile:
         yield Problem(

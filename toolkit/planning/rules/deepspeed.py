@@ -1,4 +1,4 @@
-"""The job's `deepspeed` section: keys that DeepSpeed knows, with its types, one home each, and an effect in this run."""
+"""The job's `deepspeed` section: known keys of the right type, set in one place and with an effect in this run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sound_section(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Each key exists in DeepSpeed, with its type, and is not set elsewhere; none is ignored in this run or stops its engine."""
+    """Require that DeepSpeed knows each key, with its type, that no other section sets it, and that its engine uses it."""
     if draft.job.deepspeed:  # most jobs have none: the schema is built when it is first used
         from toolkit.deepspeed_spec.job_section import check_section, run_problems
 
@@ -23,7 +23,7 @@ def sound_section(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def _facts_of(draft: UncheckedPlan) -> EngineFacts:
-    """Return what decides which keys the engine of a job reads."""
+    """Return the facts that decide which keys the engine of a job reads."""
     from toolkit.deepspeed_spec.facts import EngineFacts
 
     settings, profile = draft.settings, draft.profile

@@ -1,4 +1,4 @@
-"""What the memory estimate knows and training does not: refused wherever something is to run."""
+"""What the memory estimate supports and training does not: refused in every plan that is to run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
-# Key of the job, and the values that can be estimated alone, each with what to set instead.
+# Keys of the job, and their values that can only be estimated, each with what to set instead.
 _ESTIMATED_ALONE = {
     "parallel.strategy": {"ddp": "zero with zero_stage 0", "fsdp2": "zero with zero_stage 3"},
     "train.method": {"qlora": "lora"},
@@ -16,7 +16,7 @@ _ESTIMATED_ALONE = {
 
 
 def estimate_only(draft: UncheckedPlan) -> Iterator[Problem]:
-    """A value that `toolkit estimate` takes and no run does."""
+    """Refuse values that `toolkit estimate` accepts and no run does."""
     for key, values in _ESTIMATED_ALONE.items():
         section, _, name = key.partition(".")
         value = getattr(getattr(draft.job, section), name)
@@ -30,7 +30,7 @@ def estimate_only(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def strategy_keys(draft: UncheckedPlan) -> Iterator[Problem]:
-    """DDP and FSDP2 are not DeepSpeed's: its stages, its offload and its keys say nothing to them."""
+    """Refuse DeepSpeed's stages, offload and keys with DDP and FSDP2, which do not use DeepSpeed."""
     strategy = draft.job.parallel.strategy
     if strategy == "zero":
         return
@@ -43,7 +43,7 @@ def strategy_keys(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def qlora_partitions(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Stage 3 partitions floating-point weights; packed 4-bit ones lose their scales (peft #306)."""
+    """Refuse QLoRA under stage 3, whose partitioning loses the scales of packed 4-bit weights (peft #306)."""
     if draft.job.train.method == "qlora" and draft.settings.zero_stage == 3:
         strategy = draft.job.parallel.strategy
         yield Problem(

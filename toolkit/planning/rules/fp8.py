@@ -1,4 +1,4 @@
-"""What float8 products need beside a card that has them."""
+"""What float8 matrix products need in addition to a card that supports them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 
 def fp8_section(draft: UncheckedPlan) -> Iterator[Problem]:
-    """The fp8 section belongs to the precision of that name."""
+    """Refuse an fp8 section with another precision."""
     precision = draft.settings.precision
     if draft.job.train.fp8 is not None and precision != "fp8":
         yield Problem(
@@ -22,7 +22,7 @@ def fp8_section(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def fp8_engine(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Float8 products are applied to models that our engine trains, and to no others."""
+    """Refuse float8 products with strategies other than our engine's, and with QLoRA."""
     if draft.settings.precision != "fp8":
         return
     strategy, method = draft.job.parallel.strategy, draft.job.train.method
@@ -47,7 +47,7 @@ def fp8_engine(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def fp8_layers(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Something is computed in float8; of architectures that are not declared, only building the model tells."""
+    """Require that some product is computed in float8; for undeclared architectures only building the model tells."""
     if draft.settings.precision == "fp8" and float8_layers(draft.model.config) is False:
         yield Problem(
             code="FP8_LAYERS",

@@ -1,4 +1,4 @@
-"""Where the ranks of a grid lie: they fill the cards, and a tensor group stays inside a node."""
+"""Placement of the ranks of a grid: they use all cards, and a tensor group stays inside a node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.topology.placement import place
 
 
 def grid_on_nodes(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Stages times tensor ranks divide the cards, and no tensor group spans two nodes."""
+    """Require that stages times tensor ranks divide the cards, and that no tensor group spans two nodes."""
     cluster, parallel = draft.job.cluster, draft.job.parallel
     try:
         grid = Grid.from_world(world_size=cluster.num_ranks, pp=parallel.pipeline, tp=parallel.tensor)

@@ -10,12 +10,12 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 # Kernels of the flash-attn package need tensor cores of Ampere or later (flash_attn README, "GPU support").
 FLASH_COMPUTE_CAPABILITY = (8, 0)
 
-# Learned absolute positions: an index past the table is an error on the device.
+# Learned absolute positions: an index past the embedding table is an error on the device.
 _ABSOLUTE_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom", "gptj", "codegen", "gpt_neo", "biogpt", "xglm"})
 
 
 def precision_of_card(draft: UncheckedPlan) -> Iterator[Problem]:
-    """The card computes in the precision (engine.py _do_sanity_check); CPUs emulate fp8."""
+    """Require that the card computes in the precision (engine.py _do_sanity_check); CPUs emulate fp8."""
     precision = draft.settings.precision
     if not draft.gpu.supports(draft.settings.dtype if draft.on_cpu else precision):
         valid = [name for name in ("bf16", "fp16", "fp32") if draft.gpu.supports(name)]
@@ -32,7 +32,7 @@ def precision_of_card(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def attention_kernel(draft: UncheckedPlan) -> Iterator[Problem]:
-    """FlashAttention needs a card and a precision."""
+    """Require the cards and the precisions that FlashAttention supports."""
     attention = draft.settings.attention
     if attention == "flash_attention_2":
         capability = draft.gpu.compute_capability
@@ -57,7 +57,7 @@ def attention_kernel(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def sequence_within_positions(draft: UncheckedPlan) -> Iterator[Problem]:
-    """The sequence is no longer than the positions that the model knows."""
+    """Require that a sequence is no longer than the model's positions."""
     limit, length = draft.model.max_position_embeddings, draft.settings.sequence_length
     if limit is None or length <= limit:
         return
@@ -75,7 +75,7 @@ def sequence_within_positions(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def lion_needs_kernels(draft: UncheckedPlan) -> Iterator[Problem]:
-    """DeepSpeed's Lion on the device is a CUDA kernel."""
+    """Refuse DeepSpeed's Lion where its CUDA kernel cannot run."""
     if draft.job.train.optimizer == "lion" and draft.on_cpu and not draft.profile.optimizer:
         yield Problem(
             code="OPTIMIZER_CARD",

@@ -1,4 +1,4 @@
-"""What `transformers.Trainer` and a plain Accelerate script cannot carry, though our own engine can."""
+"""What our own engine can run, and `transformers.Trainer` or a plain Accelerate script cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIGER_MODEL_TYPES = frozenset(
 
 
 def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
-    """Yield every reason for which `consumer` cannot carry the plan; none for `toolkit`."""
+    """Yield every reason for which `consumer` cannot run the plan; none for `toolkit`."""
     if consumer == "toolkit":
         return
     name, train = NAMES[consumer], draft.job.train
@@ -125,7 +125,7 @@ def _loss_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
 
 
 def _is_all_warmup(settings: Settings) -> bool:
-    if settings.max_steps is None:  # the data will tell
+    if settings.max_steps is None:  # known once the data is read
         return False
     share = math.ceil((settings.warmup_ratio or 0.0) * settings.max_steps)
     return (share if settings.warmup_steps is None else settings.warmup_steps) >= settings.max_steps

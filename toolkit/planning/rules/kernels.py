@@ -1,4 +1,4 @@
-"""What fused kernels need: a card, a model with something for them, and no compiler that does the same."""
+"""What fused kernels need: a card, a model with modules to replace, and no torch.compile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
-# Decoders with layer norms and without gates; `toolkit.modeling.fused_kernels` tells of any other what it can replace.
+# Decoders with layer norms and without gates; for any other, `toolkit.modeling.fused_kernels` finds what it can replace.
 PLAIN_MODEL_TYPES = frozenset(
     {
         "bloom",
@@ -27,7 +27,7 @@ PLAIN_MODEL_TYPES = frozenset(
 
 
 def fused_kernels(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Liger's kernels are Triton's, for RMS norms and gated activations, each on its own."""
+    """Require what Liger's Triton kernels for RMS norms and gated activations need."""
     if draft.settings.kernels != "liger":
         return
     alone = "Set train.kernels to eager"

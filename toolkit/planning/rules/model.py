@@ -1,4 +1,4 @@
-"""What the model's class allows: the task that it is built for, and the attention that it can be built with."""
+"""What the model's class allows: its task, and the attention implementations that it has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.topology.grid import join
 
 
 def causal_language_model(draft: UncheckedPlan) -> Iterator[Problem]:
-    """What is planned and priced is what would be built: the causal language model that the folder holds."""
+    """Require that the folder has a causal language model, which is what is planned and estimated."""
     model = draft.model
     yield from class_problems(model.config, name=model.name, trust_remote_code=draft.job.model.trust_remote_code)
 
@@ -23,7 +23,7 @@ def _built(draft: UncheckedPlan) -> Architecture | None:
 
 
 def layers_that_recompute(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Some old classes have no layers that transformers can checkpoint."""
+    """Refuse recomputation with old classes whose layers transformers cannot checkpoint."""
     built, fraction = _built(draft), draft.settings.gradient_checkpointing
     if fraction and built is not None and built.checkpoints is False:
         yield Problem(
@@ -36,7 +36,7 @@ def layers_that_recompute(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def attention_of_class(draft: UncheckedPlan) -> Iterator[Problem]:
-    """A class has the attention that it has been written for, and no other; soft-capped scores need a kernel that caps."""
+    """Require an attention that the model's class implements, and for soft-capped scores a kernel that caps."""
     built, attention = _built(draft), draft.settings.attention
     if built is None or built.attention is None or attention in built.attention:
         yield from _soft_capped(draft)
@@ -70,7 +70,7 @@ def _soft_capped(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def mode_that_trains(draft: UncheckedPlan) -> Iterator[Problem]:
-    """xLSTM is published in the mode in which it generates: its states are fp32, and its weights in 16 bit do not fit them."""
+    """Refuse xLSTM in its published inference mode in 16 bit: its states are fp32, and the weights do not match them."""
     model, dtype = draft.model, draft.settings.dtype
     if model.model_type == "xlstm" and model.config.get("mode", "inference") == "inference" and dtype != "fp32":
         yield Problem(

@@ -1,4 +1,4 @@
-"""Pipelines: stages that exist, schedules that run, and what is not proven beside them."""
+"""Pipelines: stages that exist, schedules that run, and what is not supported together with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OFF = f"set {_KEY} to 1"
 
 
 def needs_a_pipeline(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Keys of pipelines that nothing would read."""
+    """Refuse keys of pipelines in a job without one."""
     parallel = draft.job.parallel
     if parallel.pipeline > 1:
         return
@@ -35,7 +35,7 @@ def needs_a_pipeline(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def layers_of_stages(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Each stage holds at least one decoder layer, and a list names them all."""
+    """Require that each stage has at least one decoder layer, and that a list names them all."""
     parallel, num_layers = draft.job.parallel, draft.model.num_hidden_layers
     if parallel.pipeline == 1:
         return
@@ -50,7 +50,7 @@ def layers_of_stages(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def schedule_runs(draft: UncheckedPlan) -> Iterator[Problem]:
-    """What each schedule needs of virtual stages and micro-batches."""
+    """Require the virtual stages and micro-batches that each schedule needs."""
     parallel, settings = draft.job.parallel, draft.settings
     if parallel.pipeline > 1:
         yield from schedule_problems(
@@ -62,7 +62,7 @@ def schedule_runs(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def split_backward_passes(draft: UncheckedPlan) -> Iterator[Problem]:
-    """A schedule that computes the gradients of weights apart needs weights that are trained and there."""
+    """Require trained, unpartitioned weights for a schedule that computes their gradients separately."""
     train, settings = draft.job.train, draft.settings
     if draft.job.parallel.pipeline == 1 or not settings.splits_backward:
         return
@@ -93,7 +93,7 @@ def _unsplit(key: str, value: str, why: str, instead: str) -> Problem:
 
 
 def passes_without_a_halt(draft: UncheckedPlan) -> Iterator[Problem]:
-    """No part of DeepSpeed waits on the host for all that a card has been given, messages among it, between passes."""
+    """Refuse keys with which DeepSpeed synchronizes with the device between passes, messages in flight included."""
     pipeline = draft.job.parallel.pipeline
     if pipeline == 1:
         return
@@ -128,7 +128,7 @@ def _halt(path: str, what: str, *, source: str, instead: str = "") -> Problem:
 
 
 def gathered_by_the_engine(draft: UncheckedPlan) -> Iterator[Problem]:
-    """DeepSpeed lets other code order the passes under its ZeRO optimizers alone."""
+    """Require a ZeRO optimizer: with others DeepSpeed lets no other code order the passes."""
     if draft.job.parallel.pipeline > 1 and draft.settings.zero_stage == 0:
         yield Problem(
             code="PIPELINE_ZERO_STAGE",
@@ -141,7 +141,7 @@ def gathered_by_the_engine(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
-    """What cuts or runs the model in another way."""
+    """Refuse what splits or runs the model in another way."""
     if draft.job.parallel.pipeline == 1:
         return
     train, parallel = draft.job.train, draft.job.parallel
@@ -160,7 +160,7 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def followed_by_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
-    """The model's configuration asks for nothing of which a stage has a part."""
+    """Require that no feature of the model's configuration spans several stages."""
     pipeline = draft.job.parallel.pipeline
     if pipeline == 1:
         return
@@ -174,7 +174,7 @@ def followed_by_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def adapters_on_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
-    """A pipeline rank without adapters would have nothing to train, and DeepSpeed no optimizer for it."""
+    """Require adapters on each pipeline rank: one without has nothing to train, and DeepSpeed no optimizer for it."""
     train, pp = draft.job.train, draft.job.parallel.pipeline
     if pp == 1 or train.method != "lora" or not draft.settings.partition:
         return

@@ -1,4 +1,4 @@
-"""What tensor parallelism allows: sizes that divide, architectures with known styles, and what it has been proven with."""
+"""What tensor parallelism needs: sizes that divide, architectures with known styles, and features tested with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSOR_MODEL_TYPES = frozenset(
         "starcoder2",
     }
 )
-# Those whose queries, keys and values are one matrix.
+# Architectures whose queries, keys and values are one matrix.
 FUSED_MODEL_TYPES = frozenset({"falcon", "gpt2", "gpt_neox", "phi3"})
 
 # Linear layers of the attention in mixtures of experts.
@@ -31,7 +31,7 @@ _ALONE = f"Set {_KEY} to 1"
 
 
 def whole_heads(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Each rank owns whole query heads, and each key head lies on equally many ranks."""
+    """Require that each rank owns whole query heads, and that each key head is on equally many ranks."""
     size, model = draft.job.parallel.tensor, draft.model
     query, key_value = model.num_attention_heads, model.num_key_value_heads
     if size == 1 or not _is_known(draft):
@@ -65,7 +65,7 @@ def whole_heads(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def _inner_width(draft: UncheckedPlan) -> tuple[str, int, int]:
-    """Return the name and length of what the ranks share of a feed-forward layer, and what a rank's share is a multiple of."""
+    """Return the name and size of the sharded dimension of a feed-forward layer, and what a rank's share is a multiple of."""
     model = draft.model
     if not model.num_experts:
         return "intermediate_size", model.intermediate_size, 1
@@ -75,7 +75,7 @@ def _inner_width(draft: UncheckedPlan) -> tuple[str, int, int]:
 
 
 def known_styles(draft: UncheckedPlan) -> Iterator[Problem]:
-    """The architecture is one whose styles are known and tested."""
+    """Require an architecture whose tensor-parallel styles are known and tested."""
     if draft.job.parallel.tensor > 1 and not _is_known(draft):
         yield Problem(
             code="TP_ARCHITECTURE",
@@ -88,7 +88,7 @@ def known_styles(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
-    """What changes the same modules or the same state in another way."""
+    """Refuse what changes the same modules or the same state in another way."""
     if draft.job.parallel.tensor == 1:
         return
     train, parallel = draft.job.train, draft.job.parallel
@@ -126,7 +126,7 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def pieces_of_sequences(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Sequence parallelism is of tensor ranks, and gives each an equal piece of every sequence."""
+    """Require tensor ranks for sequence parallelism, and an equal shard of every sequence for each of them."""
     if not draft.settings.sequence_parallel:
         return
     size, length, data = draft.job.parallel.tensor, draft.settings.sequence_length, draft.job.data
@@ -154,7 +154,7 @@ def pieces_of_sequences(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def counted_norm(draft: UncheckedPlan) -> Iterator[Problem]:
-    """DeepSpeed's 16-bit optimizers of stage 0 copy their masters without the marks of cut parameters."""
+    """Refuse 16 bit at stage 0, where DeepSpeed's optimizers copy masters without the marks of sharded parameters."""
     settings = draft.settings
     if draft.job.parallel.tensor > 1 and settings.zero_stage == 0 and settings.dtype != "fp32":
         yield Problem(

@@ -1,4 +1,4 @@
-"""What the training section must agree on with itself."""
+"""Consistency of the training section."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ POLYNOMIAL_END = 1e-7
 
 
 def unread(job: Job, key: str) -> bool:
-    """Whether the job's optimizer would not read `train.<key>`."""
+    """Return whether the job's optimizer would not read `train.<key>`."""
     readers = _OPTIMIZER_KEYS.get(key.removeprefix("train."))
     return readers is not None and job.train.optimizer not in readers
 
 
 def lora_section(draft: UncheckedPlan) -> Iterator[Problem]:
-    """The LoRA section belongs to the method of that name."""
+    """Refuse a LoRA section with another method."""
     if draft.job.train.lora is not None and draft.job.train.method == "full":
         yield Problem(
             code="LORA_UNUSED",
@@ -40,7 +40,7 @@ def lora_section(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def lora_targets(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Some module is adapted; of architectures that are not declared, only building the model tells."""
+    """Require that some module is adapted; for undeclared architectures only building the model tells."""
     train = draft.job.train
     if train.method == "full" or train.lora is None:
         return
@@ -57,7 +57,7 @@ def lora_targets(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def optimizer_keys(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Keys that the optimizer would not read."""
+    """Refuse keys that the optimizer would not read."""
     train = draft.job.train
     for key, optimizers in _OPTIMIZER_KEYS.items():
         if key in train.model_fields_set and unread(draft.job, key):
@@ -70,7 +70,7 @@ def optimizer_keys(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def run_length(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Steps or epochs set the length, not both."""
+    """Refuse a length in both steps and epochs."""
     train = draft.job.train
     if train.max_steps is not None and train.num_train_epochs is not None:
         yield Problem(
@@ -82,7 +82,7 @@ def run_length(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def warmup(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Warm-up is given once, fits into the run, and is read by the schedule."""
+    """Require that warm-up is given once, fits into the run, and is read by the schedule."""
     train = draft.job.train
     if train.warmup_steps is not None and train.warmup_ratio is not None:
         yield Problem(
@@ -117,7 +117,7 @@ def warmup(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def minimum_learning_rate(draft: UncheckedPlan) -> Iterator[Problem]:
-    """A floor belongs to the one schedule that has it, which needs it."""
+    """Require a minimum rate for the one schedule that has it, and refuse it for the others."""
     train = draft.job.train
     with_floor = train.lr_scheduler_type == "cosine_with_min_lr"
     if with_floor == (train.min_learning_rate_ratio is not None):
@@ -138,7 +138,7 @@ def minimum_learning_rate(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def polynomial_rate(draft: UncheckedPlan) -> Iterator[Problem]:
-    """The polynomial schedule ends at a rate, not at a share of the peak, which must lie above it."""
+    """Require a peak above the final rate of the polynomial schedule, which is a rate, not a share of the peak."""
     rate = draft.settings.learning_rate
     if draft.job.train.lr_scheduler_type == "polynomial" and rate <= POLYNOMIAL_END:
         yield Problem(
@@ -151,7 +151,7 @@ def polynomial_rate(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def learning_rate_scaling(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Scaling needs a reference batch, and the reference needs scaling."""
+    """Require that scaling and its reference batch are given together."""
     train = draft.job.train
     if (train.learning_rate_scaling != "none") != (train.learning_rate_reference_batch_size is not None):
         yield Problem(
@@ -166,7 +166,7 @@ def learning_rate_scaling(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def evaluation(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Evaluation keys need evaluation data."""
+    """Refuse evaluation keys without evaluation data."""
     data, train = draft.job.data, draft.job.train
     if data is not None and (data.eval is not None or data.validation_fraction is not None):
         return
@@ -181,7 +181,7 @@ def evaluation(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def lora_dropout_on_experts(draft: UncheckedPlan) -> Iterator[Problem]:
-    """peft adapts stacked experts as parameters, through which no dropout passes."""
+    """Refuse LoRA dropout on stacked experts, which peft adapts as parameters, without dropout."""
     train = draft.job.train
     if train.method != "lora" or train.lora is None or not draft.model.num_experts:
         return
@@ -197,7 +197,7 @@ def lora_dropout_on_experts(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def liger_loss(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Liger's loss is a Triton kernel that computes gradients before the loss is scaled."""
+    """Refuse Liger's loss where its Triton kernel cannot run, or its gradients, made before loss scaling, can overflow."""
     if draft.job.train.loss != "liger":
         return
     if draft.on_cpu:

@@ -1,4 +1,4 @@
-"""What ZeRO stages, offload profiles and accumulation precisions allow of each other."""
+"""Consistency of ZeRO stages, offload profiles and accumulation precisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.units import GIB, format_bytes
 
 
 def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
-    """An offload profile needs the partitions that its ZeRO stage makes; DeepSpeed would ignore it below."""
+    """Require a ZeRO stage that has the partitions which the offload profile moves; DeepSpeed ignores it below."""
     needed, stage = draft.profile.min_zero_stage, draft.settings.zero_stage
     if stage < needed:
         carried = [name for name, profile in PROFILES.items() if profile.min_zero_stage <= stage]
@@ -29,7 +29,7 @@ def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def offload_path(draft: UncheckedPlan) -> Iterator[Problem]:
-    """NVMe profiles need a folder. The others may name one: it describes the machine, whatever the profile."""
+    """Require a folder for NVMe profiles. The others may name one: it describes the machine."""
     path = draft.job.cluster.nvme_path
     if draft.profile.needs_nvme and path is None:
         yield Problem(
@@ -42,7 +42,7 @@ def offload_path(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def offload_frozen(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Frozen weights that were drawn at random exist nowhere but in the checkpoint, and one cannot hold them on NVMe."""
+    """Refuse frozen random weights on NVMe: only a checkpoint could keep them, and DeepSpeed cannot save them from there."""
     if draft.profile.parameters == "nvme" and draft.job.train.method == "lora" and draft.settings.init == "random":
         yield Problem(
             code="OFFLOAD_NVME_FROZEN",
@@ -55,7 +55,7 @@ def offload_frozen(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
-    """A ratio is for the partial profile, which needs Adam and a known parameter count."""
+    """Require the partial profile for a ratio, and Adam and a known parameter count for that profile."""
     ratio, profile = draft.job.parallel.offload_ratio, draft.profile
     if ratio is not None and not profile.partial:
         yield Problem(
@@ -83,7 +83,7 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
-    """What moves are the inputs of checkpointed layers, so there must be some."""
+    """Require checkpointed layers for activation offload, which moves their inputs."""
     if draft.profile.activations and not draft.settings.gradient_checkpointing:
         yield Problem(
             code="OFFLOAD_ACTIVATIONS",
@@ -94,7 +94,7 @@ def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
-    """Gradients accumulate in the training precision or in fp32, and in fp32 only under ZeRO."""
+    """Require that gradients accumulate in the training precision, or under ZeRO in fp32."""
     settings = draft.settings
     dtype, precision, own = settings.gradient_accumulation_dtype, settings.precision, settings.dtype
     if dtype not in (own, "fp32"):
@@ -115,7 +115,7 @@ def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
-    """The nodes' RAM holds what the profile moves there."""
+    """Require that the nodes' RAM fits what the profile moves there."""
     host = draft.job.cluster.host_memory_gib or (draft.gpu.host.host_memory_gib if draft.gpu.host else None)
     trainable = trainable_parameters(draft.job, draft.model)
     if draft.profile.optimizer != "cpu" or host is None or trainable is None:
@@ -135,10 +135,10 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
 
 
 def offloaded_bytes(draft: UncheckedPlan, trainable: int) -> float:
-    """Return what a CPU profile puts into one node's RAM, bytes, before rounding and without the processes' own.
+    """Return the bytes that a CPU profile puts into one node's RAM, before rounding and without the processes' own.
 
-    Master copy 4, moments 8, fp32 gradient 4, staging 2 a parameter, and 2 more with accumulation or offloaded
-    parameters, shared by the ranks (deepspeed runtime/zero/stage_1_and_2.py, stage3.py).
+    Bytes per parameter: master copy 4, moments 8, fp32 gradient 4, staging 2, and 2 more with accumulation or
+    offloaded parameters, shared by the ranks (deepspeed runtime/zero/stage_1_and_2.py, stage3.py).
     """
     a_parameter = 18 + 2 * (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
     moved = a_parameter * trainable * draft.settings.offload_ratio
@@ -149,7 +149,7 @@ def offloaded_bytes(draft: UncheckedPlan, trainable: int) -> float:
 
 
 def compile_under_zero3(draft: UncheckedPlan) -> Iterator[Problem]:
-    """ZeRO-3 fetches parameters in module hooks, at each of which a compiled graph breaks."""
+    """Refuse torch.compile under ZeRO-3, which fetches parameters in module hooks: each breaks the graph."""
     if draft.job.train.torch_compile and draft.settings.zero_stage == 3:
         yield Problem(
             code="COMPILE_ZERO3",
