@@ -1,4 +1,4 @@
-"""What is known of DeepSpeed's configuration, without torch: its keys as it reads them, in a job's section and in a user's file."""
+"""DeepSpeed's configuration as DeepSpeed reads it, in a job's section and in a user's file; needs no torch."""
 
 from toolkit.deepspeed_spec.user_file import UserConfig, read_user_config
 

@@ -1,4 +1,4 @@
-"""An Accelerate configuration in place of a DeepSpeed file: read as the DeepSpeed configuration that Accelerate makes of it.
+"""An Accelerate configuration in place of a DeepSpeed file, converted as Accelerate converts it.
 
 Source: accelerate utils/dataclasses.py DeepSpeedPlugin, utils/launch.py prepare_deepspeed_cmd_env.
 """
@@ -15,7 +15,7 @@ from toolkit.deepspeed_spec.json_text import KIND, parse_object
 from toolkit.deepspeed_spec.nested import subsection
 from toolkit.errors import SpecError
 
-# Keys of its section that become DeepSpeed's.
+# Keys of Accelerate's section that become DeepSpeed's.
 _ZERO = (
     "zero_stage",
     "offload_optimizer_device",
@@ -25,7 +25,7 @@ _ZERO = (
     "zero3_save_16bit_model",
 )
 _BATCH = ("gradient_accumulation_steps", "gradient_clipping")
-# How it starts processes and builds the model: nothing of DeepSpeed's configuration.
+# How Accelerate starts processes and builds the model: no part of DeepSpeed's configuration.
 _LAUNCH = (
     "deepspeed_config_file",
     "deepspeed_multinode_launcher",
@@ -39,15 +39,15 @@ _SPLITS = ("tp_size", "cp_size", "sp_size")
 
 
 def made_config(document: Mapping[str, Any], *, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the DeepSpeed configuration that Accelerate makes of its own, "auto" in it for what a script sets, and notes.
+    """Return the DeepSpeed configuration that Accelerate makes of its own, with "auto" for what a script sets, and notes.
 
     Args:
-        document: What the file holds.
-        name: Of the file.
+        document: Content of the file.
+        name: Name of the file, for messages.
 
     Raises:
-        SpecError: ACCELERATE_FILE for one that is not for DeepSpeed; ESTIMATE_UNSUPPORTED for one that splits the model or
-            sequences; as for a DeepSpeed file where it names one.
+        SpecError: ACCELERATE_FILE for a file that is not for DeepSpeed; ESTIMATE_UNSUPPORTED for one that splits the model
+            or sequences; the errors of a DeepSpeed file where it names one.
     """
     section, kind = document.get("deepspeed_config"), document.get("distributed_type")
     if kind != "DEEPSPEED" or not isinstance(section, Mapping):
@@ -93,7 +93,7 @@ def _of_section(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_precision(config: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeedPlugin.set_mixed_precision."""
+    """Add the precision as DeepSpeedPlugin.set_mixed_precision does."""
     wanted = str(document.get("mixed_precision"))
     sections = {dtype: {"enabled": dtype == {"fp8": "bf16"}.get(wanted, wanted)} for dtype in ("bf16", "fp16")}
     return {**({} if document.get("mixed_precision") is None else sections), **config}

@@ -1,4 +1,4 @@
-"""What keys of a DeepSpeed configuration may not be together: DeepSpeed raises on each of these.
+"""Keys of a DeepSpeed configuration that exclude each other: DeepSpeed raises on each combination.
 
 Source: deepspeed 0.19.8 runtime/config.py DeepSpeedConfig._do_error_check, runtime/precision_config.py,
 runtime/zero/config.py.
@@ -16,7 +16,7 @@ _ZERO = "deepspeed runtime/zero/config.py DeepSpeedZeroConfig"
 
 
 def contradictions(keys: DeepSpeedConfig) -> Iterator[Finding]:
-    """Says which keys of a configuration contradict others."""
+    """Yield the keys of a configuration that contradict others."""
     for check in _CHECKS:
         yield from check(keys)
 

@@ -1,4 +1,4 @@
-"""Keys that DeepSpeed takes and that have no effect in a given run, each with what it is that leaves them without.
+"""Keys that DeepSpeed accepts and that have no effect in a given run, each with the reason.
 
 Source: deepspeed 0.19.8 runtime/engine.py _configure_zero_optimizer and what it builds.
 """
@@ -15,7 +15,7 @@ from toolkit.deepspeed_spec.schema import is_default
 
 _SOURCE = "deepspeed runtime/engine.py _configure_zero_optimizer"
 
-# ZeRO stages whose optimizer takes the key; stage 3 alone takes the rest.
+# ZeRO stages whose optimizer reads the key; stage 3 alone reads the rest.
 _STAGES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm"), (1, 2, 3)),
     **dict.fromkeys(("offload_optimizer", "zenflow", "load_from_fp32_weights"), (1, 2, 3)),
@@ -24,7 +24,7 @@ _STAGES: Mapping[str, tuple[int, ...]] = {
         ("ignore_unused_parameters", "parameter_alignment", "compute_grad_norm", "elastic_checkpoint"), (1, 2)
     ),
 }
-# Keys that mean something at every stage.
+# Keys that have an effect at every stage.
 _ALL_STAGES = ("stage", "legacy_stage1")
 
 # Swap buffers exist for NVMe only (stage3.py _configure_tensor_swapping, swap_tensor/partitioned_param_swapper.py).
@@ -42,7 +42,7 @@ _DYNAMIC_SCALE_KEYS = (
     "min_loss_scale",
 )
 
-# What nothing reads in any run of a Hugging Face model, and why.
+# Keys that nothing reads in any run of a Hugging Face model, and why.
 NEVER_READ: Mapping[str, str] = {
     "activation_checkpointing": "a model that does not call deepspeed.checkpointing.checkpoint, and none of Hugging Face's does",
     "pipeline": "a model that is no PipelineModule of DeepSpeed's",
@@ -53,16 +53,16 @@ NEVER_READ: Mapping[str, str] = {
 
 
 def ineffective_keys(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[Finding]:
-    """Says which keys have no effect.
+    """Yield the keys that have no effect.
 
     Args:
-        config: As `read_config` gave it.
-        facts: Of the run.
+        config: Configuration that `read_config` returned.
+        facts: Facts about the run.
     """
     for said, because, fix in _ineffective(config, facts):
         path, equals, value = said.partition("=")
         if not facts.is_job and not equals and is_default(path, lookup(config, path)):
-            continue  # a file often spells out what happens anyway
+            continue  # a file often states the default
         fix = f"{fix}, or remove it" if fix else "Remove it"
         yield ineffective(path, because, fix, value=equals + value, source=_SOURCE)
 
@@ -87,7 +87,7 @@ def _ineffective(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[tupl
 def _of_precision(config: Mapping[str, Any], facts: EngineFacts) -> Iterator[tuple[str, str, str]]:
     fp16, bf16 = subsection(config, "fp16"), subsection(config, "bf16")
     for dtype, section in (("fp16", fp16), ("bf16", bf16)):
-        # A section that says `enabled` says by itself whether it is used.
+        # A section with `enabled` states itself whether it is used.
         if section and "enabled" not in section and facts.dtype not in (dtype, None):
             yield dtype, facts.precision_words, f"Set train.precision to {dtype}"
     if facts.dtype == "fp16" and fp16.get("loss_scale"):

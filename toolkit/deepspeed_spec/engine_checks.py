@@ -1,4 +1,4 @@
-"""What DeepSpeed's parser takes and its engine then refuses, fails on or spoils, in a given run."""
+"""Values that DeepSpeed's parser accepts and its engine then refuses, fails on or corrupts, in a given run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SWAPPED_TENSORS = 4
 
 
 def run_findings(reading: Reading, facts: EngineFacts) -> list[Finding]:
-    """Return what has no effect in a given run, and what its engine would make of the rest."""
+    """Return the keys without effect in a given run, and the others that its engine refuses or fails on."""
     engine = (finding for check in _CHECKS for finding in check(reading.keys, facts))
     return [*ineffective_keys(reading.config, facts), *engine]
 
 
 def _scaled_reduction(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
-    """Prescaling and predivision need all-reduce: stages 2 and 3 assert it, stage 1 ignores them without it."""
+    """Find prescaling and predivision without all-reduce: stages 2 and 3 assert it, stage 1 ignores them."""
     stage, factor = facts.zero_stage, keys.gradient_predivide_factor
     if factor != 1 and stage == 3 and factor == facts.dp_size:
         yield Finding(
@@ -53,7 +53,7 @@ def _scaled_reduction(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Fin
 
 
 def _secondary_partition(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
-    """The secondary partition of ZeRO++ divides the world; a larger one is cut without a word."""
+    """Find a secondary partition of ZeRO++ that does not divide the world; DeepSpeed reduces a larger one silently."""
     size, ranks = keys.zero_optimization.zero_hpz_partition_size, facts.num_ranks
     if facts.zero_stage == 3 and size > 0 and ranks is not None and ranks % size:
         yield Finding(
@@ -67,7 +67,7 @@ def _secondary_partition(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[
 
 
 def _groups_of_neighbours(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
-    """hpZ and quantized gradients make groups of the world's neighbours, which may hold other shards or other layers."""
+    """Find hpZ and quantized gradients in a split model, where groups of consecutive ranks may hold other shards or layers."""
     zero, sizes = keys.zero_optimization, " and ".join(f"{name}={size}" for name, size in facts.split.items())
     grouped = {
         "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
@@ -87,7 +87,7 @@ def _groups_of_neighbours(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator
 
 
 def _cuda_kernels(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
-    """Quantized communication and GPUDirect storage are CUDA code."""
+    """Find quantized communication and GPUDirect storage on CPU: they are CUDA code."""
     wanted = ("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients", "aio.use_gds")
     for path in wanted if facts.on_cpu else ():
         if attrgetter(path)(keys):
@@ -115,7 +115,7 @@ def _quantized_gradients(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[
 
 
 def _swap_buffers(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
-    """An NVMe swap needs a buffer for each state at once, and once more for each pipelined direction."""
+    """Find too few buffers for an NVMe swap: it needs one per state, and as many again per pipelined direction."""
     if facts.zero_stage != 3 or facts.optimizer_device != "nvme":
         return
     optimizer = keys.zero_optimization.offload_optimizer or OffloadOptimizer()
@@ -134,7 +134,7 @@ def _swap_buffers(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding
 
 
 def _swap_folder(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
-    """A job has its folder in the cluster's section, which a rule of its own asks for."""
+    """Find an NVMe offload without a folder; a job has it in `cluster`, where a rule of the plan requires it."""
     zero = keys.zero_optimization
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if facts.zero_stage == 3 and section is not None and section.device == "nvme" and section.nvme_path is None:

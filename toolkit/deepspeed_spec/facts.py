@@ -1,4 +1,4 @@
-"""What of a run decides which keys DeepSpeed's engine reads, known of a job in full and of a user's file in part."""
+"""Facts about a run that decide which keys DeepSpeed's engine reads: all known for a job, some for a user's file."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ OffloadDevice = Literal["cpu", "nvme"] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What an engine is built with. None: not known, and what depends on it is not checked.
+    """What an engine is built with. Checks that depend on an unknown fact, None, are skipped.
 
     Args:
-        zero_stage: 0 to 3.
+        zero_stage: ZeRO stage, 0 to 3.
         dtype: Training precision: bf16, fp16 or fp32.
-        optimizer_device: Where the optimizer's state waits; None for the GPU.
-        parameter_device: Where parameters wait; None for the GPU.
+        optimizer_device: Device of the optimizer's state; None for the GPU.
+        parameter_device: Device of the parameters; None for the GPU.
         uses_bf16_optimizer: Whether DeepSpeed's BF16_Optimizer steps, which has no buckets.
-        num_ranks: Of the whole run.
+        num_ranks: Ranks of the whole run.
         dp_size: Data-parallel ranks.
         on_cpu: Whether the ranks are CPU processes.
         split: Sizes above 1 of the axes along which the model is split, by name.
-        precision_words: The precision as messages say it.
-        accumulation_words: The precision in which gradients accumulate, as messages say it.
-        offload_words: The offload as messages say it.
-        is_job: Whether the keys are of a job, which may hold none in vain.
+        precision_words: Precision, in the words of messages.
+        accumulation_words: Precision in which gradients accumulate, in the words of messages.
+        offload_words: Offload, in the words of messages.
+        is_job: Whether the keys are of a job, which may have none without effect.
     """
 
     zero_stage: int
@@ -47,7 +47,7 @@ class EngineFacts:
 
     @classmethod
     def of_config(cls, keys: DeepSpeedConfig, *, dtype: str | None) -> EngineFacts:
-        """Reads them from a user's configuration, which says nothing of the ranks; `dtype` is None if it is "auto"."""
+        """Read the facts from a user's configuration, which does not tell the ranks; `dtype` is None if it is "auto"."""
         zero = keys.zero_optimization
         optimizer, parameters = (
             None if section is None or section.device == "none" else section.device

@@ -1,4 +1,4 @@
-"""How DeepSpeed reads the values of its configuration: two kinds of section, and the types of values that it never checks.
+"""How DeepSpeed reads the values of its configuration: two kinds of section, and types for values that it never checks.
 
 Sources: deepspeed 0.19.8 runtime/config_utils.py DeepSpeedConfigModel; runtime/config.py.
 """
@@ -42,11 +42,11 @@ class LooseSection(BaseModel):
 
 
 def is_auto(value: Any) -> bool:
-    """Whether a value is the word "auto"."""
+    """Return whether a value is the word "auto"."""
     return isinstance(value, str) and value == "auto"
 
 
-# What a section of DeepSpeed's own takes.
+# Values that a section which DeepSpeed checks accepts.
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -55,7 +55,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 def _takes(
     what: str, accepts: Callable[[Any], bool], make: Callable[[Any], Any] = lambda value: value
 ) -> BeforeValidator:
-    """Refuses what DeepSpeed does not accept, with what it should be, and makes of the rest what DeepSpeed makes of it."""
+    """Refuse what DeepSpeed does not accept, with what is expected, and convert the rest as DeepSpeed does."""
 
     def read(value: Any) -> Any:
         if not accepts(value):
@@ -88,31 +88,31 @@ def _word(value: Any, *, words: tuple[str, ...], upper: bool) -> str:
 
 
 def one_of(*words: str) -> BeforeValidator:
-    """Takes one of some words, in capital or small letters as DeepSpeed does, and makes it the form given here."""
+    """Accept one of some words, in upper or lower case as DeepSpeed does, and convert it to the case given here."""
     return BeforeValidator(partial(_word, words=words, upper=words[0].isupper()))
 
 
-# What DeepSpeed takes as it stands, so the types are those with which its engine works.
+# Values that DeepSpeed uses unchecked, so the types are those with which its engine works.
 Number = Annotated[int | float, _number("be a number")]
 NumberNotZero = Annotated[int | float, _number("be a number other than 0", lambda number: number != 0)]
 PositiveNumber = Annotated[int | float, _number("be a number above 0", lambda number: 0 < number < math.inf)]
 Whole = Annotated[int, _number("be a whole number above 0", lambda number: number > 0 and number % 1 == 0, int)]
-# What counts, or goes to C++.
+# Counts, and values passed to C++.
 Index = Annotated[
     int, _takes("be a whole number, without a point", lambda value: hasattr(value, "__index__"), operator.index)
 ]
 Truth = Annotated[bool, BeforeValidator(bool)]  # `if value:`
-# It is joined by `|` with another switch (runtime/config.py).
+# Combined by `|` with another switch (runtime/config.py).
 Switch = Annotated[bool, _takes("be true or false", lambda value: isinstance(value, int), bool)]
 Either = Annotated[bool, _takes("be true or false", lambda value: value in (True, False), bool)]
-python_int = BeforeValidator(_python_int)  # what `int(value)` makes of it
+python_int = BeforeValidator(_python_int)  # converted by `int(value)`
 or_none = BeforeValidator(lambda value: value or None)  # `if value:` before it is used
 given = _takes("be a section, or left out", lambda value: value is not None)
 Text = Annotated[str, BeforeValidator(str)]
 Filled = Annotated[Any, _takes("not be empty", bool)]
 FolderPath = Annotated[Path, PlainSerializer(str)]
 
-# runtime/config.py DtypeEnum: the name that the toolkit uses, and every one that DeepSpeed takes for it.
+# runtime/config.py DtypeEnum: the name that the toolkit uses, and every name that DeepSpeed accepts for it.
 _DTYPES: Mapping[str, tuple[str, ...]] = {
     "fp16": ("fp16", "torch.float16", "float16", "half"),
     "fp32": ("fp32", "torch.float32", "float32", "float"),

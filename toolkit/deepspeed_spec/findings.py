@@ -1,4 +1,4 @@
-"""What is found in a DeepSpeed configuration, wherever it stands: in a job's section or in a user's file."""
+"""Findings in a DeepSpeed configuration, in a job's section or in a user's file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 
 from toolkit.errors import Problem
 
-# refused: DeepSpeed raises, in its parser or in its engine. meant: DeepSpeed goes on, and what is written must mean
-# something else. other: DeepSpeed goes on, without it or with another value.
+# refused: DeepSpeed raises, in its parser or in its engine. meant: DeepSpeed continues, and the key is surely a
+# mistake for another. other: DeepSpeed continues, without it or with another value.
 Outcome = Literal["refused", "meant", "other"]
 
 
@@ -18,13 +18,13 @@ class Finding:
     """One thing that DeepSpeed refuses, ignores or reads in another way than it is written.
 
     Args:
-        code: Of docs/errors.md.
+        code: Error code, as in docs/errors.md.
         path: Dotted path of the key as it is written.
-        message: What is wrong, after the path.
-        fix: What to do, without a full stop.
+        message: What is wrong, as words that follow the path.
+        fix: Correction, without a full stop.
         outcome: What DeepSpeed does about it.
         meant: Path of the key that was probably meant, or "".
-        source: Function of DeepSpeed that does it.
+        source: Function of DeepSpeed that does so.
     """
 
     code: str
@@ -37,14 +37,14 @@ class Finding:
 
 
 def refused(path: str, message: str, fix: str, *, source: str) -> Finding:
-    """Says that DeepSpeed raises on a value."""
+    """Return the finding that DeepSpeed raises on a value."""
     return Finding(code="DEEPSPEED_VALUE", path=path, message=message, fix=fix, outcome="refused", source=source)
 
 
 def ineffective(
     path: str, because: str, fix: str, *, value: str = "", source: str = "deepspeed runtime/config.py"
 ) -> Finding:
-    """Says that a key, or the `=value` that it has, has no effect."""
+    """Return the finding that a key, or the `=value` that it has, has no effect."""
     return Finding(
         code="DEEPSPEED_IGNORED",
         path=path,
@@ -57,12 +57,12 @@ def ineffective(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a configuration stands, for messages.
+    """The place of a configuration, for messages.
 
     Args:
-        label: What messages begin with: `ds.json: `, or nothing.
-        prefix: What stands before each path: `deepspeed.` in a job, else nothing.
-        suggest: Says what to do instead of a mistyped key, given the one that was meant.
+        label: Beginning of messages: `ds.json: `, or nothing.
+        prefix: Text before each path: `deepspeed.` in a job, else nothing.
+        suggest: Function from the key that was meant to the fix of a mistyped one.
     """
 
     label: str = ""
@@ -70,7 +70,7 @@ class Place:
     suggest: Callable[[str], str] = "Did you mean {}".format
 
     def problem(self, finding: Finding) -> Problem:
-        """Says a finding as an error."""
+        """Return a finding as an error."""
         return Problem(
             code=finding.code,
             key=f"{self.prefix}{finding.path}",

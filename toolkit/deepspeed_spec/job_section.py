@@ -1,4 +1,4 @@
-"""The job's `deepspeed` section: which of DeepSpeed's keys it may hold, and where the others are set."""
+"""The job's `deepspeed` section: which of DeepSpeed's keys it may have, and where the others are set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.deepspeed_spec.schema import schema_paths
 from toolkit.deepspeed_spec.validation import Reading, read_config
 from toolkit.errors import Problem
 
-# Keys that the job file sets, and where. A second home could disagree with the first.
+# Keys that the job file sets elsewhere, and where. Two places could disagree.
 HOMES: Mapping[str, str] = {
     "train_batch_size": "train.train_batch_size",
     "train_micro_batch_size_per_gpu": "train.per_device_train_batch_size",
@@ -55,7 +55,7 @@ _OWN_CHECKPOINTS = "checkpoint, resume and export count on the layout that DeepS
 _FP32_MASTER = "checkpoint and export count on fp32 master weights"
 _NOT_PRICED = "its memory is not foreseen"
 
-# Keys that DeepSpeed takes and the toolkit's own training has no place for, and why.
+# Keys that DeepSpeed accepts and the toolkit's own training does not support, and why.
 UNSUPPORTED: Mapping[str, str] = {
     "gradient_allreduce_op": "clipping and learning rate count on the mean of gradients",
     "managed_gradient_accumulation": "the engine accumulates",
@@ -102,17 +102,17 @@ _PLACE = Place(
 
 
 def job_keys() -> Iterator[str]:
-    """Return the dotted paths of all keys that a section may hold."""
+    """Return the dotted paths of all keys that a section may have."""
     for path in schema_paths():
         if not is_inside(path, (*HOMES, *UNSUPPORTED, *NEVER_READ)):
             yield path
 
 
 def check_section(section: Mapping[str, Any]) -> tuple[Reading, list[Problem]]:
-    """Checks the keys of a section: each must exist, be of DeepSpeed's own type, and have no other home.
+    """Check the keys of a section: each must exist, have DeepSpeed's type, and not be set elsewhere.
 
     Returns:
-        What DeepSpeed makes of what is sound; and what is wrong with the rest.
+        The valid keys as DeepSpeed reads them, and the problems of the others.
     """
     placed = sorted(path for path in set(paths(section)) if path in HOMES or path in UNSUPPORTED)
     reading = read_config(without(section, placed))
@@ -121,7 +121,7 @@ def check_section(section: Mapping[str, Any]) -> tuple[Reading, list[Problem]]:
 
 
 def run_problems(reading: Reading, facts: EngineFacts) -> list[Problem]:
-    """Says which sound keys would have no effect in a job's run, or stop its engine."""
+    """Return the problems of valid keys that would have no effect in a job's run, or stop its engine."""
     return [_PLACE.problem(finding) for finding in run_findings(reading, facts)]
 
 

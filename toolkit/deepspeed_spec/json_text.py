@@ -7,12 +7,12 @@ from typing import Any
 
 from toolkit.errors import SpecError
 
-# What a file should be, for errors.
+# Expected form of a file, for errors.
 KIND = "a DeepSpeed configuration: JSON"
 
 
 def parse_object(text: str, *, name: str) -> dict[str, Any]:
-    """Parses one JSON object, each key once in its section; `name` stands for it in errors.
+    """Parse one JSON object, each key once in its section; errors call it `name`.
 
     Raises:
         SpecError: DEEPSPEED_SYNTAX, DEEPSPEED_DUPLICATE.
@@ -29,7 +29,7 @@ def parse_object(text: str, *, name: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    """runtime/config_utils.py dict_raise_error_on_duplicate_keys."""
+    """Refuse duplicate keys, as runtime/config_utils.py dict_raise_error_on_duplicate_keys does."""
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:

@@ -56,7 +56,7 @@ class ActivationCheckpointing(LooseSection):
 
 
 class DataTypes(LooseSection):
-    """In which types gradients accumulate, and weights and buffers are kept."""
+    """Types in which gradients accumulate, and in which weights and buffers are kept."""
 
     grad_accum_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
@@ -85,7 +85,7 @@ class TorchAutocast(LooseSection):
 
 
 class FlopsProfiler(LooseSection):
-    """Counts the operations of one forward pass."""
+    """DeepSpeed's count of the operations of one forward pass."""
 
     enabled: Switch = False
     recompute_fwd_factor: Number = 0.0
@@ -120,7 +120,7 @@ class Pipeline(LooseSection):
 
 
 class ParallelWrite(LooseSection):
-    """Whether the stages of a pipeline write their checkpoints at once."""
+    """The switch for stages of a pipeline that write their checkpoints in parallel."""
 
     pipeline_stage: Either = False
 
@@ -149,7 +149,7 @@ class Checkpoint(LooseSection):
 
 
 class ModelInfo(LooseSection):
-    """What the autotuner would otherwise measure of the model."""
+    """Figures of the model that the autotuner would otherwise measure."""
 
     profile: Any = False
     num_params: Any = None
@@ -223,7 +223,7 @@ class DataSampling(LooseSection):
 
 
 class DataRouting(LooseSection):
-    """Layers that see part of the tokens."""
+    """Layers that process only part of the tokens."""
 
     enabled: Truth = False
     random_ltd: dict[str, Any] = Field(default_factory=dict)
@@ -239,19 +239,19 @@ class DataEfficiency(LooseSection):
 
 
 class Timers(LooseSection):
-    """DeepSpeed's clocks."""
+    """DeepSpeed's timers."""
 
     throughput: ThroughputTimer = Field(default_factory=ThroughputTimer)
 
     @model_validator(mode="before")
     @classmethod
     def _without_it(cls, values: Any) -> Any:
-        # `"throughput" in timers` is as well asked of a list or a word (utils/config.py get_timers_config).
+        # `"throughput" in timers` is also evaluated for a list or a string (utils/config.py get_timers_config).
         return {} if isinstance(values, str | list) and "throughput" not in values else values
 
 
 class ExpertParallel(LooseSection):
-    """DeepSpeed's automatic expert parallelism; the engine checks the rest of it where it is enabled."""
+    """DeepSpeed's automatic expert parallelism; the engine checks the rest of the section where it is enabled."""
 
     enabled: Truth = False
     autoep_size: Any = 1

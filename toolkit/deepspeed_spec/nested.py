@@ -17,7 +17,7 @@ def paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def leaf_values(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the values of a mapping that are no sections, each with its dotted path."""
+    """Return the values of a mapping that are not sections, each with its dotted path."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from leaf_values(value, f"{prefix}{key}.")
@@ -31,7 +31,7 @@ def auto_paths(section: Mapping[str, Any]) -> set[str]:
 
 
 def has_path(section: Mapping[str, Any], path: str) -> bool:
-    """Whether a mapping has a key at a dotted path, whatever its value."""
+    """Return whether a mapping has a key at a dotted path, whatever its value."""
     *parents, leaf = path.split(".")
     return leaf in (subsection(section, ".".join(parents)) if parents else section)
 
@@ -53,7 +53,7 @@ def subsection(section: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def is_inside(path: str, roots: Iterable[str]) -> bool:
-    """Whether a dotted path is one of `roots` or lies below one."""
+    """Return whether a dotted path is one of `roots` or lies below one."""
     return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
@@ -68,6 +68,6 @@ def without(section: Mapping[str, Any], left_out: Iterable[str], prefix: str = "
 
 
 def with_value(section: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return a copy of a mapping with a value at a dotted path, its sections made where they are missing."""
+    """Return a copy of a mapping with a value at a dotted path, with missing sections created."""
     key, _, rest = path.partition(".")
     return {**section, key: with_value(subsection(section, key), rest, value) if rest else value}

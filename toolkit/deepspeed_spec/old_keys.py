@@ -34,7 +34,7 @@ REMOVED: Mapping[str, str] = {
 # Sections that are fields of another one in DeepSpeed, which drops an "auto" in their place (monitor/config.py).
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
-# Keys that DeepSpeed replaces by others (runtime/config_utils.py _process_deprecated_field), and what their true stands for.
+# Keys that DeepSpeed replaces by others (runtime/config_utils.py _process_deprecated_field), and what `true` means for each.
 _DEPRECATED: Mapping[str, tuple[str, Any]] = {
     "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
     "cpu_offload_param": ("offload_param", {"device": "cpu"}),
@@ -43,7 +43,7 @@ _DEPRECATED: Mapping[str, tuple[str, Any]] = {
 
 
 def removed_keys(config: Mapping[str, Any]) -> list[Finding]:
-    """Says which keys of a configuration DeepSpeed has removed."""
+    """Return the keys of a configuration that DeepSpeed has removed."""
     return [
         Finding(
             code="DEEPSPEED_REMOVED",
@@ -59,7 +59,7 @@ def removed_keys(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def bring_up_to_date(config: dict[str, Any]) -> Iterator[Finding]:
-    """Writes old forms as those of today, in place, and sections that DeepSpeed takes for none as none."""
+    """Convert old forms to current ones in place, and remove sections that DeepSpeed treats as absent."""
     for name in ("bf16", "aio"):
         if name in config and config[name] is None:
             del config[name]
@@ -85,7 +85,7 @@ def bring_up_to_date(config: dict[str, Any]) -> Iterator[Finding]:
 
 
 def replace_deprecated(config: dict[str, Any]) -> Iterator[Finding]:
-    """Writes keys that DeepSpeed replaces as those of today, in place."""
+    """Replace deprecated keys by current ones, in place, as DeepSpeed does."""
     zero = config.get("zero_optimization", {})
     if zero.pop("cpu_offload_use_pin_memory", None) is not None:
         yield ineffective(

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's features the estimate of memory does not know."""
+"""DeepSpeed's features that the memory estimate does not support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from toolkit.arguments import shown
 from toolkit.deepspeed_spec.findings import Finding
 from toolkit.deepspeed_spec.nested import lookup
 
-# DeepSpeed takes the first three in any case, and torch's by its exact name (engine.py _configure_basic_optimizer).
+# DeepSpeed accepts the first three in upper or lower case, and torch's by its exact name (engine.py
+# _configure_basic_optimizer).
 PRICED_OPTIMIZERS = ("Adam", "AdamW", "Lion", "SGD")
 
 
@@ -17,7 +18,7 @@ def _is_unpriced_optimizer(name: Any) -> bool:
     return name != "SGD" and str(name).lower() not in ("adam", "adamw", "lion")
 
 
-# By path, whether a value turns it on.
+# By path: whether a value turns the feature on.
 _UNPRICED: Mapping[str, Callable[[Any], bool]] = {
     "torch_autocast.enabled": bool,
     "tensor_parallel.autotp_size": lambda size: size > 1,
@@ -47,10 +48,10 @@ _INSTEAD: Mapping[str, str] = {
 
 
 def unpriced(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Says what a configuration turns on whose memory the estimate does not know.
+    """Yield the features that a configuration turns on and the memory estimate does not support.
 
     Args:
-        config: As `read_config` gave it.
+        config: Configuration that `read_config` returned.
     """
     for path, is_on in _UNPRICED.items():
         value = lookup(config, path)

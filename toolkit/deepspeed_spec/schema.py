@@ -1,6 +1,6 @@
 """Every key of a DeepSpeed configuration, with DeepSpeed's own types, ranges and defaults: for a job's section and a user's file.
 
-A test holds it against `deepspeed.runtime.config.DeepSpeedConfig`, key by key and value by value.
+A test compares it with `deepspeed.runtime.config.DeepSpeedConfig`, key by key and value by value.
 Source: deepspeed 0.19.8 runtime/config.py.
 """
 
@@ -59,7 +59,7 @@ LogLevel = Annotated[str, one_of("debug", "info", "warning", "error", "critical"
 
 
 class DeepSpeedConfig(LooseSection):
-    """A whole configuration; None of a number is one left out."""
+    """A whole configuration; a number that is None is left out."""
 
     train_batch_size: Whole | None = None
     train_micro_batch_size_per_gpu: Whole | None = None
@@ -114,16 +114,16 @@ class DeepSpeedConfig(LooseSection):
 
     @property
     def optimizer_params(self) -> Mapping[str, Any]:
-        """What goes to the optimizer's class, where the configuration has an optimizer."""
+        """Arguments of the optimizer's class, where the configuration has an optimizer."""
         return (self.optimizer and self.optimizer.params) or {}
 
 
-# Other forms of keys above: DeepSpeed reads them as what they once were.
+# Other forms of keys above, which DeepSpeed reads with their old meaning.
 OLD_KEYS: Mapping[str, str] = {"bfloat16": "bf16", "allgather_size": "zero_optimization.allgather_bucket_size"}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a field holds, None for a value."""
+    """Return the section type of a field; None for a plain value."""
     members = (annotation, *getattr(annotation, "__args__", ()))
     return next((each for each in members if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
@@ -134,7 +134,7 @@ def key_of(name: str, model: type[BaseModel]) -> str:
 
 
 def field_of(key: str, model: type[BaseModel]) -> str | None:
-    """Return the field that a key of a section means, by either of its names; None for a key that there is not."""
+    """Return the field that a key of a section means, by either of its names; None for an unknown key."""
     if key in model.model_fields:
         return key
     return next((name for name, field in model.model_fields.items() if field.alias == key), None)
@@ -151,12 +151,12 @@ def schema_paths(model: type[BaseModel] = DeepSpeedConfig, prefix: str = "") -> 
 
 
 def is_default(path: str, value: Any, model: type[BaseModel] = DeepSpeedConfig) -> bool:
-    """Whether a value, or all that a section says, is what DeepSpeed takes without the key.
+    """Return whether a value, or every value of a section, is DeepSpeed's default.
 
     Args:
-        path: Dotted path of a key that there is.
-        value: What is written there.
-        model: The section that the path begins in.
+        path: Dotted path of an existing key.
+        value: Value at the path.
+        model: Section in which the path begins.
     """
     key, _, rest = path.partition(".")
     name = field_of(key, model)
@@ -170,5 +170,5 @@ def is_default(path: str, value: Any, model: type[BaseModel] = DeepSpeedConfig) 
 
 
 def is_checked(model: type[BaseModel]) -> bool:
-    """Whether DeepSpeed refuses keys of a section that it does not know."""
+    """Return whether DeepSpeed refuses keys of a section that it does not know."""
     return issubclass(model, Section)

@@ -29,7 +29,7 @@ def _scale_limit(value: Any) -> Any:
     try:
         if isinstance(value, bool):
             raise TypeError
-        int(value)  # what pydantic then makes of it is another matter
+        int(value)  # pydantic converts it afterwards
     except (TypeError, ValueError, OverflowError):
         raise ValueError("Input should be a whole number") from None
     return value
@@ -63,7 +63,7 @@ class Bf16(Section):
 
 
 class CommsLogger(Section):
-    """Logs collectives; DeepSpeed turns it on where the section is, whatever `enabled` says."""
+    """The logger of collectives; DeepSpeed turns it on wherever the section exists, whatever `enabled` says."""
 
     enabled: bool = False
     prof_all: bool = True
@@ -81,7 +81,7 @@ class TensorBoard(Section):
 
 
 class Wandb(Section):
-    """DeepSpeed's own run of Weights & Biases."""
+    """DeepSpeed's own Weights & Biases run."""
 
     enabled: bool = False
     group: str | None = None
@@ -98,7 +98,7 @@ class CsvMonitor(Section):
 
 
 class Comet(Section):
-    """DeepSpeed's own experiment of Comet."""
+    """DeepSpeed's own Comet experiment."""
 
     enabled: bool = False
     samples_log_interval: int = 100
@@ -112,7 +112,7 @@ class Comet(Section):
 
 
 class Compile(Section):
-    """DeepCompile; how torch.compile is called is no matter of this section any more."""
+    """DeepCompile; this section no longer says how torch.compile is called."""
 
     deepcompile: bool = False
     autoep_non_moe: bool = False
@@ -135,7 +135,7 @@ class Compile(Section):
 
 
 class HybridEngine(Section):
-    """Training and generation in turns."""
+    """DeepSpeed's engine for alternating training and generation."""
 
     enabled: bool = False
     max_out_tokens: PositiveCount = 512
@@ -151,7 +151,7 @@ def _refuse(value: Any) -> Any:
 
 
 class TensorParallelGroup(Section):
-    """What AutoTP's parser is told beside the size."""
+    """Options of AutoTP's parser other than the size."""
 
     tp_size: int = 1
     tp_grain_size: int = 1
@@ -176,7 +176,7 @@ class TensorParallel(Section):
 
 
 class WeightQuantization(Section):
-    """Weights of inference in 4 or 8 bits."""
+    """Quantization of inference weights to 4 or 8 bits."""
 
     enabled: bool = True
     num_bits: int = 8
@@ -187,7 +187,7 @@ class WeightQuantization(Section):
 
 
 class ThroughputTimer(Section):
-    """The clock behind the samples a second that DeepSpeed logs."""
+    """The timer of the samples per second that DeepSpeed logs."""
 
     enabled: bool = True
     synchronized: bool = True

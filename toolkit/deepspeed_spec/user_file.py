@@ -21,10 +21,10 @@ from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
 from toolkit.errors import PlanError, Problem, SpecError, one_line, raise_all
 
-# What messages call a configuration that is no file.
+# Name in messages of a configuration that is not a file.
 UNNAMED = "deepspeed_config"
 
-# What Trainer fills in (transformers integrations/deepspeed.py trainer_config_process, trainer_config_finalize).
+# Keys whose "auto" Trainer fills in (transformers integrations/deepspeed.py trainer_config_process, trainer_config_finalize).
 TRAINER_AUTO = frozenset(
     {
         "train_batch_size",
@@ -43,7 +43,7 @@ TRAINER_AUTO = frozenset(
         ),
     }
 )
-# What Accelerate fills in with DeepSpeed's own default (accelerate utils/dataclasses.py DeepSpeedPlugin).
+# Keys whose "auto" Accelerate fills in with DeepSpeed's own default (accelerate utils/dataclasses.py DeepSpeedPlugin).
 _DEFAULT_AUTO = frozenset(
     {
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
@@ -56,13 +56,13 @@ _STAGE = "zero_optimization.stage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserConfig:
-    """A DeepSpeed configuration that DeepSpeed accepts and the estimate can price.
+    """A DeepSpeed configuration that DeepSpeed accepts and the estimate supports.
 
     Args:
-        name: The file's name, for messages.
-        config: What DeepSpeed reads of it, each key by one name and with DeepSpeed's own type; "auto" where Trainer fills it in.
-        reading_notes: What DeepSpeed ignores of it, or reads in another way than it is written, one sentence each.
-        effect_notes: What has no effect with the rest of it.
+        name: Name of the file, for messages.
+        config: Keys that DeepSpeed reads, each by one name and with DeepSpeed's type; "auto" where Trainer fills it in.
+        reading_notes: Values that DeepSpeed ignores or reads in another way than they are written, one sentence each.
+        effect_notes: Values that have no effect together with the rest, one sentence each.
     """
 
     name: str
@@ -72,21 +72,21 @@ class UserConfig:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of it is not as it seems, one sentence each."""
+        """Both kinds of notes, one sentence each."""
         return (*self.reading_notes, *self.effect_notes)
 
 
 def read_user_config(source: Mapping[str, Any] | str | Path) -> UserConfig:
-    """Reads and checks a DeepSpeed configuration of the user's own.
+    """Read and check a user's own DeepSpeed configuration.
 
     Args:
-        source: The configuration itself, or the path of a file with it: plain JSON, as Trainer and Accelerate take it, or
-            a configuration of Accelerate that is for DeepSpeed.
+        source: The configuration itself, or the path of its file: plain JSON, as Trainer and Accelerate read it, or an
+            Accelerate configuration for DeepSpeed.
 
     Raises:
-        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, DEEPSPEED_SYNTAX, DEEPSPEED_DUPLICATE or ACCELERATE_FILE; or with
-            every key at once that DeepSpeed refuses or that must mean another one: DEEPSPEED_REMOVED, DEEPSPEED_UNKNOWN,
-            DEEPSPEED_VALUE, DEEPSPEED_AUTO and those of its engine; or that cannot be estimated: ESTIMATE_UNSUPPORTED.
+        SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, DEEPSPEED_SYNTAX, DEEPSPEED_DUPLICATE or ACCELERATE_FILE; or
+            every key at once that DeepSpeed refuses or that is a mistake for another: DEEPSPEED_REMOVED, DEEPSPEED_UNKNOWN,
+            DEEPSPEED_VALUE, DEEPSPEED_AUTO and those of its engine; ESTIMATE_UNSUPPORTED for what cannot be estimated.
     """
     name, written, said = _read(source)
     place, autos = Place(label=f"{name}: "), auto_paths(written)
@@ -112,15 +112,15 @@ def read_user_config(source: Mapping[str, Any] | str | Path) -> UserConfig:
 def notes_of_run(
     user: UserConfig, config: Mapping[str, Any], *, facts: Callable[[DeepSpeedConfig], EngineFacts]
 ) -> tuple[str, ...]:
-    """Says what of a configuration is not as it seems in a given run.
+    """Return the values that DeepSpeed ignores, or reads in another way than they are written, in a given run.
 
     Args:
-        user: As it was read.
+        user: Configuration as it was read.
         config: The same without "auto".
-        facts: Of the run.
+        facts: Function from its keys to facts about the run.
 
     Raises:
-        PlanError: With every key that DeepSpeed or its engine refuses in this run.
+        PlanError: Every key that DeepSpeed or its engine refuses in this run.
     """
     place, reading = Place(label=f"{user.name}: "), read_config(config)
     effects = run_findings(reading, facts(reading.keys))
@@ -129,7 +129,7 @@ def notes_of_run(
 
 
 def _read(source: object) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """Return the name of a source, what it says, and notes of how it was read."""
+    """Return the name of a source, its content, and notes on how it was read."""
     if isinstance(source, str | Path):
         path = Path(source)
         name, text = path.name, read_named(path, kind=KIND)
@@ -158,7 +158,7 @@ def _dtype(keys: DeepSpeedConfig, filled: set[str]) -> str | None:
 
 
 def _open_stage(finding: Finding) -> Finding:
-    """DeepSpeed's default differs from what Accelerate fills in, so nobody knows what is meant."""
+    """Return the finding of an open stage, for which DeepSpeed and Accelerate have different defaults."""
     return replace(
         finding, message='="auto", which is 0 to DeepSpeed and 2 to Accelerate', fix="Write the stage", outcome="meant"
     )
@@ -169,7 +169,7 @@ def _problems(findings: Iterable[Finding], place: Place) -> Iterator[Problem]:
 
 
 def _notes(findings: Iterable[Finding], place: Place) -> Iterator[str]:
-    """Says what DeepSpeed goes on with; keys that one thing leaves without effect share a sentence."""
+    """Yield notes on values that DeepSpeed ignores or reads otherwise; keys ignored for one reason share a sentence."""
     groups: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
         if finding.outcome == "other":

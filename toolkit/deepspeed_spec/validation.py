@@ -1,4 +1,4 @@
-"""Checks a DeepSpeed configuration as DeepSpeed would read it, and gives what DeepSpeed makes of it."""
+"""Validation of a DeepSpeed configuration as DeepSpeed reads it, and the values that result."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _BOOLEAN = TypeAdapter(bool)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What DeepSpeed makes of a configuration.
+    """A configuration as DeepSpeed reads it.
 
     Args:
-        config: What it reads, each key by one name and with DeepSpeed's own type; without what it refuses or ignores.
-        keys: The same, with DeepSpeed's defaults for all that is left out.
-        findings: What it refuses, ignores or reads in another way than it is written.
+        config: Keys that it reads, each by one name and with DeepSpeed's type; without what it refuses or ignores.
+        keys: The same, with DeepSpeed's defaults for missing keys.
+        findings: Values that it refuses, ignores or reads in another way than they are written.
     """
 
     config: dict[str, Any]
@@ -47,7 +47,7 @@ class Reading:
 
 
 def read_config(written: Mapping[str, Any]) -> Reading:
-    """Reads a configuration as DeepSpeed does.
+    """Read a configuration as DeepSpeed does.
 
     Source:
         deepspeed runtime/config.py DeepSpeedConfig, runtime/config_utils.py DeepSpeedConfigModel.
@@ -67,7 +67,7 @@ def read_config(written: Mapping[str, Any]) -> Reading:
 
 
 def _unread(section: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[Finding]:
-    """Says which keys DeepSpeed never looks at, and which "auto" it drops."""
+    """Yield the keys that DeepSpeed never reads, and every "auto" that it drops."""
     for key, value in section.items():
         path, name = f"{prefix}{key}", field_of(key, model)
         drops = is_checked(model) and is_auto(value)
@@ -98,7 +98,7 @@ def _unknown(path: str, model: type[BaseModel], *, refused: bool) -> Finding:
     near = nearest(key, siblings)
     meant = f"{section}.{near[0]}".lstrip(".") if near else ""
     if not section and field_of(key, Zero) is not None:
-        meant = f"zero_optimization.{key}"  # a section was forgotten
+        meant = f"zero_optimization.{key}"  # written outside of its section
     elif refused and not meant:
         elsewhere = [known for known in schema_paths() if known.rpartition(".")[2] == key]
         meant = elsewhere[0] if len(elsewhere) == 1 else ""
@@ -113,22 +113,22 @@ def _unknown(path: str, model: type[BaseModel], *, refused: bool) -> Finding:
 
 
 def _validate(config: Mapping[str, Any]) -> tuple[DeepSpeedConfig, list[Finding]]:
-    """Return what is sound of a configuration, and what is not."""
+    """Return the valid keys of a configuration, and findings for the others."""
     findings: list[Finding] = []
     while True:
         try:
             return DeepSpeedConfig.model_validate(config), findings
         except ValidationError as error:
-            # What stands beside a wrong value is checked again without it.
+            # The rest of a section is checked again without the wrong value.
             found = _refused(error)
             findings += found.values()
             rest = without(config, found)
-            # A complaint that names no key would come again.
+            # An error that names no key would be raised again.
             config = rest if rest != config else without(config, {path.partition(".")[0] for path in found})
 
 
 def _refused(error: ValidationError) -> dict[str, Finding]:
-    """Return one finding a key, by path: the members of a union complain one by one, and the items of a list."""
+    """Return one finding per key, by path: pydantic reports each member of a union and each item of a list."""
     findings: dict[str, Finding] = {}
     for detail in error.errors(include_url=False):
         path, model = _path_of(detail["loc"])
@@ -150,7 +150,7 @@ def _refused(error: ValidationError) -> dict[str, Finding]:
 
 
 def _path_of(location: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
-    """Return the dotted path of a key that pydantic complains of, and the section that the key is in."""
+    """Return the dotted path of a key in an error of pydantic, and the section of the key."""
     model: type[BaseModel] = DeepSpeedConfig
     parts: list[str] = []
     for part in location:
@@ -164,7 +164,7 @@ def _path_of(location: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
 
 
 def _reread(section: Mapping[str, Any], keys: BaseModel, prefix: str = "") -> Iterator[Finding]:
-    """Says which values DeepSpeed reads in another way than they are written: true as 1, "false" as true."""
+    """Yield values that DeepSpeed reads in another way than they are written: true as 1, "false" as true."""
     for key, value in section.items():
         name = field_of(key, type(keys))
         if name is None or name not in keys.model_fields_set:
@@ -185,7 +185,7 @@ def _reread(section: Mapping[str, Any], keys: BaseModel, prefix: str = "") -> It
 def _is_misread(written: Any, read: Any) -> bool:
     if not isinstance(read, bool):
         return isinstance(written, bool) and isinstance(read, int | float)
-    if written is None:  # as good as false
+    if written is None:  # equivalent to false
         return False
     try:
         return _BOOLEAN.validate_python(written) is not read
@@ -194,7 +194,7 @@ def _is_misread(written: Any, read: Any) -> bool:
 
 
 def _written(keys: BaseModel) -> dict[str, Any]:
-    """Return what a section says, as JSON has it; a null that stands for the default is left out."""
+    """Return the values of a section as JSON has them, without each null that means the default."""
     made: dict[str, Any] = {}
     for name, field in type(keys).model_fields.items():
         value = getattr(keys, name)

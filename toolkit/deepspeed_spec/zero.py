@@ -27,7 +27,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 class OffloadParam(Section):
-    """Where the partitions of stage 3's parameters wait."""
+    """Device of the partitions of stage 3's parameters."""
 
     device: Device = "none"
     nvme_path: FolderPath | None = None
@@ -38,7 +38,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where the optimizer's state waits and its step runs."""
+    """Device of the optimizer's state and of its step."""
 
     device: Device = "none"
     nvme_path: FolderPath | None = None
@@ -53,7 +53,7 @@ class OffloadOptimizer(Section):
 
 
 def _no_word(value: str | int) -> str | int:
-    if isinstance(value, str):  # "auto" is gone by now
+    if isinstance(value, str):  # "auto" has been removed before
         raise ValueError('Input should be "auto" or a whole number')
     return value
 
@@ -65,7 +65,7 @@ def _interval(value: str | int) -> str | int:
 
 
 class ZenFlow(Section):
-    """Updates of the important gradients first, of the others asynchronously on the CPU."""
+    """Updates by the important gradients first, by the others asynchronously on the CPU."""
 
     topk_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.1
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
@@ -104,7 +104,7 @@ class LeafModules(Section):
 
 
 class Zero(Section):
-    """ZeRO, its buffers and its offload. Keys with two names are known here by the shorter, and written by the longer."""
+    """ZeRO, its buffers and its offload. Keys with two names have the shorter here, and the longer in a file."""
 
     stage: _Stage = Field(default=_Stage.DISABLED, validate_default=True)
     contiguous_gradients: bool = True
