@@ -147,7 +147,7 @@ def _all_fit(value: Any, inner: tuple[Any, ...]) -> bool:
 
 
 def _described(hint: Any) -> str:
-    """Says what a hint takes: "a Job, a Plan or a path (str or Path)"."""
+    """Return what a hint takes: "a Job, a Plan or a path (str or Path)"."""
     members = _members(hint)
     if Path in members and str in members:
         members = [member for member in members if member not in (str, Path)]

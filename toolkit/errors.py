@@ -20,7 +20,7 @@ _LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
 
 
 def one_line(text: str) -> str:
-    """Puts text that others wrote on one line: line breaks become spaces, what a terminal would obey is spelled out."""
+    """Put text that others wrote on one line: line breaks become spaces, what a terminal would obey is spelled out."""
     joined = _LINE_BREAK.sub(" ", text.strip())
     return _UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), joined)
 
@@ -84,7 +84,7 @@ class ToolkitError(Exception):
 
     @classmethod
     def of(cls, *, code: str, message: str, fix: str, key: str = "", source: str = "") -> Self:
-        """Builds an error of this class from one problem."""
+        """Build an error of this class from one problem."""
         return cls(Problem(code=code, key=key, message=message, fix=fix, source=source))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,7 +125,7 @@ def first_line(error: BaseException) -> str:
 
 
 def raise_all(error: type[ToolkitError], problems: Iterable[Problem]) -> None:
-    """Raises one error with every problem, or returns when there is none."""
+    """Raise one error with every problem, or return if there is none."""
     found = tuple(problems)
     if found:
         raise error(*found)

@@ -23,7 +23,7 @@ _KINDS = ((stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "so
 
 
 def write_text(path: Path, text: str, *, sync: bool = False) -> None:
-    """Writes a file whole or not at all.
+    """Write a file whole or not at all.
 
     Args:
         path: Replaced if it is a file; a character device such as a terminal or /dev/null is written to and stays one.
@@ -64,7 +64,7 @@ def _special_mode(path: Path) -> int | None:
 def write_json(
     path: Path, value: Any, *, sync: bool = False, sort_keys: bool = False, ensure_ascii: bool = False
 ) -> None:
-    """Writes a value as indented JSON, whole or not at all.
+    """Write a value as indented JSON, whole or not at all.
 
     Args:
         path: Replaced if it exists.
@@ -84,7 +84,7 @@ def nearest_folder(path: Path) -> Path:
 
 @contextmanager
 def made_folder(path: Path) -> Iterator[None]:
-    """Makes a folder and those above it for a block, after which those of them that are empty go again."""
+    """Make a folder and those above it for a block, after which those of them that are empty go again."""
     absent = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def made_folder(path: Path) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Forces a folder's entries to disk, so that a rename survives a power cut."""
+    """Force a folder's entries to disk, so that a rename survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -105,7 +105,7 @@ def sync_folder(path: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses one JSON value.
+    """Parse one JSON value.
 
     Raises:
         ValueError: JSONDecodeError, UnicodeDecodeError, a number of thousands of digits, or nesting that Python's
@@ -118,7 +118,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parses one JSON object; raises as `parse_json` does, and ValueError for another value."""
+    """Parse one JSON object; raises as `parse_json` does, and ValueError for another value."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not an object")
@@ -126,7 +126,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def parse_json_at(text: str, at: int) -> tuple[Any, int]:
-    """Parses the value that begins at an offset, and gives the offset past it; raises as `parse_json` does."""
+    """Parse the value that begins at an offset; return it and the offset after it. Raises like `parse_json`."""
     try:
         return json.JSONDecoder().raw_decode(text, at)
     except RecursionError:
@@ -134,7 +134,7 @@ def parse_json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> str:
-    """Reads a file of UTF-8 text to its end, if that comes: a device has none, and a pipe that nobody writes to is empty.
+    """Read a file of UTF-8 text to its end, if that comes: a device has none, and a pipe that nobody writes to is empty.
 
     Raises:
         OSError: It cannot be read.
@@ -149,12 +149,12 @@ def read_text(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> str:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without waiting for the other end, should it be a pipe."""
+    """Open a file without waiting for the other end, should it be a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> dict[str, Any]:
-    """Reads a file that holds one JSON object.
+    """Read a file that holds one JSON object.
 
     Raises:
         OSError, ValueError: It cannot be read, is larger than `max_bytes`, is not JSON, or holds another value.
@@ -163,7 +163,7 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> dict[
 
 
 def read_plain_object(folder: Path, name: str) -> dict[str, Any]:
-    """Reads a plain file inside a folder that holds one JSON object.
+    """Read a plain file inside a folder that holds one JSON object.
 
     Raises:
         OSError, ValueError: It cannot be read, is not JSON in UTF-8, or holds another value.
@@ -193,7 +193,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def open_plain(folder: Path, name: str) -> BinaryIO:
-    """Opens a plain file inside a folder for reading; raises as `plain_file` does."""
+    """Open a plain file inside a folder for reading; raises as `plain_file` does."""
     file = open(plain_file(folder, name), "rb", opener=_open_at_once)  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # something else has taken its place meanwhile
         file.close()
@@ -202,7 +202,7 @@ def open_plain(folder: Path, name: str) -> BinaryIO:
 
 
 def read_plain(folder: Path, name: str, *, max_bytes: int) -> bytes:
-    """Reads a plain file inside a folder.
+    """Read a plain file inside a folder.
 
     Raises:
         OSError: As `plain_file`, or it is larger than `max_bytes`.

@@ -45,14 +45,14 @@ class Architecture:
 
 
 def runs_own_code(config: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
-    """Whether the model is built by code that its repository brings."""
+    """Return whether the model is built by code that its repository brings."""
     return trust_remote_code and _own_class(config) is not None
 
 
 def architecture_of(
     config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: Path | None = None
 ) -> Architecture | None:
-    """Finds the class that a configuration is built as.
+    """Find the class that a configuration is built as.
 
     Args:
         config: Content of config.json.
@@ -71,7 +71,7 @@ def architecture_of(
 
 
 def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: bool) -> Iterator[Problem]:
-    """Says what keeps a folder's model from being built as the causal language model that it would be priced as.
+    """Yield what keeps a folder's model from being built as the causal language model that it would be priced as.
 
     Args:
         config: Content of config.json.
@@ -141,7 +141,7 @@ def _own_class(config: Mapping[str, Any]) -> str | None:
 
 @cache
 def _built_in(name: str) -> Architecture:
-    """Reads a class of transformers; some types are built as the class of another type, which lies in its module."""
+    """Read a class of transformers; some types are built as the class of another type, which lies in its module."""
     root = _models()
     types = [model_type for model_type, built in causal_lm_types().items() if built == name]
     for folder in () if root is None else (root / _module_of(model_type) for model_type in types):
@@ -220,7 +220,7 @@ def _module_of(model_type: str) -> str:
 
 
 def _pairs(text: str, name: str) -> Iterator[tuple[str, str]]:
-    """Reads the pairs of strings of a module's mapping: where it is made, and where it is updated."""
+    """Read the pairs of strings of a module's mapping: where it is made, and where it is updated."""
     for found in re.finditer(rf"^{name}(?: = \w+|\.update)\((.*?)^\)", text, re.MULTILINE | re.DOTALL):
         given = ast.literal_eval(found[1].strip())
         yield from given.items() if isinstance(given, dict) else given

@@ -248,7 +248,7 @@ class Fields:
         )
 
     def invalid(self, key: str, got: Any, why: str, want: str) -> SpecError:
-        """Builds the error of one key that is missing or unusable."""
+        """Build the error of one key that is missing or unusable."""
         state = f"{key} is missing" if got is None else f"{key}={shown(got)} is not usable"
         fix = f"Set {key} to {want}, or download config.json again"
         if key != "model_type" and self.text_type not in _DEFAULTS and not isinstance(got, int):

@@ -16,7 +16,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_config(path: Path) -> Any:
-    """Reads one of our own YAML files.
+    """Read one of our own YAML files.
 
     Raises:
         OSError, yaml.YAMLError: As they come.

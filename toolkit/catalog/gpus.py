@@ -107,7 +107,7 @@ class Gpu(_Frozen):
         return None if "compute_capability" in self.assumed else self.compute_capability
 
     def supports(self, precision: str) -> bool:
-        """Whether the device computes in `precision` (bf16, fp16, fp32 or fp8) without emulation."""
+        """Return whether the device computes in `precision` (bf16, fp16, fp32 or fp8) without emulation."""
         return precision in self.precisions
 
     def flops_per_second(self, precision: GpuPrecision) -> float | None:
@@ -116,7 +116,7 @@ class Gpu(_Frozen):
         return rate
 
     def figures(self) -> Iterator[str]:
-        """Names of the figures this entry states: every number that is not None, and `host`."""
+        """Name of the figures this entry states: every number that is not None, and `host`."""
         for field in type(self).model_fields:
             value = getattr(self, field)
             if isinstance(value, int | float | TypicalHost) and not isinstance(value, bool):
@@ -143,7 +143,7 @@ class Gpu(_Frozen):
 
 
 def load_catalogue(folder: Path | None = None) -> dict[str, Gpu]:
-    """Reads every card, sorted by name.
+    """Read every card, sorted by name.
 
     Args:
         folder: Folder of YAML files; the catalogue of the package when left out.
@@ -185,7 +185,7 @@ def find_gpu(card: str | Card) -> Gpu:
 
 
 def describe_gpu(card: Card, base: Gpu | None = None) -> Gpu:
-    """Makes a card out of a job's description.
+    """Make a card out of a job's description.
 
     Args:
         card: What the job says.

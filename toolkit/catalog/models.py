@@ -85,7 +85,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
-        """Reads what `to_dict` gave.
+        """Read what `to_dict` gave.
 
         Raises:
             SpecError: MODEL_SPEC_INVALID, if keys are missing or unknown; MODEL_CONFIG_INVALID.
@@ -132,7 +132,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def read_catalogue_model(name: str) -> CatalogueModel:
-    """Reads a catalogue entry.
+    """Read a catalogue entry.
 
     Raises:
         SpecError: MODEL_NOT_FOUND, for an unknown name; MODEL_CATALOGUE_INVALID, for a file that is not an entry.
@@ -152,7 +152,7 @@ def read_catalogue_model(name: str) -> CatalogueModel:
 
 
 def resolve_model(model: Model) -> ModelSpec:
-    """Finds the model that a job names: a local path first, then the catalogue, then the hub and its cache.
+    """Find the model that a job names: a local path first, then the catalogue, then the hub and its cache.
 
     Args:
         model: The job's `model` section.
@@ -204,7 +204,7 @@ def _from_hub(model: Model) -> ModelSpec:
 
 
 def _hub_in_reach() -> bool:
-    """Whether to ask the hub at all: its client retries a name that does not resolve for 24 seconds."""
+    """Return whether to ask the hub at all: its client retries a name that does not resolve for 24 seconds."""
     import socket
     from urllib.parse import urlsplit
     from urllib.request import getproxies

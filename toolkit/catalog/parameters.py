@@ -70,7 +70,7 @@ def _word_width(fields: Fields) -> int:
 
 
 def count_parameters(config: Mapping[str, Any]) -> ParameterCount | None:
-    """Counts the parameters of the causal language model that a `config.json` describes.
+    """Count the parameters of the causal language model that a `config.json` describes.
 
     Args:
         config: Its content.
@@ -101,7 +101,7 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCount | None:
 
 
 def _idle_experts(f: Fields, experts: int) -> int:
-    """Counts the parameters of a layer's experts that a token is not routed to."""
+    """Count the parameters of a layer's experts that a token is not routed to."""
     if not experts:
         return 0
     num_experts = f.size("num_experts")
@@ -118,7 +118,7 @@ def _linears(f: Fields, family: Family) -> Iterator[Linear]:
 def count_lora_parameters(
     config: Mapping[str, Any], *, r: int, target_modules: str | tuple[str, ...] = "all-linear"
 ) -> int | None:
-    """Counts the trainable parameters of LoRA: `r * (inputs + outputs)` for each module it is put on.
+    """Count the trainable parameters of LoRA: `r * (inputs + outputs)` for each module it is put on.
 
     Args:
         config: Content of config.json.
@@ -168,7 +168,7 @@ def names_without_target(
 
 
 def float8_layers(config: Mapping[str, Any]) -> bool | None:
-    """Whether a decoder layer has a linear map that float8 kernels take; None for a `model_type` without a declared family.
+    """Return whether a decoder layer has a linear map that float8 kernels take; None for a `model_type` without a declared family.
 
     Source:
         torchao float8/float8_linear_utils.py convert_to_float8_training: `torch.nn.Linear`, sizes in multiples of 16.

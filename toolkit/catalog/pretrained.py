@@ -8,7 +8,7 @@ from toolkit.errors import Problem
 
 
 def weight_problems(model: ModelSpec) -> tuple[Problem, ...]:
-    """Says what stands in the way of loading weights; nothing of a hub model, which only its download can tell.
+    """Return what stands in the way of loading weights; nothing of a hub model, which only its download can tell.
 
     Returns:
         MODEL_NO_WEIGHTS or WEIGHTS_BIN, or nothing.

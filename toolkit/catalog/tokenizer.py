@@ -33,7 +33,7 @@ class TokenizerFacts:
 
 
 def read_tokenizer_facts(folder: Path) -> TokenizerFacts | None:
-    """Reads a tokenizer's files.
+    """Read a tokenizer's files.
 
     Args:
         folder: Model or tokenizer folder.
@@ -110,7 +110,7 @@ def _largest_id(ids: Iterable[int]) -> int | None:
 
 
 def template_fault(template: Any) -> str | None:
-    """Says why a tokenizer's `chat_template` is neither a text, nor texts by their names, nor None; else None."""
+    """Return why a tokenizer's `chat_template` is neither a text, nor texts by their names, nor None; else None."""
     named = template if isinstance(template, Mapping) else {"chat_template": "" if template is None else template}
     wrong = [f"{name} is a {type(text).__name__}" for name, text in named.items() if not isinstance(text, str)]
     return f"of its chat templates {', '.join(wrong)}, not a text" if wrong else None

@@ -36,12 +36,12 @@ class Weights:
 
     @property
     def loadable(self) -> bool:
-        """Whether every safetensors file is there and whole."""
+        """True if every safetensors file is there and whole."""
         return self.format == "safetensors" and not self.missing and not self.damaged
 
 
 def find_weights(folder: Path) -> Weights:
-    """Looks for weights in the order in which transformers does, and checks that each file is whole.
+    """Look for weights in the order in which transformers does, and check that each file is whole.
 
     Args:
         folder: Model folder.
@@ -107,7 +107,7 @@ def _end(tensor: dict[str, Any]) -> int:
 
 
 def count_stored_parameters(weights: Weights, config: Mapping[str, Any], *, tied: bool) -> int | None:
-    """Counts parameters from safetensors headers, for architectures without a formula.
+    """Count parameters from safetensors headers, for architectures without a formula.
 
     Args:
         weights: Of the model's folder.

@@ -21,12 +21,12 @@ _PRECISIONS: Mapping[str, str] = {"no": "fp32", "False": "fp32", "fp16": "fp16",
 
 
 def is_accelerate_file(document: Mapping[str, Any]) -> bool:
-    """Whether a mapping is what `accelerate config` writes."""
+    """Return whether a mapping is what `accelerate config` writes."""
     return any(mark in document for mark in _MARKS)
 
 
 def refuse_accelerate_file(document: Mapping[str, Any], *, name: str) -> None:
-    """Refuses a file of Accelerate where a job is asked for.
+    """Refuse a file of Accelerate where a job is asked for.
 
     Raises:
         SpecError: ACCELERATE_FILE, with what its lines are in a job.

@@ -51,7 +51,7 @@ def _in_float32(value: float) -> float:
 
 
 def _at_home(value: Any) -> Any:
-    """Writes a leading ~ out, as a shell does before a program sees it; a home that nobody has stays as it is written."""
+    """Write a leading ~ out, as a shell does before a program sees it; a home that nobody has stays as it is written."""
     if not isinstance(value, str | Path) or not str(value).startswith("~"):
         return value
     try:
@@ -90,7 +90,7 @@ def _printable(value: str) -> str:
 
 
 def _nameable(value: Any) -> Any:
-    """Refuses what no file system can name, before a call trips over it."""
+    """Refuse what no file system can name, before a call trips over it."""
     try:
         path = _printable(str(value)).encode()
     except UnicodeEncodeError:
@@ -113,7 +113,7 @@ def _is_capability(value: str) -> str:
 
 
 def reporters(value: Any) -> Any:
-    """Reads `train.report_to`: one name, a list of them or `none`, as TrainingArguments takes them."""
+    """Read `train.report_to`: one name, a list of them or `none`, as TrainingArguments takes them."""
     given = [value] if isinstance(value, str) else value
     if given == ["none"]:
         return ()
@@ -126,7 +126,7 @@ def reporters(value: Any) -> Any:
 
 
 def optimizer_named(value: Any) -> Any:
-    """Reads the names that TrainingArguments has for torch's AdamW in its fused form and for bitsandbytes' of 8 bit."""
+    """Read the names that TrainingArguments has for torch's AdamW in its fused form and for bitsandbytes' of 8 bit."""
     return _OPTIMIZERS.get(value, value) if isinstance(value, str) else value
 
 

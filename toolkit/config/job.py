@@ -359,7 +359,7 @@ class Job(Section):
     @classmethod
     @checks_arguments
     def from_yaml(cls, path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
-        """Reads a job file.
+        """Read a job file.
 
         Args:
             path: YAML in UTF-8.

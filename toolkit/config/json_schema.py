@@ -53,7 +53,7 @@ class _JobSchema(GenerateJsonSchema):
 
 
 def _add_other_names(section: JsonSchemaValue, kind: type[BaseModel]) -> None:
-    """Lets a section hold other tools' names, as patterns: an editor takes these, and completes ours alone."""
+    """Let a section accept other tools' names, as patterns: an editor accepts these, and completes only ours."""
     properties, required = section.get("properties", {}), section.get("required", [])
     for name in kind.model_fields:
         if not (others := OTHER_NAMES.get(name)):

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"^[+-]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][+-]?\d+)?$", re.ASC
 
 @checks_arguments
 def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
-    """Reads a job file and applies `--set` overrides; relative paths stay relative to the working directory.
+    """Read a job file and apply `--set` overrides; relative paths stay relative to the working directory.
 
     Raises:
         SpecError: With every unreadable, unknown, duplicate or mistyped key.
@@ -33,7 +33,7 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
 
 
 def load_document(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Reads the YAML of a job file and applies overrides, its keys not yet checked.
+    """Read the YAML of a job file and apply overrides; its keys are not checked yet.
 
     Raises:
         SpecError: As `load_yaml` does; ACCELERATE_FILE where it is a configuration of Accelerate; SET_SYNTAX.
@@ -51,7 +51,7 @@ _MAX_DEPTH = 32  # levels of a key; DeepSpeed's deepest has five
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Changes one value in place: `train.sequence_length=8192`; the value is YAML.
+    """Change one value in place: `train.sequence_length=8192`; the value is YAML.
 
     Raises:
         SpecError: SET_SYNTAX when it is not key=value, or the key leads through a value that is not a section.
@@ -68,7 +68,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def change_job(job: Job, changes: Iterable[str | Mapping[str, Any]]) -> Job:
-    """Does what `Job.with_` says."""
+    """Do what `Job.with_` says."""
     document = job.written()
     for change in changes:
         if isinstance(change, str):
@@ -152,7 +152,7 @@ def _bad_key(key: str, given: str) -> SpecError:
 
 
 def parse_job(document: Mapping[str, Any]) -> Job:
-    """Builds a Job from a mapping.
+    """Build a Job from a mapping.
 
     Raises:
         SpecError: With one problem for each unknown, missing or mistyped key.
@@ -161,7 +161,7 @@ def parse_job(document: Mapping[str, Any]) -> Job:
 
 
 def _numbers_from_strings(value: Any, annotation: Any) -> Any:
-    """Turns "1e-4" and "8" into numbers where the schema asks for a number; leaves all else as it is."""
+    """Turn "1e-4" and "8" into numbers where the schema asks for a number; leave all else unchanged."""
     if isinstance(value, Section) and type(value) is section_of(annotation):
         value = value.written()
     if isinstance(value, dict):

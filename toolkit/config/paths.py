@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS = 120
 
 
 def path_kind(path: Path, *, key: str) -> PathKind:
-    """Asks the file system what lies at a path; links are followed.
+    """Ask the file system what lies at a path; links are followed.
 
     Args:
         path: Where to look.
@@ -38,17 +38,17 @@ def path_kind(path: Path, *, key: str) -> PathKind:
 
 
 def is_file(path: Path, *, key: str) -> bool:
-    """Whether a plain file lies there; raises as `path_kind`."""
+    """Return whether a plain file lies there; raises as `path_kind`."""
     return path_kind(path, key=key) == "file"
 
 
 def is_folder(path: Path, *, key: str) -> bool:
-    """Whether a folder lies there; raises as `path_kind`."""
+    """Return whether a folder lies there; raises as `path_kind`."""
     return path_kind(path, key=key) == "folder"
 
 
 def num_bytes(path: Path, *, key: str) -> int:
-    """Adds up the plain files at or below a path, bytes; raises as `path_kind`."""
+    """Add up the plain files at or below a path, bytes; raises as `path_kind`."""
     below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     try:
         return sum(file.stat().st_size for file in (path, *below) if is_file(file, key=key))

@@ -70,7 +70,7 @@ def meaning_of(field: FieldInfo) -> str:
 
 
 def wants_number(annotation: Any) -> bool:
-    """Whether a field of this annotation takes numbers, and no text."""
+    """Return whether a field of this annotation takes numbers, and no text."""
     members = [member for member in members_of(annotation) if member is not NoneType]
     return any(member in (int, float) for member in members) and str not in members
 

@@ -43,7 +43,7 @@ class Section(BaseModel):
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """Makes a section from a mapping; options are pydantic's."""
+        """Make a section from a mapping; options are pydantic's."""
         with _told_as_problems(cls, obj):
             return super().model_validate(obj, **options)
 

@@ -62,7 +62,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Reads one YAML mapping.
+    """Read one YAML mapping.
 
     Raises:
         SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE or
@@ -72,7 +72,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_named(path: Path, *, kind: str) -> str:
-    """Reads a file of text that a user named.
+    """Read a file of text that a user named.
 
     Args:
         path: Of the file.
@@ -97,7 +97,7 @@ def read_named(path: Path, *, kind: str) -> str:
 
 
 def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
-    """Parses YAML text whose top level is a mapping; `name` stands for it in errors.
+    """Parse YAML text whose top level is a mapping; `name` stands for it in errors.
 
     Raises:
         SpecError: YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE, YAML_NOT_MAPPING.
@@ -125,7 +125,7 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
 
 
 def parse_value(text: str, *, name: str) -> Any:
-    """Parses any YAML value; whatever the parser trips over is a YAMLError or a SpecError."""
+    """Parse any YAML value; whatever the parser trips over is a YAMLError or a SpecError."""
     try:
         loader = _StrictLoader(text)
         loader.name = name
@@ -149,7 +149,7 @@ def parse_value(text: str, *, name: str) -> Any:
 
 
 def _count_values(node: yaml.Node, counted: dict[int, int], *, name: str) -> int:
-    """Counts the values below a node as often as aliases repeat them; `counted` keeps each node's own count."""
+    """Count the values below a node as often as aliases repeat them; `counted` keeps each node's own count."""
     key = id(node)
     if (known := counted.get(key)) is not None:
         if not known:

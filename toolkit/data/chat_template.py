@@ -29,7 +29,7 @@ TEMPLATE_FAULTS = (
 
 
 def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -> None:
-    """Sets `tokenizer.chat_template` to what `data.chat_template` names; it is then saved and exported with it.
+    """Set `tokenizer.chat_template` to what `data.chat_template` names; it is then saved and exported with it.
 
     Args:
         tokenizer: A `transformers` tokenizer, changed in place; untouched where the job names no template.

@@ -42,7 +42,7 @@ class ChatTokeniser:
     loss_on: str
 
     def __call__(self, record: Mapping[str, Any], *, index: int) -> tuple[list[int], list[int]]:
-        """Tokenises a record of `messages` and, if it has them, `tools`.
+        """Tokenise a record of `messages` and, if it has them, `tools`.
 
         Args:
             record: Whose messages are sound (`record_fault`).
@@ -119,7 +119,7 @@ class ChatTokeniser:
         return found
 
     def _marked(self, text: str, spans: Spans, *, but: Iterable[tuple[int, int]] = ()) -> tuple[list[int], list[int]]:
-        """Tokenises a text and marks the tokens that overlap a span, but for those that overlap one of others."""
+        """Tokenise a text and mark the tokens that overlap a span of `spans`, except those that overlap one of `but`."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise DataError.of(
                 code="DATA_SLOW_TOKENIZER",
@@ -147,7 +147,7 @@ def chat_template(tokenizer: Any) -> str | None:
 
 
 def message_spans(messages: Messages, render: Callable[..., str], chosen: Collection[int]) -> Spans:
-    """Finds some messages, end marks included, in a rendered conversation.
+    """Find some messages, end marks included, in a rendered conversation.
 
     A turn starts where the conversation before it ends; what the assistant says, where that is opened for it.
 
@@ -180,7 +180,7 @@ def message_spans(messages: Messages, render: Callable[..., str], chosen: Collec
 
 
 def _stop_by_content(whole: str, closed: str, message: dict[str, Any], start: int) -> int | None:
-    """Finds a turn's end by its content and the end mark after it.
+    """Find a turn's end by its content and the end mark after it.
 
     Templates of reasoning models wrap the last turn otherwise than earlier ones, so `closed` is no prefix of `whole`.
     """

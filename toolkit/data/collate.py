@@ -50,7 +50,7 @@ class Collator:
         )
 
     def __call__(self, rows: Sequence[dict[str, np.ndarray]]) -> MicroBatch:
-        """Collates at least one row."""
+        """Collate at least one row."""
         if self.packing != "none":
             batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
             if self.flatten and self.packing == "separated":

@@ -46,7 +46,7 @@ class Tokeniser:
     loss_on: str
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
-        """Tokenises; `targets` holds 1 for each token that counts, else 0.
+        """Tokenise; `targets` holds 1 for each token that counts, else 0.
 
         Raises:
             DataError: DATA_TYPE, naming the record; those of `ChatTokeniser`.
@@ -94,7 +94,7 @@ class Tokeniser:
         return encoded
 
     def _open(self, ids: list[int]) -> list[int]:
-        """Takes off the end mark that some tokenizers add by themselves: the prompt goes on."""
+        """Take off the end mark that some tokenizers add by themselves: the prompt goes on."""
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def _end(self, ids: list[int]) -> list[int]:
@@ -102,7 +102,7 @@ class Tokeniser:
 
 
 def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
-    """Checks that the tokenizer can turn this format into documents.
+    """Check that the tokenizer can turn this format into documents.
 
     Raises:
         DataError: DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE, DATA_LOSS_ON, DATA_SLOW_TOKENIZER, TOKENIZER_INVALID.

@@ -171,7 +171,7 @@ class EvalLoader:
 
 
 def prefetch(items: Iterator[_Item]) -> Iterator[_Item]:
-    """Makes the next item in a thread while the last one is in use.
+    """Make the next item in a thread while the last one is in use.
 
     What the thread raises is raised here. Closing the iterator early, or dropping it, ends the thread.
     """
@@ -212,5 +212,5 @@ def prefetch(items: Iterator[_Item]) -> Iterator[_Item]:
 
 
 def _pinned(batch: MicroBatch) -> MicroBatch:
-    """Pins host memory, so that the copy to the GPU can overlap with work there."""
+    """Pin host memory, so that the copy to the GPU can overlap with work there."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if torch.cuda.is_available() else batch

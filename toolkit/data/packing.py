@@ -127,19 +127,19 @@ class PackedDataset:
 
 
 def wrap(offsets: np.ndarray, sequence_length: int) -> Pieces:
-    """Joins all documents and cuts every `sequence_length` tokens; what is left at the end is dropped."""
+    """Join all documents and cut every `sequence_length` tokens; what is left at the end is dropped."""
     starts = np.arange(int(offsets[-1]) // sequence_length, dtype=np.int64) * sequence_length
     return Pieces(starts=starts, stops=starts + sequence_length, rows=np.arange(len(starts) + 1))
 
 
 def truncate(offsets: np.ndarray, sequence_length: int) -> Pieces:
-    """Makes each document a row, cut short where it is longer than `sequence_length`."""
+    """Make each document a row, cut short where it is longer than `sequence_length`."""
     starts = offsets[:-1]
     return Pieces(starts=starts, stops=np.minimum(offsets[1:], starts + sequence_length), rows=np.arange(len(offsets)))
 
 
 def separate(offsets: np.ndarray, sequence_length: int) -> Pieces:
-    """Fits whole documents into rows, longest first, each into the fullest row that has room (best fit decreasing).
+    """Fit whole documents into rows, longest first, each into the fullest row that has room (best fit decreasing).
 
     A document longer than a row is split into full rows and a rest. Documents of a row keep the file's order, and
     rows are ordered by their first document.
@@ -196,7 +196,7 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def _targets_by_row(targets: np.ndarray, pieces: Pieces) -> np.ndarray:
-    """Counts the targets of each row, the first token of each piece left out: nothing before it predicts it."""
+    """Count the targets of each row, the first token of each piece left out: nothing before it predicts it."""
     counts = np.zeros(len(pieces.starts), np.int64)
     counted = np.flatnonzero(pieces.stops - pieces.starts > 1)
     counted = counted[np.argsort(pieces.starts[counted])]  # in file order, so that the array is read once

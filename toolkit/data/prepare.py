@@ -47,7 +47,7 @@ def prepare(
     num_proc: Positive | None = None,
     progress: bool = False,
 ) -> PreparedData:
-    """Loads, tokenises and packs; a second call with the same inputs opens the token files of the first.
+    """Load, tokenise and pack; a second call with the same inputs opens the token files of the first.
 
     Every rank gives the same result. Call it on the main rank first: the others then find the files in `cache_dir`.
 
@@ -64,7 +64,8 @@ def prepare(
         progress: Whether to show progress bars.
     Raises:
         DataError: Every problem of `check_data`; DATA_HUB, DATA_REVISION, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
-            DATA_CHAT_TEMPLATE, DATA_CHAT_DROPPED, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB, DATA_NO_TARGETS, DATA_TOO_SMALL.
+            DATA_CHAT_TEMPLATE, DATA_CHAT_DROPPED, DATA_CHAT_TEMPLATE_UNUSED, DATA_SLOW_TOKENIZER, DATA_VOCAB,
+            DATA_NO_TARGETS, DATA_TOO_SMALL.
     """
     cache_dir, base = Path(cache_dir), None if base is None else Path(base)
     facts = check_data(data, base=base)
@@ -103,7 +104,7 @@ def _padding(tokenizer: Any, vocab_size: int | None) -> int:
 
 
 def _vocabulary_problems(store: TokenStore, tokenizer: Any, vocab_size: int | None, *, part: str) -> list[Problem]:
-    """Compares ids that occur: published tokenizers may be longer than their model by tokens that text never gives."""
+    """Compare ids that occur: published tokenizers may be longer than their model by tokens that text never gives."""
     if vocab_size is None or store.max_token < vocab_size:
         return []
     message = (

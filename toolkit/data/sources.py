@@ -36,7 +36,7 @@ _BUILDERS = {"jsonl": "json", "json": "json", "txt": "text", "csv": "csv", "parq
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Shows or hides the progress bars of `datasets`, and puts the setting back afterwards."""
+    """Show or hide the progress bars of `datasets` for a block, and restore the setting afterwards."""
     before = datasets.are_progress_bars_disabled()
     switch = datasets.enable_progress_bars if shown else datasets.disable_progress_bars
     switch()
@@ -59,7 +59,7 @@ class Documents:
 def load_documents(
     data: Data, facts: DatasetFacts, *, seed: int, cache_dir: Path, template: str | None = None
 ) -> Documents:
-    """Loads the training and validation documents, in file order.
+    """Load the training and validation documents, in file order.
 
     One line of a .txt file is one document; its blank lines are dropped when they are tokenised.
 
@@ -93,7 +93,7 @@ def load_documents(
 
 
 def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws the rows that are held out; both parts stay in file order.
+    """Draw the rows that are held out; both parts stay in file order.
 
     Returns:
         Row numbers held out (at least one, the fraction rounded), and all others.
@@ -167,7 +167,7 @@ def _unread_keys(documents: Any, layout: Layout, name: str, template: str | None
 
 
 def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Path) -> Any:
-    """Keeps the columns that are read, or makes our own out of those of another layout."""
+    """Keep the columns that are read, or convert those of another layout to our own."""
     if layout.convert is None:
         return documents.select_columns([column for column in layout.reads if column in documents.column_names])
     convert, fault_of = layout.convert, layout.fault
@@ -182,7 +182,7 @@ def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Pat
 
 
 def _as_text(documents: Any, *, cache_dir: Path) -> Any:
-    """Makes one column of JSON out of conversations, whose keys differ from file to file where tables cannot."""
+    """Make one column of JSON out of conversations, whose keys differ from file to file where tables cannot."""
 
     def written(record: dict[str, Any], _: int) -> dict[str, str]:
         return {CONVERSATION: json.dumps(dict(record), ensure_ascii=False, default=str)}
@@ -191,7 +191,7 @@ def _as_text(documents: Any, *, cache_dir: Path) -> Any:
 
 
 def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str, cache_dir: Path) -> Any:
-    """Maps records to other columns, kept in a file that is called after what they were and what `kind` makes of them."""
+    """Map records to other columns, kept in a file that is called after what they were and what `kind` makes of them."""
     parts = (str(_LAYOUT_VERSION), documents._fingerprint, *kind)
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def _as_it_stands(cell: Any) -> Any:
 
 
 def _load_hub(name: str, data: Data, *, key: str, split: str) -> Any:
-    """Loads a hub data set, and makes sure that it is of the revision that the job names.
+    """Load a hub data set, and make sure that it is of the revision that the job names.
 
     Source:
         datasets load.py CachedDatasetModuleFactory: when the hub cannot be reached, whatever revision was cached last is

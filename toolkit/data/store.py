@@ -45,7 +45,7 @@ class TokenStore:
 
 
 def tokenise(documents: Any, tokeniser: Tokeniser, *, cache_dir: Path, num_proc: int | None) -> TokenStore:
-    """Tokenises a `Dataset`, or opens what an earlier call with the same inputs left in `cache_dir`.
+    """Tokenise a `Dataset`, or open what an earlier call with the same inputs left in `cache_dir`.
 
     The folder is written aside and renamed when complete, so ranks that race or die leave no half of it.
     """
@@ -92,7 +92,7 @@ def _key(documents: Any, tokeniser: Tokeniser) -> str:
 
 
 def _without_state(vocabulary: str) -> str:
-    """Takes out what a call with padding or truncation leaves behind in a fast tokenizer."""
+    """Take out what a call with padding or truncation leaves behind in a fast tokenizer."""
     content = json.loads(vocabulary)
     return json.dumps({name: value for name, value in content.items() if name not in ("padding", "truncation")})
 

@@ -40,7 +40,7 @@ _MARK = "\N{SECTION SIGN}"
 
 
 def learning_fault(messages: Sequence[Mapping[str, Any]], loss_on: str = "all", *, at: str = "messages") -> str | None:
-    """Says what is wrong with the keys that take messages out of the loss; None when nothing is.
+    """Return what is wrong with the keys that take messages out of the loss; None when nothing is.
 
     Args:
         messages: Whose role and content are sound.
@@ -68,19 +68,19 @@ def learning_fault(messages: Sequence[Mapping[str, Any]], loss_on: str = "all", 
 
 
 def asks_to_learn(message: Mapping[str, Any]) -> bool | None:
-    """Whether a message is to be learned, by one of its own keys; None where it does not say."""
+    """Return whether a message is to be learned, by one of its own keys; None where it does not say."""
     if is_left_out(message):
         return False
     return True if any(message.get(key) is True for key in _ASKING) else None
 
 
 def said_besides(message: Mapping[str, Any]) -> str | None:
-    """Names the first key by which a message says more than its content."""
+    """Name the first key by which a message says more than its content."""
     return next((key for key in _SAID if message.get(key)), None)
 
 
 def is_left_out(message: Mapping[str, Any]) -> bool:
-    """Whether a message is not to be learned, by one of its own keys."""
+    """Return whether a message is not to be learned, by one of its own keys."""
     return any(message.get(key) is not None and message[key] == no for key, (_, no) in _LEARNED.items())
 
 
@@ -123,7 +123,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def unread_keys(messages: Iterable[Any], *, template: str | None = None) -> Counter[str]:
-    """Counts keys of messages that nothing reads: unknown ones, and which call a tool's answer belongs to.
+    """Count keys of messages that nothing reads: unknown ones, and which call a tool's answer belongs to.
 
     Args:
         messages: As the file has them.
@@ -140,7 +140,7 @@ def unread_keys(messages: Iterable[Any], *, template: str | None = None) -> Coun
 
 
 def dropped(messages: Messages, tools: Any, whole: str, render: Render) -> str | None:
-    """Names the first part of a conversation that a template leaves out; None when it shows all.
+    """Name the first part of a conversation that a template leaves out; None when it shows all.
 
     Each part is taken out in turn: what then renders the same was not shown.
 
@@ -170,7 +170,7 @@ def dropped(messages: Messages, tools: Any, whole: str, render: Render) -> str |
 
 
 def _renders(render: Render, messages: Messages, tools: Any) -> str | None:
-    """Renders what need not be a whole conversation; None where the template refuses it."""
+    """Render what need not be a whole conversation; None where the template refuses it."""
     try:
         return render(messages, tools)
     except Exception:  # a template is a program: without a part that it needs it may fail in any way

@@ -109,7 +109,7 @@ class ChatTemplate:
 
 
 def _environment() -> jinja2.Environment:
-    """Makes Jinja's environment with what templates of chats expect there.
+    """Make Jinja's environment with what templates of chats expect there.
 
     Source:
         transformers utils/chat_template_utils.py _cached_compile_jinja_template: the same syntax, extensions and filters.
@@ -141,7 +141,7 @@ def _environment() -> jinja2.Environment:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Stands for Jinja's own filter, which escapes what HTML would read."""
+    """Stand for Jinja's own filter, which escapes what HTML would read."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -157,7 +157,7 @@ def template_problems(name: str, text: str) -> list[Problem]:
 
 
 def _compile(text: str) -> jinja2.Template | str:
-    """Compiles a template, or says what is wrong with it."""
+    """Compile a template, or says what is wrong with it."""
     import jinja2
 
     try:

@@ -82,7 +82,7 @@ def _rendering_problems(
 
 
 def unread_key_warning(name: str, conversations_: Sequence[Any], *, template: str | None) -> str | None:
-    """Names once the keys of a source's messages that nothing reads, with how often they occur; None without any.
+    """Name once the keys of a source's messages that nothing reads, with how often they occur; None without any.
 
     Args:
         name: Of the source.

@@ -20,7 +20,7 @@ _TURNS = 'Each of its items is {"role": "user", "content": "..."}'
 
 
 def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) -> Layout | Problem:
-    """Reads the layout off the columns, or says why it cannot be what `data.format` asks.
+    """Read the layout off the columns, or says why it cannot be what `data.format` asks.
 
     Args:
         columns: Names found.
@@ -59,7 +59,7 @@ def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) 
 
 
 def _renames(columns: tuple[str, ...]) -> str:
-    """Says what each column was probably meant to be, and what to do with those left over; "" when none is near."""
+    """Return what each column was probably meant to be, and what to do with those left over; "" when none is near."""
     accepted = [name for names in FORMAT_COLUMNS.values() for name in names]
     meant: dict[str, str] = {}
     for column in columns:

@@ -48,7 +48,7 @@ class Head:
 
 
 def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head:
-    """Reads up to `PEEK_RECORDS` records of a local file or of a folder that `datasets` saved.
+    """Read up to `PEEK_RECORDS` records of a local file or of a folder that `datasets` saved.
 
     Args:
         path: An existing file, or folder for `saved`.
@@ -84,7 +84,7 @@ def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head
 
 
 def first_bad_json_line(path: Path) -> str | None:
-    """Says which line of a JSON-lines file is the first that is not an object, and why; None when all are."""
+    """Return which line of a JSON-lines file is the first that is not an object, and why; None when all are."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip() and isinstance(found := _parse_line(line), str):
@@ -93,7 +93,7 @@ def first_bad_json_line(path: Path) -> str | None:
 
 
 def _foreign_encoding(path: Path) -> str | None:
-    """Names the encoding of a file whose first bytes are not UTF-8's: a mark, or a null in every other byte."""
+    """Name the encoding of a file whose first bytes are not UTF-8's: a mark, or a null in every other byte."""
     with path.open("rb") as file:
         begin = file.read(ENCODING_BYTES)
     for mark, name in _MARKS:
@@ -155,7 +155,7 @@ def _not_a_record(value: Any) -> str:
 
 
 def _is_unicode(value: Any) -> bool:
-    """Whether every string in a JSON value is text: escapes can spell halves of surrogate pairs, which are none."""
+    """Return whether every string in a JSON value is text: escapes can spell halves of surrogate pairs, which are none."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -210,7 +210,7 @@ def _read_json(path: Path, key: str) -> Head:
 
 
 def _array_items(text: str) -> Iterator[Any]:
-    """Decodes the elements of a JSON array one by one, so that a long file need not be read to its end."""
+    """Decode the elements of a JSON array one by one, so that a long file need not be read to its end."""
 
     def skip(at: int) -> int:
         while at < len(text) and text[at] in " \t\r\n":
@@ -264,7 +264,7 @@ def _read_csv(path: Path, key: str) -> Head:
 
 @contextmanager
 def wide_cells() -> Iterator[None]:
-    """Lets the csv module read cells of up to `PEEK_BYTES`; its limit is of the whole process, and is put back."""
+    """Let the csv module read cells of up to `PEEK_BYTES`; its limit is global to the process, and is restored."""
     limit = csv.field_size_limit(PEEK_BYTES)
     try:
         yield
@@ -273,7 +273,7 @@ def wide_cells() -> Iterator[None]:
 
 
 def _ends_in_quotes(lines: list[str]) -> bool:
-    """Whether the text ends inside a quoted cell, which pandas refuses and the csv module closes silently."""
+    """Return whether the text ends inside a quoted cell, which pandas refuses and the csv module closes silently."""
     try:
         for _ in csv.reader(lines, strict=True):
             pass

@@ -19,12 +19,12 @@ LOSS_ON_FORMAT: dict[str, Format] = {"completion": "prompt_completion", "assista
 
 
 def as_format(name: str) -> Format:
-    """Narrows a string to the format that it names."""
+    """Narrow a string to the format that it names."""
     return next(format_ for format_ in get_args(Format) if format_ == name)
 
 
 def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
-    """Says what keeps one record from being a document of this format; None when nothing does."""
+    """Return what keeps one record from being a document of this format; None when nothing does."""
     if format_ == "messages":
         return _messages_fault(record.get("messages"))
     for column in FORMAT_COLUMNS[format_]:
@@ -60,7 +60,7 @@ def _messages_fault(messages: Any) -> str | None:
 
 
 def kind_of(value: Any, *, null: str = "absent or null") -> str:
-    """Says in words what a JSON value is; `null` stands for None."""
+    """Return in words what a JSON value is; `null` stands for None."""
     if value is None:
         return null
     names = {

@@ -83,7 +83,7 @@ class DatasetFacts:
 
 
 def unread_warning(name: str, columns: Sequence[str]) -> str:
-    """Says that columns with context are read by nothing, and what to do."""
+    """Return that columns with context are read by nothing, and what to do."""
     them, is_ = ("it", "is") if len(columns) == 1 else ("them", "are")
     return (
         f"{name}: the column{'s' * (len(columns) > 1)} {', '.join(columns)} {is_} read by nothing: work {them} into the"
@@ -94,7 +94,7 @@ def unread_warning(name: str, columns: Sequence[str]) -> str:
 def peek(
     data: Data, *, base: Path | None = None, template: ChatTemplate | None = None
 ) -> tuple[DatasetFacts, tuple[Problem, ...]]:
-    """Looks at the head of every source (1000 records a file), never stopping at the first fault.
+    """Look at the head of every source (1000 records a file), never stopping at the first fault.
 
     Args:
         data: The job's data section.
@@ -127,7 +127,7 @@ def peek(
 
 
 def check_data(data: Data, *, base: Path | None = None) -> DatasetFacts:
-    """Return the facts of `peek`, or raises DataError with all its problems."""
+    """Return the facts of `peek`, or raise DataError with all its problems."""
     facts, problems = peek(data, base=base)
     raise_all(DataError, problems)
     return facts
@@ -215,7 +215,7 @@ def _not_found(name: str, path: Path, *, key: str) -> Problem:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that is not a local path reads as `org/name` or a bare name on the hub."""
+    """Return whether a name that is not a local path reads as `org/name` or a bare name on the hub."""
     suffix = Path(name).suffix.lower()
     return _HUB_ID.fullmatch(name) is not None and suffix not in SUFFIXES and suffix not in _FILE_SUFFIXES
 
@@ -282,7 +282,7 @@ def _mixed(sources: list[SourceFacts]) -> Problem:
 
 
 def _combination_problems(data: Data, format_: Format | None, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
-    """Checks keys against each other: none may be accepted and then not used."""
+    """Check keys against each other: none may be accepted and then not used."""
     problems: list[Problem] = []
     if format_ is not None:
         if problem := loss_on_problem(data.loss_on, format_):

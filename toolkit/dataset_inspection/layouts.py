@@ -75,7 +75,7 @@ def fitting_layouts(columns: tuple[str, ...], wanted: str) -> list[Layout]:
 
 
 def unread_columns(layout: Layout, columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Names the columns with context for the documents that this layout does not read."""
+    """Name the columns with context for the documents that this layout does not read."""
     return tuple(column for column in columns if column.lower() in _CONTEXT and column not in layout.reads)
 
 

@@ -57,7 +57,7 @@ def build_model(
     world: World | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> nn.Module:
-    """Builds the plan's model on this rank, ready for the engine.
+    """Build the plan's model on this rank, ready for the engine.
 
     Under ZeRO-3 each parameter is partitioned as its module is made, and tensor ranks and stages hold their parts from the
     start, so no rank ever holds the whole model.
@@ -111,7 +111,7 @@ def build_model(
 
 
 def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: World) -> None:
-    """Makes a model on the meta device this rank's part of it, with storage and nothing in it yet."""
+    """Make a model on the meta device this rank's part of it, with storage and nothing in it yet."""
     if world.tp_group is not None:
         apply_tensor_parallel(
             model, tp_plan_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
@@ -134,7 +134,7 @@ def stage_part(plan: Plan, pp_rank: int) -> StagePart:
 
 
 def _mark(plan: Plan, model: Any, *, world: World) -> None:
-    """Tells the engine what this rank counts, and hooks the sums of gradients to the parameters as they are now."""
+    """Tell the engine what this rank counts, and register the hooks that sum gradients on the current parameters."""
     if world.tp_group is not None:
         if plan.settings.zero_stage == 3 and plan.job.train.method == "lora":
             # Above a frozen embedding no input of the first layer would have a gradient, and the leaf's hook fire early.
@@ -148,7 +148,7 @@ def _mark(plan: Plan, model: Any, *, world: World) -> None:
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
-    """Applies adapters, float8 products, kernels, checkpointing, the loss and compilation to a built model, in that order."""
+    """Apply adapters, float8 products, kernels, checkpointing, the loss and compilation to a built model, in that order."""
     train, settings = plan.job.train, plan.settings
     model.config.use_cache = False
     adapted: Any = model
@@ -211,7 +211,7 @@ def _read_config(plan: Plan) -> PreTrainedConfig:
 
 
 def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Imports the modeling code of a configuration, before anything patches `nn.Module`.
+    """Import the modeling code of a configuration, before anything patches `nn.Module`.
 
     `zero.Init` wraps the constructor of each class that is defined while it is active and puts the bare one back at
     its end, without the decorators that came on top: a second Mixtral in the process would have experts without a
@@ -233,13 +233,13 @@ def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = F
 
 
 def construct_for(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
-    """Makes the plan's causal LM under whatever contexts the caller has entered; its weights are not drawn."""
+    """Make the plan's causal LM under whatever contexts the caller has entered; its weights are not drawn."""
     with no_init_weights():
         return construct(config, dtype=DTYPES[plan.settings.dtype], trust_remote_code=plan.job.model.trust_remote_code)
 
 
 def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Makes the causal LM of a configuration, in `dtype`, under whatever contexts the caller has entered."""
+    """Make the causal LM of a configuration, in `dtype`, under whatever contexts the caller has entered."""
     try:
         return AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=config._attn_implementation, trust_remote_code=trust_remote_code
@@ -261,7 +261,7 @@ def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Compiles each decoder layer on its own: identical layers share one compilation.
+    """Compile each decoder layer on its own: identical layers share one compilation.
 
     Source:
         torch tutorial "Reducing torch.compile cold start compilation time with regional compilation".

@@ -14,7 +14,7 @@ from toolkit.errors import PlanError
 
 
 def apply_gradient_checkpointing(model: nn.Module, *, fraction: float, offload_inputs: bool) -> int:
-    """Makes a share of the decoder layers recompute their activations in the backward pass.
+    """Make a share of the decoder layers recompute their activations in the backward pass.
 
     Args:
         model: Hugging Face model.
@@ -65,7 +65,7 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def _checkpoint_with_input_on_host(function: Callable[..., Any], hidden_BSD: torch.Tensor, *inputs: Any) -> Any:
-    """Recomputes `function` from a host copy of its first input.
+    """Recompute `function` from a host copy of its first input.
 
     The gradient flows through the graph of the first forward pass; the recomputation only refills that graph's saved
     tensors (torch.utils.checkpoint, use_reentrant=False), so a detached copy serves it.

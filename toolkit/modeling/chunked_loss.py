@@ -35,7 +35,7 @@ HeadLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def apply_loss(model: Any, loss: Loss) -> None:
-    """Makes a model that is called with `labels` give the summed loss instead of logits; `full` leaves it as it is.
+    """Make a model that is called with `labels` give the summed loss instead of logits; `full` leaves it as it is.
 
     Args:
         model: A `PreTrainedModel`, or a `peft.PeftModel` around one; adapters must be in place.
@@ -72,7 +72,7 @@ def apply_loss(model: Any, loss: Loss) -> None:
 
 
 def find_logit_map(model: PreTrainedModel, head_path: str, loss: Loss) -> LogitMap:
-    """Finds what a model does to its head's output, by running its outermost forward pass alone on known numbers.
+    """Find what a model does to its head's output, by running its outermost forward pass alone on known numbers.
 
     Args:
         model: On any device, meta included: none of its weights is read.
@@ -156,7 +156,7 @@ class _AbsentOutput(MoeModelOutputWithPast):  # type: ignore[misc]
 def _without_head(
     model: PreTrainedModel, path: str, *, answer: torch.Tensor | None = None, alone: bool = False
 ) -> Iterator[_Taken]:
-    """Takes the head out of a model for a block, and, with `alone`, all else too."""
+    """Take the head out of a model for a block, and, with `alone`, all else too."""
     before = dict(model._modules)
     taken = _Taken(before[path], answer)
     model._modules[path] = taken

@@ -51,7 +51,7 @@ class ConversionGroup:
 def group_checkpoint_keys(
     model: nn.Module, keys: Iterable[str], targets: Mapping[str, Tensor]
 ) -> tuple[tuple[ConversionGroup, ...], tuple[str, ...]]:
-    """Sorts checkpoint keys into groups that convert together.
+    """Sort checkpoint keys into groups that convert together.
 
     Args:
         model: A transformers model, on any device.
@@ -87,7 +87,7 @@ def group_checkpoint_keys(
 def convert_group(
     model: nn.Module, group: ConversionGroup, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Turns the tensors of one group into model tensors; on meta tensors it gives their shapes.
+    """Turn the tensors of one group into model tensors; on meta tensors it gives their shapes.
 
     Args:
         model: The model; read for its config only.
@@ -145,7 +145,7 @@ def _before(operation: Any, cuts: Mapping[str, Shard]) -> dict[str, Shard]:
 
 
 def revert(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Turns model tensors into what `save_pretrained` writes: checkpoint keys, one tensor an expert.
+    """Turn model tensors into what `save_pretrained` writes: checkpoint keys, one tensor an expert.
 
     Args:
         model: The model, or its twin on the meta device.
@@ -155,7 +155,7 @@ def revert(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def group_model_keys(model: nn.Module, metas: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
-    """Sorts model keys into the smallest groups that `revert` can take one after the other.
+    """Sort model keys into the smallest groups that `revert` can take one after the other.
 
     A key stands alone if reverting it by itself gives the same tensors as reverting its layer as a whole; otherwise
     its layer is one group.

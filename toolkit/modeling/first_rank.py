@@ -13,7 +13,7 @@ from toolkit.errors import ToolkitError
 
 
 def is_source(group: dist.ProcessGroup | None) -> bool:
-    """Whether this process is the group's first rank."""
+    """Return whether this process is the group's first rank."""
     return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
@@ -25,7 +25,7 @@ def agree(
     device: torch.device | None = None,
     keep: bool = False,
 ) -> Any:
-    """Runs `action` on the group's first rank; its result, or its failure, becomes every rank's.
+    """Run `action` on the group's first rank; its result, or its failure, becomes every rank's.
 
     Args:
         action: What to run; `None` on the other ranks.

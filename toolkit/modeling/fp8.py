@@ -28,7 +28,7 @@ _ROUTERS = frozenset({"gate", "wg", "router"})
 
 
 def check_installed() -> None:
-    """Imports the package.
+    """Import the package.
 
     Raises:
         PlanError: FP8_PACKAGE when it, or what is used of it, cannot be imported.
@@ -42,7 +42,7 @@ def check_installed() -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """Compares the card at hand with what float8 products need; a CPU emulates them.
+    """Compare the card at hand with what float8 products need; a CPU emulates them.
 
     Raises:
         PlanError: FP8_CAPABILITY.
@@ -62,7 +62,7 @@ def check_device(device: torch.device) -> None:
 
 
 def apply_fp8(model: nn.Module, fp8: Fp8, *, emulate: bool) -> int:
-    """Makes the linear layers inside the decoder layers compute in float8.
+    """Make the linear layers inside the decoder layers compute in float8.
 
     Parameters stay the same objects under the same names. Left as they are: the output projection, embeddings, stacked
     experts, routers, adapters, and layers of which a size is no multiple of 16.
@@ -105,7 +105,7 @@ def apply_fp8(model: nn.Module, fp8: Fp8, *, emulate: bool) -> int:
 
 @contextlib.contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
-    """Runs a model in its parameters' own type for a while, as whoever loads its weights will."""
+    """Run a model in its parameters' own type for a while, as whoever loads its weights will."""
     layers = list(fp8_layers(model))
     for layer in layers:
         layer.in_fp8 = False

@@ -28,7 +28,7 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
     in_fp8: bool = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Runs the product."""
+        """Run the product."""
         if not self.in_fp8:
             return functional.linear(input, self.weight, self.bias)
         output: torch.Tensor = _Fp8Product.apply(input, self.weight, self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ class _Fp8Product(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight_NK: torch.Tensor, products: LinearMMConfig, config: Float8LinearConfig
     ) -> torch.Tensor:
-        """Keeps the input and the parameter for the gradients that are needed."""
+        """Keep the input and the parameter for the gradients that are needed."""
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(input if needs_weight else None, weight_NK if needs_input else None)
         ctx.products, ctx.config, ctx.shape = products, config, input.shape
@@ -63,7 +63,7 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Computes the gradients that are needed."""
+        """Compute the gradients that are needed."""
         input, weight_NK = ctx.saved_tensors
         config = ctx.config
         cast = _Cast(ctx.products, config)

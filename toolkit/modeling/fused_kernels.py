@@ -60,7 +60,7 @@ class RMSNorm:
     epsilon: float
 
     def of(self, x_D: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """Computes it with torch's operations."""
+        """Compute it with torch's operations."""
         wide_D = x_D.float()
         wide_D = wide_D * torch.rsqrt(wide_D.square().mean(-1, keepdim=True) + self.epsilon)
         if self.casting == "llama":
@@ -81,7 +81,7 @@ class Gated:
     joined: bool
 
     def of(self, gate_F: torch.Tensor, up_F: torch.Tensor) -> torch.Tensor:
-        """Computes act(g)·u with torch's operations."""
+        """Compute act(g)·u with torch's operations."""
         return _ACTIVATIONS[self.activation](gate_F) * up_F
 
 
@@ -101,7 +101,7 @@ class Fusable:
 
 
 def apply_kernels(model: nn.Module, kernels: Kernels) -> Fusable:
-    """Lets Liger's kernels compute a model's RMS norms and gated activations; `eager` leaves it as it is.
+    """Let Liger's kernels compute a model's RMS norms and gated activations; `eager` leaves it as it is.
 
     Only these modules' own `forward` changes, no class: other models stay as they are, and a deep copy runs its own. Linear
     layers, adapters around them, and shards are called as before. The kernel of a gated activation writes gradients over its
@@ -130,7 +130,7 @@ def apply_kernels(model: nn.Module, kernels: Kernels) -> Fusable:
 
 
 def find_fusable(model: nn.Module) -> Fusable:
-    """Finds what Liger's kernels can compute, without them.
+    """Find what Liger's kernels can compute, without them.
 
     Args:
         model: On any device, meta included: none of its weights is read.
@@ -227,7 +227,7 @@ def _probe(dtype: torch.dtype) -> torch.Tensor:
 def _run_alone(
     module: nn.Module, x: torch.Tensor, *, parameters: dict[str, Any], modules: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Runs the forward pass of a module's class, as in training, with other parameters and layers; None where it cannot."""
+    """Run the forward pass of a module's class, as in training, with other parameters and layers; None where it cannot."""
     if "forward" in vars(module):  # someone has changed it already
         return None
     alone = copy.copy(module)

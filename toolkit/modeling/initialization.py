@@ -30,14 +30,14 @@ def initialize_weights(
     modules: frozenset[str] | None = None,
     dense: PreTrainedModel | None = None,
 ) -> None:
-    """Draws every weight by the architecture's own rule, from a seed of its own for each module.
+    """Draw every weight by the architecture's own rule, from a seed of its own for each module.
 
     The seed of a module is a hash of `seed` and the module's name, so the full model is the same at every ZeRO stage,
     tensor size and number of ranks on one type of device. The random state of the process is left as it was. Tied
     weights stay tied and keep the draw of the module that comes first; buffers are filled as `initialize_buffers` does.
 
-    Of a sharded or cut model each rank draws whole weights, but those of one decoder layer at a time, and keeps its part; what
-    lies on other stages is not drawn.
+    Of a sharded or cut model each rank draws whole weights, but those of one decoder layer at a time, and keeps its
+    part; what lies on other stages is not drawn.
 
     Args:
         model: A model whose storage is allocated (`allocate`) or partitioned (`deepspeed.zero.Init`).
@@ -76,7 +76,7 @@ def _draw_in_place(model: PreTrainedModel, *, seed: int, modules: frozenset[str]
 def _draw_apart(
     model: PreTrainedModel, dense: PreTrainedModel, part: LocalShard, *, seed: int, modules: frozenset[str] | None
 ) -> None:
-    """Draws the dense twin unit by unit, and copies this rank's part of each into the model."""
+    """Draw the dense twin unit by unit, and copy this rank's part of each into the model."""
     device = next(model.parameters()).device
     done: set[nn.Parameter] = set()
     for _, members in groupby(_children_first(dense), key=_units(dense)):
@@ -101,7 +101,7 @@ def _draw_unit(
     modules: frozenset[str] | None,
     but: AbstractSet[nn.Parameter],
 ) -> None:
-    """Draws some modules of the dense twin, but weights that an earlier unit has, and copies what the model holds of them."""
+    """Draw some modules of the dense twin, except weights of an earlier unit, and copy the part that the model owns."""
     with _materialized([module for _, module, _ in unit], device, but=but), _NothingElsewhere():
         drawn: dict[nn.Parameter, str] = {}
         for name, module, owner in unit:
@@ -119,7 +119,7 @@ def _draw_unit(
 
 
 def _draw(name: str, module: nn.Module, owner: Any, *, seed: int, kept: Iterable[Tensor]) -> None:
-    """Draws a module's weights by the rule of the model that owns it, but those that keep their values."""
+    """Draw a module's weights by the rule of the model that owns it, but those that keep their values."""
     seed_draws(module_seed(seed, name))
     with _marked_done(kept):
         owner._init_weights(module)
@@ -127,7 +127,7 @@ def _draw(name: str, module: nn.Module, owner: Any, *, seed: int, kept: Iterable
 
 @torch.no_grad()
 def initialize_buffers(model: PreTrainedModel) -> None:
-    """Fills the buffers that checkpoints leave out (rotary frequencies, embedding scales), and no weight.
+    """Fill the buffers that checkpoints leave out (rotary frequencies, embedding scales), and no weight.
 
     They are computed when a model is constructed, so `to_empty` loses them, and `zero.Init` rounds them to the dtype
     of the weights: the dtype that the constructor gives is restored. An architecture whose `_init_weights` does not
@@ -157,7 +157,7 @@ def initialize_buffers(model: PreTrainedModel) -> None:
 
 
 def tie_weights(model: PreTrainedModel) -> None:
-    """Makes tied weights one parameter again where `to_empty` or `zero.Init` has parted them."""
+    """Make tied weights one parameter again where `to_empty` or `zero.Init` has parted them."""
     for target, source in tied_keys(model).items():
         if model.get_parameter(target) is not model.get_parameter(source):
             model.tie_weights()
@@ -176,7 +176,7 @@ def module_seed(seed: int, name: str) -> int:
 
 
 def seed_draws(seed: int) -> None:
-    """Seeds the CPU's generator and, if CUDA has been started, those of the cards.
+    """Seed the CPU's generator and, if CUDA has been started, those of the cards.
 
     For each kind of device that has not been, `torch.manual_seed` keeps a call to make later and the stack that led to
     it: some milliseconds for every module of a model, and memory for as long as the process lives.
@@ -222,7 +222,7 @@ def _units(model: nn.Module) -> Callable[[tuple[str, nn.Module, Any]], str]:
 def _materialized(
     modules: Iterable[nn.Module], device: torch.device, *, but: AbstractSet[nn.Parameter]
 ) -> Iterator[None]:
-    """Puts the modules' own weights on a device, but some, and takes them off it again at the end."""
+    """Put the modules' own weights, except those in `but`, on a device for a block."""
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
@@ -285,7 +285,7 @@ def _children_first(
 
 @contextmanager
 def _marked_done(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keeps transformers' initialisation off these tensors."""
+    """Keep transformers' initialisation off these tensors."""
     marked = [tensor for tensor in tensors if not getattr(tensor, _DONE, False)]
     for tensor in marked:
         setattr(tensor, _DONE, True)
@@ -297,7 +297,7 @@ def _marked_done(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _fill(module: nn.Module, rule: Callable[[nn.Module], None], buffers: Mapping[str, Tensor]) -> list[str]:
-    """Applies the rule over two different contents; a buffer that then differs was not set by it."""
+    """Apply the rule over two different contents; a buffer that then differs was not set by it."""
     for buffer in buffers.values():
         buffer.zero_()
     rule(module)

@@ -11,7 +11,7 @@ from toolkit.modeling.loss import IGNORED
 
 
 def check_installed() -> None:
-    """Imports the package for its loss.
+    """Import the package for its loss.
 
     Raises:
         PlanError: LOSS_LIGER_PACKAGE when it, or Triton, cannot be imported.
@@ -20,7 +20,7 @@ def check_installed() -> None:
 
 
 def import_for(package: Package) -> None:
-    """Imports the package for what an entry of the optional packages says.
+    """Import the package for what an entry of the optional packages says.
 
     Raises:
         PlanError: The entry's code when it, or Triton, cannot be imported.
@@ -38,7 +38,7 @@ def liger_cross_entropy(
     targets_T: torch.Tensor,
     mapped: LogitMap,
 ) -> torch.Tensor:
-    """Does what `linear_cross_entropy` does, with Liger's kernel, whose gradients are computed in the forward pass.
+    """Do what `linear_cross_entropy` does, with Liger's kernel, whose gradients are computed in the forward pass.
 
     Source:
         liger_kernel transformers/fused_linear_cross_entropy.py LigerFusedLinearCrossEntropyLoss.

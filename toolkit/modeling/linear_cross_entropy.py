@@ -56,7 +56,7 @@ def linear_cross_entropy(
     targets_T: torch.Tensor,
     mapped: LogitMap,
 ) -> torch.Tensor:
-    """Sums the cross entropy of `hidden_TD @ weight_VD.T + bias_V`, of which one block of the vocabulary exists at a time.
+    """Sum the cross entropy of `hidden_TD @ weight_VD.T + bias_V`, of which one block of the vocabulary exists at a time.
 
     The vocabulary is cut, not the tokens: so each row of the head's gradient is one product, rounded once, as without
     blocks. That of `hidden_TD` adds one product a block, in fp32. The backward pass computes the scores again, and has
@@ -78,7 +78,7 @@ def linear_cross_entropy(
 def chunked_cross_entropy(
     head: Any, hidden_TD: torch.Tensor, targets_T: torch.Tensor, mapped: LogitMap, *, vocab_size: int
 ) -> torch.Tensor:
-    """Sums the cross entropy of any head, of which the scores of one chunk of tokens exist at a time.
+    """Sum the cross entropy of any head, of which the scores of one chunk of tokens exist at a time.
 
     For heads that are more than one linear layer, such as LoRA around one: each chunk is computed again in the backward
     pass.
@@ -152,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _log_sum(scores_Tv: torch.Tensor) -> torch.Tensor:
-    """Return `scores_Tv.logsumexp(1)`, which would make a copy, and overwrites the scores."""
+    """Return `scores_Tv.logsumexp(1)` without its copy, and overwrite the scores."""
     top_T = scores_Tv.amax(dim=1)
     return scores_Tv.sub_(top_T[:, None]).exp_().sum(dim=1).log_().add_(top_T)
 
@@ -188,7 +188,7 @@ def _inside(targets_T: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.T
 
 
 def _blocks(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
-    """Cuts the vocabulary so that the scores of a block have at most `BLOCK_ELEMENTS`, unless that makes it too narrow."""
+    """Cut the vocabulary so that the scores of a block have at most `BLOCK_ELEMENTS`, unless that makes it too narrow."""
     num_rows = len(weight_VD)
     size = max(LEAST_ROWS, BLOCK_ELEMENTS // max(1, len(hidden_TD)))
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))

@@ -34,7 +34,7 @@ class LocalShard:
 
     @classmethod
     def of(cls, model: nn.Module, dense: nn.Module | None) -> LocalShard:
-        """Finds what a model, made by `apply_tensor_parallel`, `split_model` or both, holds of its dense twin.
+        """Find what a model, made by `apply_tensor_parallel`, `split_model` or both, holds of its dense twin.
 
         Raises:
             ValueError: If the model is sharded or cut and has no twin.
@@ -75,7 +75,7 @@ class LocalShard:
         dense: nn.Module,
         targets: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Reads this rank's part of what a group of checkpoint tensors becomes.
+        """Read this rank's part of what a group of checkpoint tensors becomes.
 
         Only the part's own bytes are read, unless the group converts in a way that slices do not survive: such a group
         is read whole.
@@ -132,7 +132,7 @@ class LocalShard:
 
 
 def _own_keys(model: nn.Module, dense: nn.Module) -> dict[str, str]:
-    """Finds a cut model's key for each key of its twin; ends of a tie in the twin are one weight of the model, at most."""
+    """Find a cut model's key for each key of its twin; ends of a tie in the twin are one weight of the model, at most."""
     info = stage_info(model)
     assert info is not None, "the model is cut"
     held = model.state_dict(keep_vars=True)

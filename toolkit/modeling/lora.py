@@ -21,7 +21,7 @@ from toolkit.tensor_parallel.linear import ShardedLinear
 
 
 def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
-    """Freezes the model and adds adapters in its own precision.
+    """Freeze the model and add adapters in its own precision.
 
     Args:
         seed: Draws the A matrices; B starts at zero, so the model's outputs do not change.
@@ -92,7 +92,7 @@ def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) ->
 
 
 def _on_other_stages(model: PreTrainedModel) -> list[str] | None:
-    """Names what stands in a cut model for modules of other stages, which have their adapters there."""
+    """Name what stands in a cut model for modules of other stages, which have their adapters there."""
     info = stage_info(model)
     return None if info is None else list(info.absent)
 

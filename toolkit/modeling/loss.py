@@ -21,12 +21,12 @@ IGNORED = -100  # label that torch.nn.functional.cross_entropy leaves out (its i
 
 
 def count_targets(labels_BS: torch.Tensor) -> torch.Tensor:
-    """Counts the labels that some position predicts, as an int64 scalar on the labels' device."""
+    """Count the labels that some position predicts, as an int64 scalar on the labels' device."""
     return (labels_BS[:, 1:] != IGNORED).sum()
 
 
 def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Sums the cross entropy of each next token, in fp32.
+    """Sum the cross entropy of each next token, in fp32.
 
     Args:
         logits_BSV: Scores. Shape (batch, sequence, vocabulary), any floating dtype.
@@ -49,7 +49,7 @@ def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> t
 
 
 def shifted(labels_BS: torch.Tensor) -> torch.Tensor:
-    """Shifts labels: each position gets that of the next one, and the last position none. Shape (batch, sequence)."""
+    """Shift labels: each position gets that of the next one, and the last position none. Shape (batch, sequence)."""
     return functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
 
 

@@ -20,7 +20,7 @@ def allocate(
     dp_group: dist.ProcessGroup | None = None,
     mpu: Any = None,
 ) -> None:
-    """Allocates each weight and buffer of a meta model on `device`, with nothing in it yet.
+    """Allocate each weight and buffer of a meta model on `device`, with nothing in it yet.
 
     Weights that modules share stay one. What has been set on a weight stays on it, its hooks too, which `to_empty`
     would lose: they sum the gradients of what several ranks of a tensor group hold.

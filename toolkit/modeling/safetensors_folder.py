@@ -58,11 +58,11 @@ class SafetensorsFolder:
             raise CheckpointError(corrupt(index, f"names {some(lost)}, which its shards do not hold"))
 
     def read(self, key: str) -> Tensor:
-        """Maps one tensor from its file; its pages are read when they are used."""
+        """Map one tensor from its file; its pages are read when they are used."""
         return self._file_of[key].get_tensor(key)  # type: ignore[no-any-return]
 
     def read_ranges(self, key: str, *, dim: int, ranges: Sequence[range]) -> Tensor:
-        """Reads some ranges of one tensor along a dim, joined in their order, and no other byte of it."""
+        """Read some ranges of one tensor along a dim, joined in their order, and no other byte of it."""
         view = self._file_of[key].get_slice(key)
         before = (slice(None),) * dim
         pieces = [view[(*before, slice(each.start, each.stop))] for each in ranges if len(each)]

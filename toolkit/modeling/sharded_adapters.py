@@ -36,7 +36,7 @@ ADAPTED_BY = {ColumnParallelLinear: LoraLinear, RowParallelLinear: LoraLinear}
 
 
 def shard_adapters(model: nn.Module) -> None:
-    """Makes the adapters around sharded layers shards themselves, with the collectives that they need.
+    """Make the adapters around sharded layers shards themselves, with the collectives that they need.
 
     Args:
         model: A `peft.PeftModel` whose sharded layers were adapted by `ADAPTED_BY`.
@@ -62,7 +62,7 @@ def shard_adapters(model: nn.Module) -> None:
 
 
 def _read_by_columns(a: nn.Module, base: ColumnParallelLinear) -> None:
-    """Lets each rank's B read what A gives of the columns' input.
+    """Let each rank's B read what A gives of the columns' input.
 
     Of an input that was gathered from pieces, each rank's shards ask for a part of the gradient, which is summed where it
     was gathered; A's own gradient is such a part, too.
@@ -77,7 +77,7 @@ def _read_by_columns(a: nn.Module, base: ColumnParallelLinear) -> None:
 
 
 def _give_to_row(a: nn.Module, b: nn.Module, base: RowParallelLinear) -> None:
-    """Sums what the ranks' shards of A give of the row's input; pieces of it are read by a B whose gradient is then a part."""
+    """Sum what the ranks' shards of A give of the row's input; pieces of it are read by a B whose gradient is then a part."""
     group = base.tp_group
     if not base.sequence_parallel:
         _on_output(a, partial(reduce_from_region, tp_group=group))
@@ -95,7 +95,7 @@ def _on_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def draw_adapters(model: nn.Module, *, seed: int) -> None:
-    """Draws the A matrices of linear adapters, each from a seed of its own, so that the whole is the same on any number of ranks.
+    """Draw the A matrices of linear adapters, each from a seed of its own, so that the whole is the same on any number of ranks.
 
     Source:
         peft tuners/lora/layer.py reset_lora_parameters.
@@ -124,7 +124,7 @@ def _linear_adapters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _cut(module: Any, shard: Shard) -> None:
-    """Notes that a linear layer of peft's, made with this rank's sizes, is a shard."""
+    """Note that a linear layer of peft's, made with this rank's sizes, is a shard."""
     module.shards = {"weight": shard}
 
 

@@ -68,7 +68,7 @@ def load_pretrained(
     dense: PreTrainedModel | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
-    """Fills a model from a folder that `save_pretrained` wrote, and fills its buffers.
+    """Fill a model from a folder that `save_pretrained` wrote, and initialise its buffers.
 
     The group's first rank reads, of a sharded or cut model only what the group holds; each value is cast to the dtype of the
     parameter it fills. Host memory beyond the model: one batch of tensors (128 MiB, or the largest group that converts
@@ -118,7 +118,7 @@ def load_pretrained(
 def plan_loading(
     model: PreTrainedModel, metas: Mapping[str, Tensor], *, held: Callable[[str], bool] = lambda key: True
 ) -> Schedule:
-    """Plans how a checkpoint fills a model, and finds everything that does not fit, without reading a value.
+    """Plan how a checkpoint fills a model, and find everything that does not fit, without reading a value.
 
     Args:
         model: The model, or its twin on the meta device.
@@ -227,7 +227,7 @@ class _Reader:
 
 @torch.no_grad()
 def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, group: dist.ProcessGroup | None) -> None:
-    """Copies the first rank's values into the model of every rank."""
+    """Copy the first rank's values into the model of every rank."""
     spread = dist.is_initialized() and dist.get_world_size(group) > 1
     for part in _gatherable(targets):
         with gathered(part.values()):

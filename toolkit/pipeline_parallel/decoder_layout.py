@@ -51,7 +51,7 @@ class DecoderLayout:
 
 
 def find_anatomy(model: PreTrainedModel) -> DecoderLayout:
-    """Finds the parts of a causal language model; it is left as it was.
+    """Find the parts of a causal language model; it is left as it was.
 
     Raises:
         PlanError: PIPELINE_LAYERS, PIPELINE_ARCHITECTURE.
@@ -109,7 +109,7 @@ def width_of(model: PreTrainedModel) -> int:
 
 
 def _ends(model: nn.Module, layers: str, prefix: str = "") -> list[str]:
-    """Names the modules outside the layers that have weights or drop elements, each as high up as it goes."""
+    """Name the modules outside the layers that have weights or drop elements, each as high up as it goes."""
     names: list[str] = []
     for own, module in model.named_children():
         name = f"{prefix}{own}"
@@ -180,7 +180,7 @@ class _DryRun:
             base_of(model)(input_ids=ids, use_cache=False)
 
     def _on_layer(self, position: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Notes a layer's call, and answers with hidden states that nothing else has."""
+        """Note a layer's call, and return hidden states that are distinct from all others."""
         self.calls.append(position)
         hidden = hidden_of(args, kwargs)
         if self._given is not None and hidden is not self._given:
@@ -197,7 +197,7 @@ class _DryRun:
         self.problem = self.problem or problem
 
     def is_before(self, name: str) -> bool:
-        """Whether a module is called, and before the layers alone."""
+        """Return whether a module is called, and before the layers alone."""
         return name in self.calls and self.calls.index(name) < self.calls.index(0)
 
 

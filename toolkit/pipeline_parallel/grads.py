@@ -31,7 +31,7 @@ class Fp32GradAccumulator:
                 parameter.register_post_accumulate_grad_hook(self.add)  # type: ignore[no-untyped-call]
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Moves what a parameter's gradient holds to its sum; each backward pass does so by itself."""
+        """Move what a parameter's gradient holds to its sum; each backward pass does so by itself."""
         gradient = parameter.grad
         if gradient is None or parameter.dtype == torch.float32:  # torch calls this without a gradient, too
             return
@@ -48,7 +48,7 @@ class Fp32GradAccumulator:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Rounds the sums to the gradients of the parameters, and frees them."""
+        """Round the sums to the dtype of the parameters as their gradients, and free them."""
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
@@ -77,7 +77,7 @@ class DeferredTiedGrad:
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> bool:
-        """Adds a gradient that has just been computed to the sum, if it is that of the parameter; says whether it is."""
+        """Add a gradient that has just been computed to the sum, if it is that of the parameter; says whether it is."""
         if parameter is not self._parameter or self._released:
             return False
         gradient = parameter.grad
@@ -95,7 +95,7 @@ class DeferredTiedGrad:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Makes the sum the parameter's gradient again, to be reduced inside; the next step begins anew."""
+        """Make the sum the parameter's gradient again, to be reduced inside; the next step begins anew."""
         parameter, total = self._parameter, self.total
         if parameter.grad is None:
             parameter.grad = total.to(parameter.dtype)
@@ -110,7 +110,7 @@ class DeferredTiedGrad:
 
 @torch.no_grad()
 def all_reduce_tied_grad(total: torch.Tensor, *, group: dist.ProcessGroup, dp_size: int) -> None:
-    """Adds up the gradients of a weight that the first and the last stage both hold, before data-parallel ranks reduce them.
+    """Add up the gradients of a weight that the first and the last stage both hold, before data-parallel ranks reduce them.
 
     Over all replicas at once, so that every copy of the weight has one gradient: were they added pair by pair, each stage
     would then average over its replicas in an order of its own, and the two copies drift apart by roundings.

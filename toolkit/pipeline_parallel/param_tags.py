@@ -10,7 +10,7 @@ from toolkit.distributed.world import World
 
 
 def mark_stage(model: nn.Module, *, world: World, copies: Collection[str] = ()) -> None:
-    """Marks what this rank counts: all that its stage holds and other stages do not.
+    """Mark what this rank counts: all that its stage holds and other stages do not.
 
     DeepSpeed's ZeRO-3 counts what is unmarked on the first rank of a model alone, its ZeRO-1 and 2 on the first tensor rank of
     each stage. Tensor ranks have marked their shards before.

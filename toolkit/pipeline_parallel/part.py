@@ -38,24 +38,24 @@ class StagePart:
 
     @property
     def first(self) -> bool:
-        """Whether the rank holds the embedding and all else before the layers."""
+        """True if the rank holds the embedding and all else before the layers."""
         return self.is_first(0)
 
     @property
     def last(self) -> bool:
-        """Whether the rank holds the final norm, the head and all else behind the layers."""
+        """True if the rank holds the final norm, the head and all else behind the layers."""
         return self.is_last(len(self.chunks) - 1)
 
     def is_first(self, chunk: int) -> bool:
-        """Whether a chunk is the pipeline's first stage."""
+        """Return whether a chunk is the pipeline's first stage."""
         return self.chunks[chunk].start == 0
 
     def is_last(self, chunk: int) -> bool:
-        """Whether a chunk is the pipeline's last stage."""
+        """Return whether a chunk is the pipeline's last stage."""
         return self.chunks[chunk].stop == self.num_layers
 
     def holds(self, layer: int) -> bool:
-        """Whether a decoder layer is this rank's."""
+        """Return whether a decoder layer is this rank's."""
         return any(layer in chunk for chunk in self.chunks)
 
 

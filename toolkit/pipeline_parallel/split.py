@@ -36,7 +36,7 @@ class PipelineSplit:
 
 
 def split_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
-    """Takes out of a model, in place, all that is not this rank's; what stays keeps its name.
+    """Take out of a model, in place, all that is not this rank's; what stays keeps its name.
 
     The embedding and all that is called before the layers is the first stage's, the final norm, the head and all that is
     called behind them the last one's. What has no weights, such as rotary tables, stays on every stage. A head that is tied
@@ -130,7 +130,7 @@ def _owns(module: nn.Module | None, weight: nn.Parameter) -> bool:
 
 
 def _part_ends(model: PreTrainedModel, part: StagePart, tied: tuple[str, str] | None) -> dict[str, Any]:
-    """Unties a head from an embedding that is not on its rank, and tells of what they share."""
+    """Untie a head from an embedding that is not on its rank, and tells of what they share."""
     if tied is None or (part.first and part.last):
         return {"tied_key": None, "tied_copy": {}}
     for module in model.modules():

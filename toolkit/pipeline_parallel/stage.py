@@ -21,7 +21,7 @@ from toolkit.tensor_parallel.sequence import check_length
 
 
 def forward_stage(model: Any, batch: Mapping[str, Any], *, chunk: int = 0, received: torch.Tensor | None = None) -> Any:
-    """Runs one chunk on a micro-batch.
+    """Run one chunk on a micro-batch.
 
     Args:
         model: As `split_model` made it, with adapters or not, or the engine around it.
@@ -75,7 +75,7 @@ def hidden_dtype(model: Any) -> torch.dtype:
 
 
 def forward_of_stage(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a model's forward pass one that runs a chunk, where it is told which.
+    """Make a model's forward pass one that runs a chunk, where it is told which.
 
     Args:
         whole: The forward pass of the whole model, as a function of the model.

@@ -52,7 +52,7 @@ class StageContext:
     def through(
         self, span: range, *, blank_BSD: torch.Tensor, received: torch.Tensor | None, training: bool
     ) -> Iterator[_Call]:
-        """Runs the layers of `span` in this block, on what has been received."""
+        """Run the layers of `span` in this block, on what has been received."""
         if self._call is not None:
             raise RuntimeError("a stage is called inside its own forward pass")
         self._call = _Call(
@@ -69,7 +69,7 @@ class StageContext:
             self._call = None
 
     def runs(self, position: int) -> bool:
-        """Whether a layer that this rank holds is met as itself."""
+        """Return whether a layer that this rank holds is met as itself."""
         return self._call is None or position in self._call.span
 
     @property
@@ -180,7 +180,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Puts other modules in the place of some for a block."""
+    """Put other modules in the place of some for a block."""
     places = {name: _place(model, name) for name in modules}
     before = {name: parent._modules[own] for name, (parent, own) in places.items()}
 

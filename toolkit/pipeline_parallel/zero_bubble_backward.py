@@ -57,7 +57,7 @@ def split_backward(model: Any) -> WeightGradStore:
 
 @torch.no_grad()
 def run_weight_backward(waiting: deque[DeferredWeightGrad], sums: Fp32GradAccumulator | None) -> None:
-    """Computes what has waited and adds it to the gradients of the parameters, as a backward pass would.
+    """Compute the deferred weight gradients and add them to the gradients of the parameters, as a backward pass would.
 
     Args:
         waiting: What `defer` collected; it is empty afterwards, and each layer's tensors go as soon as they are used.

@@ -19,7 +19,7 @@ def bubble_fraction(
     virtual_stages: int = 1,
     durations: Durations | None = None,
 ) -> float:
-    """Gives the bubble of a schedule: in closed form, or from a run on paper where there is none.
+    """Return the bubble of a schedule: in closed form, or from a run on paper where there is none.
 
     >>> bubble_fraction("1f1b", pp=4, micro_batches=16)
     0.15789473684210525
@@ -52,7 +52,7 @@ def bubble_fraction(
 def idle_time(
     name: PipelineSchedule, *, pp: int, micro_batches: int, virtual_stages: int, durations: Durations
 ) -> float | None:
-    """Gives how long each rank idles in a step, in closed form; None where there is none.
+    """Return how long each rank idles in a step, in closed form; None where there is none.
 
     ZB-H1's form in its paper is (pp - 1)(F + B - W), of forward, input's and weights' gradient. It fills W of each gap, which
     must be the shortest of the three: a longer W delays the stages before, and fills no more than the others do. With

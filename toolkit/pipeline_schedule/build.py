@@ -24,7 +24,7 @@ _BUILDERS: dict[PipelineSchedule, Callable[[int, int, int], Schedule]] = {
 
 
 def build_schedule(name: PipelineSchedule, *, pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Builds a schedule.
+    """Build a schedule.
 
     Args:
         name: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
@@ -40,7 +40,7 @@ def build_schedule(name: PipelineSchedule, *, pp: int, micro_batches: int, virtu
 
 
 def schedule_problems(name: str, *, pp: int, micro_batches: int, virtual_stages: int) -> Iterator[Problem]:
-    """Gives what stands against a schedule, without building it; arguments and codes as those of `build_schedule`."""
+    """Yield what stands against a schedule, without building it; arguments and codes as those of `build_schedule`."""
     if name not in SCHEDULES:
         yield Problem(
             code="SCHEDULE_UNKNOWN",

@@ -7,7 +7,7 @@ from toolkit.pipeline_schedule.schedule import Schedule
 
 
 def gpipe(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Builds GPipe: every stage holds the activations of all micro-batches.
+    """Build GPipe: every stage holds the activations of all micro-batches.
 
     Args:
         pp: Pipeline ranks.

@@ -8,7 +8,7 @@ from toolkit.pipeline_schedule.schedule import Schedule
 
 
 def interleaved(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
-    """Builds Megatron's interleaved 1F1B: 1 / virtual_stages of the bubble, for as many times the messages.
+    """Build Megatron's interleaved 1F1B: 1 / virtual_stages of the bubble, for as many times the messages.
 
     A round of micro-batches goes through the first chunks of all ranks, then through their second ones. Megatron wants
     rounds of pp micro-batches. Where pp does not divide their number, the rounds here are larger, the largest first: a
@@ -37,7 +37,7 @@ def interleaved(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
 
 
 def round_sizes(pp: int, micro_batches: int) -> tuple[int, ...]:
-    """Gives the micro-batches of each round: as many rounds of at least pp as there can be, the larger ones first.
+    """Return the micro-batches of each round: as many rounds of at least pp as there can be, the larger ones first.
 
     >>> round_sizes(4, 8), round_sizes(4, 11), round_sizes(4, 3)
     ((4, 4), (6, 5), (3,))
@@ -50,7 +50,7 @@ def round_sizes(pp: int, micro_batches: int) -> tuple[int, ...]:
 def round_order(
     pp: int, micro_batches: int, virtual_stages: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Gives the (chunk, micro-batch) pairs of a rank in the order of their forward, and of their backward passes."""
+    """Return the (chunk, micro-batch) pairs of a rank in the order of their forward, and of their backward passes."""
     forwards: list[tuple[int, int]] = []
     backwards: list[tuple[int, int]] = []
     first = 0

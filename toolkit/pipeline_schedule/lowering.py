@@ -27,7 +27,7 @@ LOOKAHEAD = 1
 
 
 def actions(schedule: Schedule, rank: int, *, lookahead: int = LOOKAHEAD) -> tuple[Instruction, ...]:
-    """Gives what one rank executes: its compute with sends and receives between.
+    """Return what one rank executes: its compute with sends and receives between.
 
     A compute instruction waits for the receive of its own chunk and micro-batch, if one was posted. Sends follow the
     compute that made what they send. Between two stages on the same rank (pp = 1) there is no message.
@@ -63,7 +63,7 @@ def actions(schedule: Schedule, rank: int, *, lookahead: int = LOOKAHEAD) -> tup
 
 
 def sent_after(schedule: Schedule, rank: int, instruction: Compute) -> Message | None:
-    """Gives the message that leaves a rank after a compute instruction, or None."""
+    """Return the message that leaves a rank after a compute instruction, or None."""
     chunk, micro_batch = instruction.chunk, instruction.micro_batch
     stage = schedule.stage(rank, chunk)
     if isinstance(instruction, Forward) and _is_elsewhere(schedule, rank, stage + 1):
@@ -74,7 +74,7 @@ def sent_after(schedule: Schedule, rank: int, instruction: Compute) -> Message |
 
 
 def received_before(schedule: Schedule, rank: int, instruction: Compute) -> Message | None:
-    """Gives the message that a compute instruction needs from another rank, or None."""
+    """Return the message that a compute instruction needs from another rank, or None."""
     chunk, micro_batch = instruction.chunk, instruction.micro_batch
     stage = schedule.stage(rank, chunk)
     if isinstance(instruction, Forward) and _is_elsewhere(schedule, rank, stage - 1):
@@ -85,7 +85,7 @@ def received_before(schedule: Schedule, rank: int, instruction: Compute) -> Mess
 
 
 def counterpart(schedule: Schedule, rank: int, message: Message) -> Message:
-    """Gives what the peer executes at the other end of a rank's message."""
+    """Return what the peer executes at the other end of a rank's message."""
     stage = schedule.stage(rank, message.chunk)
     towards_last = isinstance(message, SendActivation | ReceiveGradient)
     other = {
@@ -103,7 +103,7 @@ def _is_elsewhere(schedule: Schedule, rank: int, stage: int) -> bool:
 
 
 def _receives(schedule: Schedule, rank: int, lookahead: int) -> list[tuple[int, Message]]:
-    """Gives each receive of a rank with the position of the compute before which it is posted, in the order of posting."""
+    """Return each receive of a rank with the position of the compute before which it is posted, in the order of posting."""
     needed = {}
     for position, instruction in enumerate(schedule.order[rank]):
         if (receive := received_before(schedule, rank, instruction)) is not None:

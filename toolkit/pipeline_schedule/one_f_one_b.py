@@ -9,7 +9,7 @@ from toolkit.pipeline_schedule.schedule import Schedule
 
 
 def one_f_one_b(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Builds 1F1B: as fast as GPipe, but stage s holds the activations of at most pp - s micro-batches.
+    """Build 1F1B: as fast as GPipe, but stage s holds the activations of at most pp - s micro-batches.
 
     Args:
         pp: Pipeline ranks.
@@ -26,7 +26,7 @@ def one_f_one_b(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedul
 
 
 def alternate(forwards: Sequence[Forward], backwards: Sequence[Compute], *, warm_up: int) -> tuple[Compute, ...]:
-    """Gives `warm_up` forward passes, then one forward and one backward in turn, then the backward passes left."""
+    """Return `warm_up` forward passes, then one forward and one backward in turn, then the backward passes left."""
     order: list[Compute] = list(forwards[:warm_up])
     pairs = len(forwards) - len(order)
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

@@ -25,7 +25,7 @@ def partition(
     memory: StageMemory | None = None,
     capacity: float | Sequence[float] | None = None,
 ) -> tuple[int, ...]:
-    """Gives the number of layers of each stage such that the slowest stage is the fastest possible, and all stages fit.
+    """Return the number of layers of each stage such that the slowest stage is the fastest possible, and all stages fit.
 
     Found by dynamic programming, so no other cut is better. Among equally good ones it takes the most even one, and among
     those one with few layers on the first stages, which hold the most micro-batches.
@@ -80,7 +80,7 @@ def partition(
 
 
 def uniform_partition(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Gives equally many layers to each stage; where they do not divide, the stages in the middle take one more.
+    """Return equally many layers to each stage; where they do not divide, the stages in the middle take one more.
 
     >>> uniform_partition(32, 5)
     (6, 7, 7, 6, 6)
@@ -95,7 +95,7 @@ def uniform_partition(num_layers: int, stages: int) -> tuple[int, ...]:
 
 
 def check_partition(counts: Sequence[int], *, num_layers: int, stages: int) -> tuple[int, ...]:
-    """Takes the layers of each stage as a person listed them.
+    """Take the layers of each stage as a person listed them.
 
     Raises:
         PlanError: PARTITION_STAGES, PARTITION_LAYERS.
@@ -123,7 +123,7 @@ def check_partition(counts: Sequence[int], *, num_layers: int, stages: int) -> t
 
 
 def stage_layers(counts: Sequence[int]) -> tuple[range, ...]:
-    """Gives the layers of each stage.
+    """Return the layers of each stage.
 
     >>> stage_layers((2, 3))
     (range(0, 2), range(2, 5))
@@ -133,7 +133,7 @@ def stage_layers(counts: Sequence[int]) -> tuple[range, ...]:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Gives costs as multiples of one unit, exactly: sums of equal costs then are equal, in whatever order."""
+    """Return costs as multiples of one unit, exactly: sums of equal costs then are equal, in whatever order."""
     ratios = [cost.as_integer_ratio() for cost in costs]
     unit = lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
@@ -162,7 +162,7 @@ def _of_each_stage(capacity: float | Sequence[float], stages: int) -> list[float
 def _least(
     num_layers: int, stages: int, cost: _RunCost, *, combine: Callable[[float, float], float]
 ) -> tuple[int, ...] | None:
-    """Gives the cut of the least combined cost, or None if no cut is possible.
+    """Return the cut of the least combined cost, or None if no cut is possible.
 
     The best cut of the first n layers into s stages is the best one of the first k into s - 1, for some k, and a run of
     n - k layers. The search for k starts at the shortest run, and ends where the run alone costs more than the best cut
@@ -199,7 +199,7 @@ def _costs(counts: Sequence[int], cost: _RunCost) -> list[float]:
 
 
 def _does_not_fit(num_layers: int, stages: int, memory: StageMemory, limits: Sequence[float]) -> PlanError:
-    """Names the stage that is fullest in the cut that comes closest to fitting."""
+    """Name the stage that is fullest in the cut that comes closest to fitting."""
 
     def fullness(stage: int, start: int, stop: int) -> float:
         return memory(stage, start, stop) / limits[stage]

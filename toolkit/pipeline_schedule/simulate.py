@@ -104,7 +104,7 @@ def simulate(
     streams: Sequence[Sequence[Instruction]] | None = None,
     under_way: int | None = None,
 ) -> Timeline:
-    """Runs a step on paper, with the rules of the real one.
+    """Run a step on paper, with the rules of the real one.
 
     Sends and receives take a rank no time. A message starts once it is sent, its receive is posted and the one before it
     on its channel has arrived. Compute waits for its message.
@@ -179,7 +179,7 @@ class _Rank:
         return self.stream[self.position]
 
     def advance(self) -> bool:
-        """Executes until the rank waits or ends; says whether it got anywhere."""
+        """Execute until the rank waits or ends; says whether it got anywhere."""
         before = self.position
         while not self.is_done and self._have_arrived() and self._execute(self.current):
             self.position += 1
@@ -269,7 +269,7 @@ class _Rank:
                 raise _invalid(self.rank, instruction, f"{earlier[0]} does not come before it")
 
     def _before(self, instruction: Compute) -> list[list[Compute]]:
-        """Gives what this rank must have done before: one of each list."""
+        """Return what this rank must have done before: one of each list."""
         chunk, micro_batch = instruction.chunk, instruction.micro_batch
         if isinstance(instruction, BackwardWeight):
             return [[BackwardInput(chunk=chunk, micro_batch=micro_batch)]]
@@ -289,7 +289,7 @@ class _Rank:
         return self._arrival_of(traffic, self.received[receive], source=receive.peer)
 
     def _have_arrived(self) -> bool:
-        """Whether all that the rank has sent is known to arrive, but for what may be under way; it waits until that is there."""
+        """Return whether all that the rank has sent is known to arrive, but for what may be under way; it waits until that is there."""
         if self.under_way is None or len(self.sent) <= self.under_way:
             return True
         arrival = self._arrival_of(*list(self.sent.values())[-self.under_way - 1], source=self.rank)

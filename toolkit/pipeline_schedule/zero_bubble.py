@@ -11,7 +11,7 @@ from toolkit.pipeline_schedule.schedule import Schedule
 
 
 def zero_bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Builds ZB-H1: a third of 1F1B's bubble, with every rank holding what 1F1B's first rank holds.
+    """Build ZB-H1: a third of 1F1B's bubble, with every rank holding what 1F1B's first rank holds.
 
     Rank p does the weights of a micro-batch p backward passes late: as long as the bubble that they fill at the end.
     With several chunks a rank, the bubble shrinks by their number too, and the activations held stay the same: those of
@@ -46,7 +46,7 @@ def zero_bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedul
 
 
 def _with_weights(order: tuple[Compute, ...], *, rank: int) -> tuple[Compute, ...]:
-    """Makes the backward passes of the first stage whole, and does the weights of the others `rank` passes late."""
+    """Make the backward passes of the first stage whole, and does the weights of the others `rank` passes late."""
     return tuple(
         Backward(chunk=0, micro_batch=instruction.micro_batch) if _is_first(instruction, rank) else instruction
         for instruction in _delayed(order, late=rank)
@@ -59,7 +59,7 @@ def _is_first(instruction: Compute, rank: int) -> bool:
 
 
 def _delayed(order: tuple[Compute, ...], *, late: int) -> Iterator[Compute]:
-    """Puts each `BackwardWeight` behind the `BackwardInput` that comes `late` after its own, or at the end."""
+    """Put each `BackwardWeight` behind the `BackwardInput` that comes `late` after its own, or at the end."""
     waiting: list[BackwardWeight] = []
     for instruction in order:
         yield instruction

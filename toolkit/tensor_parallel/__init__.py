@@ -1,4 +1,4 @@
-"""Tensor parallelism of Hugging Face models: `apply_tensor_parallel`, and what a table of styles is written with."""
+"""Tensor parallelism of Hugging Face models: `apply_tensor_parallel`, and the styles that a sharding table is made of."""
 
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.embedding import gather_scores

@@ -48,35 +48,35 @@ from toolkit.tensor_parallel.sequence import shard_sequence
 from toolkit.tensor_parallel.validate import problems
 
 M = TypeVar("M", bound=nn.Module)
-# Names that configurations give to the dropout of attention weights, the one that acts on shards.
+# Names that model configurations give to the dropout of attention weights, which acts on shards.
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
 
 
 def apply_tensor_parallel(
     model: M, styles: TPPlan, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False
 ) -> M:
-    """Turns a dense model, the same on all ranks of a group, into this rank's part of it, in place.
+    """Shard a dense model in place: from the same model on all ranks of a group to this rank's part of it.
 
-    It is called as before, on the same batch on all ranks. Its loss, given `labels`, is the dense model's; its logits
-    are those of this rank's part of the vocabulary (`gather_scores` joins them). Parameters keep their names. What would
-    take its part for the whole model is refused with a PlanError: DistributedDataParallel and `fully_shard` over ranks of
+    The model is called as before, on the same batch on all ranks. Its loss, given `labels`, is the dense model's; its logits
+    are those of this rank's part of the vocabulary (`gather_scores` joins them). Parameters keep their names. Whatever would
+    treat the part as the whole model is refused with a PlanError: DistributedDataParallel and `fully_shard` over ranks of
     `tp_group` (TP_REPLICATED), `save_pretrained` (PART_SAVE), `generate` (PART_GENERATE).
 
     Args:
-        model: On any device, meta included.
-        styles: As `tp_plan_for` gives them, or a table of one's own.
+        model: Dense model on any device, meta included.
+        styles: Table of styles from `tp_plan_for`, or one written by the user.
         tp_group: Ranks that share the model.
-        sequence_parallel: Whether ranks also share what lies between the sharded regions, by pieces of the sequence, whose
-            length they must divide (TP_SEQUENCE at the call). Hidden states of single layers, where asked for, are pieces.
+        sequence_parallel: Whether activations between the sharded regions are also sharded, along the sequence, whose
+            length the ranks must divide (TP_SEQUENCE at the call). Hidden states that a call returns are then shards.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
-        PlanError: TP_HEADS, TP_DIVISIBILITY where the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
-            TP_PLAN_SHAPE, TP_PLAN_INCOMPLETE, TP_STYLE_TIED where the table is not the model's. All at once, and with
-            the model as it was. Then TP_SEQUENCE_ARCHITECTURE where the sequence cannot lie in pieces.
-        ValueError: If the model is sharded already, or is cut into stages: shard before you cut.
+        PlanError: TP_HEADS, TP_DIVISIBILITY if the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
+            TP_PLAN_SHAPE, TP_PLAN_INCOMPLETE, TP_STYLE_TIED if the table does not fit the model. All are raised together,
+            and the model is unchanged. Then TP_SEQUENCE_ARCHITECTURE if the sequence cannot be sharded.
+        ValueError: If the model is sharded already, or split into pipeline stages: shard before splitting.
     """
     if hasattr(model, "pipeline_cut"):
         raise ValueError(
@@ -107,7 +107,7 @@ def apply_tensor_parallel(
 
 
 def _join_regions(model: nn.Module, found: dict[str, Style], tp_group: dist.ProcessGroup) -> None:
-    """Lets the columns of a region compute together, and ranks draw apart inside it."""
+    """Let the columns of a region compute together, and give each rank its own random state inside it."""
     for region in regions(found):
         columns = [model.get_submodule(name) for name in region.columns]
         share_input([column for column in columns if isinstance(column, ColumnParallelLinear)])
@@ -117,7 +117,7 @@ def _join_regions(model: nn.Module, found: dict[str, Style], tp_group: dist.Proc
 
 
 def parameter_shards(model: nn.Module) -> dict[str, Shard]:
-    """Return how each sharded parameter of a model is cut, by name; those that are whole are left out."""
+    """Return how each sharded parameter of a model is sharded, by name; whole parameters are left out."""
     return {
         inside(name, own): shard
         for name, module in model.named_modules()
@@ -127,12 +127,12 @@ def parameter_shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def dense_shards(model: nn.Module, styles: TPPlan, *, num_ranks: int) -> dict[str, Shard]:
-    """Return how `apply_tensor_parallel` would cut each parameter of a dense model, by name; whole ones are left out.
+    """Return how `apply_tensor_parallel` would shard each parameter of a dense model, by name; whole ones are left out.
 
     Args:
-        model: On any device, meta included; it is left as it is.
-        styles: Its table.
-        num_ranks: Ranks that would share it.
+        model: Dense model on any device, meta included; it is not changed.
+        styles: Table of its styles.
+        num_ranks: Number of tensor ranks that would share it.
 
     Raises:
         PlanError: As `apply_tensor_parallel`.
@@ -167,7 +167,7 @@ def _shards_of(module: Any, style: Style, heads: Heads, num_ranks: int) -> dict[
 def _layout(
     module: nn.Module, style: ColumnParallel | RowParallel | FeatureNorm | Vocabulary, heads: Heads, num_ranks: int
 ) -> Layout:
-    """Return the layout of the dimension along which a style cuts a module."""
+    """Return the layout of the dimension along which a style shards a module."""
     match style:
         case ColumnParallel():
             return style.layout(output_features(module), heads)
@@ -180,7 +180,7 @@ def _layout(
 
 
 class _Builder:
-    """Puts a shard in the place of a module, or makes the module one."""
+    """Replaces a module by its sharded counterpart, or shards it in place."""
 
     def __init__(self, styles: TPPlan, tp_group: dist.ProcessGroup, decoder: Decoder | None) -> None:
         self._heads = styles.heads

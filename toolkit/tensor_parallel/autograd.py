@@ -1,18 +1,18 @@
-"""Differentiable collectives that lead into, out of, and through a tensor-parallel region; duals side by side.
+"""Differentiable collectives at the entry and exit of a tensor-parallel region; each backward pass is the dual collective.
 
-Outside a region every rank of the group holds the same tensor, or with sequence parallelism its piece of the sequence;
-inside, each holds what its shards of the weights give.
+Outside a region every rank of the group has the same tensor, or with sequence parallelism its shard of the sequence;
+inside, each has the output of its shards of the weights.
 
 | function | forward | backward | from | to |
 |---|---|---|---|---|
 | `copy_to_region` | identity | all-reduce | whole | whole, read by shards |
 | `reduce_from_region` | all-reduce | identity | partial sums | whole |
-| `scatter_to_region` | own piece | all-gather | whole | piece |
-| `gather_from_region` | all-gather | own piece | piece | whole |
-| `gather_from_sequence` | all-gather | reduce-scatter | piece | whole, read by shards |
-| `reduce_scatter_to_sequence` | reduce-scatter | all-gather | partial sums | piece |
+| `scatter_to_region` | own shard | all-gather | whole | shard |
+| `gather_from_region` | all-gather | own shard | shard | whole |
+| `gather_from_sequence` | all-gather | reduce-scatter | shard | whole, read by shards |
+| `reduce_scatter_to_sequence` | reduce-scatter | all-gather | partial sums | shard |
 
-Each backward pass calls the dual's own function, so second derivatives are right too.
+Each backward pass calls the function of its dual, so second derivatives are right too.
 
 Source:
     arXiv 1909.08053, section 3 (f and g); arXiv 2205.05198, section 4.2.2 (their sequence-parallel duals).
@@ -33,7 +33,7 @@ SEQUENCE_DIM = -2
 
 
 def copy_to_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return `x` as it is; its gradient is the sum of what the ranks' shards ask for.
+    """Return `x` unchanged; its gradient is summed over the ranks.
 
     Collectives:
         forward: none; backward: all-reduce, the size of `x`.
@@ -42,7 +42,7 @@ def copy_to_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Ten
 
 
 def reduce_from_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of the ranks' partial sums.
+    """Return the sum of the partial sums of all ranks.
 
     Collectives:
         forward: all-reduce, the size of `x`; backward: none.
@@ -51,7 +51,7 @@ def reduce_from_region(x: torch.Tensor, *, tp_group: dist.ProcessGroup) -> torch
 
 
 def scatter_to_region(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's piece of `x`, which all ranks hold, along `dim`.
+    """Return this rank's shard along `dim` of an `x` that is the same on all ranks.
 
     Collectives:
         forward: none; backward: all-gather, the size of `x`.
@@ -60,7 +60,7 @@ def scatter_to_region(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup)
 
 
 def gather_from_region(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Joins the ranks' pieces along `dim`, for a reader that computes the same on all ranks.
+    """Gather the ranks' shards along `dim`, for a consumer that computes the same on all ranks.
 
     Collectives:
         forward: all-gather, the size of the result; backward: none.
@@ -69,19 +69,19 @@ def gather_from_region(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup
 
 
 def gather_from_sequence(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Joins the ranks' pieces of the sequence, for shards that each compute something else of it.
+    """Gather the ranks' shards of the sequence, for weight shards that each compute a different output from it.
 
     Collectives:
-        forward: all-gather, the size of the result; backward: reduce-scatter of as much.
+        forward: all-gather, the size of the result; backward: reduce-scatter of the same size.
     """
     return _GatherSequence.apply(x, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_to_sequence(x: torch.Tensor, *, dim: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's piece, along the sequence, of the sum of the ranks' partial sums.
+    """Return this rank's shard, along the sequence, of the sum of the partial sums of all ranks.
 
     Collectives:
-        forward: reduce-scatter, the size of `x`; backward: all-gather of as much.
+        forward: reduce-scatter, the size of `x`; backward: all-gather of the same size.
     """
     return _ReduceScatterSequence.apply(x, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Cross entropy of scores whose vocabulary lies on the ranks of a tensor group; the scores are never gathered.
+"""Cross entropy of logits whose vocabulary is sharded over a tensor group; the logits are never gathered.
 
 T: tokens, V: vocabulary, v: the part of it on this rank.
 
@@ -21,7 +21,7 @@ from toolkit.distributed.collectives import all_reduce
 from toolkit.tensor_parallel.embedding import own_rows
 
 IGNORED = -100  # torch.nn.functional.cross_entropy, ignore_index
-# Scores that live in fp32 at once: 128 MiB, and twice that while they are summed.
+# Elements of the logits that exist in fp32 at a time: 128 MiB, and twice that while they are summed.
 CHUNK_ELEMENTS = 2**25
 
 
@@ -38,19 +38,19 @@ def vocab_parallel_cross_entropy(
     """Return each token's loss: (1 − ε)·(L − z_target) + ε·(L − mean z) + ζ·L², with L = log Σ exp z.
 
     Args:
-        scores: This rank's z. Shape (…, padded vocabulary / tp), any floating dtype.
+        scores: This rank's logits z. Shape (…, padded vocabulary / tp), any floating dtype.
         targets: Class of each token, the same on all ranks. Shape (…).
         vocab_size: Number of classes, without padding.
-        tp_group: Ranks over which the vocabulary lies, as `vocabulary_layout` deals it out.
+        tp_group: Ranks over which the vocabulary is sharded, by `vocabulary_layout`.
         ignore_index: Target of tokens whose loss and gradient are zero.
-        label_smoothing: ε, as in `torch.nn.functional.cross_entropy`.
-        z_loss: ζ.
+        label_smoothing: Factor ε, as in `torch.nn.functional.cross_entropy`.
+        z_loss: Weight ζ of the z-loss.
 
     Returns:
         Losses in fp32, the same on all ranks. Shape (…).
 
     Collectives:
-        forward: two all-reduces, of 4 and 12 bytes a token; backward: none.
+        forward: two all-reduces, of 4 and 12 bytes per token; backward: none.
     """
     settings = _Settings(
         rows=own_rows(vocab_size, tp_group),
@@ -65,7 +65,7 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabParallelCausalLoss:
-    """What transformers calls for the loss of a causal model (`model.loss_function`), on scores that stay on their ranks.
+    """Loss function of a causal model of transformers (`model.loss_function`), on logits that stay sharded.
 
     Source:
         transformers loss/loss_utils.py ForCausalLMLoss, fixed_cross_entropy.
@@ -83,7 +83,7 @@ class VocabParallelCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Return the mean over the tokens that count, or their sum divided by `num_items_in_batch`."""
+        """Return the mean loss of the tokens that are not ignored, or their sum divided by `num_items_in_batch`."""
         if shift_labels is None:
             shift_labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
         losses = vocab_parallel_cross_entropy(
@@ -102,13 +102,13 @@ class _Settings:
     z_loss: float
 
     def chunks(self, scores_Tv: torch.Tensor, *per_token: torch.Tensor) -> Any:
-        """Cuts scores, less their padding, and what belongs to their tokens, into chunks of `CHUNK_ELEMENTS`."""
+        """Split logits without their padding, and the tensors of one value per token, into chunks of `CHUNK_ELEMENTS`."""
         size = max(1, CHUNK_ELEMENTS // max(1, len(self.rows)))
         tensors = (scores_Tv[:, : len(self.rows)], *per_token)
         return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
     def place(self, targets_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which targets this rank holds, and their place there; 0 for the others."""
+        """Return a mask of the targets in this rank's part of the vocabulary, and their index in it; 0 for the others."""
         here_T = (targets_T >= self.rows.start) & (targets_T < self.rows.stop) & (targets_T != self.ignore_index)
         return here_T, torch.where(here_T, targets_T - self.rows.start, 0)
 
@@ -136,7 +136,7 @@ class _CrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """d loss / d z = p·(1 + 2ζL) − (1 − ε)·[target] − ε / V, with p = exp(z − L)."""
+        """Compute d loss / d z = p·(1 + 2ζL) − (1 − ε)·[target] − ε / V, with p = exp(z − L)."""
         scores_Tv, targets_T, log_sum_T = ctx.saved_tensors
         settings: _Settings = ctx.settings
         factor_T = grads[0].masked_fill(targets_T == settings.ignore_index, 0)
@@ -145,7 +145,7 @@ class _CrossEntropy(Function):
         chunks = settings.chunks(scores_Tv, grad_Tv[:, : len(settings.rows)], targets_T, log_sum_T, factor_T)
         for scores, out, targets, log_sum, factor in chunks:
             here, place = settings.place(targets)
-            grad = torch.sub(scores, log_sum[:, None]).exp_()  # fp32, as the sums are
+            grad = torch.sub(scores, log_sum[:, None]).exp_()  # in fp32, like the sums
             if settings.z_loss:
                 grad.mul_((1 + 2 * settings.z_loss * log_sum)[:, None])
             if settings.rows:
@@ -160,10 +160,10 @@ class _CrossEntropy(Function):
 def _statistics(
     scores_Tv: torch.Tensor, targets_T: torch.Tensor, settings: _Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log Σ exp z, z_target (0 where another rank holds it) and, with smoothing, Σ z of this rank's classes, in fp32.
+    """Return log Σ exp z, z_target (0 where another rank has it) and, with smoothing, Σ z of this rank's classes, in fp32.
 
-    Each score is read from memory as often as it must be, and written once: `logsumexp` of a copy in fp32 would move half
-    as much again.
+    Each logit is read from memory as few times as possible, and written once: `logsumexp` of a copy in fp32 would move
+    half as much data again.
     """
     nothing_T = torch.zeros_like(targets_T, dtype=torch.float32)
     if not settings.rows:
@@ -171,7 +171,7 @@ def _statistics(
     here_T, place_T = settings.place(targets_T)
     target_score_T = scores_Tv.gather(1, place_T[:, None]).squeeze(1).float().masked_fill_(~here_T, 0)
     top_T = scores_Tv.amax(1).float()
-    top_T.masked_fill_(top_T.isinf(), 0)  # as logsumexp does: ∞ − ∞ is no number
+    top_T.masked_fill_(top_T.isinf(), 0)  # as logsumexp does: ∞ − ∞ is NaN
     log_sum_T = torch.sub(scores_Tv, top_T[:, None]).exp_().sum(1).log_().add_(top_T)
     score_sum_T = scores_Tv.sum(1, dtype=torch.float32) if settings.label_smoothing else nothing_T
     return log_sum_T, target_score_T, score_sum_T

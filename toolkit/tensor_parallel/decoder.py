@@ -1,4 +1,4 @@
-"""Finds where a decoder's sequence may lie in pieces, or what forbids it, before anything is changed."""
+"""Which modules of a decoder can run on shards of the sequence, or what forbids it, found before anything is changed."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from toolkit.tensor_parallel.plan import (
 )
 from toolkit.topology.grid import join
 
-# Names that architectures of transformers give to the norm behind the last layer.
+# Names that architectures of transformers give to the norm after the last layer.
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
-# A module in which something forbids sequence parallelism, and what; "" for the model.
+# Name of a module that forbids sequence parallelism ("" for the model), and the reason.
 _Reason = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """Where a model's sequence lies in pieces, by names of its modules.
+    """The modules of a model between which the sequence is sharded, by name.
 
     Args:
-        layers: Its decoder layers, in their order.
-        end: The last module on pieces: the final norm, or the last layer of a model without one.
+        layers: Decoder layers, in order.
+        end: Last module on a sharded sequence: the final norm, or the last layer of a model without one.
         gathering: Parents of one region each, which gather their columns' input.
-        whole: Modules inside which all is as without sequence parallelism: mixtures of experts, whose router and experts
-            both read the whole sequence, and whatever may mix tokens and is not sharded.
-        drops: Whether anything may be drawn at random in training.
+        whole: Modules that run on the whole sequence, as without sequence parallelism: mixtures of experts, whose router
+            and experts both read the whole sequence, and modules that may mix tokens and are not sharded.
+        drops: Whether training may draw random numbers, such as dropout masks.
     """
 
     layers: tuple[str, ...]
@@ -47,34 +47,34 @@ class Decoder:
     drops: bool
 
     def reads(self, region: Region) -> Reads:
-        """Return what the columns of a region are called with."""
+        """Return which kind of input the columns of a region are called with."""
         if region.parent in self.gathering:
             return "gathered"
         return "piece" if region.parent in self.layers else "whole"
 
     def outputs_shard(self, row: str) -> bool:
-        """Whether a row's output is a piece."""
+        """Return whether the output of a row is a shard of the sequence."""
         return not any(is_inside(row, whole) for whole in self.whole)
 
     def acts_on_pieces(self, name: str) -> bool:
-        """Whether a module of a layer, or the last one on pieces, lies outside the modules that gather."""
+        """Return whether a module of a layer, or the last one on a sharded sequence, lies outside the modules that gather."""
         return not any(is_inside(name, outer) for outer in self.gathering | self.whole)
 
     @property
     def on_pieces(self) -> tuple[str, ...]:
-        """Modules whose input is a piece."""
+        """Modules whose input is a shard of the sequence."""
         return self.layers if self.end in self.layers else (*self.layers, self.end)
 
 
 def find_decoder(model: nn.Module, found: Mapping[str, Style]) -> Decoder:
-    """Finds where the sequence of a dense model may lie in pieces.
+    """Find the modules of a dense model that can run on shards of the sequence.
 
     Args:
-        model: It is left as it is.
-        found: Styles by names of its modules.
+        model: Dense model; it is not changed.
+        found: Styles by module name.
 
     Raises:
-        PlanError: TP_SEQUENCE_ARCHITECTURE, with what keeps the model from sequence parallelism.
+        PlanError: TP_SEQUENCE_ARCHITECTURE, with the reasons that forbid sequence parallelism of the model.
     """
     inside = [name for name, style in found.items() if isinstance(style, ColumnParallel | RowParallel | Experts)]
     stacks = {_stack_of(name) for name in inside}
@@ -89,7 +89,7 @@ def find_decoder(model: nn.Module, found: Mapping[str, Style]) -> Decoder:
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Whether a module is another, or lies in it, by their names."""
+    """Return whether a module is another one or lies inside it, judged by their names."""
     return name == outer or name.startswith(f"{outer}.")
 
 
@@ -111,7 +111,7 @@ def _decoder(model: nn.Module, found: Mapping[str, Style], stack: str) -> Decode
 
 
 def _stays_whole(model: nn.Module, child: str, parents: set[str], found: Mapping[str, Style]) -> bool:
-    """Whether a layer's child holds what is no column but may want the whole sequence, or regions within regions."""
+    """Return whether a layer's child has modules other than columns that may need the whole sequence, or nested regions."""
     styles = [style for name, style in found.items() if is_inside(name, child)]
     sharded = any(isinstance(style, ColumnParallel | RowParallel) for style in styles)
     matrix = any(parameter.dim() > 1 for parameter in model.get_submodule(child).parameters())
@@ -142,7 +142,7 @@ def _layer_reasons(model: nn.Module, decoder: Decoder, found: Mapping[str, Style
 
 
 def _random_reasons(model: nn.Module, decoder: Decoder) -> Iterator[_Reason]:
-    """On pieces ranks draw apart, where all hold the whole sequence they must draw the same."""
+    """Yield conflicts of random state: ranks draw differently on shards of the sequence, but alike on the whole of it."""
     for name in sorted(decoder.whole) if decoder.drops else ():
         module = model.get_submodule(name)
         if any(isinstance(inner, nn.Dropout) and inner.p for inner in module.modules()):
@@ -152,7 +152,7 @@ def _random_reasons(model: nn.Module, decoder: Decoder) -> Iterator[_Reason]:
 
 
 def _drops(model: nn.Module) -> bool:
-    """Whether the configuration names a dropout; without one, whether the model holds a module of it."""
+    """Return whether the configuration sets a dropout; of a model without one, whether it has an active dropout module."""
     config = getattr(model, "config", None)
     if config is None:
         return any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
@@ -160,7 +160,7 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _stack_of(name: str) -> str:
-    """Return the list in which a module's layer stands: all before the first number of its name.
+    """Return the name of the list that a module's layer belongs to: everything before the first number of its name.
 
     >>> _stack_of("model.layers.3.mlp.experts.0"), _stack_of("head")
     ('model.layers', '')
@@ -171,7 +171,7 @@ def _stack_of(name: str) -> str:
 
 
 def _refused(model: nn.Module, reasons: list[_Reason]) -> PlanError:
-    """Names each reason once for all layers alike."""
+    """Return the error that names each reason once for all layers alike."""
     told = {(pattern_of(name), why): f"{name} {why}".strip() for name, why in reversed(reasons)}
     return PlanError.of(
         code="TP_SEQUENCE_ARCHITECTURE",

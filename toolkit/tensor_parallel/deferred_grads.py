@@ -1,4 +1,4 @@
-"""Gradients of weights that wait: a backward pass gives the gradient of a linear layer's input, the weight's comes on demand.
+"""Deferred weight gradients: a backward pass computes the input gradient of a linear layer, the weight's comes on demand.
 
 Source:
     arXiv 2401.10241, section 2: the two products of a linear layer's backward pass do not depend on each other.
@@ -17,12 +17,12 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredWeightGrad:
-    """What is left of the backward pass of a linear layer, or of several that read one input.
+    """The deferred half of the backward pass of a linear layer, or of several that read one input.
 
     Args:
-        parameters: Whose gradients are missing.
-        compute: Gives the gradient of each; it holds what it needs, the layer's input and its output's gradient.
-        input: What it keeps of the former.
+        parameters: Parameters whose gradients are missing.
+        compute: Returns the gradient of each; it owns the layer's input and the gradient of its output.
+        input: The part of the layer's input that `compute` keeps.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -31,19 +31,19 @@ class DeferredWeightGrad:
 
 
 class WeightGradStore:
-    """Tells the linear layers of a rank whether the gradients of their weights wait."""
+    """Tells the linear layers of a rank whether to defer their weight gradients, and collects the deferred ones."""
 
     def __init__(self) -> None:
         self._waiting: deque[DeferredWeightGrad] | None = None
 
     @property
     def wait(self) -> bool:
-        """Whether a backward pass leaves them to be computed later."""
+        """True if backward passes defer the weight gradients."""
         return self._waiting is not None
 
     @contextmanager
     def defer(self) -> Iterator[deque[DeferredWeightGrad]]:
-        """Collects what the backward passes of a block leave, in the order in which they come to it."""
+        """Collect the weight gradients that backward passes inside the `with` block defer, in their order."""
         waiting: deque[DeferredWeightGrad] = deque()
         self._waiting = waiting
         try:
@@ -52,10 +52,10 @@ class WeightGradStore:
             self._waiting = None
 
     def add(self, delayed: DeferredWeightGrad) -> None:
-        """Leaves something to be computed later.
+        """Append a deferred computation to the queue.
 
         Raises:
-            ValueError: Outside of `defer`.
+            ValueError: If called outside of `defer`.
         """
         if self._waiting is None:
             raise ValueError("nothing waits outside of `defer`")

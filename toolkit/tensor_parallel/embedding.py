@@ -1,4 +1,4 @@
-"""The vocabulary on the ranks of a tensor group: embedding rows, and the head's scores.
+"""A vocabulary sharded over a tensor group: embedding rows, and the logits of the head.
 
 Source:
     arXiv 1909.08053, section 3.
@@ -16,13 +16,13 @@ from toolkit.tensor_parallel.autograd import reduce_from_region
 from toolkit.tensor_parallel.layout import Layout, Part, Shard
 from toolkit.tensor_parallel.linear import sharded_parameter
 
-# Rows of a rank are a multiple of this: tensor cores want 16-byte rows, 8 numbers in 16 bit (NVIDIA, Matrix
+# The rows of a rank are a multiple of this: tensor cores want 16-byte rows, 8 numbers of 16 bits (NVIDIA, Matrix
 # Multiplication Background User's Guide, "Tensor Core Requirements").
 ROWS_MULTIPLE = 8
 
 
 def vocabulary_layout(vocab_size: int, num_ranks: int) -> Layout:
-    """Deals out a vocabulary in equal runs of rows, padded at the end: some of the last ranks may hold padding alone.
+    """Return the layout of a vocabulary in equal runs of rows, padded at the end: the last ranks may hold only padding.
 
     >>> vocabulary_layout(50257, 4).length, vocabulary_layout(50257, 4).ranges(3, 4)
     (50272, (range(37704, 50272),))
@@ -32,23 +32,23 @@ def vocabulary_layout(vocab_size: int, num_ranks: int) -> Layout:
 
 
 def embedding_shards(embedding: nn.Embedding, num_ranks: int) -> dict[str, Shard]:
-    """Return how the weight of an embedding is cut."""
+    """Return how the weight of an embedding is sharded."""
     length = embedding.num_embeddings
     return {"weight": Shard(dim=0, layout=vocabulary_layout(length, num_ranks), dense_length=length)}
 
 
 def own_rows(vocab_size: int, tp_group: dist.ProcessGroup) -> range:
-    """Return the token ids of which this rank holds the rows, without padding; empty where it holds padding alone."""
+    """Return the token ids whose rows this rank owns, without padding; empty if it has only padding."""
     [own] = vocabulary_layout(vocab_size, tp_group.size()).ranges(tp_group.rank(), tp_group.size())
     return range(min(own.start, vocab_size), min(own.stop, vocab_size))
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Holds some rows of an embedding, gives zeros for the others, and sums over the ranks.
+    """Embedding with some of the rows on each rank: other ids give zeros, and the output is summed over the ranks.
 
     Args:
-        dense: `nn.Embedding`, or one that scales its output by `embed_scale`, as Gemma 3's.
-        tp_group: Ranks that hold the other rows.
+        dense: `nn.Embedding`, or a subclass that scales its output by `embed_scale`, as Gemma 3's does.
+        tp_group: Ranks that share the rows.
 
     Collectives:
         forward: all-reduce of the output; backward: none.
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
         self.register_buffer("embed_scale", getattr(dense, "embed_scale", None), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings. Shapes (…) to (…, width)."""
+        """Return the embeddings of token ids. Shapes (…) to (…, width)."""
         elsewhere = (ids < self._rows.start) | (ids >= self._rows.stop)
         rows = (ids - self._rows.start).masked_fill(elsewhere, 0)
         own = functional.embedding(rows, self.weight, self._padding_row).masked_fill(elsewhere[..., None], 0)
@@ -81,17 +81,17 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def gather_scores(scores: torch.Tensor, *, vocab_size: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Joins the ranks' scores of a vocabulary-parallel head; for looking at them, not for a loss.
+    """Gather the logits of a vocabulary-parallel head, for inspection, not for a loss.
 
     Args:
-        scores: What the head gives on this rank. Shape (…, padded vocabulary / tp).
-        vocab_size: Without padding.
-        tp_group: Ranks of the head.
+        scores: Output of the head on this rank. Shape (…, padded vocabulary / tp).
+        vocab_size: Size of the vocabulary without padding.
+        tp_group: Ranks that share the head.
 
     Returns:
-        Shape (…, vocab_size), without a gradient.
+        Logits of shape (…, vocab_size), without a gradient.
 
     Collectives:
-        all-gather, the size of the result.
+        One all-gather, the size of the result.
     """
     return all_gather(scores.detach(), dim=-1, group=tp_group)[..., :vocab_size]

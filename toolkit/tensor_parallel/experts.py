@@ -1,4 +1,4 @@
-"""A mixture's experts, stacked in one module, with the inner features of each on the ranks of a tensor group.
+"""Stacked experts of a mixture, with the inner features of each expert sharded over a tensor group.
 
 E: experts, I: inner features, D: width.
 """
@@ -17,10 +17,10 @@ from toolkit.tensor_parallel.linear import sharded_parameter
 
 
 def shard_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
-    """Slices `gate_up_proj` (E, 2·I, D) and `down_proj` (E, D, I) of each expert; the module keeps its class and kernels.
+    """Shard `gate_up_proj` (E, 2·I, D) and `down_proj` (E, D, I) of each expert; the module keeps its class and kernels.
 
     Collectives:
-        forward: all-reduce of the output; backward: all-reduce of the input's gradient, and of the routing weights'.
+        forward: all-reduce of the output; backward: all-reduce of the gradients of the input and of the routing weights.
 
     Source:
         transformers integrations/moe.py; models/mixtral/modeling_mixtral.py MixtralExperts.
@@ -44,7 +44,7 @@ def shard_experts(experts: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
 
 
 def expert_shards(experts: nn.Module) -> dict[str, Shard]:
-    """Return how the parameters of stacked experts are cut."""
+    """Return how the parameters of stacked experts are sharded."""
     inner = experts.get_parameter("down_proj").shape[2]
     half = Part(num_units=inner)
     return {
@@ -54,6 +54,6 @@ def expert_shards(experts: nn.Module) -> dict[str, Shard]:
 
 
 def _copied(argument: Any, tp_group: dist.ProcessGroup) -> Any:
-    """Hidden states and routing weights are whole; the indices of the chosen experts have no gradient."""
+    """Copy hidden states and routing weights into the region; the indices of the chosen experts have no gradient."""
     has_gradient = isinstance(argument, torch.Tensor) and argument.is_floating_point()
     return copy_to_region(argument, tp_group=tp_group) if has_gradient else argument

@@ -1,7 +1,7 @@
-"""Parameters that every rank holds, but whose gradient on each is a part of a sum: they are summed once a backward pass.
+"""Replicated parameters whose gradient on each rank is a partial sum: it is summed over ranks in each backward pass.
 
-Such are norms between columns and rows, which see their rank's heads alone, and with sequence parallelism all that acts on
-pieces of the sequence.
+These are norms between columns and rows, which see only the heads of their rank, and with sequence parallelism all modules
+that act on shards of the sequence.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import nn
 from toolkit.distributed.collectives import all_reduce
 from toolkit.tensor_parallel.plan import inside
 
-# Set on a parameter whose gradient is summed already, and on a module: group by name of its own parameter.
+# Attribute of a parameter that has its hook, and attribute of a module: process group by name of its own parameter.
 _HOOKED, _GROUPS = "gradient_is_summed", "gradient_sums"
 
 
 def sum_gradients(module: nn.Module, names: Iterable[str], *, group: dist.ProcessGroup) -> None:
-    """Sums the gradients of a module's own parameters over a group, for as long as the module lives.
+    """Sum the gradients of a module's own parameters over a group, from now on.
 
-    What moves a model off the meta device makes new parameters, without the hooks of the old: those are found anew when the
-    module is called. A model that is compiled as a whole before its first call needs `register_gradient_sums`.
+    Moving a model off the meta device makes new parameters without the hooks of the old ones, so hooks are registered again
+    when the module is called. A model that is compiled as a whole before its first call needs `register_gradient_sums`.
 
     Args:
         module: Owner of the parameters.
-        names: Of its own parameters, frozen ones included.
+        names: Names of its own parameters, frozen ones included.
         group: Ranks whose gradients are summed.
     """
     groups = {name: group for name in names if module._parameters.get(name) is not None}
@@ -41,13 +41,13 @@ def sum_gradients(module: nn.Module, names: Iterable[str], *, group: dist.Proces
 
 
 def register_gradient_sums(model: nn.Module) -> None:
-    """Makes sure that all parameters of a sharded model whose gradients are to be summed have their hook, as they are now."""
+    """Register the missing hooks of all parameters of a sharded model whose gradients are to be summed."""
     for module in model.modules():
         _register(module)
 
 
 def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Registers the gradient hooks of another parameter on the one that takes its place; a frozen one has no gradient to sum."""
+    """Register the gradient hooks of a parameter on its replacement; a frozen one has no gradient to sum."""
     if not new.requires_grad:
         return
     for hook in (old._backward_hooks or {}).values():
@@ -57,7 +57,7 @@ def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def summed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the whole parameters of a sharded model whose gradients are summed over ranks, by name."""
+    """Return the replicated parameters of a sharded model whose gradients are summed over ranks, by name."""
     return {
         inside(name, own): module.get_parameter(own)
         for name, module in model.named_modules()

@@ -1,6 +1,6 @@
-"""Keeps a rank's part of a model from being taken for the whole model: by DDP and FSDP, `save_pretrained` and `generate`.
+"""Guards against treating a rank's part of a model as the whole: in DDP and FSDP, `save_pretrained` and `generate`.
 
-Only the instance that was sharded or cut changes its class. Nothing in torch is patched.
+Only the instance that was sharded or split changes its class. Nothing in torch is patched.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _BY_ENGINE = "Train it with `tk.initialize`, whose engine knows the tensor group
 
 
 class PartOfModel(nn.Module):
-    """Mixin of a model of which this rank holds a part.
+    """Mixin for a model of which this rank has only a part.
 
     Attributes:
-        held_part: What it holds, for messages; "" for a whole model of the same class.
-        tensor_group: Ranks that hold the other shards of its layers: what walks its parameters to copy or cut them must leave
-            them alone. None where nothing is sharded.
+        held_part: Description of the part, for messages; "" for a whole model of the same class.
+        tensor_group: Ranks that have the other shards of its layers: wrappers that replicate or shard parameters must not
+            span them. None if no layer is sharded.
     """
 
     held_part: str = ""
     tensor_group: Any = None
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield what `nn.Module.named_modules` does, on which `parameters` and the like build.
+        """Yield the same as `nn.Module.named_modules`, which `parameters` and similar methods call.
 
         Raises:
-            PlanError: TP_REPLICATED where a wrapper that asks would give this rank's shards to another rank of its tensor group.
+            PlanError: TP_REPLICATED if the calling wrapper would copy this rank's shards to another rank of its tensor group.
         """
         checks = self.tensor_group is not None and not torch.compiler.is_compiling()
         if checks:
@@ -52,16 +52,16 @@ class PartOfModel(nn.Module):
 
 
 def guard_part(model: nn.Module, *, held_part: str, tp_group: dist.ProcessGroup | None = None) -> None:
-    """Makes a model refuse what would take this rank's part for the whole.
+    """Make a model refuse calls that would treat this rank's part as the whole.
 
-    `save_pretrained`, `push_to_hub` and `generate` are refused; with a tensor group, and before a number is sent,
-    DistributedDataParallel, `fully_shard` and DeepSpeed over ranks that hold other shards, and FullyShardedDataParallel. DDP and
-    `fully_shard` over data-parallel ranks, which hold the same shards, are right.
+    `save_pretrained`, `push_to_hub` and `generate` are refused; with a tensor group, and before any
+    communication, so are DistributedDataParallel, `fully_shard` and DeepSpeed over ranks that have other shards, and
+    FullyShardedDataParallel. DDP and `fully_shard` over data-parallel ranks, which have the same shards, are allowed.
 
     Args:
-        model: Sharded or cut, or around such a model, as peft's are; its class becomes a subclass that has the same name.
-        held_part: What this rank holds of it, for messages.
-        tp_group: Ranks that hold the other shards of its layers.
+        model: Sharded or split model, or a wrapper of one such as peft's; its class becomes a subclass of the same name.
+        held_part: Description of this rank's part, for messages.
+        tp_group: Ranks that have the other shards of its layers.
     """
     if isinstance(model, PartOfModel):
         return
@@ -78,7 +78,7 @@ def _guarded(kind: Any) -> Any:
     return type(kind.__name__, (PartOfModel, kind), own)
 
 
-# Reason and fix of each method that takes the part for the whole.
+# Reason and fix for each method that would treat the part as the whole.
 _SAVE = (
     "no `from_pretrained` could join the parts of all ranks",
     "Save the run with `tk.save` and write the whole model with `tk.export`; in a loop of your own join each sharded weight by "
@@ -105,7 +105,7 @@ def _refusal(name: str) -> Callable[..., None]:
 
 
 def _check_callers(frame: FrameType | None, tp_group: dist.ProcessGroup) -> None:
-    """Looks for a wrapper that is being made around the model: torch tells a module nothing of it."""
+    """Look for the constructor of a wrapper in the calling frames: torch does not notify the module."""
     while frame is not None:
         if frame.f_code.co_name == "__init__":
             _check_wrapper(frame.f_locals.get("self"), tp_group)
@@ -114,7 +114,7 @@ def _check_callers(frame: FrameType | None, tp_group: dist.ProcessGroup) -> None
 
 def _check_wrapper(wrapper: object, tp_group: dist.ProcessGroup) -> None:
     if isinstance(wrapper, DistributedDataParallel):
-        # It sets the group before it asks for parameters (torch nn/parallel/distributed.py).
+        # DDP sets the group before it reads the parameters (torch nn/parallel/distributed.py).
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         if shared := _shared(ranks, tp_group):
             raise _replicated("DistributedDataParallel", shared, "process_group=")
@@ -131,7 +131,7 @@ def _check_wrapper(wrapper: object, tp_group: dist.ProcessGroup) -> None:
 
 
 def _check_placement(module: nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Refuses shards that `fully_shard` has cut again, over ranks that hold other shards."""
+    """Refuse shards that `fully_shard` has sharded again over ranks that have other shards."""
     parameters: dict[str, Any] = module._parameters
     for parameter in parameters.values():
         if isinstance(parameter, DTensor) and (
@@ -141,12 +141,12 @@ def _check_placement(module: nn.Module, tp_group: dist.ProcessGroup) -> None:
 
 
 def _is_engine(wrapper: object) -> bool:
-    engine = sys.modules.get("deepspeed.runtime.engine")  # whoever makes one has imported it
+    engine = sys.modules.get("deepspeed.runtime.engine")  # imported if there is an engine
     return engine is not None and isinstance(wrapper, engine.DeepSpeedEngine)
 
 
 def _shared(ranks: list[int], tp_group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks of a wrapper that hold different shards of one model; none where it is only this one."""
+    """Return the ranks of a wrapper that have different shards of one model; empty if there is only this rank."""
     shared = sorted(set(ranks) & set(dist.get_process_group_ranks(tp_group)))
     return shared if len(shared) > 1 else []
 

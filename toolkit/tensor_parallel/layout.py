@@ -1,4 +1,4 @@
-"""Which slices of a dense parameter each rank of a tensor group holds: rank arithmetic, and the tensors cut and joined by it."""
+"""Which slices of a dense parameter each rank of a tensor group owns, and slicing and gathering tensors accordingly."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toolkit.distributed.collectives import all_gather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A run of equal units that are never cut: heads, or single features.
+    """A run of equal units that are never split: heads, or single features.
 
     Args:
-        num_units: Units in the run.
-        unit_size: Length of each.
+        num_units: Number of units in the run.
+        unit_size: Length of each unit.
     """
 
     num_units: int
@@ -29,7 +29,7 @@ class Part:
         return self.num_units * self.unit_size
 
     def owners(self, num_ranks: int) -> int:
-        """Ranks that hold one unit: 1 where there are units enough.
+        """Return the number of ranks that share one unit: 1 if there are enough units.
 
         Raises:
             ValueError: If neither number divides the other.
@@ -40,7 +40,7 @@ class Part:
         return max(1, num_ranks // self.num_units)
 
     def range_of(self, rank: int, num_ranks: int) -> range:
-        """What `rank` holds of the run, counted from its start.
+        """Return the range of the run that `rank` owns, counted from its start.
 
         >>> Part(num_units=8, unit_size=2).range_of(1, 4)
         range(4, 8)
@@ -55,12 +55,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A dimension as equal blocks, one after the other, each of the same parts one after the other.
+    """A dimension as consecutive equal blocks, each of the same consecutive parts.
 
-    Blocks are dealt out first; where there are fewer than ranks, several ranks share a block and divide its parts.
-    A part with fewer units than ranks is held by several ranks each.
+    Blocks are distributed first; if there are fewer than ranks, several ranks share a block and divide its parts.
+    Each unit of a part with fewer units than ranks is replicated on several ranks.
 
-    Keys and values of grouped-query attention, fused behind the queries (Phi-3), 4 query and 2 key heads of size 2:
+    Keys and values of grouped-query attention, fused after the queries (Phi-3), 4 query and 2 key heads of size 2:
 
     >>> fused = Layout(parts=(Part(num_units=4, unit_size=2), Part(num_units=2, unit_size=2), Part(num_units=2, unit_size=2)))
     >>> fused.ranges(1, 2)
@@ -75,8 +75,8 @@ class Layout:
     ((range(2, 4), range(4, 6), range(6, 8)), (1, 2, 2))
 
     Args:
-        parts: Of one block.
-        num_blocks: Blocks in the dimension.
+        parts: Parts of one block.
+        num_blocks: Number of blocks in the dimension.
     """
 
     parts: tuple[Part, ...]
@@ -92,14 +92,14 @@ class Layout:
         return sum(part.length for part in self.parts)
 
     def _is_whole_blocks(self, sharing: int) -> bool:
-        """Whether a rank's blocks are one range, given how many ranks share a block."""
+        """Return whether a rank owns whole blocks, which are one range, given how many ranks share a block."""
         return sharing == 1 and self.num_blocks > 1
 
     def owners(self, num_ranks: int) -> tuple[int, ...]:
-        """For each range of `ranges`, the number of ranks that hold the same.
+        """Return, for each range of `ranges`, the number of ranks that have the same range.
 
         Raises:
-            ValueError: If the ranks cannot share units and blocks evenly.
+            ValueError: If units and blocks cannot be divided evenly over the ranks.
         """
         sharing = Part(num_units=self.num_blocks).owners(num_ranks)
         if self._is_whole_blocks(sharing):
@@ -107,7 +107,7 @@ class Layout:
         return tuple(part.owners(sharing) for part in self.parts)
 
     def ranges(self, rank: int, num_ranks: int) -> tuple[range, ...]:
-        """What `rank` holds of the dense dimension, in the order in which its shard holds it."""
+        """Return the ranges of the dense dimension that `rank` owns, in the order of its shard."""
         blocks = Part(num_units=self.num_blocks, unit_size=self._block_length)
         sharing = blocks.owners(num_ranks)
         own = blocks.range_of(rank, num_ranks)
@@ -123,11 +123,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """How one parameter is cut.
+    """How one parameter is sharded.
 
     Args:
-        dim: Dimension that is cut.
-        layout: Of that dimension; longer than the dense one where shards are padded with zeros.
+        dim: Dimension that is sharded.
+        layout: Layout of that dimension; longer than the dense one if shards are padded with zeros.
         dense_length: Length of the dense dimension.
     """
 
@@ -136,7 +136,7 @@ class Shard:
     dense_length: int
 
     def take(self, dense: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
-        """Cuts a rank's shard out of a dense tensor, as a tensor of its own."""
+        """Copy a rank's shard out of a dense tensor."""
         padding = self.layout.length - self.dense_length
         if padding:
             dense = functional.pad(dense, (0, 0) * (dense.dim() - 1 - self.dim) + (0, padding))
@@ -147,7 +147,7 @@ class Shard:
         """Return the dense tensor of which `local` is this rank's shard.
 
         Collectives:
-            all-gather, the size of the dense tensor times the ranks that hold the same.
+            One all-gather, the size of the dense tensor times the number of ranks that have the same shard.
         """
         shards = all_gather(local.unsqueeze(0), dim=0, group=tp_group)
         shape = list(local.shape)

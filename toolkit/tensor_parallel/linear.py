@@ -1,7 +1,8 @@
-"""Linear layers whose output features (columns) or input features (rows) lie on the ranks of a tensor group.
+"""Linear layers whose output features (columns) or input features (rows) are sharded over a tensor group.
 
-Y = X·Aᵀ + b. Columns: A = [A₁; …; Aₙ], rank i gives Yᵢ = X·Aᵢᵀ + bᵢ. Rows: A = [A₁, …, Aₙ], rank i holds the columns Xᵢ of
-X, and Y = Σ Xᵢ·Aᵢᵀ + b. A pair of them, with any elementwise function between, needs one all-reduce forward and one backward.
+Y = X·Aᵀ + b. Columns: A = [A₁; …; Aₙ], rank i computes Yᵢ = X·Aᵢᵀ + bᵢ. Rows: A = [A₁, …, Aₙ], rank i has the columns Xᵢ
+of X, and Y = Σ Xᵢ·Aᵢᵀ + b. A pair of them, with any elementwise function between, needs one all-reduce forward and one
+backward.
 
 Source:
     arXiv 1909.08053, section 3.
@@ -29,15 +30,15 @@ Reads = Literal["whole", "piece", "gathered"]
 
 
 class ShardedLinear(nn.Module):
-    """What columns and rows share: a slice of a dense layer's weight, stored in the dense layer's orientation.
+    """Base of column- and row-parallel layers: a slice of a dense layer's weight, stored in the dense layer's orientation.
 
     Args:
         dense: `nn.Linear`, or transformers' `Conv1D`, whose weight is (in, out).
-        shards: How each of its parameters is cut; the others stay whole.
-        tp_group: Ranks that hold the other slices.
+        shards: How each of its parameters is sharded; the others stay whole.
+        tp_group: Ranks that share the weight.
 
     Attributes:
-        weight_gradients: Tells whether they wait for a backward pass of their own; None where they never do.
+        weight_gradients: Store that defers the weight gradients; None if they are never deferred.
     """
 
     weight: nn.Parameter
@@ -54,12 +55,12 @@ class ShardedLinear(nn.Module):
             if name in shards and parameter is not None:
                 parameter = sharded_parameter(parameter, shards[name], tp_group=tp_group)
             self.register_parameter(name, parameter)
-        # Features on this rank; ZeRO-3 will leave the weight without a shape between its uses.
+        # Features on this rank; under ZeRO-3 the weight has no shape between its uses.
         self.out_features, self.in_features = self.weight_OI.shape
 
     @property
     def weight_OI(self) -> torch.Tensor:  # noqa: N802
-        """The weight as (out, in)."""
+        """The weight in shape (out, in)."""
         return self.weight.t() if self.transposed else self.weight
 
     def extra_repr(self) -> str:
@@ -70,16 +71,16 @@ class ShardedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """Holds some output features; its input is whole and its output stays on this rank.
+    """Linear layer with some of the output features on each rank; its input is whole and its output stays sharded.
 
-    Columns that read one input, such as query, key and value, are told of each other by `share_input`: the first that
-    is called computes for all, so that their input's gradient is reduced once.
+    Columns that read one input, such as query, key and value, are linked by `share_input`: the first that is
+    called computes for all, so that the gradient of their input is reduced once.
 
     Args:
-        dense: Layer to slice.
-        layout: Of its output features.
-        tp_group: Ranks that hold the others.
-        replica_group: Ranks that hold the same heads as this one, where the layout has fewer heads than ranks.
+        dense: Layer to shard.
+        layout: Layout of its output features.
+        tp_group: Ranks that share the output features.
+        replica_group: Ranks that have the same heads as this one, if there are fewer heads than ranks.
 
     Collectives:
         forward: none; backward: all-reduce of the input's gradient over `tp_group`, which runs while the weights'
@@ -102,7 +103,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     @property
     def reads(self) -> Reads:
-        """What its input is, as `SharedInput` takes it."""
+        """Kind of its input, in the terms of `SharedInput`."""
         return self._shared.reads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,17 +112,17 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """Holds some input features, of which its input is this rank's; its output is whole, and the bias is added once.
+    """Linear layer with some of the input features on each rank; its input is sharded, its output whole, its bias added once.
 
     Args:
-        dense: Layer to slice.
-        layout: Of its input features.
-        tp_group: Ranks that hold the others.
-        sequence_parallel: Whether the output is this rank's piece of the sequence, its last dimension but one.
+        dense: Layer to shard.
+        layout: Layout of its input features.
+        tp_group: Ranks that share the input features.
+        sequence_parallel: Whether the output is this rank's shard of the sequence, its second-to-last dimension.
 
     Collectives:
-        forward: all-reduce of the output over `tp_group`; backward: none. With `sequence_parallel` reduce-scatter and
-        all-gather.
+        forward: all-reduce of the output over `tp_group`; backward: none. With `sequence_parallel`, forward:
+        reduce-scatter; backward: all-gather.
     """
 
     def __init__(
@@ -144,15 +145,15 @@ class RowParallelLinear(ShardedLinear):
 
 
 class SharedInput:
-    """Columns that read one tensor, computed together at the first call; each takes its output when it is called.
+    """Columns with the same input, computed together when the first is called; each returns its output when it is called.
 
-    One function of all of them sums the gradients of their input before it is reduced: one all-reduce instead of one a
-    layer, hidden behind all their weight gradients.
+    One autograd function for all of them sums the gradients of their input before the reduction: one all-reduce instead of
+    one per layer, overlapped with the weight gradients of all.
 
     Args:
         columns: Layers that are called with the same tensor in each forward pass.
-        reads: What that tensor is: whole on each rank, a piece of the sequence, or whole because `gather` made it so from
-            a piece, which is then all that is kept for the backward pass.
+        reads: Kind of that tensor: whole on each rank, a shard of the sequence, or whole because `gather` gathered it from
+            a shard, which is then all that is kept for the backward pass.
     """
 
     def __init__(self, columns: Sequence[ColumnParallelLinear], *, reads: Reads = "whole") -> None:
@@ -160,22 +161,22 @@ class SharedInput:
         self.reads = reads
         self._input: torch.Tensor | None = None
         self._version = 0
-        # By position, not by column: compiled code asks again for what it has read, and layers differ in their columns.
+        # By position, not by column: compiled code guards on what it has read, and layers differ in their columns.
         self._outputs: list[torch.Tensor | None] = []
         self._gathered: _Gathered | None = None
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
-        """Joins the ranks' pieces of the columns' input. Other readers of the result may only be shards.
+        """Gather the ranks' shards of the columns' input. Other consumers of the result must be sharded as well.
 
         Collectives:
-            forward: all-gather; backward: reduce-scatter where anything but the columns reads the result.
+            forward: all-gather; backward: reduce-scatter if anything but the columns reads the result.
         """
         whole = gather_from_sequence(piece, dim=SEQUENCE_DIM, tp_group=self._columns[0].tp_group)
         self._gathered = _Gathered(piece=piece, whole=whole, version=_version(whole))
         return whole
 
     def output_of(self, column: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        """Return a column's output for `x`, and keeps it no longer."""
+        """Return a column's output for `x`, and release it."""
         version, place = _version(x), column.place
         if x is not self._input or version != self._version or not self._outputs or self._outputs[place] is None:
             self._input, self._version = x, version
@@ -200,7 +201,7 @@ class SharedInput:
             return compute(x, specs, parameters, whole=whole)
         if known is not None and known.whole is x and known.version == _version(x):
             return compute(known.piece, specs, parameters, whole=x.detach())
-        # Something made of what was gathered, as adapters with dropout do: its gradient is summed where that was.
+        # Computed from the gathered tensor, as adapters with dropout do: its gradient is summed where that was gathered.
         return compute(x, specs, parameters, reduces=False)
 
 
@@ -212,12 +213,12 @@ class _Gathered:
 
 
 def _version(x: torch.Tensor) -> int:
-    """Counts what was written to a tensor; neither a traced tensor nor one of inference mode counts it."""
+    """Return a tensor's count of in-place writes; 0 for traced tensors and those of inference mode, which have none."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of numbers, with its weight as it is; one of quantised weights is not."""
+    """Return whether a module is a linear layer with a plain floating-point weight; one with quantised weights is not."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
     weight = module.get_parameter("weight")
@@ -225,17 +226,17 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def output_features(dense: nn.Module) -> int:
-    """Return the length of a linear layer's output."""
+    """Return the number of a linear layer's output features."""
     return dense.get_parameter("weight").shape[1 if isinstance(dense, Conv1D) else 0]
 
 
 def input_features(dense: nn.Module) -> int:
-    """Return the length of a linear layer's input."""
+    """Return the number of a linear layer's input features."""
     return dense.get_parameter("weight").shape[0 if isinstance(dense, Conv1D) else 1]
 
 
 def column_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
-    """Return how the parameters of a linear layer are cut by a layout of its output features."""
+    """Return how the parameters of a linear layer are sharded by a layout of its output features."""
     length = output_features(dense)
     return {
         "weight": Shard(dim=1 if isinstance(dense, Conv1D) else 0, layout=layout, dense_length=length),
@@ -244,12 +245,12 @@ def column_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
 
 
 def row_shards(dense: nn.Module, layout: Layout) -> dict[str, Shard]:
-    """Return how the weight of a linear layer is cut by a layout of its input features; its bias stays whole."""
+    """Return how the weight of a linear layer is sharded by a layout of its input features; its bias stays whole."""
     return {"weight": Shard(dim=0 if isinstance(dense, Conv1D) else 1, layout=layout, dense_length=layout.length)}
 
 
 def share_input(columns: Sequence[ColumnParallelLinear], *, reads: Reads = "whole") -> SharedInput:
-    """Tells columns that they read one input, so that they compute together; `reads` as `SharedInput` takes it.
+    """Link columns that read the same input, so that they compute together; `reads` as in `SharedInput`.
 
     Under ZeRO-3, which gathers each module's parameters when it is called, the decoder layer must gather its parameters
     as one: `deepspeed.utils.set_z3_leaf_modules(model, [layer_class])`.
@@ -261,13 +262,13 @@ def share_input(columns: Sequence[ColumnParallelLinear], *, reads: Reads = "whol
 
 
 def sharded_parameter(dense: nn.Parameter, shard: Shard, *, tp_group: dist.ProcessGroup) -> nn.Parameter:
-    """Cuts this rank's shard out of a dense parameter, as a parameter of its own."""
+    """Copy this rank's shard out of a dense parameter, as a new parameter."""
     local = shard.take(dense.detach(), rank=tp_group.rank(), num_ranks=tp_group.size())
     return nn.Parameter(local, requires_grad=dense.requires_grad)
 
 
 def _replicated(layout: Layout, group: dist.ProcessGroup) -> Iterator[range]:
-    """Yield the ranges of this rank's shard, counted in the shard, that other ranks hold too."""
+    """Yield the ranges of this rank's shard, counted within the shard, that other ranks have too."""
     start = 0
     owners = layout.owners(group.size())
     for own, count in zip(layout.ranges(group.rank(), group.size()), owners, strict=True):

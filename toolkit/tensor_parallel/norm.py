@@ -1,4 +1,4 @@
-"""An RMS norm over features that lie on the ranks of a tensor group, as OLMo 2 and OLMoE have it over all query heads.
+"""An RMS norm over features that are sharded over a tensor group, as OLMo 2 and OLMoE have it over all query heads.
 
 D: features, d: those on this rank.
 
@@ -20,22 +20,23 @@ from toolkit.tensor_parallel.linear import sharded_parameter
 
 
 def norm_shards(layout: Layout) -> dict[str, Shard]:
-    """Return how the weight of a norm over all features is cut by their layout."""
+    """Return how the weight of a norm over all features is sharded by their layout."""
     return {"weight": Shard(dim=0, layout=layout, dense_length=layout.length)}
 
 
 class ParallelRMSNorm(nn.Module):
-    """y = w·x / √(mean x² + ε), the mean over the features of all ranks.
+    """RMS norm y = w·x / √(mean x² + ε), with the mean over the features of all ranks.
 
     Args:
         dense: Norm of transformers, with a weight and `variance_epsilon`.
-        layout: Of its features.
-        tp_group: Ranks that hold the others.
-        replica_group: Ranks that hold the same features as this one, where there are fewer heads than ranks.
-        rounds_before_weight: As OLMoE's; OLMo 2 and 3 round once, at the end.
+        layout: Layout of its features.
+        tp_group: Ranks that share the features.
+        replica_group: Ranks that have the same features as this one, if there are fewer heads than ranks.
+        rounds_before_weight: Whether to round before multiplying by the weight, as OLMoE does; OLMo 2 and 3 round at the end.
 
     Collectives:
-        forward: all-reduce of 4 bytes a token; backward: as much, and all-reduce of replicated weights' gradients.
+        forward: all-reduce of 4 bytes per token; backward: the same, and an all-reduce of the gradients of replicated
+        weights.
     """
 
     weight: nn.Parameter
@@ -56,13 +57,13 @@ class ParallelRMSNorm(nn.Module):
         self.weight = sharded_parameter(dense.get_parameter("weight"), self.shards["weight"], tp_group=tp_group)
         self.variance_epsilon = float(dense.variance_epsilon)  # type: ignore[arg-type]
         [owners] = layout.owners(tp_group.size())
-        self._counted_features = layout.length * owners  # a feature that several ranks hold is counted on each
+        self._counted_features = layout.length * owners  # a replicated feature is counted on each of its ranks
         if owners > 1:
             assert replica_group is not None, "a layout with replicated heads comes with their group"
             sum_gradients(self, ["weight"], group=replica_group)
 
     def forward(self, x_d: torch.Tensor) -> torch.Tensor:
-        """Return the normed features, computed in fp32. Shapes (…, d) to (…, d)."""
+        """Return the normalised features, computed in fp32. Shapes (…, d) to (…, d)."""
         scaled_d = x_d.float()
         squares_1 = reduce_from_region(scaled_d.square().sum(-1, keepdim=True), tp_group=self.tp_group)
         mean_1 = copy_to_region(squares_1, tp_group=self.tp_group) / self._counted_features

@@ -1,9 +1,9 @@
-"""The arithmetic of column- and row-parallel linear layers, forward and backward, with collectives beside products.
+"""Forward and backward passes of column- and row-parallel linear layers, with collectives that overlap with products.
 
 T: tokens (batch × sequence), I: input features, O: output features, of this rank.
 
 Source:
-    arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2 on pieces of the sequence.
+    arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2 on sequence parallelism.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnSpec:
-    """What a column's gradient depends on besides its tensors.
+    """What the gradient of a column depends on in addition to its tensors.
 
     Args:
-        transposed: Whether its weight is (in, out).
-        replicated: Ranges of its output features that other ranks hold too.
-        replica_group: Those ranks.
+        transposed: Whether its weight has shape (in, out).
+        replicated: Ranges of its output features that other ranks have too.
+        replica_group: Ranks that have these features.
     """
 
     transposed: bool
@@ -49,22 +49,22 @@ def column_linears(
     reduces: bool = True,
     gradients: WeightGradStore | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of several columns of one input.
+    """Return the outputs of several columns that read the same input.
 
     Args:
-        x: Whole on each rank, shape (…, in); or where `whole` is given this rank's piece of it, shape (…, seq / tp, in),
+        x: Input, whole on each rank, shape (…, in); if `whole` is given, this rank's shard of it, shape (…, seq / tp, in),
             which is all that is kept for the backward pass.
-        columns: In the order of the outputs.
+        columns: Properties of the columns, in the order of the outputs.
         parameters: Weight, bias, weight, bias, …; None for no bias.
-        tp_group: Ranks that hold the other output features.
-        whole: The ranks' pieces, joined; without a gradient of its own. Shape (…, seq, in).
-        reduces: Whether the gradient of an `x` that is whole is summed here; False where what made `x` does it.
-        gradients: Tells whether those of the parameters wait; None where they never do.
+        tp_group: Ranks that share the output features.
+        whole: Gathered shards of `x`, without a gradient of its own. Shape (…, seq, in).
+        reduces: Whether the gradient of a whole `x` is summed here; False if the producer of `x` sums it.
+        gradients: Store that defers the gradients of the weights; None if they are never deferred.
 
     Collectives:
-        forward: none; backward: all-reduce of the input's gradient, while the weights' are computed, and of those of
-        replicated features. Of a piece: all-gather of it while the input's gradient is computed, and reduce-scatter of
-        that.
+        forward: none; backward: all-reduce of the input's gradient, while those of the weights are computed, and of those of
+        replicated features. With `whole`: all-gather of `x` while the input's gradient is computed, and reduce-scatter
+        of that gradient.
     """
     return _ColumnLinears.apply(x, whole, columns, tp_group, reduces, gradients, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -82,23 +82,23 @@ def row_linear(
     """Return the output of a row from this rank's part of its input.
 
     Args:
-        x: Shape (…, in / tp).
-        weight: Shape (out, in / tp), or (in / tp, out) where transposed.
-        bias: Whole on each rank, added once. Shape (out).
-        transposed: Whether the weight is (in, out).
-        tp_group: Ranks that hold the other input features.
-        to_piece: Whether to give this rank's piece of the sequence, the dimension before the features, instead of all.
-        gradients: Tells whether that of the weight waits; None where it never does.
+        x: This rank's input features. Shape (…, in / tp).
+        weight: Shape (out, in / tp), or (in / tp, out) if transposed.
+        bias: Bias, whole on each rank, added once. Shape (out).
+        transposed: Whether the weight has shape (in, out).
+        tp_group: Ranks that share the input features.
+        to_piece: Whether to return only this rank's shard of the sequence, the dimension before the features.
+        gradients: Store that defers the gradient of the weight; None if it is never deferred.
 
     Collectives:
-        forward: all-reduce of the output; backward: none. To a piece: reduce-scatter; all-gather of its gradient, so that the
-        bias's is whole.
+        forward: all-reduce of the output; backward: none. With `to_piece`, forward: reduce-scatter; backward: all-gather of
+        the output's gradient, so that the gradient of the bias is whole.
     """
     return _RowLinear.apply(x, weight, bias, transposed, tp_group, to_piece, gradients)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ColumnLinears(Function):
-    """Several columns of one input. Parameters come as weight, bias, weight, bias, …"""
+    """Several columns that read the same input. Parameters come as weight, bias, weight, bias, …"""
 
     @staticmethod
     def forward(
@@ -135,12 +135,12 @@ class _ColumnLinears(Function):
         waits = ctx.gradients is not None and ctx.gradients.wait
         is_piece = ctx.whole_shape is not None
         gathers = is_piece and any(place % 2 == 0 for place in wanted)
-        # Beside the product of the input's gradient.
+        # Overlaps with the product of the input's gradient.
         gathering = start_all_gather(x, dim=SEQUENCE_DIM, group=ctx.group) if gathers and not waits else None
         finish_grad_x = _start_input_gradient(ctx, weights, grads_TO) if needs_x else None
         found: list[torch.Tensor | None] = [None] * (2 * len(weights))
         if waits and wanted:
-            x = x.detach()  # what waits must not hold the graph behind it
+            x = x.detach()  # a deferred gradient must not keep the earlier graph alive
             compute = partial(_later, x, ctx.columns, grads_TO, wanted, ctx.group if gathers else None)
             parameters = tuple(ctx.parameters[place] for place in wanted)
             ctx.gradients.add(DeferredWeightGrad(parameters=parameters, compute=compute, input=x))
@@ -152,7 +152,7 @@ class _ColumnLinears(Function):
         return grad_x, *[None] * (_FIRST_PARAMETER - 1), *found
 
 
-# Place of the first weight among the arguments of `_ColumnLinears`.
+# Position of the first weight among the arguments of `_ColumnLinears`.
 _FIRST_PARAMETER = 6
 
 
@@ -199,7 +199,7 @@ class _RowLinear(Function):
 def _start_input_gradient(
     ctx: Any, weights: Sequence[torch.Tensor], grads_TO: dict[int, torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    """Starts to sum the gradient of the columns' input over the ranks; gives what waits for it."""
+    """Start to sum the gradient of the columns' input over the ranks; return a function that waits for the sum."""
     partial_TI = _input_gradient(ctx.columns, weights, grads_TO)
     if ctx.whole_shape is not None:
         return start_reduce_scatter(partial_TI.view(ctx.whole_shape), dim=SEQUENCE_DIM, group=ctx.group).wait
@@ -209,7 +209,7 @@ def _start_input_gradient(
 def _input_gradient(
     columns: Sequence[ColumnSpec], weights: Sequence[torch.Tensor], grads_TO: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """Sums what the columns ask of their input, in one buffer. Shape (T, I)."""
+    """Return the sum of the columns' gradients of their input, in one buffer. Shape (T, I)."""
     total_TI: torch.Tensor | None = None
     for index, grad_TO in grads_TO.items():
         weight_OI = weights[index].t() if columns[index].transposed else weights[index]
@@ -221,13 +221,13 @@ def _input_gradient(
 def _parameter_gradients(
     x: torch.Tensor, columns: Sequence[ColumnSpec], grads_TO: dict[int, torch.Tensor], wanted: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return the gradients of columns' weights and biases, those of replicated features summed.
+    """Return the gradients of the weights and biases of columns; those of replicated features are summed.
 
     Args:
-        x: Their input, whole. Shape (…, in).
-        columns: All that read it.
-        grads_TO: Gradients of their outputs, by place among the columns.
-        wanted: Places among weight, bias, weight, bias, …
+        x: Whole input of the columns. Shape (…, in).
+        columns: All columns that read it.
+        grads_TO: Gradients of their outputs, by position among the columns.
+        wanted: Positions of the wanted gradients in weight, bias, weight, bias, …
     """
     x_TI = x.flatten(0, -2)
     found: list[torch.Tensor] = []
@@ -239,7 +239,7 @@ def _parameter_gradients(
         sums.extend(_start_replica_sums(gradient, column, dim=1 if column.transposed and not is_bias else 0))
         found.append(gradient)
     for target, pending in sums:
-        target.copy_(pending.wait())  # nothing to do where the sum was made in place
+        target.copy_(pending.wait())  # no-op if the sum was computed in place
     return found
 
 
@@ -250,26 +250,26 @@ def _later(
     wanted: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> list[torch.Tensor]:
-    """Return what has waited, of columns' input or where a group is given of this rank's piece of it."""
+    """Return the deferred gradients, from the columns' input or, if a group is given, from this rank's shard of it."""
     whole = x if group is None else start_all_gather(x, dim=SEQUENCE_DIM, group=group).wait()
     return _parameter_gradients(whole, columns, grads_TO, wanted)
 
 
 def weight_gradient(x_TI: torch.Tensor, grad_TO: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    """Return the gradient of a linear layer's weight: shape (O, I), or (I, O) where transposed."""
+    """Return the gradient of a linear layer's weight: shape (O, I), or (I, O) if transposed."""
     return x_TI.t() @ grad_TO if transposed else grad_TO.t() @ x_TI
 
 
 def weight_gradient_in_time(ctx: Any, x_TI: torch.Tensor, grad_TO: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of the one weight of a function's `ctx`, or leaves it to be computed later and gives None.
+    """Return the gradient of the one weight of a function's `ctx`, or defer it and return None.
 
     Args:
-        ctx: With `transposed`, `gradients` and, where these are not None, `parameter`: the weight as a parameter, since
-            recomputed layers save copies that do not know whose they are.
+        ctx: Context with `transposed`, `gradients` and, if that is not None, `parameter`: the weight as a parameter, since
+            recomputed layers save copies of it.
         x_TI: Input of the layer.
         grad_TO: Gradient of its output.
     """
-    x_TI = x_TI.detach()  # what waits must not hold the graph behind it
+    x_TI = x_TI.detach()  # a deferred gradient must not keep the earlier graph alive
     product = partial(weight_gradient, x_TI, grad_TO, transposed=ctx.transposed)
     if ctx.gradients is None or not ctx.gradients.wait:
         return product()
@@ -278,9 +278,9 @@ def weight_gradient_in_time(ctx: Any, x_TI: torch.Tensor, grad_TO: torch.Tensor)
 
 
 def _start_replica_sums(grad: torch.Tensor, column: ColumnSpec, *, dim: int) -> list[tuple[torch.Tensor, Pending]]:
-    """Starts to sum the gradients of heads that other ranks hold too: each has seen its own queries alone.
+    """Start to sum the gradients of replicated heads: each rank has seen only its own queries.
 
-    A list, since torch 2.11 compiles no generator here.
+    Returns a list, since torch 2.11 does not compile a generator here.
     """
     started = []
     for own in column.replicated:

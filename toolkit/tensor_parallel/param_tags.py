@@ -1,4 +1,4 @@
-"""Tells DeepSpeed which parameters of a rank are shards, so that a gradient norm counts each number of the model once."""
+"""Marks for DeepSpeed of the parameters that are shards, so that the gradient norm counts each element of the model once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from toolkit.tensor_parallel.apply import parameter_shards
 
 
 def mark_parameters(model: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
-    """Marks what this rank counts in the norm beside what the first rank counts for all.
+    """Mark the parameters that this rank counts in the norm, in addition to those that the first rank counts for all.
 
-    A shard counts on its rank. A key head that several ranks hold counts on the first of them; what is whole on every rank
-    counts on the first alone, and needs no mark.
+    A shard counts on its rank. A key head that several ranks have counts on the first of them; a replicated parameter counts
+    only on the first rank, and needs no mark.
 
     Args:
-        model: As `apply_tensor_parallel` made it; adapters in place.
+        model: Model after `apply_tensor_parallel`, adapters included.
         tp_group: Ranks that share it.
 
     Raises:
-        PlanError: TP_HEADS for a parameter of which ranks share a part: DeepSpeed counts whole parameters.
+        PlanError: TP_HEADS for a parameter that is partly replicated: DeepSpeed counts whole parameters.
 
     Source:
         deepspeed runtime/utils.py is_model_parallel_parameter; zero/stage_1_and_2.py get_grad_norm_direct, zero/stage3.py.
@@ -41,5 +41,5 @@ def mark_parameters(model: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
 
 
 def counts_in_norm(parameter: nn.Parameter, *, tp_group: dist.ProcessGroup) -> bool:
-    """Whether this rank counts a parameter of a marked model in the norm."""
+    """Return whether this rank counts a parameter of a marked model in the norm."""
     return tp_group.rank() == 0 or getattr(parameter, "tensor_model_parallel", False)

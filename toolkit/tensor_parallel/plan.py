@@ -1,4 +1,4 @@
-"""How the modules of a model are sharded, as data: a table from names to styles."""
+"""How the modules of a model are sharded, as data: a table from module names to styles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from toolkit.tensor_parallel.layout import Layout, Part
 
-# What the features of a layer are: those of query heads, of key or value heads, or of no heads.
+# Kind of a layer's features: those of query heads, of key or value heads, or of no heads.
 Feature = Literal["query", "key_value", "width"]
 
 
@@ -19,28 +19,28 @@ class Heads:
     """Attention heads of the whole model.
 
     Args:
-        query: Query heads of a layer.
-        key_value: Key heads of a layer, each with its value head.
+        query: Number of query heads of a layer.
+        key_value: Number of key heads of a layer, each with its value head.
     """
 
     query: int
     key_value: int
 
     def on_rank(self, num_ranks: int) -> Heads:
-        """Return the heads that one rank computes; a key head that several ranks hold counts on each."""
+        """Return the heads that one rank computes; a replicated key head counts on each of its ranks."""
         return Heads(query=self.query // num_ranks, key_value=max(1, self.key_value // num_ranks))
 
     def count(self, feature: Feature) -> int:
-        """Return the number of heads of a kind; for features of no heads, 1."""
+        """Return the number of heads of a kind; 1 for features that belong to no heads."""
         return {"query": self.query, "key_value": self.key_value, "width": 1}[feature]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnParallel:
-    """A linear layer whose output features are dealt out.
+    """A linear layer whose output features are sharded.
 
     Args:
-        parts: What the output holds, one after the other: several where layers are fused.
+        parts: Kinds of features in the output, in order: several if layers are fused.
         interleaved: Whether the parts repeat for each key head, as in GPT-NeoX, instead of for all heads together.
     """
 
@@ -54,7 +54,7 @@ class ColumnParallel:
         Part(num_units=2, unit_size=8)
 
         Raises:
-            ValueError: Where the parts do not divide the length.
+            ValueError: If the parts do not divide the length.
         """
         if set(self.parts) == {"width"}:
             part = Part(num_units=_divided(length, len(self.parts)))
@@ -67,49 +67,49 @@ class ColumnParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowParallel:
-    """A linear layer whose input features are dealt out, as the columns before it dealt out their output."""
+    """A linear layer whose input features are sharded, like the output of the columns before it."""
 
     part: Feature
 
     def layout(self, length: int, heads: Heads) -> Layout:
-        """Return the layout of `length` input features; ValueError as `ColumnParallel.layout`."""
+        """Return the layout of `length` input features; raise ValueError like `ColumnParallel.layout`."""
         return ColumnParallel(parts=(self.part,)).layout(length, heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """An embedding whose rows, or a head whose scores, are dealt out."""
+    """An embedding whose rows, or a head whose logits, are sharded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Stacked experts of a mixture (`gate_up_proj`, `down_proj`), each with its inner features dealt out."""
+    """Stacked experts of a mixture (`gate_up_proj`, `down_proj`), each with its inner features sharded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureNorm:
-    """An RMS norm over all of the features that a column deals out, not over those of one head.
+    """An RMS norm over all features that a column shards, not over those of one head.
 
     Args:
-        part: What those features are.
-        rounds_before_weight: Whether the normed features are rounded to their type before the weight multiplies them.
+        part: Kind of those features.
+        rounds_before_weight: Whether the normalised features are rounded to their dtype before the weight multiplies them.
     """
 
     part: Feature
     rounds_before_weight: bool = False
 
     def layout(self, length: int, heads: Heads) -> Layout:
-        """Return the layout of `length` features; ValueError as `ColumnParallel.layout`."""
+        """Return the layout of `length` features; raise ValueError like `ColumnParallel.layout`."""
         return ColumnParallel(parts=(self.part,)).layout(length, heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """A module that each rank holds whole.
+    """A module that is replicated on each rank.
 
     Args:
-        reads_shards: Whether it stands between columns and rows, as the norms of query and key heads do, so that its
-            gradient is the sum over the ranks.
+        reads_shards: Whether it lies between columns and rows, as the norms of query and key heads do, so that its
+            gradient is summed over the ranks.
     """
 
     reads_shards: bool
@@ -117,12 +117,12 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """The module around query, key and value: what it knows of its number of heads is set to this rank's.
+    """The module around query, key and value: its attributes with numbers of heads are set to those of this rank.
 
     Args:
-        query: Attributes that hold a number that shrinks with the query heads.
-        key_value: Attributes that hold the number of key heads.
-        ratio: Attributes that hold query heads for each key head.
+        query: Attributes with a number proportional to the query heads.
+        key_value: Attributes with the number of key heads.
+        ratio: Attributes with the number of query heads per key head.
         reads_config: Whether its forward pass reads numbers of heads from its `config`.
     """
 
@@ -140,7 +140,7 @@ class TPPlan:
     """How a model is sharded.
 
     Args:
-        heads: Of the whole model.
+        heads: Attention heads of the whole model.
         table: Styles by module name; `*` stands for one component of it, such as a layer's number.
     """
 
@@ -150,12 +150,12 @@ class TPPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What is computed on shards inside one module: columns that read one input, and the row that takes what they give.
+    """The sharded computation inside one module: columns that read one input, and the row that reads their output.
 
     Args:
-        parent: Name of the module that holds them; "" for the model itself.
-        columns: Their names.
-        rows: Name of the row; a sound table has one.
+        parent: Name of the module that contains them; "" for the model itself.
+        columns: Names of the columns.
+        rows: Names of the rows; a valid table has exactly one.
     """
 
     parent: str
@@ -164,7 +164,7 @@ class Region:
 
 
 def regions(found: Mapping[str, Style]) -> list[Region]:
-    """Return the regions of modules with styles: those of heads apart from those of other features, for each parent."""
+    """Return the regions of modules with styles: for each parent, heads and other features form separate regions."""
     found_in: dict[tuple[str, bool], tuple[list[str], list[str]]] = {}
     for name, style in found.items():
         parent = name.rpartition(".")[0]
@@ -179,18 +179,18 @@ def regions(found: Mapping[str, Style]) -> list[Region]:
 
 
 def matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the names of a model's modules that a pattern of a table stands for."""
+    """Return the names of a model's modules that match a pattern of a table."""
     wanted = pattern.split(".")
     return [name for name, _ in model.named_modules() if _matches(name.split("."), wanted)]
 
 
 def inside(parent: str, child: str) -> str:
-    """Return the name of what a module holds: `parent.child`, and of what the model itself holds: `child`."""
+    """Return the full name of a child: `parent.child`, or `child` if the parent is the model itself."""
     return f"{parent}.{child}" if parent else child
 
 
 def pattern_of(name: str) -> str:
-    """Return a name with `*` for numbers.
+    """Return a module name with its numbers replaced by `*`.
 
     >>> pattern_of("model.layers.12.mlp")
     'model.layers.*.mlp'

@@ -1,7 +1,7 @@
-"""Dropout on shards: random numbers that differ between the ranks inside a region and agree outside.
+"""Random state for dropout on shards: random numbers differ between ranks inside a region and agree outside.
 
-The state inside follows from the state outside and the rank alone. So there is nothing to save or restore beside torch's
-own generator: a checkpointed layer that is run again, or a resumed run, draws the same masks.
+The state inside follows from the state outside and the rank alone, so torch's own generator is all that needs to be saved
+and restored: a recomputed layer, or a resumed run, draws the same masks.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# Numbers that a CUDA generator steps over for each region, a multiple of 4 (Philox gives four at a time).
+# Offset by which a CUDA generator advances for each region, a multiple of 4 (Philox generates four numbers at a time).
 _OFFSET_STEP = 4
 
 
 class TensorParallelRNG:
-    """The region of one layer: `enter` before what is drawn for shards, `leave` before what is drawn for all.
+    """Random state of one region: call `enter` before random numbers for shards, `leave` before those for replicated tensors.
 
-    Both may be called again in the state to which they lead, and do nothing then.
+    Both are idempotent.
 
     Args:
-        tp_group: Ranks that share the layer; their generators agree outside, as after one seed.
+        tp_group: Ranks that share the layer; their generators agree outside, as after the same seed.
     """
 
     def __init__(self, tp_group: dist.ProcessGroup) -> None:
@@ -31,26 +31,26 @@ class TensorParallelRNG:
         self._outside: _Outside | None = None
 
     def enter(self, device: torch.device) -> None:
-        """Sets the default generator of `device` to this rank's own state."""
+        """Set the default generator of `device` to the state of this rank."""
         if self._outside is None:
             self._outside = _Outside(_generator(device), self._rank)
 
     def forget(self) -> None:
-        """Counts as outside from now on, in whatever state the generator is."""
+        """Assume to be outside the region from now on, whatever the state of the generator."""
         self._outside = None
 
     def leave(self) -> None:
-        """Sets the generator back to the common state, one step on."""
+        """Set the generator back to the common state, advanced by one step."""
         if self._outside is not None:
             self._outside.restore()
             self._outside = None
 
 
 def shard_dropout(parent: nn.Module, *, columns: list[nn.Module], row: nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Makes a layer draw apart on each rank from the output of its columns to the input of its row.
+    """Make a layer draw different random numbers on each rank, from the output of its columns to the input of its row.
 
     Args:
-        parent: Layer that holds them, such as an attention.
+        parent: Layer that contains them, such as an attention.
         columns: Its column-parallel layers.
         row: Its row-parallel layer.
         tp_group: Ranks that share the layer.
@@ -70,11 +70,11 @@ def shard_dropout(parent: nn.Module, *, columns: list[nn.Module], row: nn.Module
 
 
 class _Outside:
-    """The common state of a generator while the rank's own is set."""
+    """Saved common state of a generator while the state of the rank is set."""
 
     def __init__(self, generator: torch.Generator, rank: int) -> None:
         self._generator = generator
-        if generator.device.type == "cuda":  # its state is two numbers, read and set without waiting for the card
+        if generator.device.type == "cuda":  # its state is two numbers, read and set without a device synchronisation
             self._seed, self._offset = generator.initial_seed(), generator.get_offset()
             generator.manual_seed(_mix(self._seed, self._offset, rank))
         else:
@@ -98,5 +98,5 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _mix(*numbers: int) -> int:
-    """Return a seed of 64 bits that has nothing in common with those of neighbouring numbers."""
+    """Return a 64-bit hash of numbers as a seed; neighbouring numbers give unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big")

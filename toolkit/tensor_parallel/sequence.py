@@ -1,9 +1,9 @@
-"""Sequence parallelism: between its regions, a decoder's layers hold each rank's piece of the sequence.
+"""Sequence parallelism: between the tensor-parallel regions of a decoder, each rank has a shard of the sequence.
 
-The embedding gives the whole sequence, of which the first layer takes its rank's piece; after the final norm it is whole
+The embedding returns the whole sequence, of which the first layer takes this rank's shard; after the final norm it is whole
 again. A region gathers its input and reduce-scatters its output, in place of an all-reduce of the output and one of the
-input's gradient. So norms, residuals, and what dropout keeps, are shared by the ranks; masks, rotary tables and positions
-stay whole, as attention needs them.
+input's gradient. So the activations of norms, residuals and dropout are sharded; masks, rotary tables and positions stay
+whole, as attention needs them.
 
 Source:
     arXiv 2205.05198, section 4.2.2.
@@ -30,12 +30,12 @@ from toolkit.tensor_parallel.rng import TensorParallelRNG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How ranks share the sequence between the layers, kept as `sequence_pieces` on the list of layers for its stages.
+    """How ranks shard the sequence between the layers; `sequence_pieces` of the list of layers, for pipeline stages.
 
     Args:
-        tp_group: The ranks, each with a piece.
-        random_region: Where they draw apart: from the first layer's input to the output of the last module on pieces;
-            None where nothing is drawn.
+        tp_group: Ranks that each have a shard.
+        random_region: Random state from the first layer's input to the output of the last module on a sharded sequence,
+            where ranks draw different numbers; None if nothing is drawn.
     """
 
     tp_group: dist.ProcessGroup
@@ -45,7 +45,7 @@ class Pieces:
 def shard_sequence(
     model: nn.Module, decoder: Decoder, found: Mapping[str, Style], *, tp_group: dist.ProcessGroup
 ) -> None:
-    """Lays a model's sequence in pieces, once its modules are sharded."""
+    """Shard the sequence of a model whose modules are already sharded."""
     for region in regions(found):
         columns = [model.get_submodule(name) for name in region.columns]
         own = [column for column in columns if isinstance(column, ColumnParallelLinear)]
@@ -57,20 +57,20 @@ def shard_sequence(
         _on_output(model.get_submodule(name), lambda x: scatter_to_region(x, dim=SEQUENCE_DIM, tp_group=tp_group))
     for name in decoder.on_pieces:
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
-            if decoder.acts_on_pieces(inner) and not hasattr(module, "shards"):  # the gradient of a row's bias is whole
+            if decoder.acts_on_pieces(inner) and not hasattr(module, "shards"):  # a row's bias has a whole gradient
                 sum_gradients(module, module._parameters, group=tp_group)
     _cut_and_join(model, decoder, tp_group)
 
 
 def _cut_and_join(model: nn.Module, decoder: Decoder, tp_group: dist.ProcessGroup) -> None:
-    """Cuts the sequence before the first layer and joins it behind the last module on pieces; between, ranks draw apart."""
+    """Shard the sequence before the first layer and gather it after the last module; ranks draw differently in between."""
     first, end = model.get_submodule(decoder.layers[0]), model.get_submodule(decoder.end)
     region = TensorParallelRNG(tp_group)
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         check_length(x.shape[SEQUENCE_DIM], tp_group.size())
         if decoder.drops:
-            region.forget()  # a first layer that is run again for its gradient has no end that would leave
+            region.forget()  # a recomputed first layer never reaches the end, which would leave the region
             if first.training:
                 region.enter(x.device)
         return scatter_to_region(x, dim=SEQUENCE_DIM, tp_group=tp_group)
@@ -87,7 +87,7 @@ def _cut_and_join(model: nn.Module, decoder: Decoder, tp_group: dist.ProcessGrou
 
 
 def _on_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Changes what a module is called with first, the hidden states in all of transformers."""
+    """Change the first argument of a module, which is the hidden states everywhere in transformers."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
@@ -98,7 +98,7 @@ def _on_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _on_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Changes what a module gives, or the first of several things."""
+    """Change the output of a module, or the first of several outputs."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
@@ -107,10 +107,10 @@ def _on_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
 
 
 def check_length(length: int, num_ranks: int) -> None:
-    """Refuses a sequence that has no equal pieces.
+    """Refuse a sequence that cannot be divided into equal shards.
 
     Raises:
-        PlanError: TP_SEQUENCE.
+        PlanError: TP_SEQUENCE if the ranks do not divide the length.
     """
     if length % num_ranks:
         raise PlanError.of(

@@ -1,7 +1,7 @@
-"""The styles of architectures: derived from transformers' own tensor-parallel plan, or written here.
+"""Tables of styles for architectures: derived from transformers' own tensor-parallel plan, or written here.
 
-Its plans run replicated what they cannot cut (Phi-3's fused layers) and leave out the vocabulary; those of
-`DERIVED` say all else that we need.
+Plans of transformers replicate what they cannot shard (Phi-3's fused layers) and leave out the vocabulary; for the
+architectures of `DERIVED` they contain everything else that is needed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _PHI3: Mapping[str, Style] = {
 }
 
 
-# Norms over all heads, for which transformers' plan computes the whole attention on each rank.
+# Norms over all heads, for which the plan of transformers computes the whole attention on each rank.
 def _normed_attention(*, rounds_before_weight: bool) -> Mapping[str, Style]:
     return {
         "model.layers.*.self_attn": Attention(ratio=("num_key_value_groups",)),
@@ -114,7 +114,7 @@ def _falcon(*, interleaved: bool) -> Mapping[str, Style]:
     }  # fmt: skip
 
 
-# Names that transformers' plans give to layers of one meaning.
+# Names of layers in transformers' plans, by their role.
 _COLUMNS: Mapping[str, ColumnParallel] = {
     "q_proj": QUERY, "k_proj": KEY_VALUE, "v_proj": KEY_VALUE, "gate_proj": WIDTH, "up_proj": WIDTH, "fc1": WIDTH, "c_fc": WIDTH,
 }  # fmt: skip
@@ -124,11 +124,11 @@ _ROWS: Mapping[str, RowParallel] = {
 
 
 def tp_plan_for(model: PreTrainedModel) -> TPPlan:
-    """Return the styles of a model of transformers.
+    """Return the table of styles of a model of transformers.
 
     Raises:
-        PlanError: TP_ARCHITECTURE for an architecture, or a variant of one, whose styles are not known; it shows what to
-            write for it.
+        PlanError: TP_ARCHITECTURE for an architecture, or a variant of one, without a known table; the message shows what
+            to write for it.
     """
     config = model.config
     layers = _layers(model)
@@ -138,7 +138,7 @@ def tp_plan_for(model: PreTrainedModel) -> TPPlan:
 
 
 def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
-    """Return the styles of all but the vocabulary; None where they are not known."""
+    """Return the styles of all modules but the vocabulary; None if they are not known."""
     config = model.config
     match config.model_type:
         case "gpt2" if not config.add_cross_attention:
@@ -153,7 +153,7 @@ def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
             return _OPT
         case "phi3":
             return _PHI3
-        case "falcon" if not config.alibi:  # its biases are made for all heads, outside the layers
+        case "falcon" if not config.alibi:  # ALiBi biases are computed for all heads, outside the layers
             return _falcon(interleaved=config.new_decoder_architecture or not config.multi_query)
         case kind if kind in DERIVED:
             return _derived(model)
@@ -161,7 +161,7 @@ def _layers(model: PreTrainedModel) -> Mapping[str, Style] | None:
 
 
 def _derived(model: PreTrainedModel) -> Mapping[str, Style] | None:
-    """Translates `base_model_tp_plan`, less what this model has no module for; None where it says something unknown."""
+    """Translate `base_model_tp_plan`, without entries that match no module; None if it has an unknown style."""
     plan: Mapping[str, str] = model.config.base_model_tp_plan or {}
     table: dict[str, Style] = {}
     experts = [name for name, style in plan.items() if style == "moe_tp_experts"]
@@ -192,7 +192,7 @@ def _translated(leaf: str, style: str) -> Style | None:
 
 
 def _heads(config: Any) -> Heads:
-    """Return the heads of a configuration, by the names of its architecture."""
+    """Return the numbers of heads in a configuration, by the key names of its architecture."""
     query = config.num_attention_heads
     match config.model_type:
         case "gpt2" | "gpt_neox" | "opt":
@@ -210,7 +210,7 @@ def _vocabulary(model: PreTrainedModel) -> list[str]:
 
 
 def _unknown(model: PreTrainedModel) -> PlanError:
-    """Shows a table to complete: what transformers' plan says where it has one, and each linear layer else."""
+    """Return the error with a table to complete: the plan of transformers if there is one, else each linear layer."""
     known = {**dict.fromkeys(_vocabulary(model), Vocabulary()), **(_derived(model) or {})}
     lines = [f'"{name}": {style},' for name, style in known.items()]
     others = {pattern_of(name): module for name, module in model.named_modules() if is_linear(module)}

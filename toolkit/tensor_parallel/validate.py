@@ -1,4 +1,4 @@
-"""What keeps a model from being sharded by a table, named before anything is touched."""
+"""Checks of whether a table can shard a model, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from toolkit.tensor_parallel.plan import (
 from toolkit.topology.grid import divisors, join
 
 _KEY = "parallel.tensor"
-# Of a row of weights, for the products of all experts in one kernel (torch.nn.functional.grouped_mm).
+# Alignment of a row of weights, for the products of all experts in one kernel (torch.nn.functional.grouped_mm).
 _KERNEL_BYTES = 16
 
 
 def problems(model: nn.Module, styles: TPPlan, *, num_ranks: int) -> Iterator[Problem]:
-    """Yield what is wrong with a table for a model, and with the number of ranks; once for all layers alike."""
+    """Yield the problems of a table and a number of ranks for a model; once for all layers alike."""
     if not styles.table:
         yield Problem(
             code="TP_STYLE_UNUSED",
@@ -173,7 +173,7 @@ def _scales_at_most(embedding: nn.Embedding) -> bool:
 
 
 def _neighbour_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterator[Problem]:
-    """Columns need their row, and within a module that holds them everything with weights must be in the table."""
+    """Yield columns without their row, and modules with weights next to them that are not in the table."""
     unlike = {(pattern_of(region.parent), len(region.columns)): region for region in reversed(regions(found))}
     for region in reversed(unlike.values()):
         names, parent = (*region.columns, *region.rows), pattern_of(region.parent)
@@ -192,7 +192,7 @@ def _neighbour_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterato
 
 
 def _whole_beside(model: nn.Module, parent: str, found: Mapping[str, Style]) -> Iterator[str]:
-    """Yield the parameters of a module itself, and its children that have some and are not in the table at any depth."""
+    """Yield a module's own parameters, and its children with parameters that are not in the table at any depth."""
     module = model.get_submodule(parent)
     yield from module._parameters
     for child, inner in module.named_children():
@@ -213,7 +213,7 @@ def _neighbour(key: str, message: str) -> Problem:
 
 
 def _tied_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterator[Problem]:
-    """A weight that two modules share must be sharded in both, or in neither."""
+    """Yield weights that two modules share and of which only one is sharded."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(name.rpartition(".")[0])

@@ -38,7 +38,7 @@ class Coordinate:
     tp: int
 
     def as_dict(self) -> dict[str, int]:
-        """Gives `{"pp": …, "dp": …, "tp": …}`."""
+        """Return `{"pp": …, "dp": …, "tp": …}`."""
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
 
@@ -87,7 +87,7 @@ class Grid:
 
     @classmethod
     def from_world(cls, *, world_size: int, pp: int = 1, tp: int = 1) -> Grid:
-        """Builds the grid that fills `world_size` ranks; what pipeline and tensor leave over is data-parallel.
+        """Build the grid that fills `world_size` ranks; what pipeline and tensor leave over is data-parallel.
 
         >>> Grid.from_world(world_size=16, pp=2, tp=4)
         Grid(pp=2, dp=2, tp=4)
@@ -124,20 +124,20 @@ class Grid:
         return result
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Gives the coordinate of a rank; ValueError outside 0 … world_size - 1."""
+        """Return the coordinate of a rank; ValueError outside 0 … world_size - 1."""
         self._check(rank)
         stage, within = divmod(rank, self.dp * self.tp)
         return Coordinate(pp=stage, dp=within // self.tp, tp=within % self.tp)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Gives the rank at a coordinate; ValueError if it lies outside the grid."""
+        """Return the rank at a coordinate; ValueError if it lies outside the grid."""
         for axis in AXES:
             if not 0 <= getattr(coordinate, axis) < self._size(axis):
                 raise ValueError(f"{coordinate} lies outside {self}")
         return (coordinate.pp * self.dp + coordinate.dp) * self.tp + coordinate.tp
 
     def groups(self, *kinds: str) -> tuple[tuple[int, ...], ...]:
-        """Gives all groups of one kind: ranks that differ only in their place on the named axes.
+        """Return all groups of one kind: ranks that differ only in their place on the named axes.
 
         Args:
             kinds: Axes (`"pp"`, `"dp"`, `"tp"`), in any order, or names of `KINDS`; also joined, as in `"dp-tp"`.
@@ -151,7 +151,7 @@ class Grid:
         return tuple(tuple([base + offset for offset in offsets]) for base in bases)
 
     def group_of(self, rank: int, *kinds: str) -> tuple[int, ...]:
-        """Gives the group of one kind that holds `rank`, without building the others.
+        """Return the group of one kind that holds `rank`, without building the others.
 
         >>> Grid(pp=2, dp=2, tp=2).group_of(5, "dp", "tp")
         (4, 5, 6, 7)
@@ -162,11 +162,11 @@ class Grid:
         return tuple([base + offset for offset in self._offsets(axes)])
 
     def as_dict(self) -> dict[str, int]:
-        """Gives `{"pp": …, "dp": …, "tp": …}`."""
+        """Return `{"pp": …, "dp": …, "tp": …}`."""
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
     def describe(self) -> str:
-        """Names the axes that a model is cut along, and the data-parallel one; empty where every rank has all of it.
+        """Name the axes that a model is cut along, and the data-parallel one; empty where every rank has all of it.
 
         >>> Grid(pp=2, dp=1, tp=4).describe(), Grid(dp=8).describe()
         ('pipeline 2 × data 1 × tensor 4', '')
@@ -177,7 +177,7 @@ class Grid:
         return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
 
     def describe_rank(self, rank: int) -> str:
-        """Names a rank, with its place where ranks share a model.
+        """Name a rank, with its place where ranks share a model.
 
         >>> Grid(pp=2, tp=2).describe_rank(3), Grid(pp=2, dp=2).describe_rank(1), Grid(dp=4).describe_rank(3)
         ('rank 3 (pipeline rank 1, tensor rank 1)', 'rank 1 (pipeline rank 0, data rank 1)', 'rank 3')
@@ -207,7 +207,7 @@ class Grid:
 
 
 def _axes(kinds: Iterable[str]) -> tuple[Axis, ...]:
-    """Resolves kinds to axes, outermost first."""
+    """Resolve kinds to axes, outermost first."""
     named: set[str] = set()
     for kind in kinds:
         parts = [kind] if kind in KINDS else kind.split("-")
@@ -221,7 +221,7 @@ def _axes(kinds: Iterable[str]) -> tuple[Axis, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """Gives all divisors, ascending; for fixes that list the valid sizes.
+    """Return all divisors, ascending; for fixes that list the valid sizes.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -231,5 +231,5 @@ def divisors(number: int) -> list[int]:
 
 
 def join(values: Iterable[object]) -> str:
-    """Gives values as a comma-separated list."""
+    """Return values as a comma-separated list."""
     return ", ".join(map(str, values))

@@ -27,7 +27,7 @@ class Boundary:
 
 
 def boundaries(placement: Placement, *, goes_round: bool = False) -> tuple[Boundary, ...]:
-    """Gives the boundaries of a pipeline, first to last; none without one.
+    """Return the boundaries of a pipeline, first to last; none without one.
 
     Args:
         placement: Ranks on nodes.
@@ -48,7 +48,7 @@ def boundaries(placement: Placement, *, goes_round: bool = False) -> tuple[Bound
 
 
 def describe_boundaries(found: Sequence[Boundary]) -> tuple[str, ...]:
-    """Gives a line for each run of neighbouring boundaries that are alike.
+    """Return a line for each run of neighbouring boundaries that are alike.
 
     >>> from toolkit.topology import Grid, place
     >>> for line in describe_boundaries(boundaries(place(Grid(pp=4, tp=2), num_nodes=2, gpus_per_node=4))):

@@ -28,7 +28,7 @@ class GroupKind:
 
     @property
     def inside_node(self) -> bool:
-        """Whether every group of this kind stays on one node."""
+        """True if every group of this kind stays on one node."""
         return self.max_nodes == 1
 
     def __str__(self) -> str:
@@ -71,18 +71,18 @@ class Placement:
         return tuple(sorted({rank // self.gpus_per_node for rank in ranks}))
 
     def kind(self, *kinds: str) -> GroupKind:
-        """Describes one kind of group, named as in `Grid.groups`."""
+        """Describe one kind of group, named as in `Grid.groups`."""
         groups = self.grid.groups(*kinds)
         widest = max(len({rank // self.gpus_per_node for rank in group}) for group in groups)
         return GroupKind(kind="-".join(kinds), size=len(groups[0]), num_groups=len(groups), max_nodes=widest)
 
     def describe(self) -> tuple[GroupKind, ...]:
-        """Describes every kind of `KINDS`."""
+        """Describe every kind of `KINDS`."""
         return tuple(self.kind(kind) for kind in KINDS)
 
 
 def place(grid: Grid, num_nodes: int, gpus_per_node: int) -> Placement:
-    """Puts a grid on nodes.
+    """Put a grid on nodes.
 
     Args:
         grid: The ranks.

@@ -32,7 +32,7 @@ class Row:
 
 
 def rows(placement: Placement) -> list[Row]:
-    """Gives one row a rank, in rank order; ranks of one group share its tuple.
+    """Return one row a rank, in rank order; ranks of one group share its tuple.
 
     >>> from toolkit.topology import Grid, place
     >>> for row in (HEADER, *(row.cells() for row in rows(place(Grid(pp=2, dp=2, tp=2), num_nodes=2, gpus_per_node=4)))):
@@ -66,7 +66,7 @@ def rows(placement: Placement) -> list[Row]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Gives evenly spaced ranks briefly.
+    """Return evenly spaced ranks briefly.
 
     >>> format_ranks((3,)), format_ranks((0, 1, 2, 3)), format_ranks((0, 4, 8))
     ('3', '0-3', '0,4,8')
@@ -81,7 +81,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def to_dict(placement: Placement) -> dict[str, Any]:
-    """Gives the placement as the object that `toolkit topology --json` prints.
+    """Return the placement as the object that `toolkit topology --json` prints.
 
     Returns:
         `grid` (sizes), `world_size`, `num_nodes`, `gpus_per_node`, `ranks` (one object a rank), and `groups`: for each
