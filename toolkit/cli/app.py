@@ -19,7 +19,7 @@ from toolkit.cli.options import PYDANTIC_OFF, PYDANTIC_SWITCH, Interaction
 from toolkit.cli.output import discard_stdout, prepare_streams, print_problems
 from toolkit.errors import INTERRUPTED_EXIT_CODE, RunError, SpecError, ToolkitError
 
-# Modules of this package, in the order in which `toolkit --help` lists them: that of a job's journey.
+# Modules of this package, in the order in which `toolkit --help` lists them: that of a job's stages.
 COMMANDS = (
     "quickstart",
     "validate",
@@ -36,7 +36,7 @@ COMMANDS = (
 )
 
 
-# Base of what typer raises for a command line; it exports no name for it, and which click it builds on differs.
+# Base class of typer's errors for a command line; typer exports no name for it, and the click it builds on varies.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
 
@@ -73,10 +73,10 @@ def _print_version(value: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and gives its exit code; every error a person can act on is printed, not raised."""
+    """Run one command and return its exit code; every error that the user can act on is printed, not raised."""
     interaction = Interaction()
     # Before it builds its first model, pydantic reads the metadata of every installed package in search of plugins: a
-    # fifth of the start. None has business with our models. `local_run` keeps it from the processes of a run.
+    # fifth of the start. None applies to our models. `launching` removes the variable for the processes of a run.
     os.environ.setdefault(PYDANTIC_SWITCH, PYDANTIC_OFF)
     prepare_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -99,28 +99,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], interaction: Interaction) -> int:
-    # The command that is called is enough; to list them, or to find the nearest to a misspelt one, takes all.
+    # The called command is enough; listing the commands, or suggesting one for a typing error, needs all.
     called = [name for name in COMMANDS if name in arguments[:1]]
     try:
-        # Not standalone: its errors are then ours to print, as JSON where that was asked for.
+        # Not standalone: its errors are then printed here, as JSON where that was asked for.
         result = typer.main.get_command(build_app(called or COMMANDS)).main(
             arguments, prog_name="toolkit", obj=interaction, standalone_mode=False
         )
     except _UsageError as error:
         if not error.format_message():  # a group without a command has printed its help
             return ToolkitError.exit_code
-        # What failed may be the parsing itself, before it came to --json.
+        # The parsing itself may have failed before it reached --json.
         interaction.as_json |= "--json" in arguments
         raise _usage_error(error, arguments) from None
     except typer.Abort:
         return INTERRUPTED_EXIT_CODE
-    except SystemExit as stop:  # typer's own answer to a pipe that nobody reads
+    except SystemExit as stop:  # typer exits so when a pipe is closed
         return stop.code if isinstance(stop.code, int) else ToolkitError.exit_code
     return result if isinstance(result, int) else 0  # the code of typer.Exit
 
 
 def _usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
-    """Puts what typer found wrong with the command line as a problem, with the value that it leaves out."""
+    """Turn typer's error about the command line into a problem, with the value that typer leaves out."""
     parameter = getattr(error, "param", None)
     names = [] if parameter is None else parameter.opts
     values = [given.partition("=")[2] for given in arguments if given.partition("=")[0] in names and "=" in given]
@@ -139,7 +139,7 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
 
 
 def _report(error: ToolkitError, *, as_json: bool) -> None:
-    """Prints problems; where stdout takes nothing they go to stderr, and where that takes nothing either, nowhere."""
+    """Print problems; if stdout is closed they go to stderr, and if that is closed too they are dropped."""
     try:
         print_problems(error.problems, as_json=as_json)
         sys.stdout.flush()
@@ -150,7 +150,7 @@ def _report(error: ToolkitError, *, as_json: bool) -> None:
 
 
 def _system_error(error: OSError) -> RunError:
-    if error.filename is None and isinstance(error, FileNotFoundError):  # all that os.getcwd says
+    if error.filename is None and isinstance(error, FileNotFoundError):  # the error of os.getcwd
         return RunError.of(
             code="SYSTEM",
             key="working directory",

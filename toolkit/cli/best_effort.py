@@ -1,4 +1,4 @@
-"""Every problem of a job file at once, also where some of its keys cannot be read: what is sound is checked all the same."""
+"""Every problem of a job file at once, even if some of its keys cannot be read: the valid part is still checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.config.schema import own_key
 from toolkit.errors import Problem, SpecError, ToolkitError, raise_all
 from toolkit.planning.plan import Plan
 
-# What a job cannot do without, while the rest of it is looked at.
+# Values for required keys, used while the rest of the job is checked.
 _STAND_INS: dict[str, Any] = {
     "model": {"name": "quickstart-llama", "init": "random"},
     "cluster": {"gpu": "cpu"},
@@ -29,10 +29,10 @@ _KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
 
 
 def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
-    """Reads a job file or a plan.json, and checks it; overrides of a plan resolve its job anew.
+    """Read and check a job file or a plan.json; overrides of a plan resolve its job again.
 
     Raises:
-        SpecError: It is no YAML mapping, or an override is none.
+        SpecError: The file is not a YAML mapping, or an override is not one.
         PlanError: PLAN_UNREADABLE.
     """
     if is_plan_file(path):
@@ -49,10 +49,10 @@ def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
 
 
 def sound(path: Path, overrides: Sequence[str] | None = None, *, as_json: bool) -> Verdict:
-    """Does what `check_file` does, and ends the command where the job has problems.
+    """Do what `check_file` does, and end the command if the job has problems.
 
     Raises:
-        ToolkitError: With every problem; warnings are printed before, unless the answer is to be JSON.
+        ToolkitError: With every problem; warnings are printed first, unless the output is JSON.
     """
     verdict = check_file(path, overrides)
     if verdict.plan is None and not as_json:
@@ -62,8 +62,8 @@ def sound(path: Path, overrides: Sequence[str] | None = None, *, as_json: bool) 
 
 
 def card_problems(path: Path, overrides: Sequence[str] | None = None) -> tuple[Problem, ...]:
-    """Says that the catalogue lacks the card of a job file, also where other keys of it cannot be read; asks no hub."""
-    if is_plan_file(path):  # which holds its card
+    """Return a problem if the catalogue lacks the card of a job file, even if other keys cannot be read; no hub access."""
+    if is_plan_file(path):  # a plan contains its card
         return ()
     try:
         cluster = load_document(path, overrides or ()).get("cluster")
@@ -76,9 +76,9 @@ def card_problems(path: Path, overrides: Sequence[str] | None = None) -> tuple[P
 
 
 def _salvage(document: dict[str, Any], unreadable: Sequence[Problem]) -> Verdict:
-    """Checks what is left of a job without the keys that cannot be read.
+    """Check what remains of a job without its unreadable keys.
 
-    A rule's answer that rests on one of these would be about its default: what names one of them is left out.
+    A rule's problem that involves one of these keys would be about its default, so such problems are left out.
     """
     job, touched = _readable_part(document, unreadable)
     problems = list(unreadable)
@@ -91,11 +91,11 @@ def _salvage(document: dict[str, Any], unreadable: Sequence[Problem]) -> Verdict
 
 
 def _readable_part(document: dict[str, Any], unreadable: Sequence[Problem]) -> tuple[Job | None, set[str]]:
-    """Return the job of the sound keys, if they make one, and the keys that it lacks or that were meant by others."""
+    """Return the job made of the valid keys, if they form one, and the keys that it lacks or that misspelt ones meant."""
     rest = copy.deepcopy(document)
     touched: set[str] = set()
     found = unreadable
-    for _ in range(3):  # what is removed may leave a section without a key that it needs
+    for _ in range(3):  # a removal may leave a section without a required key
         for problem in found:
             touched.update((problem.key, own_key(problem.key)))
             touched.update(_KEY.findall(problem.fix))  # the key that was meant
@@ -109,7 +109,7 @@ def _readable_part(document: dict[str, Any], unreadable: Sequence[Problem]) -> t
 
 def _mend(document: dict[str, Any], key: str, *, is_missing: bool) -> None:
     if is_missing and key not in _STAND_INS:
-        key = key.rpartition(".")[0]  # a section that lacks what it needs goes
+        key = key.rpartition(".")[0]  # drop a section that lacks a required key
         is_missing = False
     *parents, leaf = key.split(".")
     node: Any = document

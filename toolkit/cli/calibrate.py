@@ -1,4 +1,4 @@
-"""`toolkit calibrate`: how right the estimates of past runs were, and what their cards taught."""
+"""`toolkit calibrate`: accuracy of the estimates of past runs, and calibration from their measurements."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(calibrate)
 
 
 def calibration_path() -> Path:
-    """Where the calibration of this machine lies (XDG Base Directory Specification)."""
+    """Return the path of this machine's calibration (XDG Base Directory Specification)."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118
     return Path(base) / "toolkit" / "calibration.json"
 

@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: what checkpoints a run has, and whether they are whole."""
+"""`toolkit checkpoint`: lists a run's checkpoints and verifies them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GROUP = typer.Typer(no_args_is_help=True, help="List and verify checkpoints.")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the group of commands."""
+    """Add the group of commands."""
     app.add_typer(_GROUP, name="checkpoint")
 
 
@@ -62,7 +62,7 @@ def list_command(
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    """Return a row of the list; one damaged checkpoint must not hide the others."""
+    """Return a row of the list, also for a damaged checkpoint, which must not hide the others."""
     from toolkit.checkpoint.layout import step_of
     from toolkit.checkpoint.manifest import read_manifest
     from toolkit.checkpoint.state import SavedAxes, State
@@ -100,7 +100,7 @@ def verify_command(
 
     try:
         manifest = verify(checkpoint)
-        State.load(checkpoint), SavedAxes.load(checkpoint)  # whose types no checksum vouches for
+        State.load(checkpoint), SavedAxes.load(checkpoint)  # whose types are not covered by checksums
     except CheckpointError as error:
         if set(error.codes) <= {"CHECKPOINT_DAMAGED", "CHECKPOINT_INCOMPLETE"}:
             raise CheckError(*error.problems) from None

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(emit)
 
 
 def _folder(written: str) -> Path:
-    """Reads --out by the rules for a job's paths: a shell leaves the ~ of --out=~/x as it is."""
+    """Read --out by the rules of a job's paths: a shell leaves the ~ of --out=~/x as it is."""
     from pydantic import TypeAdapter, ValidationError
 
     from toolkit.config.fields import Folder

@@ -1,4 +1,4 @@
-"""`toolkit estimate`: what a job takes of each card, of the host and of the disk, before a GPU is rented."""
+"""`toolkit estimate`: what a job needs of each card, of the host and of the disk, before a GPU is rented."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ GpusOption = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(estimate)
 
 
@@ -126,12 +126,12 @@ def estimate(
 
 @contextmanager
 def estimating(*, as_json: bool) -> Iterator[Estimator]:
-    """Yield an estimator; says on a terminal what it is doing, for its imports and traces take seconds."""
+    """Yield an estimator; show its progress on a terminal, as its imports and traces take seconds."""
     from toolkit.launch.packages import quiet_torchao
 
     quiet_torchao()
     with _left_at_once(), warnings.catch_warnings():
-        # What libraries tell each other of their next versions; nobody who estimates a job can mend it.
+        # Libraries warn each other of their next versions, which the user cannot fix.
         warnings.simplefilter("ignore", FutureWarning)
         if as_json or not sys.stderr.isatty():
             yield _make_estimator(lambda line: None)
@@ -144,10 +144,10 @@ def estimating(*, as_json: bool) -> Iterator[Estimator]:
 
 @contextmanager
 def _left_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process where it stands: an estimate has nothing to lose.
+    """Let Ctrl-C end the process at once: an estimate has nothing to save.
 
-    An exception would be raised amid the imports of torch and transformers, which take it for a missing package, or
-    die of it in C++.
+    An exception would be raised amid the imports of torch and transformers, which mistake it for a missing package, or
+    crash in C++.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -199,7 +199,7 @@ def _check_options(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """All that a person gave, read without the hub."""
+    """All options that the user gave, read without the hub."""
 
     job: Job
     file: DeepSpeedFile | None
@@ -218,7 +218,7 @@ def _read_questions(
     compare: str | None,
     gpus: str | None,
 ) -> _Asked:
-    """Reads job, card, DeepSpeed file and options; every fault of them is told at once, before the hub is asked for the model.
+    """Read job, card, DeepSpeed file and options; report all their errors at once, before the hub is asked for the model.
 
     Raises:
         SpecError: With all problems.
@@ -245,7 +245,7 @@ def _read_questions(
 
 
 def _read_case(path: Path, asked: _Asked, *, zero_init: bool, load_dtype: Dtype | None) -> Scenario:
-    """Finds the model and resolves the job once, so that every fault of it is told before torch is imported."""
+    """Find the model and resolve the job once, so that every error of it is reported before torch is imported."""
     from toolkit.memory.scenario import Scenario, check_zero_init
 
     written = asked.job

@@ -1,4 +1,4 @@
-"""What `toolkit estimate` prints of one estimate."""
+"""The report that `toolkit estimate` prints of one estimate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_SHARE = 0.005
 
 
 def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
-    """Prints an estimate: the answer first, then where it comes from."""
+    """Print an estimate: the verdict first, then its causes."""
     settings, cluster = plan.settings, plan.job.cluster
     names = {"ddp": "DDP", "fsdp2": "FSDP2"}
     strategy = names.get(plan.job.parallel.strategy, f"ZeRO-{settings.zero_stage}")
@@ -32,7 +32,7 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequ
     )
     print("; ".join(_shape(plan)))
     notes = () if case.file is None else case.file.notes(plan, case.job)
-    for note in notes:  # what stands in place of the job's values comes before the numbers that rest on it
+    for note in notes:  # replaced job values come before the numbers that depend on them
         print(note)
     device = "process" if plan.on_cpu else "card"
     print(verdict(report, device=device))
@@ -57,7 +57,7 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequ
 
 
 def _shape(plan: Plan) -> Iterator[str]:
-    """Says what else of a job decides on memory, chosen or defaulted."""
+    """Yield the other settings of a job that determine memory, chosen or defaulted."""
     train, settings = plan.job.train, plan.settings
     yield {"full": "all weights train", "lora": "LoRA", "qlora": "QLoRA"}[train.method]
     share = settings.gradient_checkpointing
@@ -68,11 +68,11 @@ def _shape(plan: Plan) -> Iterator[str]:
 
 
 def verdict(report: MemoryReport, *, device: str) -> str:
-    """Says in one line whether card and host hold it, and what is left or lacks.
+    """Return one line: whether card and host hold the job, and what is left or lacking.
 
     Args:
         report: The estimate.
-        device: What a rank runs on: `card`, or `process` on CPU, which has no memory of its own.
+        device: Device of a rank: `card`, or `process` on CPU, which has no memory of its own.
     """
     if report.gpu_capacity_bytes is None and report.host.capacity_bytes is None:
         return (
@@ -114,7 +114,7 @@ def _worst_routing(report: MemoryReport) -> str:
 
 
 def _print_stages(plan: Plan, report: MemoryReport) -> None:
-    """Prints the fullest rank of each rank of the pipeline."""
+    """Print the fullest rank of each pipeline rank."""
     settings, grid = plan.settings, plan.grid
     print(f"\nStages, {settings.pipeline_schedule}, {settings.batch.accumulation} micro-batches a step")
     table = new_table(

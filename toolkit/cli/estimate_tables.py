@@ -1,4 +1,4 @@
-"""What `toolkit estimate` answers with --sweep, --compare and --gpus: many estimates, one row each."""
+"""The tables of `toolkit estimate` with --sweep, --compare and --gpus: many estimates, one row each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 
 def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_json: bool) -> bool:
-    """Estimates every combination; says whether any fits."""
+    """Estimate every combination and print a table; return whether any fits."""
     from toolkit.memory.scenario import value_text
     from toolkit.memory.search.sweep import sweep
 
@@ -49,7 +49,7 @@ def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_
 
 
 def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, as_json: bool) -> bool:
-    """Estimates the job under each strategy; says whether any fits."""
+    """Estimate the job under each strategy and print a table; return whether any fits."""
     from toolkit.memory.search.compare import compare
 
     with estimating(as_json=as_json) as estimator:
@@ -74,7 +74,7 @@ def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, as_json: b
 
 
 def answer_gpus(case: Scenario, gpus: Sequence[Gpu], *, as_json: bool) -> bool:
-    """Finds the fewest of each card; says whether any holds the job."""
+    """Print the smallest number of each card that holds the job; return whether any does."""
     from toolkit.memory.search.choose_gpu import choose_gpus
 
     with estimating(as_json=as_json) as estimator:
@@ -110,7 +110,7 @@ def _choice_cells(choice: Choice) -> list[str | Text]:
 
 
 def _cells(outcome: Outcome) -> list[str | Text]:
-    """Return required, room, host and the verdict, coloured by whether it fits; codes where there is no estimate."""
+    """Return required memory, room, host memory and the verdict, coloured by whether it fits; error codes without an estimate."""
     report = outcome.report
     if report is None:
         return ["–", "", "", Text(", ".join(dict.fromkeys(p.code for p in outcome.problems)), style="magenta")]
@@ -129,7 +129,7 @@ def _cells(outcome: Outcome) -> list[str | Text]:
 
 
 def _print_problems(outcomes: Iterable[Outcome]) -> None:
-    """Prints below a table why rows have no estimate, each reason once: in a cell it would take the table's width."""
+    """Print below a table why rows have no estimate, each reason once, as it is too long for a cell."""
     for problem in dict.fromkeys(problem for outcome in outcomes for problem in outcome.problems):
         print(problem)
 

@@ -21,7 +21,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(export)
 
 
@@ -91,7 +91,7 @@ def export(
 
 def load_exporter() -> Callable[..., Export]:
     """Return `tk.export`, loaded for work on the CPU."""
-    # Else DeepSpeed, which the checkpoint's pickles need, looks for cards and says what it found. Export uses none.
+    # Without it DeepSpeed, which the checkpoint's pickles need, looks for cards and logs what it found. Export uses none.
     os.environ["DS_ACCELERATOR"] = "cpu"
     from toolkit.trainer.worker import quiet_warnings
 
@@ -102,7 +102,7 @@ def load_exporter() -> Callable[..., Export]:
 
 
 def parse_size(text: str) -> int:
-    """Reads a size such as 5GB, 500MB or 2GiB as bytes.
+    """Read a size such as 5GB, 500MB or 2GiB as bytes.
 
     >>> parse_size("5GB"), parse_size("1.5 MiB")
     (5000000000, 1572864)
@@ -142,13 +142,13 @@ def export_as_dict(done: Export) -> dict[str, Any]:
 
 
 def describe_scores(difference: float) -> str:
-    """Says how near the reloaded export's scores are to the trained model's."""
+    """Return how close the reloaded export's logits are to the trained model's, as text."""
     near = "exactly" if difference == 0 else f"within {difference:.1e} of the largest"
     return f"reloaded, its scores equal the trained model's {near}"
 
 
 def describe_checks(done: Export) -> str:
-    """Says what of an export was checked, and what was not and why."""
+    """Return what of an export was checked, and what was not and why, as text."""
     read = "names, shapes and sampled values read back; "
     if done.logits_difference is not None:
         return read + describe_scores(done.logits_difference)
@@ -156,7 +156,7 @@ def describe_checks(done: Export) -> str:
 
 
 def export_fields(done: Export) -> list[tuple[str, str]]:
-    """Return the lines that a person reads."""
+    """Return the name and value pairs to print."""
     report = done.report
     return [
         ("export", str(done.folder)),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(gpus)
 
 
@@ -80,7 +80,7 @@ def _print_one(gpu: Gpu) -> None:
 
 
 def _figure(field: str, value: Any) -> tuple[str, str]:
-    """Return name and value with the unit that the field's name ends in, as people read it."""
+    """Return name and value for display, with the unit that the field's name ends in."""
     from toolkit.units import format_bytes
 
     if field == "host":

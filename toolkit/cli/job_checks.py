@@ -31,14 +31,14 @@ _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scrip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a look at a job found.
+    """Result of checking a job.
 
     Args:
-        job: None where some of its keys cannot be read.
-        plan: None when there are problems.
-        data: None without a data section.
+        job: Job; None if some of its keys cannot be read.
+        plan: Plan; None if there are problems.
+        data: Data; None without a data section.
         problems: Everything that stops the job.
-        warnings: What a person should know and may want, one sentence each.
+        warnings: What the user should know and may intend, one sentence each.
     """
 
     job: Job | None
@@ -49,12 +49,12 @@ class Verdict:
 
 
 def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdict:
-    """Checks model, card, plan, placement, data files and tokenizer; never stops at the first fault.
+    """Check model, card, plan, placement, data files and tokenizer; report every error, not the first alone.
 
     Args:
-        job: What to check.
-        rules: Whether plan and placement are checked; else only what each key names.
-        decided: The job's plan, where it has been decided: that is what will run, and what is checked.
+        job: Job to check.
+        rules: Whether to check plan and placement; else only what each key names.
+        decided: Resolved plan of the job, if there is one: it is what will run, and what is checked.
     """
     problems: list[Problem] = []
     model = collect(problems, lambda: resolve_model(job.model))
@@ -87,7 +87,7 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
 
 
 def output_problems(folder: Path) -> Iterator[Problem]:
-    """Says whether a file stands where output_dir, or a folder above it, must be one."""
+    """Yield a problem if output_dir, or a folder above it, is a file."""
     try:
         path_kind(folder, key="train.output_dir")
     except SpecError as error:
@@ -104,10 +104,10 @@ def output_problems(folder: Path) -> Iterator[Problem]:
 
 
 def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
-    """Return the local folder that the tokenizer will be read from; None for the hub, or where there is none.
+    """Return the local folder that the tokenizer will be read from; None for the hub, or if there is none.
 
     Raises:
-        SpecError: PATH_UNREADABLE; TOKENIZER_NOT_FOUND, for what can only be a folder and is none.
+        SpecError: PATH_UNREADABLE; TOKENIZER_NOT_FOUND, for what can only be a folder and is not one.
     """
     name = job.model.tokenizer
     if name is None:
@@ -168,7 +168,7 @@ def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: Token
             "go online, or set model.init to random"
         )
     if model is not None and facts is not None and (facts.vocab_size or 0) > model.vocab_size:
-        # Not an error: published tokenizers hold marks that text never gives (Gemma 3), and training checks ids.
+        # Not an error: published tokenizers hold tokens that never occur in text (Gemma 3), and training checks ids.
         yield (
             f"the tokenizer has {facts.vocab_size} tokens, the model's embedding {model.vocab_size} rows: training stops "
             f"at a document that needs a token past {model.vocab_size - 1}"
@@ -178,7 +178,7 @@ def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: Token
 
 
 def consumer_notes(plan: Plan) -> Iterator[str]:
-    """Says which of Trainer and Accelerate cannot carry a plan, and why."""
+    """Yield which of Trainer and Accelerate cannot run a plan, and why."""
     found = {name: tuple(consumer_problems(plan, consumer)) for consumer, name in _CONSUMERS.items()}
     for names, reason in refusals(found):
         yield f"not for {' or '.join(names)}: {reason}"

@@ -1,4 +1,4 @@
-"""What a job file may hold: each key with the values that it takes, its default and its meaning."""
+"""The keys of a job file, each with its values, default and meaning."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Key:
     """A key of a job file.
 
     Args:
-        path: Such as `train.max_steps`.
-        values: What it takes, in words.
-        default: As YAML shows it; empty where the rest of the job decides, or nothing is meant; `required`.
-        meaning: The description of the field in the schema.
+        path: Key path, such as `train.max_steps`.
+        values: Accepted values, in words.
+        default: Default as YAML; empty if it depends on the rest of the job, or means unset; or `required`.
+        meaning: Description of the field in the schema.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""`toolkit launch`: a script of the user's under our supervisor."""
+"""`toolkit launch`: runs a user's script under our supervisor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from toolkit.cli.output import print_json
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    # What follows SCRIPT is the script's, whatever it looks like.
+    """Add the command."""
+    # Everything after SCRIPT belongs to the script, options included.
     app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(launch)
 
 
@@ -50,7 +50,7 @@ def launch(
 
 
 def _own_options(command: list[str]) -> tuple[list[str], bool, list[str]]:
-    """Takes the options that stand between JOB and SCRIPT, which the parser leaves to the script."""
+    """Extract the options between JOB and SCRIPT, which the parser leaves to the script."""
     overrides: list[str] = []
     as_json, rest = False, list(command)
     while rest and rest[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""Starts the processes of a plan on this node and tells how they ended."""
+"""Start of a plan's processes on this node, and report of how they ended."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def log_folder(plan: Plan) -> Path:
 def run_on_this_node(
     plan: Plan, argv: Sequence[str], *, when_asked: str = WHEN_ASKED, grace_seconds: float = GRACE_SECONDS
 ) -> RunOutcome:
-    """Runs one process a rank and waits for all of them.
+    """Run one process per rank and wait for all of them.
 
     The plan is saved as `output_dir/plan.json`, whose path each process finds in TOOLKIT_PLAN.
 
     Args:
-        argv: Command of a rank, the same for each.
-        when_asked: What a rank does at Ctrl-C, as a person is told.
-        grace_seconds: That a rank has to end in once another has failed, seconds.
+        argv: Command line of a rank, the same for each.
+        when_asked: What a rank does at Ctrl-C, as printed.
+        grace_seconds: Seconds that a rank has to end after another has failed.
 
     Raises:
         PlanError: OUTPUT_PATH, OUTPUT_WRITE.
@@ -58,7 +58,7 @@ def run_on_this_node(
 
 
 def print_failure(outcome: RunOutcome) -> None:
-    """Says on stderr which rank failed first and why, if any did."""
+    """Print on stderr which rank failed first and why, if any did."""
     if outcome.failure is not None:
         print(outcome.failure.describe(), file=sys.stderr)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(models)
 
 
@@ -35,7 +35,7 @@ def models(
     from toolkit.config.job import Model
 
     if name is not None:
-        read_catalogue_model(name)  # says which names there are, where a hub lookup would say that there is no network
+        read_catalogue_model(name)  # its error lists the names, where a hub lookup would report a missing network
     specs = [resolve_model(Model(name=known)) for known in (model_names() if name is None else (name,))]
     if as_json:
         print_json({"models": [_as_dict(spec) for spec in specs]})

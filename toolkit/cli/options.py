@@ -1,4 +1,4 @@
-"""Arguments that commands share, and what reads them."""
+"""Arguments that commands share, and the functions that read them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PYDANTIC_SWITCH, PYDANTIC_OFF = "PYDANTIC_DISABLE_PLUGINS", "__all__"
 
 @dataclass(slots=True)
 class Interaction:
-    """What `main` must know of the command that ran, to report its error; the context's `obj`."""
+    """What `main` needs to report the error of the command that ran; the context's `obj`."""
 
     as_json: bool = False
 
 
 def note_json(context: typer.Context, value: bool) -> bool:
-    """Notes that errors, too, are to be JSON."""
+    """Record that errors are to be printed as JSON too."""
     if value and isinstance(context.obj, Interaction):
         context.obj.as_json = True
     return value
@@ -53,7 +53,7 @@ JsonOption = Annotated[
 
 
 def collect(problems: list[Problem], read: Callable[[], T]) -> T | None:
-    """Return what is read, or notes its problems."""
+    """Return what is read, or collect its problems and return None."""
     try:
         return read()
     except ToolkitError as error:
@@ -62,7 +62,7 @@ def collect(problems: list[Problem], read: Callable[[], T]) -> T | None:
 
 
 def read_job(job: Path, overrides: Sequence[str] | None = None) -> Job:
-    """Reads a job file, or the job inside a plan.json.
+    """Read a job file, or the job inside a plan.json.
 
     Raises:
         SpecError: With every unreadable, unknown, duplicate or mistyped key.
@@ -78,7 +78,7 @@ def read_job(job: Path, overrides: Sequence[str] | None = None) -> Job:
 
 
 def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
-    """Reads a job file and resolves it, or reads a plan.json; overrides of a plan resolve it anew.
+    """Read and resolve a job file, or read a plan.json; overrides of a plan resolve it again.
 
     Raises:
         SpecError: The file, the model or the card cannot be read.
@@ -99,7 +99,7 @@ def read_plan(job: Path, overrides: Sequence[str] | None = None) -> Plan:
 
 
 def is_plan_file(path: Path) -> bool:
-    """Whether a file is a plan.json rather than a job."""
+    """Return whether a file is a plan.json rather than a job."""
     from toolkit.planning.read import is_plan_file
 
     return is_plan_file(path)

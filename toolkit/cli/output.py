@@ -1,4 +1,4 @@
-"""What commands print: text, tables and JSON on stdout, problems on stderr."""
+"""Output of the commands: text, tables and JSON on stdout, problems on stderr."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def prepare_streams() -> None:
-    """Makes stdout and stderr take any text: closed ones swallow it, and what their encoding lacks is spelled out."""
+    """Make stdout and stderr accept any text: closed ones drop it, and characters that their encoding lacks are escaped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -29,7 +29,7 @@ def prepare_streams() -> None:
 
 
 def discard_stdout() -> None:
-    """Lets what is left for stdout vanish, once its reader has gone or its disk is full.
+    """Drop the remaining output to stdout after its reader has gone or its disk is full.
 
     Without this the interpreter would complain when it flushes at exit.
     """
@@ -38,13 +38,13 @@ def discard_stdout() -> None:
 
 
 def print_json(value: Any) -> None:
-    """Prints one JSON document on stdout; in ASCII where stdout does not take all of Unicode."""
+    """Print one JSON document on stdout; in ASCII if stdout cannot encode all of Unicode."""
     encoding = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "")
     print(json.dumps(value, indent=2, ensure_ascii=encoding != "utf8", allow_nan=False))
 
 
 def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:
-    """Prints problems: one line each on stderr, or `{"problems": […]}` on stdout."""
+    """Print problems: one line each on stderr, or `{"problems": […]}` on stdout."""
     found = list(problems)
     if as_json:
         print_json({"problems": [problem.as_dict() for problem in found]})
@@ -58,18 +58,18 @@ def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:
 
 
 def warn(lines: Iterable[str]) -> None:
-    """Prints warnings on stderr, one line each."""
+    """Print warnings on stderr, one line each."""
     for line in lines:
         _print_marked("warning", one_line(line), style="bold yellow")
 
 
 def say(line: str) -> None:
-    """Tells on stderr what goes on."""
+    """Print a progress line on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _print_marked(mark: str, line: str, *, style: str) -> None:
-    """Prints a line on stderr behind a coloured word; rich is imported only where there are colours."""
+    """Print a line on stderr after a coloured word; rich is imported only if there are colours."""
     if not sys.stderr.isatty():
         print(f"{mark}: {line}", file=sys.stderr)
         return
@@ -83,8 +83,8 @@ def new_table(columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
     """Return an empty table.
 
     Args:
-        columns: Heads.
-        right: Those of them whose cells are set flush right.
+        columns: Column headings.
+        right: Headings of the columns to align right.
     """
     from rich import box
     from rich.table import Table
@@ -96,18 +96,18 @@ def new_table(columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Prints a table: as wide as the terminal, or as wide as its content where stdout is none."""
+    """Print a table: as wide as the terminal, or as wide as its content if stdout is not one."""
     from rich.console import Console
 
-    # Cells hold paths and names, whose brackets are no markup and whose :words: are no pictures.
+    # Cells contain paths and names, whose brackets are not markup and whose :words: are not emoji.
     plain = partial(Console, highlight=False, markup=False, emoji=False)
-    # Measured at a width that nothing reaches: a pipe has none, and a folded table cannot be searched.
+    # Measured at a very large width: a pipe has none, and a wrapped table cannot be searched.
     natural = plain(width=10_000).measure(table).maximum
     (plain() if sys.stdout.isatty() else plain(width=natural)).print(table)
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
-    """Prints name and value pairs as two aligned columns."""
+    """Print name and value pairs as two aligned columns."""
     pairs = list(fields)
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:

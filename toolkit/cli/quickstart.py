@@ -1,4 +1,4 @@
-"""`toolkit quickstart`: the whole journey on a fresh machine, offline, in under two minutes."""
+"""`toolkit quickstart`: all stages of a job on a fresh machine, offline, in under two minutes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 STEPS = 60
 FIRST_SESSION = 40
 
-# By the marker a folder is known to be ours; --overwrite deletes what this command writes and nothing else.
+# The marker identifies a folder as ours; --overwrite deletes what this command writes and nothing else.
 MARKER = ".toolkit-quickstart"
 WRITTEN = ("job.yaml", "python-topics.jsonl", "model", "run")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(quickstart)
 
 
@@ -78,7 +78,7 @@ def quickstart(
 
 
 def write_quickstart_job(out: Path, *, cpu: bool, processes: int, zero_stage: int) -> Path:
-    """Writes model, data and job file into a folder; gives the job file."""
+    """Write model, data and job file into a folder; return the path of the job file."""
     import yaml
 
     from toolkit.trainer.sample import write_sample

@@ -1,4 +1,4 @@
-"""`toolkit topology --schedule`: a step of the job's pipeline as a chart, one row a pipeline rank."""
+"""`toolkit topology --schedule`: a step of the job's pipeline as a chart, one row per pipeline rank."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
     from toolkit.planning.plan import Plan
 
-# Letter, meaning, and colours on a terminal and in a picture: Okabe and Ito's, told apart by colour-blind readers too.
+# Letter, meaning, and colours on a terminal and in a picture: Okabe and Ito's, distinguishable to colour-blind readers.
 LOOKS: dict[type[Compute], tuple[str, str, str, str]] = {
     Forward: ("F", "forward", "black on #56B4E9", "#56B4E9"),
     Backward: ("B", "backward", "black on #009E73", "#009E73"),
     BackwardInput: ("I", "backward, input", "black on #E69F00", "#E69F00"),
     BackwardWeight: ("W", "backward, weights", "black on #F0E442", "#F0E442"),
 }
-# Narrower than this a terminal's chart shows nothing but colour; a line then breaks.
+# A narrower chart would show colours alone; lines wrap instead.
 _FEWEST_CELLS = 20
-# What stands for the middle of a chart that is wider than its line, and how many forward passes are left on each side.
+# Placeholder for the middle of a chart that is too wide, and the number of forward passes kept on each side.
 _LEFT_OUT, _FEWEST_UNITS = " … ", 2
 _SCALE = "Equal stages, a backward pass of twice the forward one, and messages that take no time."
 
 
 def show(plan: Plan, *, plot: Path | None, as_json: bool) -> None:
-    """Prints the schedule of a plan, and draws it into a file if there is one.
+    """Print the schedule of a plan, and draw it into a file if one is given.
 
     Raises:
         PlanError: PIPELINE_UNUSED, if the job has no pipeline.
@@ -63,7 +63,7 @@ def show(plan: Plan, *, plot: Path | None, as_json: bool) -> None:
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """Runs a step of a plan's pipeline on paper, all stages being equal.
+    """Simulate a step of a plan's pipeline, with stages of equal cost.
 
     Raises:
         PlanError: PIPELINE_UNUSED, if the job has no pipeline.
@@ -86,7 +86,7 @@ def timeline_of(plan: Plan) -> Timeline:
 
 
 def title_of(timeline: Timeline) -> str:
-    """Return name, sizes and bubble in a line."""
+    """Return a line with name, sizes and bubble."""
     schedule = timeline.schedule
     chunks = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
     plural = "" if schedule.micro_batches == 1 else "es"
@@ -97,19 +97,19 @@ def title_of(timeline: Timeline) -> str:
 
 
 def label(instruction: Compute, *, with_chunk: bool) -> str:
-    """Return an instruction in few letters: kind, micro-batch, and after a dot the chunk if there are several."""
+    """Return a short label of an instruction: kind, micro-batch, and after a dot the chunk if there are several."""
     chunk = f".{instruction.chunk}" if with_chunk else ""
     return f"{LOOKS[type(instruction)][0]}{instruction.micro_batch}{chunk}"
 
 
 def chart(timeline: Timeline, *, width: int | None, fill: str, most: int | None = None) -> list[Text]:
-    """Return a line a pipeline rank, in which time goes to the right.
+    """Return one line per pipeline rank, with time from left to right.
 
     Args:
-        timeline: What to draw.
-        width: Cells of a line; as many as all labels need if None, and if that is more than `most`, all but the middle.
-        fill: What follows a label up to the end of its instruction: a blank where colours tell them apart.
-        most: Cells that a line may take where labels set its width; no limit if None.
+        timeline: Timeline to draw.
+        width: Cells per line. None: as many as all labels need, without the middle if that is more than `most`.
+        fill: Character after a label up to the end of its instruction: a blank if colours distinguish instructions.
+        most: Largest width where labels set it, in cells; no limit if None.
     """
     from rich.text import Text
 
@@ -131,7 +131,7 @@ def chart(timeline: Timeline, *, width: int | None, fill: str, most: int | None 
         for span, text in _labelled(timeline, spans):
             start, stop = (round(edge * cells_per_unit) for edge in (span.start, span.end))
             line.append(" " * (start + margin - len(line)))
-            # One cell apart where letters alone tell neighbours apart.
+            # Leave one cell between neighbours if letters alone distinguish them.
             shown = text if len(text) < stop - start else text[1:] if len(text) <= stop - start else ""
             line.append(shown.ljust(stop - start, fill), LOOKS[type(span.instruction)][2])
         lines.append(line)
@@ -139,12 +139,12 @@ def chart(timeline: Timeline, *, width: int | None, fill: str, most: int | None 
 
 
 def row_name(rank: int) -> str:
-    """Return the name of a chart's row: a place in the pipeline, which is no global rank."""
+    """Return the name of a chart's row: a pipeline rank, which is not a global rank."""
     return f"pipeline rank {rank}"
 
 
 def _without_middle(lines: list[Text], *, margin: int, cells_per_unit: int, most: int) -> list[Text]:
-    """Leaves out what lies between start and end of a step, where each rank repeats one forward and one backward pass."""
+    """Leave out the steady state of a step, where each rank alternates one forward and one backward pass."""
     from rich.text import Text
 
     units = max(2 * _FEWEST_UNITS, (most - margin - len(_LEFT_OUT)) // cells_per_unit)

@@ -1,4 +1,4 @@
-"""The chart of a schedule as a picture: PNG, SVG or an HTML page."""
+"""The chart of a schedule as an image: PNG, SVG or an HTML page."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from toolkit.cli.schedule_chart import LOOKS, label, row_name, title_of
 from toolkit.memory.report.figures import check_plot_path, new_figure, write_figure
 from toolkit.pipeline_schedule import Timeline
 
-# Inches: of a row, of what surrounds the chart, and of one unit of time, within what a page takes.
+# Inches: height of a row, margins, width of one unit of time, and least and greatest width of the chart.
 _ROW, _AROUND, _UNIT, _NARROWEST, _WIDEST = 0.36, 1.3, 0.16, 8.0, 40.0
-# Above so many passes their labels would overlap, and take longer to write than the rest of the picture.
+# With more passes than this the labels would overlap, and take longer to draw than the rest of the image.
 _MOST_LABELS = 3000
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    """Draws a bar a pass, a row a pipeline rank; later chunks of one are paler.
+    """Draw one bar per pass and one row per pipeline rank; later chunks of a rank are paler.
 
     Raises:
         SpecError: PLOT_FORMAT, PLOT_FOLDER.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def plan_fields(plan: Plan) -> list[tuple[str, str]]:
-    """Return what a plan comes to, as names and values."""
+    """Return a plan's main values, as names and values."""
     from toolkit.planning.stage_parts import describe_pipeline, describe_tensor
     from toolkit.units import format_count
 

@@ -1,4 +1,4 @@
-"""`toolkit topology`: which rank sits where, and in which groups."""
+"""`toolkit topology`: the place of each rank, and its groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_RANKS = 16_384
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(topology)
 
 
@@ -166,7 +166,7 @@ def _show_schedule(
 
 
 def _launched_sizes(nodes: int | None, gpus_per_node: int | None) -> tuple[int | None, int | None]:
-    """Fills in what a launcher has started, where neither is given."""
+    """Fill in the launcher's sizes if neither is given."""
     from toolkit.launch.environment import rank_from_environment
 
     identity = rank_from_environment(os.environ)
@@ -188,7 +188,7 @@ def _check_size(num_ranks: int) -> None:
 
 
 def place_job(job: Job) -> Placement:
-    """Puts a job's grid on its nodes.
+    """Place a job's grid on its nodes.
 
     Raises:
         PlanError: GRID_WORLD, TP_SPANS_NODES.

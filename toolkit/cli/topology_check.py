@@ -1,4 +1,4 @@
-"""`toolkit topology --check`: starts the ranks, or is one of a launcher's, and prints what they found."""
+"""`toolkit topology --check`: starts the ranks, or runs as one rank of a launcher, and prints the result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def check(placement: Placement, *, gpu: str | Card | None, timeout_seconds: float, as_json: bool) -> int:
-    """Checks every group of a placement and prints the result; gives the exit code.
+    """Check every group of a placement, print the result and return the exit code.
 
     Args:
-        placement: The grid on its machines.
-        gpu: The job's cluster.gpu; None takes cards where each rank has one, else CPU.
-        timeout_seconds: Time in which some rank must move.
+        placement: Grid on its machines.
+        gpu: The job's cluster.gpu; None uses cards if there is one per rank, else CPU.
+        timeout_seconds: Seconds within which some rank must make progress.
         as_json: Whether to print JSON.
 
     Raises:
@@ -45,7 +45,7 @@ def check(placement: Placement, *, gpu: str | Card | None, timeout_seconds: floa
 
 
 def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_seconds: float, as_json: bool) -> int:
-    """Runs all ranks on this machine."""
+    """Run all ranks on this machine."""
     from toolkit.cli.launching import print_failure
     from toolkit.launch.environment import python_module
     from toolkit.launch.local import launch_ranks
@@ -69,7 +69,7 @@ def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_secon
         argv, num_ranks=num_ranks, backend=backend, log_dir=folder, name_of=placement.grid.describe_rank
     )
     result = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else None
-    if result is None or (result["passed"] and outcome.exit_code):  # what is printed points to the logs, which stay
+    if result is None or (result["passed"] and outcome.exit_code):  # the message points to the logs, which are kept
         print_failure(outcome)
         if as_json and outcome.failure is not None:
             print_problems(outcome.failure.problems, as_json=True)
@@ -87,7 +87,7 @@ def _as_rank(
     timeout_seconds: float,
     as_json: bool,
 ) -> int:
-    """Takes the part of one rank of torchrun, `deepspeed`, `accelerate launch` or `toolkit launch`."""
+    """Run as one rank of torchrun, `deepspeed`, `accelerate launch` or `toolkit launch`."""
     from toolkit.distributed.diagnose.check import check_groups
     from toolkit.distributed.diagnose.worker import hang_to_dict, report_to_dict
 
@@ -99,7 +99,7 @@ def _as_rank(
         placement.grid, identity=identity, backend=backend, timeout_seconds=timeout_seconds, on_hang=on_hang
     )
     if report is None:
-        return 0  # rank 0's exit code tells of all
+        return 0  # rank 0's exit code stands for all
     if backend is None and report.backend == "gloo":
         say("not every rank has a card: checked on CPU")
     result = report_to_dict(report)
@@ -108,7 +108,7 @@ def _as_rank(
 
 
 def show(placement: Placement, result: dict[str, Any], *, as_json: bool) -> None:
-    """Prints a check's result."""
+    """Print a check's result."""
     if as_json:
         from toolkit.topology.table import to_dict
 
@@ -175,14 +175,14 @@ def _check_one_node(placement: Placement) -> None:
 
 
 def _choose_backend(num_ranks: int, wanted: Backend | None) -> Backend:
-    """Takes cards where there are enough; a job that asks for them goes nowhere without."""
+    """Choose NCCL if there are enough cards, else gloo; raise if a job that asks for cards lacks them."""
     from toolkit.launch.devices import fewer_cards, visible_cards
 
     if wanted == "gloo":
         return wanted
     cards = visible_cards()
     if wanted == "nccl":
-        # Without NVIDIA's driver only torch can tell, which the ranks ask.
+        # Without NVIDIA's driver only torch can tell, in the ranks.
         raise_all(RunError, () if cards is None else fewer_cards(num_ranks, len(cards)))
         return wanted
     num_cards = len(cards or ())

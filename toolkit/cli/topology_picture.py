@@ -1,6 +1,6 @@
-"""Ranks, layers, nodes and links as a picture: PNG, SVG or an HTML page.
+"""Ranks, layers, nodes and links as an image: PNG, SVG or an HTML page.
 
-A column is a pipeline stage, a row a replica of the model, a box a tensor group, which lies on one node.
+A column is a pipeline stage, a row a replica of the model, and a box a tensor-parallel group on one node.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from toolkit.topology.table import format_ranks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# More rows or columns than these are left out in the middle, where they repeat a pattern: the picture stays a page.
+# More rows or columns than these are omitted in the middle, where they repeat a pattern, to keep the image one page.
 _MOST_ROWS, _MOST_COLUMNS = 16, 16
-# Inches: of a column, of a row, of what surrounds them, and of the narrowest picture that holds the lines below it.
+# Inches: column width, row height, margins, and the least width that fits the lines of text below.
 _COLUMN, _ROW, _AROUND_WIDTH, _AROUND_HEIGHT, _NARROWEST = 1.75, 0.62, 1.2, 2.0, 6.5
-# Rows that a line of text takes, letters that a column's head has room for, and a box's shares of its cell.
+# Rows per line of text, letters that fit a column heading, and a box's shares of its cell.
 _LINE, _HEAD_LETTERS = 0.25, 26
 _BOX_WIDTH, _BOX_HEIGHT = 0.7, 0.66
 # Pale forms of Okabe and Ito's colours; neighbouring nodes differ.
@@ -33,13 +33,13 @@ _INSIDE, _NETWORK = "#555555", "#D55E00"
 
 
 def draw(placement: Placement, held: Sequence[RankLayers], links: Sequence[Boundary], path: Path) -> None:
-    """Draws a grid on its nodes.
+    """Draw a grid on its nodes.
 
     Args:
-        placement: Ranks on nodes.
-        held: What each rank of a pipeline holds; empty where no job says so.
-        links: Between which stages there are any, as `boundaries` gives them.
-        path: File to write.
+        placement: Placement of the ranks on nodes.
+        held: Layers of each pipeline rank; empty without a job.
+        links: Stage boundaries with links, as `boundaries` returns them.
+        path: Path of the file to write.
 
     Raises:
         SpecError: PLOT_FORMAT, PLOT_FOLDER.
@@ -75,7 +75,7 @@ def draw(placement: Placement, held: Sequence[RankLayers], links: Sequence[Bound
 
 
 def title_of(placement: Placement) -> str:
-    """Return sizes in a line."""
+    """Return a line with the sizes."""
     grid, nodes = placement.grid, placement.num_nodes
     machines = "1 node" if nodes == 1 else f"{nodes} nodes"
     sizes = f"pipeline {grid.pp} × data {grid.dp} × tensor {grid.tp}"
@@ -119,7 +119,7 @@ def _cell(axes: Axes, placement: Placement, x: int, y: int, pp: int | None, dp: 
 def _link(
     axes: Axes, placement: Placement, x: int, columns: Sequence[int | None], rows: Sequence[int | None], link: Boundary
 ) -> None:
-    """Draws a boundary's links in each row: to the neighbour on the right, or from the last column round to the first."""
+    """Draw a boundary's links in each row: to the right neighbour, or from the last column back to the first."""
     grid, goes_round = placement.grid, link.stop == 0
     if not goes_round and columns[x + 1] is None:
         return

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(train)
 
 
@@ -87,7 +87,7 @@ def train(
 
 
 def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overwrite: bool) -> str | None:
-    """Return the checkpoint that was named by either option: ours, or transformers' name for it."""
+    """Return the checkpoint given by either option: ours, or the name that transformers uses."""
     if resume is not None and resume_from_checkpoint is not None:
         raise typer.BadParameter(
             "it is the same option as --resume; leave out one of the two", param_hint="--resume_from_checkpoint"
@@ -101,7 +101,7 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
 
 
 def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_json: bool) -> int:
-    """Trains, exports and tells how it ended, as this machine's launcher or as rank 0 of another; gives the exit code."""
+    """Train, export and report, as this machine's launcher or as rank 0 of another; return the exit code."""
     from toolkit.checkpoint.discovery import recover
     from toolkit.checkpoint.resume import AUTO, resume_point
     from toolkit.launch.outcome import RunOutcome
@@ -140,10 +140,10 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
 
 
 def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None) -> RunOutcome:
-    """Starts one worker a rank and waits for their end.
+    """Start one worker per rank and wait for them to end.
 
     Args:
-        resume: As `toolkit.trainer.loop.train` takes it.
+        resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
         stop_after: Optimizer step after which the session ends.
     """
     from toolkit.artifacts.files import emit
@@ -158,16 +158,16 @@ def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None) -> Ru
     argv = [*python_module("toolkit.trainer.worker"), "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan)), *(["--resume", resume] if resume else [])]
     argv += ["--stop-after", str(stop_after)] if stop_after else []
-    # A rank saves when it is asked to; once another has failed there is nothing to wait for.
+    # A rank saves when asked to; after another has failed there is nothing to wait for.
     outcome = run_on_this_node(plan, argv, when_asked="each rank ends its step and saves", grace_seconds=0.0)
     if outcome.exit_code != 0:
-        # No worker lives any more; half a checkpoint may be what fills the disk.
+        # No worker lives any more; a partial checkpoint may fill the disk.
         remove_leftovers(plan.output_dir)
     return outcome
 
 
 def _rank() -> int | None:
-    """Return the rank of this process where a launcher started it."""
+    """Return the rank of this process if a launcher started it, else None."""
     from toolkit.launch.environment import rank_from_environment
 
     identity = rank_from_environment(os.environ)
@@ -175,7 +175,7 @@ def _rank() -> int | None:
 
 
 def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
-    """Says what would run, and what would be refused."""
+    """Print what would run, and what would be refused."""
     from toolkit.checkpoint.compatibility import describe_changes
     from toolkit.checkpoint.resume import resume_point
     from toolkit.checkpoint.state import saved_plan

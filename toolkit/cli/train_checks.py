@@ -1,4 +1,4 @@
-"""What `toolkit train` checks before it starts, without torch."""
+"""The checks of `toolkit train` before it starts, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
-    """Reads a job and makes every check that needs no torch, training's own included.
+    """Read a job and make every check that needs no torch, training's own included.
 
     Raises:
         SpecError, PlanError: With all problems at once.
@@ -29,15 +29,15 @@ def checked_plan(job: Path, overrides: list[str] | None) -> Plan:
 
 
 def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True) -> tuple[Plan, tuple[str, ...]]:
-    """Decides an optimizer that the job leaves open: that of the checkpoint, or torch's AdamW where FusedAdam cannot be compiled.
+    """Choose the optimizer that the job leaves open: the checkpoint's, or torch's AdamW if FusedAdam cannot be compiled.
 
     Args:
-        plan: As resolved.
+        plan: Resolved plan.
         resume: Folder of a checkpoint, `latest` or `auto`; None for a new run.
-        alone: Whether this process starts all ranks: one of several cannot decide for machines that it does not see.
+        alone: Whether this process starts all ranks: one of several cannot decide for other machines.
 
     Returns:
-        The plan, and what to tell a person of what was changed.
+        The plan, and messages for the user about what was changed.
     """
     from toolkit.checkpoint.resume import AUTO, candidates
     from toolkit.launch.build_tools import unbuildable
@@ -48,7 +48,7 @@ def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True)
     for folder in candidates(plan.output_dir, resume):
         saved = _saved_optimizer(folder)
         if saved is None and resume == AUTO:
-            continue  # it is passed over
+            continue  # it is skipped
         goes_over = saved == "adamw_torch" and not plan.uses_torch_adam
         return with_torch_adam(plan, f"{folder} was saved with it") if goes_over else plan, ()
     if not alone:
@@ -64,7 +64,7 @@ def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True)
 
 
 def _saved_optimizer(folder: Path) -> str | None:
-    """Return the optimizer of a checkpoint; None where it cannot be read, which `resume_point` says."""
+    """Return the optimizer of a checkpoint; None if it cannot be read, which `resume_point` reports."""
     from toolkit.checkpoint.state import saved_plan
 
     try:
@@ -74,10 +74,10 @@ def _saved_optimizer(folder: Path) -> str | None:
 
 
 def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
-    """Makes the checks of a start without starting.
+    """Make the checks of a start without starting.
 
     Returns:
-        What a start on this machine would be refused for, or warned of: jobs are often checked on another than they run on.
+        Reasons why a start on this machine would be refused, and warnings: jobs are often checked on another machine.
 
     Raises:
         PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
@@ -98,7 +98,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     cards = list(card_problems(plan))
     found = [*use_problems(plan.output_dir), *cards, *package_problems(plan)]
     changes: tuple[str, ...] = ()
-    if not cards:  # without them this is not the machine that will compile
+    if not cards:  # with other cards this is not the machine that will compile
         startable, changes = startable_plan(plan)
         found += [*tool_problems(startable), *lock_problems(startable)]
     try:
@@ -110,11 +110,11 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
 
 
 def check_start(plan: Plan) -> None:
-    """Says before anything is written or deleted what the launch would say after.
+    """Raise the errors of a launch before anything is written or deleted.
 
     Raises:
         PlanError: FP8_PACKAGE, LOSS_LIGER_PACKAGE, KERNELS_PACKAGE, CLUSTER_SOFTWARE.
-        RunError: BUILD_TOOLS, BUILD_LOCK, and as `check_launchable`.
+        RunError: BUILD_TOOLS, BUILD_LOCK, and those of `check_launchable`.
     """
     from toolkit.launch.builds import check_builds
     from toolkit.launch.local import check_launchable

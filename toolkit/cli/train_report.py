@@ -1,4 +1,4 @@
-"""How `toolkit train` ends: the export, what lies where, or the command that goes on."""
+"""The end of `toolkit train`: the export, where the results are, or the command that resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a person gave that the command to go on must repeat."""
+    """Options of the user that the command to resume must repeat."""
 
     job: Path
     overrides: tuple[str, ...] = ()
@@ -31,9 +31,9 @@ class Call:
         """Return the command as shell text.
 
         Args:
-            checkpoint: Where it goes on; `--resume auto` finds it again.
-            overwrite: Whether it replaces an earlier run.
-            step: Optimizer steps that are done: a --stop-after that is reached is left out.
+            checkpoint: Checkpoint to resume from, which `--resume auto` finds again.
+            overwrite: Whether the command replaces an earlier run.
+            step: Optimizer steps done: a --stop-after that has been reached is left out.
         """
         from toolkit.checkpoint.resume import AUTO
 
@@ -60,14 +60,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The export of a finished run, and how it was checked; None where it lay there before."""
+    """The export of a finished run, and how it was checked; `checked` is None if it already existed."""
 
     folder: Path
     checked: str | None
 
 
 def is_finished(plan: Plan) -> bool:
-    """Whether the last checkpoint of output_dir is that of the run's last step."""
+    """Return whether the last checkpoint of output_dir is that of the run's last step."""
     from toolkit.checkpoint.state import State
 
     last = last_checkpoint(plan)
@@ -78,12 +78,12 @@ def is_finished(plan: Plan) -> bool:
 
 
 def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first: bool = False) -> Exported | None:
-    """Exports a finished run, or says why not: the run itself is safe either way.
+    """Export a finished run, or print why not: the run itself is safe either way.
 
     Args:
-        plan: What ran.
-        checkpoint: The last of output_dir when left out.
-        verify_first: Whether to read its checksums: the run's own processes have hashed it a moment ago.
+        plan: Plan that ran.
+        checkpoint: Checkpoint to export; the last of output_dir when left out.
+        verify_first: Whether to verify its checksums; not needed if the run's own processes have just hashed it.
     """
     from toolkit.checkpoint.discovery import latest_checkpoint
     from toolkit.cli.export import describe_checks, load_exporter
@@ -95,7 +95,7 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
             source,
             plan.output_dir / "export",
             overwrite=True,
-            trust_remote_code=plan.job.model.trust_remote_code,  # what the job says that runs, not the checkpoint
+            trust_remote_code=plan.job.model.trust_remote_code,  # the running job decides, not the checkpoint
             verify_first=verify_first,
         )
     except ToolkitError as error:
@@ -110,7 +110,7 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
 
 
 def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json: bool) -> None:
-    """Handles a resume of a finished run: says that it is finished, and writes the export if it is missing."""
+    """Handle a resume of a finished run: report that it is finished, and write the export if it is missing."""
     from toolkit.cli.launching import outcome_as_dict
     from toolkit.launch.outcome import RunOutcome
 
@@ -129,12 +129,12 @@ def finish_complete(plan: Plan, point: ResumePoint, *, no_export: bool, as_json:
 
 
 def complete_line(point: ResumePoint) -> str:
-    """Says that no step is left, with the numbers."""
+    """Return the line that no step is left, with the numbers."""
     return f"the run is complete: step {point.state.step} of {point.num_steps} is in {point.folder}, and nothing is left to train"
 
 
 def _is_export_of(folder: Path, point: ResumePoint) -> bool:
-    """Whether a whole export was written since the checkpoint: an extended run leaves that of its first end behind."""
+    """Return whether a whole export was written since the checkpoint: an extended run still has that of its first end."""
     from toolkit.catalog.weights import find_weights, read_header
 
     written = [path.stat().st_mtime for path in folder.glob("*config.json")]
@@ -144,7 +144,7 @@ def _is_export_of(folder: Path, point: ResumePoint) -> bool:
 
 
 def report(plan: Plan, outcome: RunOutcome, *, call: Call, exported: Exported | None, as_json: bool) -> None:
-    """Says how the run ended and what lies where, or how to go on."""
+    """Print how the run ended and where the results are, or how to go on."""
     from toolkit.cli.launching import outcome_as_dict, print_failure
 
     print_failure(outcome)
@@ -181,11 +181,11 @@ def _print_places(plan: Plan, checkpoint: Path | None, exported: Exported | None
 
 
 def last_checkpoint(plan: Plan, *, but: Collection[str | None] = ()) -> Path | None:
-    """Return the last complete checkpoint of output_dir that says where it stood, if any; none of those that are damaged.
+    """Return the last complete checkpoint of output_dir with a readable state, if any; damaged ones are skipped.
 
     Args:
-        plan: Of the run.
-        but: Checkpoints, or files in them, whose contents were found to be others than those that were written.
+        plan: Plan of the run.
+        but: Checkpoints, or files in them, to skip because their contents have changed.
     """
     from toolkit.checkpoint.discovery import list_checkpoints
     from toolkit.checkpoint.state import is_readable

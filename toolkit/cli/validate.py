@@ -1,4 +1,4 @@
-"""`toolkit validate`: every problem of a job at once, or what it comes to."""
+"""`toolkit validate`: every problem of a job at once, or its resolved plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Add the command."""
     app.command()(validate)
 
 

@@ -1,10 +1,10 @@
-"""TORCH_CUDA_ARCH_LIST, as torch reads it and as DeepSpeed does."""
+"""TORCH_CUDA_ARCH_LIST as torch parses it and as DeepSpeed does."""
 
 from __future__ import annotations
 
 import re
 
-# torch utils/cpp_extension.py _get_cuda_arch_flags, in its order: a longer name before its beginning.
+# torch utils/cpp_extension.py _get_cuda_arch_flags, in its order: a longer name comes before its prefix.
 _NAMED_ARCHITECTURES = {
     "Kepler+Tesla": "3.7",
     "Kepler": "3.5+PTX",
@@ -26,17 +26,17 @@ _ARCHITECTURE = re.compile(r"(\d+)\.(\d)[a-z]?(\+PTX)?")
 
 
 def readable_architectures(written: str, card: str | None) -> str:
-    """Return the TORCH_CUDA_ARCH_LIST that DeepSpeed can read and whose kernels run on a card.
+    """Return the TORCH_CUDA_ARCH_LIST that DeepSpeed can read and whose kernels run on a GPU.
 
-    DeepSpeed takes numbers alone, torch names and the letters of one architecture's own instructions, too, of which
-    DeepSpeed's kernels use none.
+    DeepSpeed accepts numbers alone; torch also accepts names and the suffixes of architecture-specific instructions (9.0a),
+    which DeepSpeed's kernels do not use.
 
     Args:
         written: The list as torch reads it.
-        card: The card's compute capability; None where it is not known.
+        card: Compute capability of the GPU; None if unknown.
 
     Returns:
-        `written` itself where it will do; empty where nothing of it does, for which DeepSpeed asks the cards.
+        `written` itself if DeepSpeed can read it; empty if nothing of it is usable: DeepSpeed then asks the GPUs.
 
     >>> readable_architectures("9.0a", "9.0"), readable_architectures("Ampere 9.0a+PTX", "9.0")
     ('9.0', '8.0;8.6+PTX;9.0+PTX')
@@ -62,7 +62,7 @@ def readable_architectures(written: str, card: str | None) -> str:
 
 
 def _runs_on(entries: list[tuple[int, int, bool]], card: str | None) -> bool:
-    """Whether machine code or PTX of one of the architectures runs on a card; DeepSpeed adds PTX of the last where there is none."""
+    """Return whether machine code or PTX of one of the architectures runs on a GPU; DeepSpeed adds PTX for the last one if none has it."""
     match = None if card is None else re.fullmatch(r"(\d+)\.(\d+)", card)
     if match is None:
         return True

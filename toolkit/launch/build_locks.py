@@ -1,7 +1,7 @@
-"""Locks that a killed compilation of DeepSpeed's extensions left behind, for which torch before 2.14 waits for ever.
+"""Locks that a killed compilation of DeepSpeed's extensions left behind, for which torch before 2.14 waits forever.
 
-torch 2.14 locks by `flock`, which the kernel releases with its process, on a file that stays; older ones by the file's
-existence: whoever made it holds it open, and deletes it.
+torch 2.14 locks by `flock`, which the kernel releases when the process ends, on a file that stays; older versions by the file's
+existence: the process that created it keeps it open, and deletes it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from toolkit.planning.plan import Plan
 
 FIRST_FLOCK = (2, 14)
 
-# DeepSpeed's slowest extension compiles in about two minutes, async_io seven on two cores; a lock this old has no owner,
-# wherever that would run.
+# DeepSpeed's slowest extension compiles in about two minutes, async_io seven on two cores; a lock this old has no live owner
+# on any machine.
 STALE_SECONDS = 900.0
 
-# Whoever ends a compilation closes the file, then deletes it.
+# torch closes the file after a compilation, then deletes it.
 _SETTLE_SECONDS = 0.2
 
-# File systems of one machine, all of whose processes can be asked whether they hold a file.
+# File systems of one machine, where every process that may have the file open is visible.
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "overlay"})
 
 
 def lock_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None) -> Iterator[Problem]:
-    """Names each lock of an extension that a run of a plan loads, which nobody will take away: BUILD_LOCK.
+    """Yield a BUILD_LOCK problem for each stale lock of an extension that a run of a plan loads.
 
     Args:
-        plan: What is to run.
-        consumer: Whose DeepSpeed configuration it runs with.
-        machine: Where it is to run; here when left out.
+        plan: Resolved plan.
+        consumer: Which DeepSpeed configuration it runs with: the toolkit's, Trainer's or an Accelerate script's.
+        machine: Machine to run on; this one when left out.
 
     Source:
         torch 2.13 utils/file_baton.py FileBaton; torch 2.14 utils/cpp_extension.py _jit_compile, _filelock.py.
@@ -58,7 +58,7 @@ def lock_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machin
 
 
 def _ownerless(lock: Path) -> tuple[int, int, int] | None:
-    """The identity of a lock whose owner lives no more; None where there is no lock, or an owner may live."""
+    """Return the identity of a lock whose owner has ended; None if there is no lock, or its owner may be alive."""
     try:
         status = lock.stat()
     except OSError:
@@ -71,7 +71,7 @@ def _ownerless(lock: Path) -> tuple[int, int, int] | None:
 
 
 def _is_open(file: tuple[int, int]) -> bool:
-    """Whether a process of this machine that may be asked holds a file, given by device and inode, open."""
+    """Return whether a process of this machine, of those that may be inspected, has a file open, given by device and inode."""
     for handle in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             status = handle.stat()
@@ -83,7 +83,7 @@ def _is_open(file: tuple[int, int]) -> bool:
 
 
 def _file_system(path: Path) -> str:
-    """The kind of the file system that holds a file; empty where it is not known."""
+    """Return the type of a file's file system; empty if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

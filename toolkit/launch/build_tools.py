@@ -24,12 +24,12 @@ _ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 
 
 def tool_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None) -> Iterator[Problem]:
-    """Says what this machine lacks to compile the extensions that a run of a plan loads: BUILD_TOOLS.
+    """Yield BUILD_TOOLS problems: what this machine lacks to compile the extensions that a run of a plan loads.
 
     Args:
-        plan: What is to run.
-        consumer: Whose DeepSpeed configuration it runs with.
-        machine: Where it is to run; here when left out.
+        plan: Resolved plan.
+        consumer: Which DeepSpeed configuration it runs with.
+        machine: Machine to run on; this one when left out.
     """
     for missing, extensions in unbuildable(plan, consumer, machine=machine).items():
         yield _problem(missing, extensions)
@@ -38,7 +38,7 @@ def tool_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machin
 def unbuildable(
     plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None
 ) -> dict[str, tuple[Extension, ...]]:
-    """The extensions of a plan that cannot be compiled here, by what is missing, as a clause; arguments as `tool_problems`."""
+    """Return the extensions of a plan that cannot be compiled here, keyed by what is missing, as a clause; arguments as of `tool_problems`."""
     machine = machine or Machine()
     lacking: dict[str, tuple[Extension, ...]] = {}
     for extension in machine.compiles(plan, consumer):
@@ -49,7 +49,7 @@ def unbuildable(
 
 
 def missing_tools(extension: Extension, machine: Machine) -> Iterator[str]:
-    """Says what is missing to load an extension; of one that is compiled already, only what each load asks for.
+    """Yield what is missing to load an extension; for one that is compiled already, only what each load needs.
 
     Source:
         deepspeed ops/op_builder/builder.py OpBuilder.jit_load, installed_cuda_version, assert_no_cuda_mismatch;
@@ -75,7 +75,7 @@ def missing_tools(extension: Extension, machine: Machine) -> Iterator[str]:
 
 
 def cuda_home(environment: Mapping[str, str]) -> str | None:
-    """The CUDA toolkit that torch compiles with (torch utils/cpp_extension.py _find_cuda_home)."""
+    """Return the folder of the CUDA toolkit that torch compiles with (torch utils/cpp_extension.py _find_cuda_home)."""
     named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if named is not None:
         return named
@@ -86,12 +86,12 @@ def cuda_home(environment: Mapping[str, str]) -> str | None:
 
 
 def build_settings(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machine | None = None) -> dict[str, Setting]:
-    """What DeepSpeed's builds need otherwise than the environment has it: name → value and reason; mostly nothing.
+    """Return the variables that DeepSpeed's builds need changed: name → value and reason; usually empty.
 
     Args:
-        plan: What is to run.
-        consumer: Whose DeepSpeed configuration it runs with.
-        machine: Where it is to run; here when left out.
+        plan: Resolved plan.
+        consumer: Which DeepSpeed configuration it runs with.
+        machine: Machine to run on; this one when left out.
     """
     machine = machine or Machine()
     extensions, environment = machine.compiles(plan, consumer), machine.environment
@@ -114,7 +114,7 @@ def build_settings(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machi
 
 @contextlib.contextmanager
 def built_with(settings: Mapping[str, Setting]) -> Iterator[None]:
-    """Sets variables of this process while the block runs."""
+    """Set environment variables of this process while the block runs."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update({name: setting.value for name, setting in settings.items()})
     try:
@@ -128,9 +128,9 @@ def built_with(settings: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def _unfit_nvcc(nvcc: str, machine: Machine) -> Iterator[str]:
-    """Says that nvcc cannot be run, or is another CUDA's than torch's.
+    """Yield why nvcc is unusable: it cannot be run, or its CUDA version is not torch's.
 
-    Minor versions of one CUDA go together (CUDA's minor version compatibility; torch asks for the same major version).
+    Minor versions of one CUDA major version are compatible (CUDA's minor version compatibility; torch asks for the same major version).
     """
     try:
         said = subprocess.run(
@@ -150,7 +150,7 @@ def _unfit_nvcc(nvcc: str, machine: Machine) -> Iterator[str]:
 
 
 def _links_libaio(environment: Mapping[str, str]) -> bool:
-    """Whether a program can be linked with libaio (deepspeed ops/op_builder/async_io.py is_compatible)."""
+    """Return whether a program can be linked with libaio (deepspeed ops/op_builder/async_io.py is_compatible)."""
     compiler = shlex.split(environment.get("CC") or str(sysconfig.get_config_var("CC") or "cc"))
     flags = [*shlex.split(environment.get("CFLAGS", "")), *shlex.split(environment.get("LDFLAGS", ""))]
     program = "void io_submit(void); int main(void) { io_submit(); return 0; }"
@@ -167,13 +167,13 @@ def _which(command: str, environment: Mapping[str, str]) -> str | None:
 
 
 def _packaged_ninja() -> Path | None:
-    """The ninja that came with its package, on which DeepSpeed depends; an environment that is not activated has it not on PATH."""
+    """Return the ninja of the PyPI package, on which DeepSpeed depends; it is not on PATH unless the environment is activated."""
     try:
         package = distribution("ninja")
     except PackageNotFoundError:
         return None
     recorded = [str(file) for file in package.files or () if file.name == "ninja"]
-    places = (Path(str(package.locate_file(file))) for file in [*recorded, "bin/ninja"])  # the last of `pip --target`
+    places = (Path(str(package.locate_file(file))) for file in [*recorded, "bin/ninja"])  # last: `pip --target`
     return next((place.resolve() for place in places if os.access(place, os.X_OK) and place.is_file()), None)
 
 

@@ -1,7 +1,7 @@
-"""The check before DeepSpeed compiles its extensions, and for emitted commands `python -m toolkit.launch.builds PLAN CONSUMER`.
+"""The check before DeepSpeed compiles its extensions; emitted commands call `python -m toolkit.launch.builds PLAN CONSUMER`.
 
-In ranks that run our engine it is made there. A script over Trainer or Accelerate has none of ours in its ranks: there it
-is made before their launcher, and prints as shell text what the environment must have.
+Ranks that run our engine make the check themselves. The ranks of a Trainer or Accelerate script run none of our code: there it
+is made before their launcher, and prints the environment variables to export as shell text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from toolkit.planning.plan import Plan
 
 
 def check_builds(plan: Plan, consumer: Consumer = "toolkit") -> None:
-    """Refuses to start a run whose extensions DeepSpeed cannot compile here, or would wait for for ever.
+    """Refuse to start a run whose extensions DeepSpeed cannot compile here, or for which it would wait forever.
 
     Args:
-        plan: What is to run.
-        consumer: Whose DeepSpeed configuration it runs with.
+        plan: Resolved plan.
+        consumer: Which DeepSpeed configuration it runs with.
 
     Raises:
         RunError: BUILD_TOOLS, BUILD_LOCK.
@@ -33,7 +33,7 @@ def check_builds(plan: Plan, consumer: Consumer = "toolkit") -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks for an emitted command; prints what it has to export."""
+    """Run the check for an emitted command; print what it has to export."""
     file, consumer = sys.argv[1:] if arguments is None else arguments
     assert consumer in get_args(Consumer), consumer
     try:

@@ -1,4 +1,4 @@
-"""Which cards this machine has, by catalogue name, without torch."""
+"""The GPUs of this machine, by catalogue name, without torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from toolkit.catalog.gpus import Gpu, load_catalogue
 from toolkit.errors import Problem
 from toolkit.planning.plan import Plan
 
-# One of them is there wherever an NVIDIA GPU can be used: on Linux, under WSL, on Tegra.
+# One of them exists wherever an NVIDIA GPU can be used: on Linux, under WSL, on Tegra.
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl")
-# Of a card's memory: what its driver and its error correction keep to themselves, at most.
+# Largest share of a GPU's memory that its driver and error correction reserve.
 _KEPT_SHARE = 0.08
 
 
@@ -20,13 +20,13 @@ def local_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
     """Return the catalogue name of each NVIDIA card that processes may use here and the catalogue holds.
 
     Args:
-        environment: Whose CUDA_VISIBLE_DEVICES chooses the cards; this process's own when left out.
+        environment: Variables whose CUDA_VISIBLE_DEVICES selects the GPUs; those of this process when left out.
     """
     return [name for name in visible_cards(environment) or () if name is not None]
 
 
 def too_few_cards(plan: Plan, environment: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Say that this machine has fewer cards than a plan has ranks; nothing where a driver cannot be asked."""
+    """Yield a problem if this machine has fewer GPUs than a plan has ranks; nothing without a driver to ask."""
     if plan.on_cpu:
         return
     found = visible_cards(environment)
@@ -37,7 +37,7 @@ def too_few_cards(plan: Plan, environment: Mapping[str, str] | None = None) -> I
 
 
 def fewer_cards(wanted: int, num_cards: int) -> Iterator[Problem]:
-    """Says that a machine has fewer cards than ranks of a job want."""
+    """Yield a problem if a machine has fewer GPUs than a job has ranks."""
     if num_cards < wanted:
         yield Problem(
             code="LAUNCH_CARDS",
@@ -49,7 +49,7 @@ def fewer_cards(wanted: int, num_cards: int) -> Iterator[Problem]:
 
 
 def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Says how this machine's cards differ from those of a plan: none, too few, or others."""
+    """Yield how this machine's GPUs differ from those of a plan: none, too few, or other models."""
     if plan.on_cpu:
         return
     found = visible_cards(environment, described=plan.gpu if plan.gpu.described else None)
@@ -82,8 +82,8 @@ def visible_cards(
     """Return the catalogue name, or None, of each NVIDIA card that processes may use; None where there is no driver.
 
     Args:
-        environment: Whose CUDA_VISIBLE_DEVICES chooses the cards; this process's own when left out.
-        described: A card that a job describes, whose name stands for cards like it.
+        environment: Variables whose CUDA_VISIBLE_DEVICES selects the GPUs; those of this process when left out.
+        described: GPU that a job describes; its name is returned for GPUs that match it.
     """
     import pynvml
 
@@ -99,7 +99,7 @@ def visible_cards(
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 name, identity = (_text(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-            except pynvml.NVMLError:  # a card that is lost, or that tells nothing of its memory
+            except pynvml.NVMLError:  # a GPU that is lost, or that does not report its memory
                 continue
             found[identity] = match_gpu(name, int(memory), described)
         return [found[identity] for identity in chosen_cards(list(found), visible)]
@@ -112,15 +112,15 @@ def _text(name: str | bytes) -> str:
 
 
 def chosen_cards(identities: Sequence[str], visible: str | None) -> list[str]:
-    """Return the cards that CUDA_VISIBLE_DEVICES names, by number or by the start of an identity.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, by number or by the start of an identity.
 
-    What follows the first that it does not know is not seen.
+    Entries after the first unknown one are ignored.
 
     >>> chosen_cards(["GPU-a1", "GPU-b2", "GPU-c3"], "2,GPU-a,7,1")
     ['GPU-c3', 'GPU-a1']
 
     Source:
-        CUDA C++ Programming Guide, CUDA environment variables. Numbers are taken in the order of the bus.
+        CUDA C++ Programming Guide, CUDA environment variables. Numbers are taken in PCI bus order.
     """
     if visible is None:
         return list(identities)
@@ -137,9 +137,9 @@ def chosen_cards(identities: Sequence[str], visible: str | None) -> list[str]:
 
 
 def match_gpu(driver_name: str, memory_bytes: int, described: Gpu | None = None) -> str | None:
-    """Finds a driver's card in the catalogue: every word of the family in the name, and the nearest memory.
+    """Find the GPU that a driver reports in the catalogue: every word of the family in the name, and the nearest memory.
 
-    A card that a job describes is one of its name with as much memory, or one that the catalogue lacks.
+    A described GPU matches by name and at least its memory; it may be one that the catalogue lacks.
 
     >>> match_gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)
     'h100-sxm-80gb'
@@ -147,7 +147,7 @@ def match_gpu(driver_name: str, memory_bytes: int, described: Gpu | None = None)
     words = driver_name.lower().replace("-", " ").split()
     if described is None:
         return _catalogued(words, memory_bytes)
-    # To plan with less than a card has is safe, and with more, by what the driver keeps to itself, is usual.
+    # Planning with less memory than the GPU has is safe; planning with the driver's reserve included is common.
     enough = (described.memory_bytes or 0) <= (1 + _KEPT_SHARE) * memory_bytes
     if enough and _family(described) in "".join(words):
         return described.name
@@ -165,7 +165,7 @@ def _catalogued(words: Sequence[str], memory_bytes: int) -> str | None:
     formed = [gpu for gpu in family if form in gpu.name.split("-")] or family
     nearest = min(formed, key=lambda gpu: abs((gpu.memory_bytes or 0) - memory_bytes))
     assert nearest.memory_bytes is not None
-    # A card of another size is another card.
+    # A GPU with another memory size is another model.
     return nearest.name if abs(nearest.memory_bytes - memory_bytes) < _KEPT_SHARE * memory_bytes else None
 
 

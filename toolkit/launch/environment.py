@@ -1,6 +1,6 @@
-"""The environment of a worker process, and what the environment says about who started this one.
+"""The environment of a worker process, and detection of the launcher that started this one.
 
-Variables that differ by rank place a worker; the others are settings, each with the reason that
+Variables that differ by rank identify a worker; the others are settings, each with the reason that
 `explain_environment` gives. A user's own value wins unless it contradicts the job.
 """
 
@@ -21,7 +21,7 @@ Launcher = Literal["torchrun", "deepspeed", "accelerate", "slurm", "openmpi"]
 
 _ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _CONTRADICTABLE = frozenset({"DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"})
-# What another launcher left in the environment we start from would describe its processes, not ours:
+# Variables left by another launcher describe its processes, not ours:
 # TORCHELASTIC_USE_AGENT_STORE alone turns every rank into a client of a store that nobody serves, and
 # ACCELERATE_USE_FSDP changes how transformers loads weights.
 _FOREIGN_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "ACCELERATE_")
@@ -33,13 +33,13 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
-PLAN_VARIABLE = "TOOLKIT_PLAN"  # where a script of the user's finds the plan
+PLAN_VARIABLE = "TOOLKIT_PLAN"  # where a user's script finds the plan
 
 
 def python_module(name: str) -> list[str]:
-    """Return the command that runs a module of ours, whatever files lie in the working directory.
+    """Return the command that runs a toolkit module, whatever files lie in the working directory.
 
-    `python -m` would put that folder before the standard library, and a queue.py or random.py of the user's in its place.
+    `python -m` would put that folder before the standard library, and a queue.py or random.py of the user's instead.
     """
     return [sys.executable, "-P", "-m", name]
 
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """Which worker this process is: global rank, rank within its node, and number of ranks of the run."""
+    """Identity of this worker process: global rank, rank within its node, and number of ranks of the run."""
 
     rank: int
     local_rank: int
@@ -69,14 +69,14 @@ class WorkerIdentity:
 
 
 def available_cpus() -> int:
-    """Counts the hardware threads that this process may use: its affinity mask, cut by the cgroup's CPU quota."""
+    """Count the hardware threads that this process may use: its affinity mask, limited by the cgroup's CPU quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         if quota != "max":
             count = min(count, max(1, math.floor(int(quota) / int(period))))
     except (OSError, ValueError):
-        return count  # no cgroup v2 here: the mask is all there is to know
+        return count  # no cgroup v2 here: only the mask limits the threads
     return count
 
 
@@ -87,9 +87,9 @@ def explain_environment(
 
     Args:
         base: The user's environment; `{}` for files that another machine will run.
-        local_world_size: Processes of a node.
+        local_world_size: Number of processes per node.
         backend: `nccl` for GPUs, `gloo` for CPU processes.
-        cpu_threads: Hardware threads of a node; `None` counts those that this process may use.
+        cpu_threads: Hardware threads per node; `None` counts those that this process may use.
     Returns:
         Variable name → (value, reason), in the order in which they should be written.
     """
@@ -115,16 +115,16 @@ def explain_environment(
     }
 
 
-# On a card that is nearly full torch unmaps freed memory and maps it elsewhere, page by page and in most steps. By 128
+# On a GPU that is nearly full torch unmaps freed memory and maps it elsewhere, page by page and in most steps. At 128
 # MiB at a time that takes a quarter of what it takes by its default of 20 (1 and 4 ms/GiB on an H200).
 ALLOCATOR = "expandable_segments:True,large_segment_size_mb:128"
 
 
 def other_allocator(base: Mapping[str, str]) -> str | None:
-    """Return what the user has set torch's allocator to, as `NAME=value`, where that is not our setting: launches leave it.
+    """Return the user's own setting of torch's allocator, as `NAME=value`, if it differs from ours: launches keep it.
 
     Args:
-        base: The environment that launches start from.
+        base: Environment that launches inherit.
     """
     found = ((name, base[name]) for name in _ALLOCATOR_NAMES if name in base)
     return next((f"{name}={value}" for name, value in found if value != ALLOCATOR), None)
@@ -163,15 +163,15 @@ def worker_environment(
     """Return the complete environment of one worker.
 
     Args:
-        base: The environment to start from, usually `os.environ`; variables of another launcher are dropped.
+        base: Environment to inherit, usually `os.environ`; variables of another launcher are dropped.
         rank: Global rank.
-        local_rank: Rank within the node, which is also the index of its card.
-        world_size: Ranks of the run.
-        local_world_size: Ranks of this node.
+        local_rank: Rank within the node, which is also the index of its GPU.
+        world_size: Number of ranks of the run.
+        local_world_size: Number of ranks on this node.
         master_addr: Host of rank 0.
         master_port: TCP port of the rendezvous on that host.
         backend: `nccl` for GPUs, `gloo` for CPU processes.
-        cpu_threads: Hardware threads of a node; `None` counts those that this process may use.
+        cpu_threads: Hardware threads per node; `None` counts those that this process may use.
     """
     kept = {name: value for name, value in base.items() if not _is_foreign(name)}
     settings = explain_environment(
@@ -194,10 +194,10 @@ def _is_foreign(name: str) -> bool:
 
 
 def detect_launcher(env: Mapping[str, str]) -> Launcher | None:
-    """Names the program that started this process as one of several, or gives `None`.
+    """Return the name of the launcher that started this process as one of several ranks, or `None`.
 
-    Accelerate comes first because it starts its workers through torchrun or DeepSpeed, SLURM last because it is
-    around every other launcher. A batch script or an interactive shell under SLURM is not a launched worker.
+    Accelerate comes first because it starts its workers through torchrun or DeepSpeed, SLURM last because it may
+    wrap every other launcher. A batch script or an interactive shell under SLURM is not a launched worker.
 
     Source:
         accelerate 1.15 utils/launch.py prepare_*_env; deepspeed 0.19.8 launcher/launch.py main;
@@ -228,9 +228,9 @@ _FIX = (
 
 
 def rank_from_environment(env: Mapping[str, str]) -> WorkerIdentity | None:
-    """Reads which worker this process is.
+    """Read this worker's identity from the environment.
 
-    RANK, LOCAL_RANK and WORLD_SIZE decide where any is set; else those of Open MPI or of a SLURM step.
+    RANK, LOCAL_RANK and WORLD_SIZE decide if any is set; else those of Open MPI or of a SLURM step.
 
     Returns:
         The identity, or `None` when no launcher started this process.

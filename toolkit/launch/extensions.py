@@ -21,14 +21,14 @@ class Extension:
     """One extension that is compiled at its first use on a machine.
 
     Args:
-        name: Of its folder and its file (deepspeed ops/op_builder, NAME).
-        title: As a person is told.
+        name: Name of its folder and file (NAME in deepspeed ops/op_builder).
+        title: Name in messages.
         by_nvcc: Whether it is a CUDA extension.
         asks_nvcc: Whether each load runs nvcc, not the compilation alone.
-        needs_libaio: Whether it is linked with libaio.
-        key: Of the job, that asks for it.
-        wanted: The key and its value, as a message has them.
-        instead: What to set to do without; empty where nothing does.
+        needs_libaio: Whether it links with libaio.
+        key: Job key that requires it.
+        wanted: The key and its value, as shown in a message.
+        instead: What to set to avoid it; empty if nothing avoids it.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What the installed libraries say of themselves.
+    """Versions and build options of the installed libraries.
 
     Args:
-        torch: Its version's first two numbers.
-        cuda: The CUDA that torch was built with, such as 13.0; None without.
-        prebuilt: Extensions that DeepSpeed was installed with (DS_BUILD_OPS).
-        prebuilt_for: The accelerator that these are for.
+        torch: First two numbers of its version.
+        cuda: The CUDA that torch was built with, such as 13.0; None for a build without CUDA.
+        prebuilt: Extensions compiled when DeepSpeed was installed (DS_BUILD_OPS).
+        prebuilt_for: Accelerator that these were built for.
     """
 
     torch: tuple[int, int]
@@ -60,7 +60,7 @@ class Installed:
 
 @functools.cache
 def installed_libraries() -> Installed:
-    """Reads what torch and DeepSpeed were built with from the files that say so, which takes a second less than importing them."""
+    """Read the build options of torch and DeepSpeed from their files, which is a second faster than importing them."""
     torch, deepspeed = _constants("torch", "version.py"), _constants("deepspeed", "git_version_info_installed.py")
     major, minor = str(torch.get("__version__", "0.0")).split(".")[:2]
     built = deepspeed.get("installed_ops", {})
@@ -74,25 +74,25 @@ def installed_libraries() -> Installed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where extensions are compiled; this process's own environment and libraries when left out.
+    """The machine on which extensions are compiled; defaults to this process's environment and libraries.
 
     Args:
-        environment: Of the run.
-        installed: Libraries.
+        environment: Environment variables of the run.
+        installed: Installed libraries.
     """
 
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     installed: Installed = field(default_factory=lambda: installed_libraries())
 
     def compiles(self, plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension, ...]:
-        """The extensions of a plan with which DeepSpeed was not installed (op_builder/builder.py OpBuilder.load)."""
+        """Return the extensions of a plan that were not compiled when DeepSpeed was installed (op_builder/builder.py OpBuilder.load)."""
         is_own = self.installed.prebuilt_for == ("cpu" if plan.on_cpu else "cuda")
         return tuple(
             one for one in extensions_of(plan, consumer) if not (is_own and one.name in self.installed.prebuilt)
         )
 
     def folder(self, extension: Extension) -> Path:
-        """The folder in which torch builds an extension.
+        """Return the folder in which torch builds an extension.
 
         Source:
             torch utils/cpp_extension.py _get_build_directory, _appdirs.py user_cache_dir.
@@ -107,16 +107,16 @@ class Machine:
         return Path(cache) / "torch_extensions" / f"{python}_{device}" / extension.name
 
     def has_built(self, extension: Extension) -> bool:
-        """Whether an earlier run on this machine has compiled the extension."""
+        """Return whether an earlier run on this machine has compiled the extension."""
         return (self.folder(extension) / f"{extension.name}.so").is_file()
 
 
 def extensions_of(plan: Plan, consumer: Consumer = "toolkit") -> tuple[Extension, ...]:
-    """The extensions that a run of a plan loads, in the order in which it does.
+    """Return the extensions that a run of a plan loads, in loading order.
 
     Args:
-        plan: What will run.
-        consumer: Whose DeepSpeed configuration it runs with: our engine's, Trainer's or an Accelerate script's.
+        plan: Resolved plan.
+        consumer: Which DeepSpeed configuration it runs with: our engine's, Trainer's or an Accelerate script's.
 
     Source:
         deepspeed comm/torch.py build_shm_op, runtime/engine.py _configure_basic_optimizer, runtime/swap_tensor,
@@ -129,7 +129,7 @@ def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
     config = plan.deepspeed_config(consumer)
     zero = config["zero_optimization"]
     on_host = plan.profile.optimizer is not None
-    if plan.on_cpu and consumer != "toolkit":  # ours keeps DeepSpeed from it (distributed/world.py _tell_deepspeed)
+    if plan.on_cpu and consumer != "toolkit":  # ours does not load it (distributed/world.py _tell_deepspeed)
         yield Extension(
             name="deepspeed_shm_comm",
             title="shared-memory collectives",
@@ -164,7 +164,7 @@ def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
         yield replace(
             pin_memory, name="async_io", title="async_io", by_nvcc=on_card, asks_nvcc=on_card, needs_libaio=True
         )
-    if consumer != "accelerate" or (on_host and plan.job.train.optimizer == "adamw"):  # such a script brings its own
+    if consumer != "accelerate" or (on_host and plan.job.train.optimizer == "adamw"):  # its script brings one
         yield from _optimizer(plan, config, on_host=on_host)
 
 
@@ -175,7 +175,7 @@ def _optimizer(plan: Plan, config: Mapping[str, Any], *, on_host: bool) -> Itera
         return
     place = "cpu" if on_host or plan.on_cpu else "fused"
     instead = "set train.optimizer to adamw_torch"
-    if plan.profile.partial:  # stage3.py steps with DeepSpeedCPUAdam alone there
+    if plan.profile.partial:  # stage3.py supports DeepSpeedCPUAdam alone there
         instead = "set parallel.offload to another profile and train.optimizer to adamw_torch"
     yield Extension(
         name=f"{place}_{kind}",
@@ -188,7 +188,7 @@ def _optimizer(plan: Plan, config: Mapping[str, Any], *, on_host: bool) -> Itera
 
 
 def _constants(package: str, file: str) -> dict[str, Any]:
-    """Reads the constants that a file of a package assigns, without importing the package; empty where there is no such file."""
+    """Read the constants that a file of a package assigns, without importing the package; empty if there is no such file."""
     spec = find_spec(package)
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     path = next((path for folder in folders if (path := Path(folder) / file).is_file()), None)

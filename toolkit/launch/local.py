@@ -1,4 +1,4 @@
-"""Starts a plan's processes on this machine."""
+"""Launching of a plan's processes on this machine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def launch_local(
     when_asked: str = WHEN_ASKED,
     grace_seconds: float = GRACE_SECONDS,
 ) -> RunOutcome:
-    """Runs one process a rank of a one-node plan, with the environment that the plan needs, until all have ended.
+    """Run one process per rank of a one-node plan, in the environment that the plan needs, until all have ended.
 
     Args:
-        plan: Gives the number of ranks, the backend and the port.
-        argv: Command of a worker.
+        plan: Resolved plan; sets the number of ranks, the backend and the port.
+        argv: Command line of a worker.
         log_dir: Folder of logs and error files.
-        extra_environment: Variables beyond the worker's own.
-        when_asked: What a worker does at Ctrl-C, as `supervise` tells a person.
-        grace_seconds: Between SIGTERM and SIGKILL, once a rank has failed, seconds.
+        extra_environment: Variables in addition to the worker's own.
+        when_asked: What a worker does at Ctrl-C, as `supervise` prints it.
+        grace_seconds: Seconds between SIGTERM and SIGKILL after a rank has failed.
 
     Raises:
         RunError: LAUNCH_NODES for a plan of several nodes; LAUNCH_CARDS; PORT_IN_USE; NVME_FOLDER, NVME_DIRECT, NVME_SPACE,
@@ -69,18 +69,18 @@ def launch_ranks(
     grace_seconds: float = GRACE_SECONDS,
     name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
-    """Runs one process a rank on this machine until all have ended.
+    """Run one process per rank on this machine until all have ended.
 
     Args:
-        argv: Command of a worker.
-        num_ranks: Of the run, all of them here.
+        argv: Command line of a worker.
+        num_ranks: Number of ranks of the run, all on this machine.
         backend: `nccl` or `gloo`.
         log_dir: Folder of logs and error files.
-        port: Of the rendezvous; a free one when left out.
-        extra_environment: Variables beyond the worker's own.
-        when_asked: What a worker does at Ctrl-C, as `supervise` tells a person.
-        grace_seconds: Between SIGTERM and SIGKILL, once a rank has failed, seconds.
-        name_of: What a person calls a rank.
+        port: TCP port of the rendezvous; a free one when left out.
+        extra_environment: Variables in addition to the worker's own.
+        when_asked: What a worker does at Ctrl-C, as `supervise` prints it.
+        grace_seconds: Seconds between SIGTERM and SIGKILL after a rank has failed.
+        name_of: Function that names a rank in messages.
 
     Raises:
         RunError: WORKER_START, LOG_DIR.
@@ -113,7 +113,7 @@ def launch_ranks(
 
 
 def check_launchable(plan: Plan) -> None:
-    """Checks what can be known before anything is written: one node, its cards, a free port, a disk to swap to.
+    """Check what can be known before anything is written: one node, its GPUs, a free port, a disk to swap to.
 
     Raises:
         RunError: LAUNCH_NODES, LAUNCH_CARDS, PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
@@ -124,7 +124,7 @@ def check_launchable(plan: Plan) -> None:
 
 
 def check_one_node(plan: Plan) -> None:
-    """Refuses a plan of several nodes.
+    """Refuse a plan of several nodes.
 
     Raises:
         RunError: LAUNCH_NODES.
@@ -140,7 +140,7 @@ def check_one_node(plan: Plan) -> None:
 
 
 def check_machine(plan: Plan) -> None:
-    """Checks that this machine's port and disk are free for a plan.
+    """Check that this machine's port and disk are free for a plan.
 
     Raises:
         RunError: PORT_IN_USE, NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.

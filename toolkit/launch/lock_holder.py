@@ -1,4 +1,4 @@
-"""Which process holds a lock, as its file says: named so that it is told from those of other machines and times."""
+"""The process that owns a lock, as recorded in its file: identified across machines and reuse of process ids."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from toolkit.io import read_json_object
 if TYPE_CHECKING:
     import psutil
 
-# Where a clock is set, the time at which a process began moves by as much (man 5 proc: it is counted from boot).
+# When the clock is set, a process's start time shifts by as much (man 5 proc: it is counted from boot).
 _SAME_PROCESS_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The process that holds an output folder.
+    """The process that owns the lock of an output folder.
 
     Args:
         host: Name of its machine.
-        machine: What tells its process numbers from those of other machines and containers.
-        pid: Its number there.
-        started: When it began, seconds since the epoch: numbers are given again.
+        machine: Identifier that separates its process ids from those of other machines and containers.
+        pid: Its process id on that machine.
+        started: Start time, seconds since the epoch: process ids are reused.
     """
 
     host: str
@@ -37,12 +37,12 @@ class Holder:
 
     @classmethod
     def of(cls, process: psutil.Process) -> Holder:
-        """Return what a lock file says of a process of this machine."""
+        """Return the record of a process of this machine."""
         return cls(host=socket.gethostname(), machine=_machine(), pid=process.pid, started=process.create_time())
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:
-        """Reads what a lock file says; None where there is none, or nothing is written in it yet."""
+        """Read a lock file's record; None if there is no file, or it is still empty."""
         try:
             value = read_json_object(path)
             holder = cls(**{name: kind(value[name]) for name, kind in _FIELDS.items()})
@@ -52,17 +52,17 @@ class Holder:
         return holder
 
     def as_text(self) -> str:
-        """Return what `read` reads."""
+        """Return the text that `read` parses."""
         return json.dumps(asdict(self))
 
     @property
     def is_of_this_machine(self) -> bool:
-        """Whether its number is one of a process of this machine, alive or not."""
+        """True if its process id belongs to this machine, alive or not."""
         return self.machine == _machine()
 
     @property
     def lives(self) -> bool:
-        """Whether it is a process of this machine that has not ended."""
+        """True if it is a process of this machine that is still alive."""
         import psutil
 
         try:
@@ -72,14 +72,14 @@ class Holder:
 
     @property
     def is_of_this_run(self) -> bool:
-        """Whether it is this process, or one that has started it: the launcher of a rank."""
+        """True if it is this process, or an ancestor: the launcher of a rank."""
         import psutil
 
         own = psutil.Process()
         return self.is_of_this_machine and self.is_one_of([own, *own.parents()])
 
     def is_one_of(self, processes: Iterable[psutil.Process]) -> bool:
-        """Whether it is among processes of this machine."""
+        """Return whether it is one of these processes of this machine."""
         return any(
             process.pid == self.pid and abs(process.create_time() - self.started) < _SAME_PROCESS_SECONDS
             for process in processes

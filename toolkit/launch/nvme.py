@@ -1,4 +1,4 @@
-"""The folder of an NVMe offload: fit for DeepSpeed's swap files, of one run at a time, and emptied when that ends."""
+"""The folder of an NVMe offload: checked for DeepSpeed's swap files, locked by one run at a time, and emptied when the run ends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from toolkit.units import format_bytes
 # DeepSpeed's name for its folder below nvme_path (runtime/zero/stage3.py _configure_tensor_swapping).
 SWAP_FOLDER = "zero_stage_3"
 _LOCK = ".toolkit.lock"
-_PAGE_BYTES = 4096  # what O_DIRECT wants a transfer to be a multiple of, on every disk
+_PAGE_BYTES = 4096  # O_DIRECT transfers are a multiple of this on every disk
 _CAP_IPC_LOCK = 14  # linux/capability.h
-_GRADIENT_BYTES = 4  # in fp32, beside the optimizer's state
+_GRADIENT_BYTES = 4  # in fp32, in addition to the optimizer's state
 
 
 def check_nvme(plan: Plan) -> None:
-    """Checks that this node can swap as the plan says; does nothing for a plan that swaps to no disk.
+    """Check that this node can swap as the plan needs; do nothing for a plan that does not swap to disk.
 
     Raises:
         RunError: NVME_FOLDER, NVME_DIRECT, NVME_SPACE, NVME_MEMLOCK.
@@ -43,7 +43,7 @@ def check_nvme(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def nvme_folder_of(plan: Plan) -> Iterator[None]:
-    """Holds the plan's swap folder for one run: empty at its start, and at its end.
+    """Lock the plan's swap folder for one run, and empty it at the start and at the end.
 
     Two runs in one folder would overwrite each other's files, which DeepSpeed names by rank alone.
 
@@ -171,7 +171,7 @@ def _lock_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def _may_lock() -> bool:
-    """Whether this process may lock memory beyond the limit, as root outside of containers."""
+    """Return whether this process may lock memory beyond the limit, as root may outside containers."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:

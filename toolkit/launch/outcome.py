@@ -1,6 +1,6 @@
-"""How a run ended: which rank failed first, why, and what to tell the person.
+"""How a run ended: which rank failed first, why, and what to tell the user.
 
-A worker leaves `error-rank-N.json` when it raises. A rank that dies without a word is known by its exit status.
+A worker leaves `error-rank-N.json` when it raises. A rank that dies without one is judged by its exit status.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from toolkit.io import write_json
 
 _LAST_LINES = 20
 _TAIL_BYTES = 16 * 1024
-# Peers of a rank that is killed can report "connection reset" before its end is seen here.
+# Peers of a rank that is killed may report "connection reset" before the supervisor sees its end.
 _SILENT_DEATH_ALLOWANCE_SECONDS = 0.5
-# An interpreter that SIGINT reaches while it starts ends with 1, not by the signal. Scripts that catch the interrupt
-# often do too. What `toolkit train` raises is written down, whatever its exit code.
+# An interpreter that receives SIGINT during start-up exits with 1, not by the signal. Scripts that catch the interrupt
+# often do too. What `toolkit train` raises is written to the error file, whatever its exit code.
 _PYTHON_INTERRUPTED_AT_START = 1
 _SIGNAL_FIXES = {
     signal.SIGKILL: "Most often this is the kernel's out-of-memory killer: look for it in `dmesg`, and compare the "
@@ -36,15 +36,15 @@ _SIGNAL_FIXES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerError:
-    """The exception that ended a worker, as it wrote it down.
+    """The exception that ended a worker, as written to its error file.
 
     Args:
         time: Seconds since the epoch.
         kind: Name of the exception's class.
         message: Its text.
-        traceback: As Python prints it.
-        problems: Those of a ToolkitError; empty for any other exception.
-        exit_code: What the worker's process exits with.
+        traceback: Traceback as Python prints it.
+        problems: Problems of a ToolkitError; empty for any other exception.
+        exit_code: Exit code of the worker process.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class WorkerError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedWorker:
-    """A worker that has ended: status as subprocess gives it (-9 for SIGKILL), and when (seconds since the epoch)."""
+    """A worker that has ended: exit status as of subprocess (-9 for SIGKILL), and when (seconds since the epoch)."""
 
     rank: int
     status: int
@@ -74,10 +74,10 @@ class WorkerFailure:
     Args:
         rank: Global rank.
         ended_by: `exit code 7` or `SIGKILL`.
-        log_file: Where its output is; `None` for the rank that wrote to the terminal.
-        last_lines: The end of that file.
-        error: What the worker wrote down itself, if it could.
-        problems: What a person should read: those of a ToolkitError, else one that names rank and cause.
+        log_file: Path of its output; `None` for the rank that wrote to the terminal.
+        last_lines: Last lines of that file.
+        error: Error that the worker wrote itself, if any.
+        problems: Problems to show the user: those of a ToolkitError, else one that names rank and cause.
     """
 
     rank: int
@@ -89,11 +89,11 @@ class WorkerFailure:
 
     @property
     def is_users_to_mend(self) -> bool:
-        """Whether the worker raised a ToolkitError, so that its problems say all and no trace is needed."""
+        """True if the worker raised a ToolkitError, so that its problems suffice and no traceback is needed."""
         return self.error is not None and bool(self.error.problems)
 
     def describe(self) -> str:
-        """Return the text for the terminal: problems alone, or with the trace or the last lines before them."""
+        """Return the text for the terminal: problems alone, or preceded by the traceback or the last lines of output."""
         parts = []
         if not self.is_users_to_mend:
             if self.error is not None:
@@ -108,8 +108,8 @@ class RunOutcome:
     """How a run ended.
 
     Args:
-        exit_code: 0 fine, 130 interrupted, 3 failed, or that of the ToolkitError which ended the first rank.
-        interrupted: Whether a person or the scheduler asked the run to end.
+        exit_code: 0 success, 130 interrupted, 3 failed, or that of the ToolkitError that ended the first rank.
+        interrupted: Whether the user or the scheduler asked the run to end.
         failure: The first rank that failed, if any did.
     """
 
@@ -129,12 +129,12 @@ def log_file(log_dir: Path, rank: int) -> Path:
 
 
 def write_worker_error(log_dir: Path, rank: int, error: BaseException) -> int:
-    """Writes down the exception that ends this worker, for the supervisor to read.
+    """Write the exception that ends this worker to its error file, for the supervisor.
 
-    Never raises: the exception at hand matters more than a full disk.
+    Never raises: the original exception matters more than a full disk.
 
     Returns:
-        The exit code that the worker should end with.
+        The exit code to end the worker with.
     """
     problems = error.problems if isinstance(error, ToolkitError) else ()
     exit_code = RunError.exit_code
@@ -160,7 +160,7 @@ def write_worker_error(log_dir: Path, rank: int, error: BaseException) -> int:
 
 
 def read_worker_error(log_dir: Path, rank: int) -> WorkerError | None:
-    """Reads what `write_worker_error` wrote, or gives `None`."""
+    """Read what `write_worker_error` wrote, or return `None`."""
     try:
         record = json.loads(error_file(log_dir, rank).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -169,22 +169,22 @@ def read_worker_error(log_dir: Path, rank: int) -> WorkerError | None:
 
 
 def rank_name(rank: int) -> str:
-    """Names a rank of whose place in a grid nothing is known."""
+    """Return the name of a rank whose place in the grid is unknown."""
     return f"rank {rank}"
 
 
 def conclude(
     ended: Sequence[EndedWorker], *, log_dir: Path, interrupted: bool, name_of: Callable[[int], str] = rank_name
 ) -> RunOutcome:
-    """Finds the first rank that failed and what the run's exit code is.
+    """Find the first rank that failed and the run's exit code.
 
     A rank that was stopped because another failed counts only if it had already written an error of its own.
 
     Args:
-        ended: All workers.
+        ended: All workers of the run.
         log_dir: Folder of logs and error files.
         interrupted: Whether the run was asked to end.
-        name_of: What a person calls a rank: with its place, such as `Grid.describe_rank` gives.
+        name_of: Function that names a rank, with its place as `Grid.describe_rank` prints it.
     """
     errors = {worker.rank: read_worker_error(log_dir, worker.rank) for worker in ended}
     failed = [worker for worker in ended if _has_failed(worker, errors[worker.rank], interrupted=interrupted)]
@@ -199,7 +199,7 @@ def conclude(
 
 
 def ended_by_interrupt(status: int) -> bool:
-    """Whether a worker with this status ended as one that was asked to, saved or not."""
+    """Return whether a worker with this status ended because it was asked to, saved or not."""
     return status in (0, INTERRUPTED_EXIT_CODE, -signal.SIGINT, -signal.SIGTERM)
 
 
@@ -215,7 +215,7 @@ def _has_failed(worker: EndedWorker, error: WorkerError | None, *, interrupted: 
 def _failed_at(worker: EndedWorker, error: WorkerError | None) -> float:
     if error is not None:
         return error.time
-    # Native code aborts on a peer's failure, so SIGABRT gets no allowance.
+    # Native code aborts on a peer's failure, so SIGABRT has no allowance.
     return worker.ended_at - (0 if worker.status == -signal.SIGABRT else _SILENT_DEATH_ALLOWANCE_SECONDS)
 
 
@@ -249,5 +249,5 @@ def _last_lines(path: Path | None) -> tuple[str, ...]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
-    # A progress bar redraws its line with carriage returns: only the last state is of interest.
+    # A progress bar redraws its line with carriage returns: only the last state matters.
     return tuple(line.rsplit("\r", 1)[-1] for line in text.rstrip().split("\n")[-_LAST_LINES:] if text.strip())

@@ -1,8 +1,8 @@
-"""One run an output folder: its process holds a lock there for as long as it lives, and says in it who it is.
+"""One run per output folder: its process keeps a lock file there while it is alive, and records its identity in it.
 
-The kernel lets go of the lock (flock) when its holder ends, however that ends; NFS passes it on to the server. Where a file
-system knows none, or keeps it on one machine, what the file says decides: whether that process lives, or, of another
-machine, whether it has touched the file of late.
+The kernel releases the lock (flock) when its owner ends for any reason; NFS forwards it to the server. Where a file
+system has no locks, or keeps them local to a machine, the file's record decides: whether that process is alive or, on another
+machine, whether it has touched the file recently.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from toolkit.launch.lock_holder import Holder
 
 LOCK = ".run.lock"
 BEAT_SECONDS = 10.0
-# A run of another machine that has touched its file no more for so long is taken for dead: NFS clients may keep what they
-# know of a file for a minute (acregmax, man 5 nfs).
+# A run of another machine that has not touched its file for so long is taken for dead: NFS clients may cache the
+# attributes of a file for a minute (acregmax, man 5 nfs).
 SILENCE_SECONDS = 90.0
 _WITHOUT_FLOCK = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
@@ -35,14 +35,14 @@ _own_handles: set[int] = set()
 
 @contextlib.contextmanager
 def hold_output(folder: Path) -> Iterator[None]:
-    """Holds an output folder for one run; where this process or one that has started it holds it, there is nothing to do.
+    """Lock an output folder for one run; do nothing if this process or an ancestor already owns the lock.
 
     Args:
-        folder: Made where it is absent, and removed again where nothing was written into it.
+        folder: Output folder; created if absent, and removed again if nothing was written into it.
 
     Raises:
         PlanError: OUTPUT_WRITE.
-        RunError: OUTPUT_IN_USE, with who holds it.
+        RunError: OUTPUT_IN_USE, with the process that owns it.
     """
     path = folder / LOCK
     holder = Holder.read(path)
@@ -54,14 +54,14 @@ def hold_output(folder: Path) -> Iterator[None]:
         try:
             stack.enter_context(made_folder(folder))
             handles = stack.enter_context(_locked(path))
-        except OSError as error:  # as of a lock that another user has left
+        except OSError as error:  # such as a lock that another user left
             raise PlanError(_unwritable(folder, path, error)) from None
         stack.enter_context(_beating(path, handles))
         yield
 
 
 def use_problems(folder: Path) -> Iterator[Problem]:
-    """Says that a run holds an output folder: OUTPUT_IN_USE, as far as a look without waiting tells."""
+    """Yield an OUTPUT_IN_USE problem if a run has locked an output folder, as far as is known without waiting."""
     path = folder / LOCK
     holder = Holder.read(path)
     if holder is None or holder.is_of_this_run:
@@ -71,17 +71,17 @@ def use_problems(folder: Path) -> Iterator[Problem]:
             is_held = _flock(file.fileno(), fcntl.LOCK_SH) is False
         is_in_use = is_held or holder.lives or (not holder.is_of_this_machine and _silence(path) < SILENCE_SECONDS)
     except OSError:
-        return  # its holder has ended and removed it, or nothing can be written there, as `write_problems` says
+        return  # its owner has ended and removed it, or nothing can be written there, as `write_problems` says
     if is_in_use:
         yield _in_use(folder, holder)
 
 
 def write_problems(folder: Path) -> Iterator[Problem]:
-    """Says that an output folder cannot be written, or made: OUTPUT_WRITE."""
+    """Yield an OUTPUT_WRITE problem if an output folder cannot be created or written."""
     where = folder
     try:
         where = nearest_folder(folder)
-        # Tried, not read off the permissions: a disk may be read-only, over quota or gone.
+        # Tried, not inferred from the permissions: a disk may be read-only, over quota or gone.
         with tempfile.TemporaryDirectory(prefix=".toolkit-", dir=where):
             pass
     except OSError as error:
@@ -99,15 +99,15 @@ def _unwritable(folder: Path, where: Path, error: OSError) -> Problem:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[list[int]]:
-    """The handles of lock files that are this process's, the last of which is at `path`; the file goes with the lock."""
+    """Yield the handles of this process's lock files, the last of which is at `path`; the file is removed with the lock."""
     handles = [_take_in_no_fork(path)]
     try:
         yield handles
     finally:
         for handle in handles:
             _own_handles.discard(handle)
-            with contextlib.suppress(OSError):  # the disk may be what ended the run
-                if _is_at(handle, path):  # else the folder was deleted, and what lies there now is another run's
+            with contextlib.suppress(OSError):  # a disk error may have ended the run
+                if _is_at(handle, path):  # else the folder was deleted, and the file there now is another run's
                     path.unlink()
             os.close(handle)
 
@@ -121,7 +121,7 @@ def _take_in_no_fork(path: Path) -> int:
 
 @functools.cache
 def _close_in_children() -> None:
-    """Keeps processes that are forked from this one from holding on to its locks once it has died."""
+    """Keep processes forked from this one from keeping its locks after it has died."""
 
     def close() -> None:
         while _own_handles:
@@ -131,7 +131,7 @@ def _close_in_children() -> None:
 
 
 def _take(path: Path) -> int:
-    """Opens and locks the file, and writes into it who has.
+    """Open and lock the file, and write this process's identity into it.
 
     Raises:
         RunError: OUTPUT_IN_USE.
@@ -145,13 +145,13 @@ def _take(path: Path) -> int:
             holder = Holder.read(path)
             if locked is False or (holder is not None and _lives_all_the_same(path, holder, has_flock=bool(locked))):
                 raise RunError(_in_use(path.parent, holder))
-            if _is_at(handle, path):  # else its holder has removed it since it was opened here
+            if _is_at(handle, path):  # else its owner has removed it since it was opened here
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, Holder.of(psutil.Process()).as_text().encode(), 0)
                 os.fsync(handle)
                 return handle
         except BaseException:
-            if locked and not os.fstat(handle).st_size and _is_at(handle, path):  # it says nobody's name
+            if locked and not os.fstat(handle).st_size and _is_at(handle, path):  # it names no owner
                 path.unlink(missing_ok=True)
             os.close(handle)
             raise
@@ -159,7 +159,7 @@ def _take(path: Path) -> int:
 
 
 def _flock(handle: int, kind: int) -> bool | None:
-    """Locks a file: whether it is had; None where the file system knows no such locks."""
+    """Try to lock a file: return whether it succeeded, or None if the file system has no such locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -170,7 +170,7 @@ def _flock(handle: int, kind: int) -> bool | None:
 
 
 def _lives_all_the_same(path: Path, holder: Holder, *, has_flock: bool) -> bool:
-    """Whether the process that a lock file names lives, though the kernel would give the lock away."""
+    """Return whether the process that a lock file names is alive, although the kernel would grant the lock."""
     if holder.is_of_this_machine:
         return not has_flock and holder.lives
     last = _touched(path)
@@ -189,17 +189,17 @@ def _lives_all_the_same(path: Path, holder: Holder, *, has_flock: bool) -> bool:
 
 
 def _silence(path: Path) -> float:
-    """Return the seconds since a file was touched, by the clock of its file system: machines' clocks differ."""
+    """Return the seconds since a file was touched, by the clock of its file system, as machines' clocks differ."""
     with tempfile.TemporaryFile(dir=path.parent) as now:
         return os.fstat(now.fileno()).st_mtime - _touched(path)
 
 
 def _touched(path: Path) -> float:
     try:
-        with path.open("rb") as file:  # opened: NFS asks the server then (man 5 nfs, close-to-open)
+        with path.open("rb") as file:  # opened, so that NFS asks the server (man 5 nfs, close-to-open)
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
-        return 0.0  # its holder has ended and removed it
+        return 0.0  # its owner has ended and removed it
 
 
 def _is_at(handle: int, path: Path) -> bool:
@@ -211,15 +211,15 @@ def _is_at(handle: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _beating(path: Path, handles: list[int]) -> Iterator[None]:
-    """Touches the file every few seconds, for runs of other machines to see.
+    """Touch the file every few seconds, so that runs on other machines see it as alive.
 
-    Where the folder was deleted or moved, and the run has made it again to save into, the lock is taken there, too.
+    If the folder was deleted or moved and the run has recreated it, the lock is taken there too.
     """
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError, RunError):  # RunError: another run was quicker
+            with contextlib.suppress(OSError, RunError):  # RunError: another run was faster
                 os.utime(handles[-1])
                 if path.parent.is_dir() and not _is_at(handles[-1], path):
                     handles.append(_take_in_no_fork(path))

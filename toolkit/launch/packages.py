@@ -19,13 +19,13 @@ class Package:
     """An optional package, as `pyproject.toml` lists it.
 
     Args:
-        name: Of the distribution.
-        extra: Of ours, which brings it.
-        least: Oldest version that has all that is used.
-        code: Of the error when it is missing.
-        key: Of the job, that asks for it.
-        wanted: The key and its value, as a message has them.
-        instead: What to set to do without.
+        name: Name of the distribution.
+        extra: Extra of the toolkit that installs it.
+        least: Oldest version that has every feature in use.
+        code: Error code when it is missing.
+        key: Job key that requires it.
+        wanted: The key and its value, as shown in a message.
+        instead: What to set to avoid it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Package:
     instead: str
 
     def problem(self, reason: str) -> Problem:
-        """Says that the package cannot be used, and why."""
+        """Return the problem that the package cannot be used, with the reason."""
         return Problem(
             code=self.code,
             key=self.key,
@@ -74,7 +74,7 @@ LIGER_KERNELS = replace(
 
 
 def package_problems(plan: Plan) -> Iterator[Problem]:
-    """Yield what of a plan this environment has not, or in another version: optional packages, and what the job says of it."""
+    """Yield what a plan needs and this environment lacks or has in another version: optional packages, and software the job describes."""
     for package in _needed(plan):
         try:
             found = version(package.name)
@@ -96,9 +96,9 @@ def _needed(plan: Plan) -> Iterator[Package]:
 
 
 def quiet_torchao() -> None:
-    """Hides what torchao, where it is installed, logs as transformers imports it.
+    """Hide what an installed torchao logs when transformers imports it.
 
-    It names each of its own kernels that cannot run on this machine, and torch each of its old calls.
+    It logs each of its kernels that cannot run on this machine, and torch warns of each of its deprecated calls.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

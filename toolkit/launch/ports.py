@@ -1,4 +1,4 @@
-"""TCP ports of the rendezvous: find a free one, or say who holds the one that was asked for."""
+"""TCP ports of the rendezvous: find a free one, or name the process that listens on the one that was asked for."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from toolkit.errors import RunError
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on at this moment."""
+    """Return a TCP port that no process listens on at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def check_port(port: int) -> None:
-    """Checks that rank 0 will be able to listen on `port`, on all interfaces.
+    """Check that rank 0 can listen on `port`, on all interfaces.
 
     Raises:
-        RunError: PORT_IN_USE, naming the process that holds it where the system tells.
+        RunError: PORT_IN_USE, naming the process that listens on it if the system tells.
     """
     if all(_can_bind(family, port) for family in (socket.AF_INET, socket.AF_INET6)):
         return
@@ -45,7 +45,7 @@ def _can_bind(family: socket.AddressFamily, port: int) -> bool:
         if error.errno == errno.EADDRINUSE:
             return False
         if family == socket.AF_INET6 and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-            return True  # no IPv6 on this machine: nobody can hold the port there
+            return True  # no IPv6 on this machine: nothing can listen on the port there
         raise
     return True
 

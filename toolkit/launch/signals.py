@@ -1,4 +1,4 @@
-"""The signals that ask a run to end, and how a rank hears them; needs no torch."""
+"""The signals that ask a run to end, and how a rank receives them; needs no torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from toolkit.launch.environment import detect_launcher
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-# By these a scheduler says that the end is near (SLURM's --signal, submitit), long before it ends anything.
+# By these a scheduler announces the end of a job (SLURM's --signal, submitit), long before it ends anything.
 ANNOUNCING = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 # Ctrl-C; the end of a job under SLURM, Kubernetes and torchrun; a terminal that closes.
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *sorted(ANNOUNCING))
-# `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one press, two signals.
+# `uv run`, `srun` and the like pass on a Ctrl-C that the terminal has already sent: one key press, two signals.
 SAME_PRESS_SECONDS = 0.3
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @final
 class Interrupt:
-    """Within, a process that has nothing to save raises KeyboardInterrupt at each of the signals, as Python does at Ctrl-C.
+    """Context manager: each of the signals raises KeyboardInterrupt, for a process that has nothing to save.
 
-    It remembers that one came: Python drops what is raised while an object is finalised. Handlers of others stay, and signals
-    that whoever started the process has ignored.
+    It records that a signal came: Python drops what is raised while an object is finalised. Existing handlers stay, and so do
+    signals that the parent process has set to be ignored.
     """
 
     def __init__(self) -> None:
@@ -59,16 +59,16 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def _unraisable(self, unraisable: UnraisableHookArgs) -> None:
-        """Says nothing of a KeyboardInterrupt that was dropped."""
+        """Suppress the report of a KeyboardInterrupt that was dropped."""
         if not (self.came and unraisable.exc_type is KeyboardInterrupt):
             self._hook(unraisable)
 
 
 @contextmanager
 def asking(ask: Callable[[], None]) -> Iterator[None]:
-    """Has a signal call `ask`, however often it comes; Ctrl-C pressed once more raises KeyboardInterrupt.
+    """Make each signal call `ask`; a second Ctrl-C raises KeyboardInterrupt.
 
-    Python hands signals to the main thread alone: elsewhere this does nothing. Handlers of the user's own stay.
+    Python delivers signals to the main thread alone: in other threads this does nothing. The user's own handlers stay.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -92,16 +92,16 @@ def asking(ask: Callable[[], None]) -> Iterator[None]:
 
 
 def ignore_from_here() -> None:
-    """Ignores the signals in a process that has saved what it has and only tells how to go on."""
+    """Ignore the signals in a process that has saved and only prints how to go on."""
     for number in ASKING:
         if _is_free(number):
             signal.signal(number, signal.SIG_IGN)
 
 
 def hear_of_the_launchers_end() -> None:
-    """Has the kernel send SIGTERM to a rank when the launcher that started it dies.
+    """Make the kernel send SIGTERM to this rank when the launcher that started it dies.
 
-    `accelerate launch` of one process and DeepSpeed's launcher end at a signal that they do not know, and pass nothing on.
+    `accelerate launch` of one process and DeepSpeed's launcher end at a signal that they do not handle, without forwarding it.
 
     Source:
         man 2 PR_SET_PDEATHSIG; torch distributed/elastic/multiprocessing/api.py PContext.start; deepspeed launcher/launch.py

@@ -1,4 +1,4 @@
-"""What is installed where a job trains, as far as a model's memory depends on it: transformers, and packages of kernels."""
+"""Software of the training machine on which a model's memory depends: transformers, and packages of kernels."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CHUNK_SCAN = "mamba_chunk_scan_combined"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """What the machine that trains has.
+    """Software of the machine that trains.
 
     Args:
-        transformers: Its version.
-        kernel_packages: Names of the distributions among `KERNEL_PACKAGES` that are there, sorted.
+        transformers: Version of transformers.
+        kernel_packages: Names of the distributions among `KERNEL_PACKAGES` that are installed, sorted.
     """
 
     transformers: str
@@ -42,7 +42,7 @@ class Software:
 
     @classmethod
     def here(cls) -> Software:
-        """Reads what is installed on this machine."""
+        """Read what is installed on this machine."""
         return cls(
             transformers=version("transformers"),
             kernel_packages=tuple(sorted(name for name in KERNEL_PACKAGES.values() if _is_installed(name))),
@@ -50,14 +50,14 @@ class Software:
 
     @classmethod
     def of(cls, plan: Plan) -> Software:
-        """Return what a job says of its cluster, and what is installed here where it says nothing."""
+        """Return the software that a job describes, completed by what is installed here."""
         cluster, here = plan.job.cluster, cls.here()
         packages = here.kernel_packages if cluster.kernel_packages is None else cluster.kernel_packages
         return cls(transformers=cluster.transformers or here.transformers, kernel_packages=tuple(sorted(set(packages))))
 
     @property
     def contracts_chunks(self) -> bool:
-        """Whether transformers' own code of Mamba-2 layers contracts, rather than multiplies out and sums."""
+        """True if transformers' own code of Mamba-2 layers contracts by matrix products instead of multiplying out and summing."""
         return Version(self.transformers) >= Version(CONTRACTS_CHUNKS)
 
 
@@ -65,7 +65,7 @@ class Software:
 def kernels_of(model_type: str) -> Mapping[str, str]:
     """Return the kernels that the installed transformers would take from packages for a type of model: name to distribution.
 
-    The file of the model is read as text: to import it would import torch.
+    The model's file is read as text: importing it would import torch.
 
     Source:
         transformers integrations/hub_kernels.py use_kernel_func_from_hub_with_fallback.
@@ -83,7 +83,7 @@ def kernels_of(model_type: str) -> Mapping[str, str]:
 
 
 def software_problems(plan: Plan) -> Iterator[Problem]:
-    """Says where this machine, on which the job is to train, has not what the job says of it."""
+    """Yield the differences between this machine's software and what the job says of it."""
     cluster = plan.job.cluster
     if cluster.kernel_packages is None and cluster.transformers is None:
         return
@@ -107,13 +107,13 @@ def software_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def missing_kernels(plan: Plan, software: Software) -> dict[str, str]:
-    """Return the kernels that a plan's model would use and a machine has not: name to distribution."""
+    """Return the kernels that a plan's model would use and a machine lacks: name to distribution."""
     kernels = {name: package for kind in _model_types(plan.model.config) for name, package in kernels_of(kind).items()}
     return {name: package for name, package in kernels.items() if package not in software.kernel_packages}
 
 
 def software_warnings(plan: Plan) -> Iterator[str]:
-    """Says which packages of kernels a model would use that this machine has not."""
+    """Yield a warning for each package of kernels that a model would use and this machine lacks."""
     here = Software.here()
     kernels = missing_kernels(plan, here)
     missing = sorted(set(kernels.values()))

@@ -1,7 +1,8 @@
-"""Starts the workers of one node, watches them, and ends all of them when one fails or a person asks.
+"""Supervision of the workers of one node: all of them are ended when one fails or the user asks.
 
-What a worker is told: SIGINT, once, asks it to end, which toolkit's trainer does after its step and a save, and a script
-as it likes; SIGTERM means that the run is lost and that SIGKILL follows, for toolkit's trainer at once. Workers live in sessions of their own, so the terminal's Ctrl-C reaches the supervisor
+Signals to a worker: one SIGINT asks it to end, which toolkit's trainer does after its step and a save, and a script
+as it likes; SIGTERM means that the run is lost and that SIGKILL follows; toolkit's trainer then ends at once. Each worker
+has a session of its own, so the terminal's Ctrl-C reaches the supervisor
 alone, and each worker can be ended together with the processes that it started.
 """
 
@@ -38,7 +39,7 @@ _POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
 _SHOW_CURSOR = "\x1b[?25h"
 _CLEAR_LINE = "\r\x1b[2K"
-# Of a worker of which nothing is known: Python's own handler raises KeyboardInterrupt wherever the script is.
+# For an unknown script: Python's own handler raises KeyboardInterrupt at any point of it.
 WHEN_ASKED = "each rank was sent SIGINT and ends as its script does"
 
 
@@ -52,7 +53,7 @@ def supervise(
     when_asked: str = WHEN_ASKED,
     name_of: Callable[[int], str] = rank_name,
 ) -> RunOutcome:
-    """Runs one process a rank until all have ended.
+    """Run one process per rank until all have ended.
 
     The first of `ranks` has the terminal; the others write `log_dir/rank-N.log`. When a rank fails, the others get
     SIGTERM, and SIGKILL after `grace_seconds`, with all processes of their groups. The first SIGINT, SIGTERM, SIGHUP,
@@ -60,13 +61,13 @@ def supervise(
     caught only where this runs in the main thread.
 
     Args:
-        argv: Command of a worker, the same for each.
-        ranks: Global ranks of this node.
+        argv: Command line of a worker, the same for each.
+        ranks: Global ranks on this node.
         env_for_rank: Complete environment of a rank (`worker_environment`).
         log_dir: Folder of logs and error files; made if absent, files of these ranks replaced.
         grace_seconds: Time between SIGTERM and SIGKILL, seconds.
-        when_asked: What the workers do at SIGINT, for the line that a person who presses Ctrl-C reads.
-        name_of: What a person calls a rank, for the message that names the first to fail.
+        when_asked: What the workers do at SIGINT, for the line that is printed at Ctrl-C.
+        name_of: Function that names a rank, for the message that names the first to fail.
     Raises:
         RunError: WORKER_START, if the command cannot be started; LOG_DIR, if the folder cannot be written.
     """
@@ -75,7 +76,7 @@ def supervise(
         signals = stack.enter_context(_caught_signals())
         watchdog = stack.enter_context(Watchdog())
         run = _Run(watchdog=watchdog, grace_seconds=grace_seconds, when_asked=when_asked)
-        stack.callback(run.kill_all)  # whatever happens here, no worker outlives this call
+        stack.callback(run.kill_all)  # no worker may outlive this call
         for rank in ranks:
             run.start(
                 argv, rank=rank, env=env_for_rank(rank), log=None if rank == ranks[0] else log_file(log_dir, rank)
@@ -100,15 +101,15 @@ def _clear(log_dir: Path, ranks: Sequence[int]) -> None:
 
 
 def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be what went away
-        # A bar of the first rank may stand on the line; it is drawn again on the next.
+    with contextlib.suppress(OSError):  # the terminal may have gone
+        # The line may show the first rank's progress bar, which is redrawn on the next line.
         print(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
 
 
 def restore_terminal() -> None:
-    """Shows the cursor of a terminal again and begins a new line, after a process was killed that may have drawn on it."""
+    """Show the cursor of a terminal again and begin a new line, after a process was killed that may have drawn on it."""
     for stream in (sys.stderr, sys.stdout):
-        with contextlib.suppress(OSError, ValueError):  # it went away, or was closed
+        with contextlib.suppress(OSError, ValueError):  # the stream is gone or closed
             if stream.isatty():
                 stream.write(f"{_SHOW_CURSOR}\n")
                 stream.flush()
@@ -117,7 +118,7 @@ def restore_terminal() -> None:
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[int]:
-    """Turns signals into bytes on a pipe, whose read end it gives: no handler interrupts what runs."""
+    """Turn signals into bytes on a pipe and yield its read end, so that no handler interrupts running code."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -151,7 +152,7 @@ class _Worker:
             os.killpg(self.process.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether it has ended, without reaping it: the number of its group stays taken until `reap`."""
+        """Return whether it has ended, without reaping it: its process group id stays taken until `reap`."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -172,7 +173,7 @@ class _Run:
         self._kill_at: float | None = None
 
     def start(self, argv: Sequence[str], *, rank: int, env: Mapping[str, str], log: Path | None) -> None:
-        """Starts one worker in a session of its own."""
+        """Start one worker in a session of its own."""
         with contextlib.ExitStack() as stack:
             output = None if log is None else stack.enter_context(log.open("wb"))
             try:
@@ -194,12 +195,12 @@ class _Run:
         self._watchdog.watch(process.pid)
 
     def wait(self, signals: int) -> None:
-        """Returns when every worker has ended."""
+        """Wait until every worker has ended."""
         while self._running:
             readable, _, _ = select.select([signals], [], [], _POLL_SECONDS)
             for number in os.read(signals, 64) if readable else b"":
                 self._obey(signal.Signals(number))
-            # Whether they had been stopped is asked before the first of them causes it.
+            # Read before the first failure among them stops the others.
             was_stopped = self._stopping
             for worker in [worker for worker in self._running if worker.has_ended()]:
                 self._reap(worker, was_stopped=was_stopped)
@@ -207,7 +208,7 @@ class _Run:
                 self.kill_all()
 
     def kill_all(self) -> None:
-        """Kills and reaps every worker that still runs."""
+        """Kill and reap every worker that still runs."""
         self._stopping = True
         for worker in self._running:
             worker.signal_group(signal.SIGKILL)
@@ -216,7 +217,7 @@ class _Run:
 
     def _reap(self, worker: _Worker, *, was_stopped: bool) -> None:
         if worker.has_ended():
-            worker.signal_group(signal.SIGKILL)  # what it left behind has nobody to end it
+            worker.signal_group(signal.SIGKILL)  # nothing else would end its remaining child processes
         status = worker.process.wait()
         self._watchdog.release(worker.process.pid)
         self._running.remove(worker)

@@ -1,8 +1,8 @@
-"""Ends the workers when their supervisor is killed and can no longer do so itself.
+"""A watchdog process that ends the workers when their supervisor is killed and can no longer do so itself.
 
-A small process holds the read end of a pipe whose write end only the supervisor has. However the supervisor
+It keeps the read end of a pipe whose write end only the supervisor has. However the supervisor
 dies, the kernel closes the pipe, and the watchdog kills each registered process group, grandchildren included.
-Against PR_SET_PDEATHSIG: that reaches the worker alone, and needs Python code between fork and exec, which is
+PR_SET_PDEATHSIG is no substitute: it reaches the worker alone, and needs Python code between fork and exec, which is
 not safe where the calling process has threads.
 """
 
@@ -33,7 +33,7 @@ for group in groups:
 
 @final
 class Watchdog:
-    """Watches over process groups for as long as the `with` block lasts."""
+    """A watch over process groups for as long as the `with` block lasts."""
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -54,14 +54,14 @@ class Watchdog:
             self._process.communicate()
 
     def watch(self, process_group: int) -> None:
-        """Has `process_group` killed when the supervisor dies."""
+        """Kill `process_group` when the supervisor dies."""
         self._tell(f"+{process_group}\n")
 
     def release(self, process_group: int) -> None:
-        """Forgets `process_group`: its number may be given to others from now on."""
+        """Forget `process_group`: its id may be reused from now on."""
         self._tell(f"-{process_group}\n")
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the watchdog: the run itself can go on
+        with contextlib.suppress(BrokenPipeError):  # the watchdog was killed: the run itself can go on
             self._process.stdin.write(line)
