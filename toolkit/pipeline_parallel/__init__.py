@@ -1,4 +1,4 @@
-"""Pipeline parallelism of Hugging Face models: `split_model` takes a rank's part out of a model, `forward_stage` runs it."""
+"""Pipeline parallelism of Hugging Face models: `split_model` makes a rank's part of a model, `forward_stage` runs it."""
 
 from toolkit.pipeline_parallel.part import StageInfo, StagePart, stage_info
 from toolkit.pipeline_parallel.split import split_model

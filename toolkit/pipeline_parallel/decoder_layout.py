@@ -1,8 +1,8 @@
-"""Where a Hugging Face decoder can be cut: found by running it with nothing but blanks in the place of its modules.
+"""Where a Hugging Face decoder can be split: found by running it with placeholders in the place of its modules.
 
-The run takes three tokens and no weight, so it is made on the CPU whatever the model's size, and is what every stage between
-the ends does later. It tells what is called before the layers and what behind them, what layers give, and whether anything
-but the hidden states passes from layer to layer.
+The run takes three tokens and no weights, so it is made on the CPU whatever the model's size; it is what every stage between
+the first and the last does later. It shows which modules are called before the layers and which after them, what layers
+return, and whether anything but the hidden states passes from layer to layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from toolkit.pipeline_parallel.stage_context import (
 )
 from toolkit.planning.pipeline_layout import across_stages
 
-# Tokens of the trial run: more than one, so that a sequence is told from a single step of generation.
+# Tokens of the trial run: more than one, to differ from a single step of generation.
 _TOKENS = 3
 
 
@@ -38,10 +38,10 @@ class DecoderLayout:
     """The parts of a decoder, by names of its modules.
 
     Args:
-        layers: Its list of decoder layers.
-        before: What is called before the first layer and has weights or drops elements.
-        behind: What is called behind the last layer, head included.
-        gives_tuple: Whether layers give a tuple.
+        layers: Name of its list of decoder layers.
+        before: Modules with weights or dropout that are called before the first layer.
+        behind: Modules with weights or dropout that are called after the last layer, head included.
+        gives_tuple: Whether layers return a tuple.
     """
 
     layers: str
@@ -51,10 +51,10 @@ class DecoderLayout:
 
 
 def find_anatomy(model: PreTrainedModel) -> DecoderLayout:
-    """Find the parts of a causal language model; it is left as it was.
+    """Find the parts of a causal language model; the model is not changed.
 
     Raises:
-        PlanError: PIPELINE_LAYERS, PIPELINE_ARCHITECTURE.
+        PlanError: PIPELINE_LAYERS, PIPELINE_ARCHITECTURE if it cannot be split.
     """
     layers = find_layers(model)
     ends = _ends(model, layers)
@@ -63,7 +63,7 @@ def find_anatomy(model: PreTrainedModel) -> DecoderLayout:
         raise _refused(model, reasons[0])
     plain = _DryRun(model, layers, ends, gives_tuple=False)
     trial = plain if plain.problem is None else _DryRun(model, layers, ends, gives_tuple=True)
-    if trial.problem is not None:  # of two refusals, that of the run which came further
+    if trial.problem is not None:  # if both runs failed, the problem of the one that got further
         raise _refused(model, max(plain, trial, key=lambda one: len(one.calls)).problem or trial.problem)
     before = tuple(name for name in ends if trial.is_before(name))
     behind = tuple(name for name in ends if name not in before)  # also what the base model does not call: the head
@@ -71,10 +71,10 @@ def find_anatomy(model: PreTrainedModel) -> DecoderLayout:
 
 
 def find_layers(model: nn.Module) -> str:
-    """Return the name of a model's one list of decoder layers.
+    """Return the name of a model's only list of decoder layers.
 
     Raises:
-        PlanError: PIPELINE_LAYERS.
+        PlanError: PIPELINE_LAYERS if there is not exactly one.
     """
     lists = [
         name
@@ -109,7 +109,7 @@ def width_of(model: PreTrainedModel) -> int:
 
 
 def _ends(model: nn.Module, layers: str, prefix: str = "") -> list[str]:
-    """Name the modules outside the layers that have weights or drop elements, each as high up as it goes."""
+    """Return the outermost modules with weights or dropout that do not contain the layers, by name."""
     names: list[str] = []
     for own, module in model.named_children():
         name = f"{prefix}{own}"
@@ -121,7 +121,7 @@ def _ends(model: nn.Module, layers: str, prefix: str = "") -> list[str]:
 
 
 def _reasons(model: PreTrainedModel, layers: str) -> Iterator[str]:
-    """What can be seen without a run."""
+    """Yield the problems that show without a run."""
     parts = layers.split(".")
     for depth in range(len(parts)):
         name = ".".join(parts[:depth])
@@ -133,9 +133,9 @@ def _reasons(model: PreTrainedModel, layers: str) -> Iterator[str]:
 
 
 class _DryRun:
-    """One run of a model with nothing in it, and what was seen.
+    """One run of a model with placeholders for its modules, and what it showed.
 
-    Hidden states require gradients here, so that whatever else a layer is given and depends on them shows.
+    Hidden states require gradients here, which shows any other input of a layer that depends on them.
     """
 
     def __init__(self, model: PreTrainedModel, layers: str, ends: list[str], *, gives_tuple: bool) -> None:
@@ -146,7 +146,7 @@ class _DryRun:
         stack: Any = model.get_submodule(layers)
         self._num_layers = len(stack)
         passage = StageContext(num_layers=self._num_layers, gives_tuple=gives_tuple)
-        # None is run, but a model may ask for its dtype.
+        # No layer is run, but a model may ask for the dtype of one.
         held = PartialModuleList(stack, frozenset(range(len(stack))), passage)
         stand_ins = {name: PlaceholderModule(passage) for name in ends}
         for name, stand_in in stand_ins.items():
@@ -197,13 +197,13 @@ class _DryRun:
         self.problem = self.problem or problem
 
     def is_before(self, name: str) -> bool:
-        """Return whether a module is called, and before the layers alone."""
+        """Return whether a module is called, and only before the layers."""
         return name in self.calls and self.calls.index(name) < self.calls.index(0)
 
 
 @contextlib.contextmanager
 def _dry_run_mode(model: PreTrainedModel) -> Iterator[None]:
-    """For a block: buffers of the meta device have values, nothing is drawn, masks are made as plain tensors."""
+    """Give meta buffers values, turn dropout off, and have masks made as plain tensors, for a block."""
     before = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     config = model.config
     attention = config._attn_implementation

@@ -1,4 +1,4 @@
-"""What becomes of a stage's gradients between its first backward pass and the reduction over data-parallel ranks."""
+"""Gradients of a stage between its first backward pass and the reduction over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 
 
 class Fp32GradAccumulator:
-    """Adds the gradients of all micro-batches of a step in fp32, whatever the dtype of the parameters, which stay whole.
+    """Accumulates the gradients of a step's micro-batches in fp32 for parameters of any dtype, which are not partitioned.
 
-    DeepSpeed's own accumulation in another dtype refuses to wait for the end of a step under ZeRO-1. Memory: 4 bytes a
+    DeepSpeed's own accumulation in another dtype cannot be deferred to the end of a step under ZeRO-1. Memory: 4 bytes per
     trainable parameter in place of its gradient, from the first backward pass of a step to `settle`.
 
     Args:
-        parameters: Whose gradients are added up; those in fp32 are left as they are.
+        parameters: Parameters whose gradients are accumulated; those in fp32 are left to autograd.
 
     Source:
         deepspeed runtime/engine.py coalesce_grad_reduction; zero/stage_1_and_2.py _fill_param_grad_accum_attribute, which it
-        passes over.
+        skips.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -31,9 +31,9 @@ class Fp32GradAccumulator:
                 parameter.register_post_accumulate_grad_hook(self.add)  # type: ignore[no-untyped-call]
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Move what a parameter's gradient holds to its sum; each backward pass does so by itself."""
+        """Move a parameter's gradient to its sum; a hook does so in each backward pass."""
         gradient = parameter.grad
-        if gradient is None or parameter.dtype == torch.float32:  # torch calls this without a gradient, too
+        if gradient is None or parameter.dtype == torch.float32:  # torch also calls this without a gradient
             return
         known = self._sums.get(parameter)
         if known is None:
@@ -43,7 +43,7 @@ class Fp32GradAccumulator:
         parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return a parameter's sum of this step; None where it has none."""
+        """Return a parameter's sum of this step; None if it has none."""
         return self._sums.get(parameter)
 
     @torch.no_grad()
@@ -55,13 +55,13 @@ class Fp32GradAccumulator:
 
 
 class DeferredTiedGrad:
-    """Keeps the gradient of one parameter whole, where those of others are reduced after each backward pass.
+    """Keeps one parameter's gradient unreduced until the end of a step; others are reduced after each backward pass.
 
     Args:
-        parameter: Which.
-        in_fp32: Whether its gradients are added up in fp32.
-        partitioned: Whether ranks hold parts of it between passes: it has no shape then by which a gradient could be set, so
-            that one stays in its place.
+        parameter: Parameter whose reduction is deferred.
+        in_fp32: Whether its gradients are accumulated in fp32.
+        partitioned: Whether it is partitioned between passes (ZeRO-3): it then has no shape that a gradient could be set for,
+            so a gradient stays in its place.
     """
 
     def __init__(self, parameter: nn.Parameter, *, in_fp32: bool, partitioned: bool) -> None:
@@ -71,13 +71,13 @@ class DeferredTiedGrad:
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum of this step's gradients."""
+        """Sum of this step's gradients."""
         assert self._sum is not None, "an embedding and a head have a gradient after each step"
         return self._sum
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> bool:
-        """Add a gradient that has just been computed to the sum, if it is that of the parameter; says whether it is."""
+        """Add a newly computed gradient to the sum if it belongs to the parameter, and return whether it does."""
         if parameter is not self._parameter or self._released:
             return False
         gradient = parameter.grad
@@ -95,7 +95,7 @@ class DeferredTiedGrad:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Make the sum the parameter's gradient again, to be reduced inside; the next step begins anew."""
+        """Set the sum as the parameter's gradient, to be reduced inside the block, then reset the sum for the next step."""
         parameter, total = self._parameter, self.total
         if parameter.grad is None:
             parameter.grad = total.to(parameter.dtype)
@@ -110,18 +110,18 @@ class DeferredTiedGrad:
 
 @torch.no_grad()
 def all_reduce_tied_grad(total: torch.Tensor, *, group: dist.ProcessGroup, dp_size: int) -> None:
-    """Add up the gradients of a weight that the first and the last stage both hold, before data-parallel ranks reduce them.
+    """Sum the gradients of a tied weight over the first and last stage and all replicas, before the data-parallel reduction.
 
-    Over all replicas at once, so that every copy of the weight has one gradient: were they added pair by pair, each stage
-    would then average over its replicas in an order of its own, and the two copies drift apart by roundings.
+    One all-reduce over all replicas gives every copy of the weight the same gradient: if they were summed pair by pair, each
+    stage would then average over its replicas in its own order, and the two copies would drift apart by rounding.
 
     Args:
-        total: The gradient of this rank's copy.
-        group: The two stages of all replicas.
-        dp_size: Replicas, over which the gradient is the mean.
+        total: Gradient of this rank's copy.
+        group: Ranks of the two stages of all replicas.
+        dp_size: Number of replicas, over which the gradient is averaged.
 
     Collectives:
-        One all-reduce.
+        One all-reduce, the size of `total`.
     """
     dist.all_reduce(total, group=group)
     total.div_(dp_size)

@@ -1,4 +1,4 @@
-"""Tells DeepSpeed which parameters of a stage count in the gradient norm, each number of the model once."""
+"""Marks for DeepSpeed of the parameters of a stage in the gradient norm, so that each element of the model counts once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from toolkit.distributed.world import World
 
 
 def mark_stage(model: nn.Module, *, world: World, copies: Collection[str] = ()) -> None:
-    """Mark what this rank counts: all that its stage holds and other stages do not.
+    """Mark the parameters that this rank counts: all of its stage that no other stage counts.
 
-    DeepSpeed's ZeRO-3 counts what is unmarked on the first rank of a model alone, its ZeRO-1 and 2 on the first tensor rank of
-    each stage. Tensor ranks have marked their shards before.
+    DeepSpeed's ZeRO-3 counts unmarked parameters only on the first rank of a model, ZeRO-1 and 2 on the first tensor rank of
+    each stage. The shards of tensor ranks are already marked.
 
     Args:
         model: This rank's stage.
-        world: This rank's place.
-        copies: Names of parameters that another stage holds too and counts.
+        world: Groups of this rank and its position in them.
+        copies: Names of parameters that another stage has too and counts.
 
     Source:
         deepspeed runtime/utils.py is_model_parallel_parameter; zero/stage_1_and_2.py and zero/stage3.py get_grad_norm_direct.

@@ -1,4 +1,4 @@
-"""The part of a model that one rank of a pipeline holds."""
+"""The part of a model that one rank of a pipeline owns."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePart:
-    """Which decoder layers a rank holds, and whether it holds the ends of the model.
+    """Which decoder layers a rank owns, and whether it owns the modules before and after them.
 
     Args:
-        chunks: Layers of each of the rank's chunks, in the order in which a micro-batch meets them; one chunk unless the
-            rank has virtual stages.
-        num_layers: Decoder layers of the whole model.
+        chunks: Layers of each of the rank's chunks, in the order of the forward pass; one chunk unless the rank has virtual
+            stages.
+        num_layers: Number of decoder layers of the whole model.
 
     Raises:
         TypeError: If a chunk is not a range.
@@ -38,12 +38,12 @@ class StagePart:
 
     @property
     def first(self) -> bool:
-        """True if the rank holds the embedding and all else before the layers."""
+        """True if the rank owns the embedding and all other modules before the layers."""
         return self.is_first(0)
 
     @property
     def last(self) -> bool:
-        """True if the rank holds the final norm, the head and all else behind the layers."""
+        """True if the rank owns the final norm, the head and all other modules after the layers."""
         return self.is_last(len(self.chunks) - 1)
 
     def is_first(self, chunk: int) -> bool:
@@ -55,23 +55,24 @@ class StagePart:
         return self.chunks[chunk].stop == self.num_layers
 
     def holds(self, layer: int) -> bool:
-        """Return whether a decoder layer is this rank's."""
+        """Return whether the rank owns a decoder layer."""
         return any(layer in chunk for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInfo:
-    """What a cut model is of the whole one.
+    """What a split model contains of the whole model.
 
     Args:
-        part: Its layers.
+        part: Layers of this rank.
         layers: Name of its list of decoder layers.
-        absent: Names of the modules outside the layers that other ranks hold; something without parameters stands there.
-        tied_key: Key of the weight that embedding and head share, as this rank holds it: of the embedding on the first
-            stage, of the head on the last. The two have gradients of their own, which are to be summed. None on the ranks
-            between, where nothing is tied, and on a rank that holds both as one.
-        tied_copy: Key of a weight of this rank to the key of the whole model whose values it has; the head on the last
-            stage of a tied model.
+        absent: Names of the modules outside the layers that other ranks own, replaced here by placeholders without
+            parameters.
+        tied_key: This rank's key of the weight that embedding and head share: of the embedding on the first stage, of the
+            head on the last. Each copy has its own gradient, which must be summed. None on the ranks between, for an untied
+            model, and on a rank that has both ends.
+        tied_copy: Key of a weight of this rank, mapped to the key of the whole model whose values it has: the head on the
+            last stage of a tied model.
     """
 
     part: StagePart
@@ -82,7 +83,7 @@ class StageInfo:
 
 
 def stage_info(model: Any) -> StageInfo | None:
-    """Return what `split_model` made of a model; None where it is whole.
+    """Return the stage information that `split_model` stored on a model; None if the model is whole.
 
     Args:
         model: A `PreTrainedModel`, a `peft.PeftModel` around one, or an engine around either.
@@ -92,7 +93,7 @@ def stage_info(model: Any) -> StageInfo | None:
 
 
 def inner_model(model: Any) -> Any:
-    """Return the transformers model inside an engine, adapters or both."""
+    """Return the transformers model inside an engine, a `PeftModel` or both."""
     while not isinstance(model, PreTrainedModel):
         model = model.module if hasattr(model, "module") else model.get_base_model()
     return model

@@ -1,4 +1,4 @@
-"""Cuts a causal language model into the part that a rank of a pipeline holds."""
+"""Splits a causal language model into pipeline stages, and keeps those of one rank."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from toolkit.tensor_parallel.guard import guard_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSplit:
-    """What a cut model runs with, kept on it as `pipeline_cut`.
+    """The state of a split model, stored on it as `pipeline_cut`.
 
     Args:
-        info: What it is of the whole.
-        passage: What all that stands in it asks.
-        before: Stand-ins for the modules before the layers, those that it holds too: for all chunks but the first stage.
-        behind: Stand-ins for the modules behind the layers: for all chunks but the last stage.
+        info: What it contains of the whole model.
+        passage: Stage context that its placeholder modules share.
+        before: Placeholders for the modules before the layers, owned ones included: used by all chunks but the first stage.
+        behind: Placeholders for the modules after the layers: used by all chunks but the last stage.
     """
 
     info: StageInfo
@@ -36,24 +36,25 @@ class PipelineSplit:
 
 
 def split_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
-    """Take out of a model, in place, all that is not this rank's; what stays keeps its name.
+    """Remove the layers and modules of other ranks from a model, in place; what remains keeps its name.
 
-    The embedding and all that is called before the layers is the first stage's, the final norm, the head and all that is
-    called behind them the last one's. What has no weights, such as rotary tables, stays on every stage. A head that is tied
-    to the embedding is a weight of its own on the last stage. `save_pretrained` and `generate` of a stage are refused
-    (PART_SAVE, PART_GENERATE).
+    The embedding and everything else called before the layers belong to the first stage, the final norm, the head and
+    everything else called after them to the last. Modules without weights, such as rotary tables, stay on every stage. A head
+    that is tied to the embedding becomes a separate weight on the last stage. `save_pretrained` and `generate` of a stage are
+    refused (PART_SAVE, PART_GENERATE).
 
     Args:
-        model: On any device; best on meta, before it has storage. Sharded by `apply_tensor_parallel` before, or not; without adapters.
-        part: This rank's layers.
+        model: Model on any device, best on meta, before it has storage; already sharded by `apply_tensor_parallel` if at
+            all; without adapters.
+        part: Layers of this rank.
 
     Returns:
-        What the model is now; `stage_info` gives it later.
+        What the model now contains; `stage_info` returns it later.
 
     Raises:
-        PlanError: PIPELINE_LAYERS where its layers are not found, PIPELINE_ARCHITECTURE where it does more between them than
-            pass hidden states on, PIPELINE_SHARED for a weight of two stages. The model is then as it was.
-        ValueError: If the model has another number of layers than `part` says, is cut already, or was never tied.
+        PlanError: PIPELINE_LAYERS if its layers are not found, PIPELINE_ARCHITECTURE if anything but hidden states passes
+            between them, PIPELINE_SHARED for a weight of two stages. The model is then unchanged.
+        ValueError: If the model has another number of layers than `part` says, is split already, or was never tied.
     """
     if hasattr(model, "pipeline_cut"):
         raise ValueError("the model is cut already")
@@ -93,12 +94,12 @@ def split_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
 
 
 def _tied_ends(model: PreTrainedModel, anatomy: DecoderLayout) -> tuple[str, str] | None:
-    """Return the keys of the one weight that embedding and head share, in this order; None where they share none.
+    """Return the keys of the weight that embedding and head share, in this order; None if they share none.
 
     Raises:
         PlanError: PIPELINE_SHARED for any other weight that two parts share.
     """
-    keys: dict[nn.Parameter, dict[str, str]] = {}  # weight to the parts that have it, and its key there
+    keys: dict[nn.Parameter, dict[str, str]] = {}  # weight to the parts that have it, with its key there
     for key, weight in model.named_parameters(remove_duplicate=False):
         keys.setdefault(weight, {}).setdefault(_part_of(key, anatomy), key)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -130,12 +131,12 @@ def _owns(module: nn.Module | None, weight: nn.Parameter) -> bool:
 
 
 def _part_ends(model: PreTrainedModel, part: StagePart, tied: tuple[str, str] | None) -> dict[str, Any]:
-    """Untie a head from an embedding that is not on its rank, and tells of what they share."""
+    """Untie a head from an embedding that is on another rank, and return the fields of `StageInfo` on the tied weight."""
     if tied is None or (part.first and part.last):
         return {"tied_key": None, "tied_copy": {}}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # Both say what transformers and peft tie again; here one of the two is another rank's.
+            # transformers and peft tie these keys again; here one of the two is on another rank.
             module.all_tied_weights_keys, module._tied_weights_keys = {}, {}
     embedding, head = tied
     if part.last:

@@ -1,6 +1,6 @@
-"""Runs a chunk of a cut model, and tells what a stage receives.
+"""The forward pass of a chunk of a split model, and the shape and dtype of what a stage receives.
 
-B: sequences of a micro-batch, S: tokens of a sequence, or this rank's piece of it, D: width.
+B: sequences of a micro-batch, S: tokens of a sequence, or of this rank's shard of it, D: width.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from toolkit.tensor_parallel.sequence import check_length
 
 
 def forward_stage(model: Any, batch: Mapping[str, Any], *, chunk: int = 0, received: torch.Tensor | None = None) -> Any:
-    """Run one chunk on a micro-batch.
+    """Run the forward pass of one chunk on a micro-batch.
 
     Args:
-        model: As `split_model` made it, with adapters or not, or the engine around it.
-        batch: The whole micro-batch, the same on every stage: `input_ids`, and `attention_mask`, `position_ids` as the model
-            takes them; `labels`, which only the last stage is given.
-        chunk: Which of the rank's chunks.
-        received: What the stage before gave, as `hidden_shape` and `hidden_dtype` say; None for the first stage. While
-            gradients are recorded it is made to require one: its `grad` is what goes back.
+        model: Model after `split_model`, with or without adapters, or the engine around it.
+        batch: Whole micro-batch, the same on every stage: `input_ids`, and `attention_mask`, `position_ids` as the model
+            takes them; `labels`, which are passed only to the last stage.
+        chunk: Index of the chunk on this rank.
+        received: Output of the previous stage, of `hidden_shape` and `hidden_dtype`; None for the first stage. If autograd
+            is on, it is made to require a gradient: its `grad` is sent back.
 
     Returns:
-        Of the last stage what the model gives; of the others the hidden states to send. Shape (batch, sequence, width).
+        The model's output on the last stage; on others the hidden states to send. Shape (batch, sequence, width).
 
     Raises:
-        PlanError: PIPELINE_OUTPUT_MISMATCH if a stage does not give what the next one expects.
-        ValueError: If the first stage receives something, another one nothing, or something that is no leaf.
+        PlanError: PIPELINE_OUTPUT_MISMATCH if the output of a stage is not what the next one expects.
+        ValueError: If the first stage receives something, or another one nothing or a tensor that is not a leaf.
     """
     part = _info(model).part
     if (received is None) != part.is_first(chunk):
@@ -54,10 +54,10 @@ def forward_stage(model: Any, batch: Mapping[str, Any], *, chunk: int = 0, recei
 def hidden_shape(model: Any, batch: Mapping[str, Any]) -> torch.Size:
     """Return the shape of the hidden states that stages send each other for a micro-batch: (batch, sequence, width).
 
-    With sequence parallelism the sequence is a rank's piece.
+    With sequence parallelism the sequence is this rank's shard.
 
     Raises:
-        PlanError: TP_SEQUENCE if the sequence cannot be cut into equal pieces.
+        PlanError: TP_SEQUENCE if the sequence cannot be divided into equal shards.
     """
     inner = inner_model(model)
     shape = [*batch["input_ids"].shape, width_of(inner)]
@@ -75,10 +75,10 @@ def hidden_dtype(model: Any) -> torch.dtype:
 
 
 def forward_of_stage(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a model's forward pass one that runs a chunk, where it is told which.
+    """Return a model's forward pass extended by `chunk` and `received`: given a chunk, it runs that one alone.
 
     Args:
-        whole: The forward pass of the whole model, as a function of the model.
+        whole: Forward pass of the whole model, unbound.
     """
 
     def forward(
@@ -102,7 +102,7 @@ def _run(
     part = cut.info.part
     swapped = {**({} if part.is_first(chunk) else cut.before), **({} if part.is_last(chunk) else cut.behind)}
     ids = inputs["input_ids"]
-    # Of one number: it has the shape that masks are made by, and takes no memory.
+    # Expanded from one element: it has the shape that masks are derived from, and takes no memory.
     blank_BSD = torch.zeros((), dtype=dtype, device=ids.device).expand(*ids.shape, width_of(model))
     inputs["use_cache"] = False
     through = cut.passage.through(part.chunks[chunk], blank_BSD=blank_BSD, received=received, training=model.training)

@@ -1,8 +1,8 @@
-"""What stands in a cut model where other ranks hold the modules, and lets hidden states pass.
+"""Placeholders in a split model for modules that other ranks own; they pass hidden states on.
 
 Hugging Face's own forward pass runs on every stage, and computes there what its layers need of the batch: masks, positions,
-rotary tables. Hidden states enter it at the position before the stage's layers and leave it at the position behind them;
-elsewhere a blank is handed on, whose numbers nobody reads. No hook lies on a layer, so none can come between a layer and its
+rotary tables. Hidden states enter it at the position before the stage's layers and leave it at the position after them;
+elsewhere a blank is passed on, whose values are never read. Layers have no hooks, so none can interfere with a layer's
 recomputation, its compilation or its gathering.
 
 B: sequences of a micro-batch, S: tokens of a sequence, D: width.
@@ -23,7 +23,7 @@ from toolkit.tensor_parallel.sequence import Pieces
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One forward pass: which layers run, what enters and what left."""
+    """State of one forward pass: which layers run, the tensor that enters and the one that left."""
 
     span: range
     enters_at: int | None
@@ -39,9 +39,9 @@ class StageContext:
     """Routing state of the current call of a stage, which all its placeholder modules share.
 
     Args:
-        num_layers: Decoder layers of the whole model.
-        gives_tuple: Whether its layers give a tuple, of which the hidden states are the first.
-        pieces: How tensor ranks share the sequence between the layers; None where each holds it whole.
+        num_layers: Number of decoder layers of the whole model.
+        gives_tuple: Whether its layers return a tuple, with the hidden states first.
+        pieces: How tensor ranks shard the sequence between the layers; None if each has the whole sequence.
     """
 
     def __init__(self, *, num_layers: int, gives_tuple: bool, pieces: Pieces | None = None) -> None:
@@ -52,7 +52,7 @@ class StageContext:
     def through(
         self, span: range, *, blank_BSD: torch.Tensor, received: torch.Tensor | None, training: bool
     ) -> Iterator[_Call]:
-        """Run the layers of `span` in this block, on what has been received."""
+        """Run the layers of `span` in forward passes inside the block, on the received hidden states."""
         if self._call is not None:
             raise RuntimeError("a stage is called inside its own forward pass")
         self._call = _Call(
@@ -69,16 +69,16 @@ class StageContext:
             self._call = None
 
     def runs(self, position: int) -> bool:
-        """Return whether a layer that this rank holds is met as itself."""
+        """Return whether the current call runs a layer of this rank."""
         return self._call is None or position in self._call.span
 
     @property
     def blank(self) -> torch.Tensor:
-        """What stands for hidden states elsewhere, of their shape (B, S, D)."""
+        """Blank that stands for hidden states outside the stage, of their shape (B, S, D)."""
         return self._under_way.blank
 
     def route(self, position: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what a layer that is not run gives in this call."""
+        """Return the output, in this call, of a layer that is not run."""
         call = self._under_way
         region = None if self.pieces is None else self.pieces.random_region
         if position == call.enters_at:
@@ -104,11 +104,12 @@ class StageContext:
 
 
 class RemoteLayer(nn.Module):
-    """Stands for a decoder layer that is not run in a call: gives what it is given, or what has been received.
+    """Placeholder for a decoder layer that is not run in a call: returns its input, or the received hidden states.
 
     Args:
-        layer: Its plain attributes are kept, since models ask layers for their kind.
-        position: Its index.
+        layer: Layer to replace; its plain attributes are kept, since models read the layer type from them.
+        position: Index of the layer.
+        passage: Stage context.
     """
 
     def __init__(self, layer: nn.Module, position: int, passage: StageContext) -> None:
@@ -127,7 +128,7 @@ class RemoteLayer(nn.Module):
 
 
 class PlaceholderModule(nn.Module):
-    """Stands for a module before or behind the layers: gives hidden states as they are, and a blank for all else."""
+    """Placeholder for a module before or after the layers: returns hidden states unchanged, and a blank for other input."""
 
     def __init__(self, passage: StageContext) -> None:
         super().__init__()
@@ -141,11 +142,11 @@ class PlaceholderModule(nn.Module):
 
 
 class PartialModuleList(nn.ModuleList):
-    """A list of decoder layers that holds some of them, under their own indices, and is as long as ever.
+    """A list of decoder layers that contains some of them, under their own indices, and keeps its length.
 
     Args:
-        layers: Of the whole model.
-        own: Indices of those to hold.
+        layers: Decoder layers of the whole model.
+        own: Indices of the layers to keep.
     """
 
     def __init__(self, layers: nn.ModuleList, own: frozenset[int], passage: StageContext) -> None:
@@ -173,14 +174,14 @@ class PartialModuleList(nn.ModuleList):
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Return the hidden states that a decoder layer is called with, first in all of transformers."""
+    """Return the hidden states that a decoder layer is called with, its first argument everywhere in transformers."""
     hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden
 
 
 @contextlib.contextmanager
 def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put other modules in the place of some for a block."""
+    """Replace some modules for a block."""
     places = {name: _place(model, name) for name in modules}
     before = {name: parent._modules[own] for name, (parent, own) in places.items()}
 

@@ -1,8 +1,8 @@
-"""Backward passes in two halves: the gradient of a stage's input, for which the stage before waits, then those of its weights.
+"""Backward passes in two halves: a stage's input gradient, which the previous stage waits for, then its weight gradients.
 
-Split are the linear layers of the decoder layers, which have nearly all weights; the gradients of the rest, the head's among
-them, come with the first half. Between the halves a stage holds the inputs of its linear layers and the gradients of their
-outputs, where a whole backward pass holds one layer's.
+The linear layers of the decoder layers, which have nearly all weights, are split; the gradients of all other weights,
+including the head's, come with the first half. Between the halves a stage keeps the inputs of its linear layers and the
+gradients of their outputs, where a whole backward pass keeps those of one layer.
 
 T: tokens (batch × sequence), I: input features, O: output features.
 """
@@ -28,18 +28,18 @@ from toolkit.tensor_parallel.ops import weight_gradient_in_time
 
 
 def split_backward(model: Any) -> WeightGradStore:
-    """Has the linear layers of a stage's decoder layers give the gradients of their weights apart from those of their inputs.
+    """Make the linear layers of a stage's decoder layers able to defer their weight gradients.
 
-    Left whole are layers that are frozen, and those whose gradients are summed over ranks as autograd gives them.
+    Layers that are frozen, and those whose gradients a hook sums over ranks, are left whole.
 
     Args:
-        model: As `split_model` made it, or the engine around it, with its parameters as they will be trained.
+        model: Model after `split_model`, or the engine around it, with `requires_grad` set as in training.
 
     Returns:
-        What puts the gradients off; until it is told to, backward passes are whole.
+        The store that defers the gradients; outside its `defer`, backward passes are whole.
 
     Raises:
-        ValueError: If the model is not cut for a pipeline.
+        ValueError: If the model is not split for a pipeline.
     """
     info = stage_info(model)
     if info is None:
@@ -60,8 +60,8 @@ def run_weight_backward(waiting: deque[DeferredWeightGrad], sums: Fp32GradAccumu
     """Compute the deferred weight gradients and add them to the gradients of the parameters, as a backward pass would.
 
     Args:
-        waiting: What `defer` collected; it is empty afterwards, and each layer's tensors go as soon as they are used.
-        sums: Where gradients are added up in fp32, if they are.
+        waiting: Deferred gradients that `defer` collected; it is empty afterwards, and tensors are freed once used.
+        sums: Accumulator in fp32; None to accumulate in the parameters' own gradients.
     """
     while waiting:
         _add(waiting.popleft(), sums)
@@ -84,7 +84,7 @@ def _is_trained_alone(module: nn.Module) -> bool:
 
 def _forward(module: nn.Module, gradients: WeightGradStore, x: torch.Tensor) -> torch.Tensor:
     weight, bias = module._parameters["weight"], module._parameters["bias"]
-    # As one list of tokens: what a function gives as a view of its own, models could not write to.
+    # Flattened outside: models could not write in place to a view that the function itself returned.
     y_TO = _Linear.apply(x.flatten(0, -2), weight, bias, isinstance(module, Conv1D), gradients)  # type: ignore[no-untyped-call]
     return y_TO.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: who computes what in which order, proven on paper; and the cut of layers into stages."""
+"""Pipeline schedules: which rank computes what in which order, checked by simulation; and the partition of layers."""
 
 from toolkit.pipeline_schedule.bubble import bubble_fraction
 from toolkit.pipeline_schedule.build import SCHEDULES, build_schedule, schedule_problems

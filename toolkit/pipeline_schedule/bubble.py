@@ -1,6 +1,6 @@
-"""Share of a step in which pipeline ranks idle: in closed form, where there is one.
+"""Share of a step in which pipeline ranks idle: in closed form, if there is one.
 
-All stages take equally long and messages take no time. `simulate` knows neither limit.
+All stages are assumed to take equally long and messages no time. `simulate` needs neither assumption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def bubble_fraction(
     virtual_stages: int = 1,
     durations: Durations | None = None,
 ) -> float:
-    """Return the bubble of a schedule: in closed form, or from a run on paper where there is none.
+    """Return the bubble of a schedule: in closed form, or from a simulation if there is none.
 
     >>> bubble_fraction("1f1b", pp=4, micro_batches=16)
     0.15789473684210525
@@ -27,11 +27,11 @@ def bubble_fraction(
     0.058823529411764705
 
     Args:
-        name: Schedule.
-        pp: Pipeline ranks.
-        micro_batches: Of one step.
+        name: Name of the schedule.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches of one step.
         virtual_stages: Chunks of each rank.
-        durations: Of each stage, without transfers; three equal thirds if None.
+        durations: Durations of each stage, without transfers; three equal thirds if None.
 
     Returns:
         Idle share of the time of all ranks, 0 to 1.
@@ -52,14 +52,14 @@ def bubble_fraction(
 def idle_time(
     name: PipelineSchedule, *, pp: int, micro_batches: int, virtual_stages: int, durations: Durations
 ) -> float | None:
-    """Return how long each rank idles in a step, in closed form; None where there is none.
+    """Return how long each rank idles in a step, in closed form; None if there is none.
 
-    ZB-H1's form in its paper is (pp - 1)(F + B - W), of forward, input's and weights' gradient. It fills W of each gap, which
-    must be the shortest of the three: a longer W delays the stages before, and fills no more than the others do. With
-    fewer micro-batches than ranks there is less to fill with, and every round of several chunks has a gap as well.
+    For ZB-H1 the paper has (pp - 1)(F + B - W), with the times of forward pass, input gradient and weight gradient. W fills
+    each gap, and must be the shortest of the three: a longer W delays the stages before, and fills no more than the others.
+    With fewer micro-batches than ranks there is less to fill with, and with several chunks every round has a gap as well.
 
     Source:
-        arXiv 2104.04473, sections 2.2.1 and 2.2.2; arXiv 2401.10241, table 1. The rest follows from runs on paper.
+        arXiv 2104.04473, sections 2.2.1 and 2.2.2; arXiv 2401.10241, table 1. The rest follows from simulations.
     """
     whole = durations.forward + durations.backward_input + durations.backward_weight
     missing = max(0, pp - micro_batches)

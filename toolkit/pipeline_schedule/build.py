@@ -28,8 +28,8 @@ def build_schedule(name: PipelineSchedule, *, pp: int, micro_batches: int, virtu
 
     Args:
         name: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
-        pp: Pipeline ranks.
-        micro_batches: Of one step, of each data-parallel replica: the steps of gradient accumulation.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches per step and data-parallel replica: the steps of gradient accumulation.
         virtual_stages: Chunks of each rank: 1 for `gpipe` and `1f1b`, at least 2 for `interleaved`, any for `zb-h1`.
 
     Raises:
@@ -40,7 +40,7 @@ def build_schedule(name: PipelineSchedule, *, pp: int, micro_batches: int, virtu
 
 
 def schedule_problems(name: str, *, pp: int, micro_batches: int, virtual_stages: int) -> Iterator[Problem]:
-    """Yield what stands against a schedule, without building it; arguments and codes as those of `build_schedule`."""
+    """Yield the problems of a schedule without building it; arguments and codes are those of `build_schedule`."""
     if name not in SCHEDULES:
         yield Problem(
             code="SCHEDULE_UNKNOWN",

@@ -7,12 +7,12 @@ from toolkit.pipeline_schedule.schedule import Schedule
 
 
 def gpipe(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Build GPipe: every stage holds the activations of all micro-batches.
+    """Build GPipe: every stage keeps the activations of all micro-batches.
 
     Args:
-        pp: Pipeline ranks.
-        micro_batches: Of one step.
-        virtual_stages: 1; `build_schedule` refuses others.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches of one step.
+        virtual_stages: Always 1; `build_schedule` refuses other values.
 
     Source:
         arXiv 1811.06965, section 2.2.

@@ -1,7 +1,7 @@
-"""What a pipeline rank does, one instruction after the other: compute, and messages to the ranks beside it.
+"""Instructions that a pipeline rank executes in order: compute, and messages to its neighbours.
 
-A rank p of pp holds chunks c = 0 … virtual_stages - 1, and chunk c of rank p is stage c × pp + p. An instruction names the
-rank's own chunk, and the micro-batch, both from 0.
+Rank p of pp has chunks c = 0 … virtual_stages - 1, and chunk c of rank p is stage c × pp + p. An instruction names the chunk
+on its rank and the micro-batch, both from 0.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Instruction:
     """Base of all instructions.
 
     Args:
-        chunk: Chunk of the rank that executes it.
-        micro_batch: Which micro-batch of the step.
+        chunk: Index of the chunk on the rank that executes it.
+        micro_batch: Index of the micro-batch in the step.
     """
 
     chunk: int
@@ -25,7 +25,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(Instruction):
-    """Base of what keeps the card busy."""
+    """Base of the instructions that compute."""
 
 
 @final
@@ -43,21 +43,21 @@ class Backward(Compute):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardInput(Compute):
-    """The gradient of the chunk's input alone, which is all that the stage before waits for."""
+    """The gradient of the chunk's input alone, which is all that the previous stage waits for."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardWeight(Compute):
-    """The gradient of the chunk's weights, some time after its `BackwardInput`."""
+    """The gradient of the chunk's weights, any time after its `BackwardInput`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Instruction):
-    """Base of what goes over a link. No message blocks: a send is started and left alone, a receive is only posted.
+    """Base of the point-to-point messages. None blocks: a send is only started, a receive only posted.
 
     Args:
-        peer: Pipeline rank at the other end.
+        peer: Pipeline rank that it is sent to or received from.
     """
 
     peer: int
@@ -66,22 +66,22 @@ class Message(Instruction):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendActivation(Message):
-    """Starts to send what the `Forward` before it gave, to the next stage."""
+    """Start of sending the output of the preceding `Forward` to the next stage."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveActivation(Message):
-    """Posts the receive of what the `Forward` of this chunk and micro-batch takes; that `Forward` waits for it."""
+    """Posted receive of the input of this chunk's and micro-batch's `Forward`, which waits for it."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendGradient(Message):
-    """Starts to send the input's gradient that the `Backward` or `BackwardInput` before it gave, to the stage before."""
+    """Start of sending the input gradient from the preceding `Backward` or `BackwardInput` to the previous stage."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveGradient(Message):
-    """Posts the receive of the output's gradient, for which the backward of this chunk and micro-batch waits."""
+    """Posted receive of the output gradient, which this chunk's and micro-batch's backward pass waits for."""

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: each rank holds several chunks of the model, so that the pipeline fills in less time."""
+"""Interleaved 1F1B: each rank has several chunks of the model, so that the pipeline fills in less time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from toolkit.pipeline_schedule.schedule import Schedule
 def interleaved(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
     """Build Megatron's interleaved 1F1B: 1 / virtual_stages of the bubble, for as many times the messages.
 
-    A round of micro-batches goes through the first chunks of all ranks, then through their second ones. Megatron wants
-    rounds of pp micro-batches. Where pp does not divide their number, the rounds here are larger, the largest first: a
-    smaller one would leave ranks waiting in every round, and one that follows a smaller one could not start.
+    A round of micro-batches goes through the first chunks of all ranks, then through their second ones. Megatron requires
+    rounds of pp micro-batches. If pp does not divide their number, the rounds here are larger, the largest first: a smaller
+    one would leave ranks waiting in every round, and a round that follows a smaller one could not start.
 
     Args:
-        pp: Pipeline ranks.
-        micro_batches: Of one step; multiples of pp give the smallest bubble and the fewest activations.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches of one step; multiples of pp give the smallest bubble and the fewest activations.
         virtual_stages: Chunks of each rank, at least 2.
 
     Source:
@@ -28,7 +28,7 @@ def interleaved(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
         alternate(
             [Forward(chunk=chunk, micro_batch=micro_batch) for chunk, micro_batch in forwards],
             [Backward(chunk=chunk, micro_batch=micro_batch) for chunk, micro_batch in backwards],
-            # A micro-batch comes back to a rank 2 slots later for each rank behind it.
+            # A micro-batch comes back to a rank 2 slots later for each rank after it.
             warm_up=(virtual_stages - 1) * largest + 2 * (pp - 1 - rank),
         )
         for rank in range(pp)
@@ -37,7 +37,7 @@ def interleaved(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
 
 
 def round_sizes(pp: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the micro-batches of each round: as many rounds of at least pp as there can be, the larger ones first.
+    """Return the number of micro-batches of each round: as many rounds of at least pp as possible, the larger ones first.
 
     >>> round_sizes(4, 8), round_sizes(4, 11), round_sizes(4, 3)
     ((4, 4), (6, 5), (3,))
@@ -50,7 +50,7 @@ def round_sizes(pp: int, micro_batches: int) -> tuple[int, ...]:
 def round_order(
     pp: int, micro_batches: int, virtual_stages: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the (chunk, micro-batch) pairs of a rank in the order of their forward, and of their backward passes."""
+    """Return the (chunk, micro-batch) pairs of a rank in forward order, and in backward order."""
     forwards: list[tuple[int, int]] = []
     backwards: list[tuple[int, int]] = []
     first = 0

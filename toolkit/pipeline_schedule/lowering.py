@@ -1,7 +1,7 @@
-"""From an order of compute to a rank's whole stream: where each message is sent and where its receive is posted.
+"""Lowering of a schedule to a rank's instruction stream: where each message is sent and where its receive is posted.
 
-A channel is a source rank, the rank it sends to, and a kind, activations or gradients. Each is one communicator or tag of
-its own, so messages are matched by their order alone: receives are posted in the order in which the other end sends.
+A channel is a source rank, its target rank, and a kind, activations or gradients. Each channel has a communicator or tag of
+its own, so messages are matched by their order alone: receives are posted in the order of the sends.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from toolkit.pipeline_schedule.instructions import (
 )
 from toolkit.pipeline_schedule.schedule import Schedule
 
-# Compute instructions before its use at which a receive is posted: the message then travels while one of them runs. On
-# paper more gain nothing, with any schedule. 1F1B's inner ranks still wait for some: each sends what the next one is about
-# to need. The other schedules hide all messages that are shorter than a pass, but for those of filling and draining.
+# A receive is posted this many compute instructions before its use, so that the message travels while they run. In
+# simulation a larger number gains nothing, with any schedule. The inner ranks of 1F1B still wait for some messages, which are
+# needed as soon as they are sent. The other schedules hide all messages shorter than a pass, except in filling and draining.
 LOOKAHEAD = 1
 
 
 def actions(schedule: Schedule, rank: int, *, lookahead: int = LOOKAHEAD) -> tuple[Instruction, ...]:
-    """Return what one rank executes: its compute with sends and receives between.
+    """Return the instruction stream of one rank: its compute instructions with sends and receives in between.
 
     A compute instruction waits for the receive of its own chunk and micro-batch, if one was posted. Sends follow the
     compute that made what they send. Between two stages on the same rank (pp = 1) there is no message.
@@ -45,10 +45,10 @@ def actions(schedule: Schedule, rank: int, *, lookahead: int = LOOKAHEAD) -> tup
     Backward(chunk=0, micro_batch=1)
 
     Args:
-        schedule: Any, also one whose order could not run: `simulate` says so.
+        schedule: Any schedule, even one that would deadlock: `simulate` checks that.
         rank: Pipeline rank.
-        lookahead: Compute instructions before its use at which a receive is posted at the latest; 0 posts it where it is
-            needed. Each costs a buffer of one hidden state.
+        lookahead: A receive is posted at least this many compute instructions before its use; 0 posts it right before.
+            Each costs a buffer of one hidden state.
     """
     order = schedule.order[rank]
     posted: list[list[Message]] = [[] for _ in order]
@@ -63,7 +63,7 @@ def actions(schedule: Schedule, rank: int, *, lookahead: int = LOOKAHEAD) -> tup
 
 
 def sent_after(schedule: Schedule, rank: int, instruction: Compute) -> Message | None:
-    """Return the message that leaves a rank after a compute instruction, or None."""
+    """Return the message that a rank sends after a compute instruction, or None."""
     chunk, micro_batch = instruction.chunk, instruction.micro_batch
     stage = schedule.stage(rank, chunk)
     if isinstance(instruction, Forward) and _is_elsewhere(schedule, rank, stage + 1):
@@ -85,7 +85,7 @@ def received_before(schedule: Schedule, rank: int, instruction: Compute) -> Mess
 
 
 def counterpart(schedule: Schedule, rank: int, message: Message) -> Message:
-    """Return what the peer executes at the other end of a rank's message."""
+    """Return the peer's instruction for the other end of a message."""
     stage = schedule.stage(rank, message.chunk)
     towards_last = isinstance(message, SendActivation | ReceiveGradient)
     other = {
@@ -103,7 +103,7 @@ def _is_elsewhere(schedule: Schedule, rank: int, stage: int) -> bool:
 
 
 def _receives(schedule: Schedule, rank: int, lookahead: int) -> list[tuple[int, Message]]:
-    """Return each receive of a rank with the position of the compute before which it is posted, in the order of posting."""
+    """Return each receive of a rank with the index of the compute instruction it is posted before, in posting order."""
     needed = {}
     for position, instruction in enumerate(schedule.order[rank]):
         if (receive := received_before(schedule, rank, instruction)) is not None:
@@ -120,10 +120,10 @@ def _receives(schedule: Schedule, rank: int, lookahead: int) -> list[tuple[int, 
             latest = len(schedule.order[rank])
             backwards = []
             for receive in reversed(channel):
-                # What the other end sends first is posted first, even where it is needed later.
+                # Receives are posted in the order of the sends, even if one is needed later.
                 latest = min(latest, needed[receive])
                 backwards.append((latest, receive))
             found += reversed(backwards)
-    # What nobody sends is awaited all the same, so that the simulation can tell.
+    # A receive without a send is posted all the same, so that the simulation reports it.
     listed = {receive for _, receive in found}
     return found + [(position, receive) for receive, position in needed.items() if receive not in listed]

@@ -1,4 +1,4 @@
-"""1F1B: a backward pass as soon as there is one, so that few micro-batches are in flight."""
+"""1F1B: each backward pass runs as soon as it can, so that few micro-batches are in flight."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from toolkit.pipeline_schedule.schedule import Schedule
 
 
 def one_f_one_b(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Build 1F1B: as fast as GPipe, but stage s holds the activations of at most pp - s micro-batches.
+    """Build 1F1B: as fast as GPipe, but stage s keeps the activations of at most pp - s micro-batches.
 
     Args:
-        pp: Pipeline ranks.
-        micro_batches: Of one step.
-        virtual_stages: 1; `build_schedule` refuses others.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches of one step.
+        virtual_stages: Always 1; `build_schedule` refuses other values.
 
     Source:
         arXiv 2104.04473, section 2.2.1 (PipeDream-Flush).
@@ -26,7 +26,7 @@ def one_f_one_b(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedul
 
 
 def alternate(forwards: Sequence[Forward], backwards: Sequence[Compute], *, warm_up: int) -> tuple[Compute, ...]:
-    """Return `warm_up` forward passes, then one forward and one backward in turn, then the backward passes left."""
+    """Return `warm_up` forward passes, then alternate one forward and one backward, then the remaining backward passes."""
     order: list[Compute] = list(forwards[:warm_up])
     pairs = len(forwards) - len(order)
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):

@@ -1,4 +1,4 @@
-"""Cuts decoder layers into pipeline stages: runs of layers, the slowest of which is as fast as can be."""
+"""Partitioning of decoder layers into pipeline stages: runs of layers such that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TypeAlias
 from toolkit.errors import PlanError
 from toolkit.units import format_bytes
 
-# Bytes of a stage that holds the layers start … stop - 1: (stage, start, stop). More layers never take fewer bytes.
+# Memory in bytes of a stage with layers start … stop - 1: (stage, start, stop). More layers never take fewer bytes.
 StageMemory: TypeAlias = Callable[[int, int, int], float]
-# Cost of a run of layers on a stage, or None where the stage cannot hold it; a longer run costs no less.
+# Cost of a run of layers on a stage, or None if they do not fit; a longer run costs no less.
 _RunCost: TypeAlias = Callable[[int, int, int], float | None]
 
 
@@ -25,12 +25,12 @@ def partition(
     memory: StageMemory | None = None,
     capacity: float | Sequence[float] | None = None,
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage such that the slowest stage is the fastest possible, and all stages fit.
+    """Return the number of layers of each stage such that the slowest stage is as fast as possible, and all stages fit.
 
-    Found by dynamic programming, so no other cut is better. Among equally good ones it takes the most even one, and among
-    those one with few layers on the first stages, which hold the most micro-batches.
+    Found by dynamic programming, so no other partition is better. Among equally good ones it takes the most even, and among
+    those one with few layers on the first stages, which keep the most micro-batches in flight.
 
-    With virtual stages give pp × virtual_stages as `stages`. Stages are then balanced, not the sums of a rank's chunks,
+    With virtual stages, pass pp × virtual_stages as `stages`. Stages are then balanced, not the sums of a rank's chunks,
     and memory is compared chunk by chunk: `capacity` is what one chunk may take.
 
     >>> partition([1.0] * 8, 4, last=1.0)
@@ -39,15 +39,15 @@ def partition(
     (2, 2, 3, 1)
 
     Args:
-        costs: Of each layer: seconds, FLOPs or parameters; at least 0.
-        stages: Parts, each of at least one layer.
-        first: What the first stage does besides, the embedding; in the unit of `costs`.
-        last: What the last stage does besides, norm, head and loss.
-        memory: Bytes of a stage, with its micro-batches in flight.
-        capacity: Bytes that a stage may take, or of each stage; with `memory`.
+        costs: Cost of each layer: seconds, FLOPs or parameters; at least 0.
+        stages: Number of stages, each of at least one layer.
+        first: Extra cost of the first stage, the embedding; in the unit of `costs`.
+        last: Extra cost of the last stage: norm, head and loss.
+        memory: Memory of a stage in bytes, with its micro-batches in flight.
+        capacity: Bytes that any stage may take, or one number per stage; with `memory`.
 
     Raises:
-        PlanError: PARTITION_STAGES, if there are more stages than layers; PARTITION_MEMORY, if no cut fits.
+        PlanError: PARTITION_STAGES, if there are more stages than layers; PARTITION_MEMORY, if no partition fits.
     """
     num_layers = len(costs)
     _check_stages(num_layers, stages)
@@ -80,7 +80,7 @@ def partition(
 
 
 def uniform_partition(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Return equally many layers to each stage; where they do not divide, the stages in the middle take one more.
+    """Return the same number of layers for each stage; if they do not divide, the stages in the middle take one more.
 
     >>> uniform_partition(32, 5)
     (6, 7, 7, 6, 6)
@@ -95,7 +95,7 @@ def uniform_partition(num_layers: int, stages: int) -> tuple[int, ...]:
 
 
 def check_partition(counts: Sequence[int], *, num_layers: int, stages: int) -> tuple[int, ...]:
-    """Take the layers of each stage as a person listed them.
+    """Check the numbers of layers per stage that a user listed, and return them.
 
     Raises:
         PlanError: PARTITION_STAGES, PARTITION_LAYERS.
@@ -133,7 +133,7 @@ def stage_layers(counts: Sequence[int]) -> tuple[range, ...]:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Return costs as multiples of one unit, exactly: sums of equal costs then are equal, in whatever order."""
+    """Return costs as exact integer multiples of one unit, so that sums do not depend on their order."""
     ratios = [cost.as_integer_ratio() for cost in costs]
     unit = lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
@@ -162,10 +162,10 @@ def _of_each_stage(capacity: float | Sequence[float], stages: int) -> list[float
 def _least(
     num_layers: int, stages: int, cost: _RunCost, *, combine: Callable[[float, float], float]
 ) -> tuple[int, ...] | None:
-    """Return the cut of the least combined cost, or None if no cut is possible.
+    """Return the partition of least combined cost, or None if no partition is possible.
 
-    The best cut of the first n layers into s stages is the best one of the first k into s - 1, for some k, and a run of
-    n - k layers. The search for k starts at the shortest run, and ends where the run alone costs more than the best cut
+    The best partition of the first n layers into s stages is the best one of the first k into s - 1, for some k, and a run of
+    n - k layers. The search for k starts at the shortest run, and ends when the run alone costs more than the best partition
     so far, or no longer fits. Of equally good runs the longest is taken.
     """
     best: list[float | None] = [0] + [None] * num_layers
@@ -199,7 +199,7 @@ def _costs(counts: Sequence[int], cost: _RunCost) -> list[float]:
 
 
 def _does_not_fit(num_layers: int, stages: int, memory: StageMemory, limits: Sequence[float]) -> PlanError:
-    """Name the stage that is fullest in the cut that comes closest to fitting."""
+    """Return the error that names the fullest stage of the partition that comes closest to fitting."""
 
     def fullness(stage: int, start: int, stop: int) -> float:
         return memory(stage, start, stop) / limits[stage]

@@ -12,14 +12,14 @@ from toolkit.pipeline_schedule.instructions import Backward, BackwardWeight, Com
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What every rank computes in one step, in order; `actions` adds the messages between ranks.
+    """Compute instructions of every rank in one step, in order; `actions` adds the messages between ranks.
 
     Args:
-        name: How the order came to be.
-        pp: Pipeline ranks.
-        micro_batches: Of one step, of each data-parallel replica.
+        name: Name of the schedule.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches per step and data-parallel replica.
         virtual_stages: Chunks of each rank.
-        order: Compute of each rank.
+        order: Compute instructions of each rank.
     """
 
     name: PipelineSchedule
@@ -30,32 +30,32 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages into which the model is cut: pp × virtual_stages."""
+        """Number of stages of the model: pp × virtual_stages."""
         return self.pp * self.virtual_stages
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Stage of a rank's chunk."""
+        """Return the stage of a rank's chunk."""
         return chunk * self.pp + rank
 
     def place(self, stage: int) -> tuple[int, int]:
-        """Rank and chunk of a stage."""
+        """Return the rank and chunk of a stage."""
         chunk, rank = divmod(stage, self.pp)
         return rank, chunk
 
     def peak_in_flight(self, rank: int) -> int:
-        """Most (chunk, micro-batch) pairs whose activations a rank holds at once.
+        """Return the largest number of (chunk, micro-batch) pairs whose activations a rank keeps at the same time.
 
-        What is received ahead of its use comes on top: with `actions`' default, one hidden state.
+        Receives that are posted before their use come on top: with the default of `actions`, one hidden state.
         """
         return max(map(sum, self._held(rank)), default=0)
 
     def peak_in_flight_of_stage(self, stage: int) -> int:
-        """Most micro-batches whose activations one stage holds at once."""
+        """Return the largest number of micro-batches whose activations one stage keeps at the same time."""
         rank, chunk = self.place(stage)
         return max((held[chunk] for held in self._held(rank)), default=0)
 
     def _held(self, rank: int) -> list[tuple[int, ...]]:
-        """Micro-batches that each chunk of a rank holds, while each of its instructions runs."""
+        """Return the number of micro-batches that each chunk of a rank keeps during each of its instructions."""
         held = [0] * self.virtual_stages
         found = []
         for instruction in self.order[rank]:

@@ -1,4 +1,4 @@
-"""Runs the streams of all ranks on paper: proves that they end, and says when each instruction starts and ends."""
+"""Simulation of the instruction streams of all ranks: proves that they end, and times each instruction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toolkit.pipeline_schedule.instructions import (
 from toolkit.pipeline_schedule.lowering import actions, counterpart, received_before, sent_after
 from toolkit.pipeline_schedule.schedule import Schedule
 
-# Source rank, rank that it sends to, class of the receives.
+# Source rank, target rank, class of the receives.
 _Channel: TypeAlias = tuple[int, int, type[Message]]
 
 
@@ -33,10 +33,10 @@ class Durations:
     """How long a stage takes for one micro-batch, in any one unit of time.
 
     Args:
-        forward: The forward pass.
-        backward_input: The gradient of its input.
-        backward_weight: The gradient of its weights; a whole backward pass takes both.
-        transfer: One message from this stage, to either side.
+        forward: Time of the forward pass.
+        backward_input: Time of the input gradient.
+        backward_weight: Time of the weight gradients; a whole backward pass takes both.
+        transfer: Time of one message from this stage, in either direction.
     """
 
     forward: float = 1.0
@@ -45,7 +45,7 @@ class Durations:
     transfer: float = 0.0
 
     def of(self, instruction: Compute) -> float:
-        """Duration of a compute instruction."""
+        """Return the duration of a compute instruction."""
         if isinstance(instruction, Forward):
             return self.forward
         if isinstance(instruction, BackwardInput):
@@ -58,7 +58,7 @@ class Durations:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """When a rank computes what."""
+    """A compute instruction of a rank, with its start and end."""
 
     instruction: Compute
     start: float
@@ -68,11 +68,11 @@ class Span:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A step on paper.
+    """A simulated step.
 
     Args:
-        schedule: What was run.
-        spans: Compute of each rank, in order of time. Times are in the unit of the durations, from 0.
+        schedule: Schedule that was simulated.
+        spans: Compute instructions of each rank, in order of time. Times are in the unit of the durations, from 0.
     """
 
     schedule: Schedule
@@ -80,15 +80,15 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """When the last rank is done."""
+        """Time at which the last rank ends."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """How long a rank computes."""
+        """Return how long a rank computes."""
         return sum(span.end - span.start for span in self.spans[rank])
 
     def bubble_fraction_of(self, rank: int) -> float:
-        """Share of the makespan in which a rank idles."""
+        """Return the share of the makespan in which a rank idles."""
         return 1.0 - self.busy(rank) / self.makespan if self.makespan else 0.0
 
     @property
@@ -104,21 +104,22 @@ def simulate(
     streams: Sequence[Sequence[Instruction]] | None = None,
     under_way: int | None = None,
 ) -> Timeline:
-    """Run a step on paper, with the rules of the real one.
+    """Simulate a step under the rules of the real one.
 
     Sends and receives take a rank no time. A message starts once it is sent, its receive is posted and the one before it
     on its channel has arrived. Compute waits for its message.
 
     Args:
-        schedule: What to run.
-        durations: Of every stage, or one for each stage; 1 for each third of a forward and backward pass if None.
-        streams: What each rank executes; `actions` of the schedule if None.
-        under_way: Messages of a rank that may be under way when it goes on after a send, as `P2PChannels.send` has it; any number
-            if None.
+        schedule: Schedule to simulate.
+        durations: Durations of all stages alike, or one for each stage; if None, 1 each for the forward pass and the two
+            halves of the backward pass.
+        streams: Instructions of each rank; `actions` of the schedule if None.
+        under_way: Largest number of a rank's messages in flight when it continues after a send, as in `P2PChannels.send`;
+            any number if None.
 
     Raises:
         PlanError: SCHEDULE_INVALID, if an instruction is missing, done twice or done too early, or a message lacks its
-            other end or comes in another order than it is awaited; SCHEDULE_DEADLOCK, if ranks wait for each other.
+            counterpart or is sent in another order than it is received; SCHEDULE_DEADLOCK, if ranks wait for each other.
     """
     given = Durations() if durations is None else durations
     each = [given] * schedule.num_stages if isinstance(given, Durations) else list(given)
@@ -133,10 +134,10 @@ def simulate(
         _Rank(schedule=schedule, rank=rank, stream=stream, durations=each, channels=channels, under_way=under_way)
         for rank, stream in enumerate(streams)
     ]
-    # One after the other suffices: nothing that a rank does can depend on how far another one has run ahead.
+    # Running ranks one after the other is enough: no rank depends on how far another one has run ahead.
     while sum(rank.advance() for rank in ranks):
         pass
-    # First, since others may wait for what one left out.
+    # Checked first, since other ranks may wait for a missing instruction.
     for rank in ranks:
         rank.check_complete()
     if any(not rank.is_done for rank in ranks):
@@ -146,7 +147,7 @@ def simulate(
 
 @dataclass(slots=True, kw_only=True)
 class _Traffic:
-    """Messages of one channel so far: what was sent and when, what was posted and when, when they arrived."""
+    """Messages of one channel so far: the sends and the posted receives with their times, and the arrivals."""
 
     sent: list[tuple[Message, float]] = field(default_factory=list)
     posted: list[tuple[Message, float]] = field(default_factory=list)
@@ -155,7 +156,7 @@ class _Traffic:
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """One rank on paper."""
+    """One simulated rank."""
 
     schedule: Schedule
     rank: int
@@ -179,14 +180,14 @@ class _Rank:
         return self.stream[self.position]
 
     def advance(self) -> bool:
-        """Execute until the rank waits or ends; says whether it got anywhere."""
+        """Execute until the rank waits or ends, and return whether it made progress."""
         before = self.position
         while not self.is_done and self._have_arrived() and self._execute(self.current):
             self.position += 1
         return self.position > before
 
     def check_complete(self) -> None:
-        """A rank that ended has put each micro-batch through each chunk, forward and backward."""
+        """Check that a finished rank ran each micro-batch through each chunk, forward and backward."""
         if not self.is_done:
             return
         for chunk in range(self.schedule.virtual_stages):
@@ -252,7 +253,7 @@ class _Rank:
         return True
 
     def _check_order(self, instruction: Compute) -> None:
-        """What a rank can see by itself: nothing twice, forward before backward, and its own stages one after the other."""
+        """Check the order within a rank: nothing twice, forward before backward, and its own stages in sequence."""
         chunk, micro_batch = instruction.chunk, instruction.micro_batch
         if not (0 <= chunk < self.schedule.virtual_stages and 0 <= micro_batch < self.schedule.micro_batches):
             raise _invalid(self.rank, instruction, "there is no such chunk or micro-batch")
@@ -269,7 +270,7 @@ class _Rank:
                 raise _invalid(self.rank, instruction, f"{earlier[0]} does not come before it")
 
     def _before(self, instruction: Compute) -> list[list[Compute]]:
-        """Return what this rank must have done before: one of each list."""
+        """Return the instructions that this rank must have executed before: one of each list."""
         chunk, micro_batch = instruction.chunk, instruction.micro_batch
         if isinstance(instruction, BackwardWeight):
             return [[BackwardInput(chunk=chunk, micro_batch=micro_batch)]]
@@ -284,12 +285,12 @@ class _Rank:
         return needed
 
     def _arrival(self, receive: Message) -> float | None:
-        """When a posted message is here, or None while that is not known."""
+        """Return when a posted message arrives, or None while that is not known."""
         traffic = self._traffic(receive.peer, self.rank, type(receive))
         return self._arrival_of(traffic, self.received[receive], source=receive.peer)
 
     def _have_arrived(self) -> bool:
-        """Return whether all that the rank has sent is known to arrive, but for what may be under way; it waits until that is there."""
+        """Return whether the arrival of all sends beyond those allowed in flight is known; the rank waits for these."""
         if self.under_way is None or len(self.sent) <= self.under_way:
             return True
         arrival = self._arrival_of(*list(self.sent.values())[-self.under_way - 1], source=self.rank)

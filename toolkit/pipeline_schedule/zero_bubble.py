@@ -11,17 +11,17 @@ from toolkit.pipeline_schedule.schedule import Schedule
 
 
 def zero_bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Build ZB-H1: a third of 1F1B's bubble, with every rank holding what 1F1B's first rank holds.
+    """Build ZB-H1: a third of 1F1B's bubble, with the activations of 1F1B's first rank on every rank.
 
-    Rank p does the weights of a micro-batch p backward passes late: as long as the bubble that they fill at the end.
-    With several chunks a rank, the bubble shrinks by their number too, and the activations held stay the same: those of
-    pp micro-batches through all of a rank's chunks, where interleaved 1F1B holds more.
+    Rank p computes the weight gradients of a micro-batch p backward passes late, so that they fill the bubble at the end.
+    Several chunks per rank divide the bubble by their number too, with the same activations in memory: those of pp
+    micro-batches through all chunks of a rank, where interleaved 1F1B keeps more.
 
-    The first stage sends no gradient and is never late, so that its two halves are one `Backward`.
+    The first stage sends no gradient and defers nothing, so its two halves are one `Backward`.
 
     Args:
-        pp: Pipeline ranks.
-        micro_batches: Of one step.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches of one step.
         virtual_stages: Chunks of each rank.
 
     Source:
@@ -35,7 +35,7 @@ def zero_bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedul
             alternate(
                 [Forward(chunk=chunk, micro_batch=micro_batch) for chunk, micro_batch in forwards],
                 [BackwardInput(chunk=chunk, micro_batch=micro_batch) for chunk, micro_batch in backwards],
-                # A gradient comes back to a rank 1 slot later for each rank behind it: weights do not delay it.
+                # A gradient comes back to a rank 1 slot later for each rank after it: weight gradients do not delay it.
                 warm_up=(virtual_stages - 1) * largest + pp - 1 - rank,
             ),
             rank=rank,
@@ -46,7 +46,7 @@ def zero_bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> Schedul
 
 
 def _with_weights(order: tuple[Compute, ...], *, rank: int) -> tuple[Compute, ...]:
-    """Make the backward passes of the first stage whole, and does the weights of the others `rank` passes late."""
+    """Make the backward passes of the first stage whole, and defer the weight gradients of others by `rank` passes."""
     return tuple(
         Backward(chunk=0, micro_batch=instruction.micro_batch) if _is_first(instruction, rank) else instruction
         for instruction in _delayed(order, late=rank)
@@ -59,7 +59,7 @@ def _is_first(instruction: Compute, rank: int) -> bool:
 
 
 def _delayed(order: tuple[Compute, ...], *, late: int) -> Iterator[Compute]:
-    """Put each `BackwardWeight` behind the `BackwardInput` that comes `late` after its own, or at the end."""
+    """Put each `BackwardWeight` after the `BackwardInput` that follows its own by `late`, or at the end."""
     waiting: list[BackwardWeight] = []
     for instruction in order:
         yield instruction
