@@ -1,1 +1,1 @@
-"""What exists: GPUs, models with their dimensions and parameters, tokenizers and weight files."""
+"""Facts about GPUs, models with their dimensions and parameters, tokenizers and weight files."""

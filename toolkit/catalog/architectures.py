@@ -1,6 +1,6 @@
-"""Which class transformers builds for a model type, and which attention it has, read from the installed source.
+"""The class that transformers builds for a model type, and the attention it supports, read from the installed source.
 
-Nothing is imported: transformers takes seconds and torch. What is read is what will run, whichever release is installed.
+Nothing is imported, since importing transformers takes seconds and torch. The source read is the one that will run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 from toolkit.config.job import Attention
 from toolkit.errors import Problem
 
-# How transformers calls a model that reads more than text (Gemma3ForConditionalGeneration), where it is the class of a type
-# among the causal language models. Encoder-decoders are called so, too, and are none of these.
+# Suffix of multimodal classes (Gemma3ForConditionalGeneration) among the causal language models of transformers.
+# Encoder-decoders have the same suffix, and are not causal language models.
 _MULTIMODAL = "ForConditionalGeneration"
-# Base of every layer that can recompute (transformers modeling_layers.py); a file that names `AutoModel` has others' layers.
+# Base of every layer that can recompute (transformers modeling_layers.py); a file that names `AutoModel` uses another
+# model's layers.
 _CHECKPOINTED = "GradientCheckpointingLayer"
 # Flags of `PreTrainedModel`, from which every class inherits (transformers modeling_utils.py).
 _SDPA, _FLASH, _KERNELS = "_supports_sdpa", "_supports_flash_attn", "_compatible_flash_implementations"
@@ -29,13 +30,13 @@ _INHERITED: Mapping[str, Any] = {_SDPA: False, _FLASH: False, _KERNELS: None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What `AutoModelForCausalLM` makes of a configuration.
+    """The model class that `AutoModelForCausalLM` builds from a configuration.
 
     Args:
-        class_name: The model class.
-        attention: Values of `train.attention` that it can be built with; None where its source could not be read.
-        flash_kernel: Kernel that transformers takes in place of flash_attention_2 for this class; None where it takes none.
-        checkpoints: Whether it has layers that transformers can checkpoint; None where another class brings them.
+        class_name: Name of the model class.
+        attention: Values of `train.attention` that it can be built with; None if its source could not be read.
+        flash_kernel: Kernel that transformers uses in place of flash_attention_2 for this class; None if there is none.
+        checkpoints: Whether it has layers that transformers can checkpoint; None if another class provides them.
     """
 
     class_name: str
@@ -45,22 +46,22 @@ class Architecture:
 
 
 def runs_own_code(config: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
-    """Return whether the model is built by code that its repository brings."""
+    """Return whether the model is built by code from its repository."""
     return trust_remote_code and _own_class(config) is not None
 
 
 def architecture_of(
     config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: Path | None = None
 ) -> Architecture | None:
-    """Find the class that a configuration is built as.
+    """Find the class that is built from a configuration.
 
     Args:
         config: Content of config.json.
-        trust_remote_code: Whether code that the model's repository brings may run.
-        folder: Where that code lies; None for a repository on the hub.
+        trust_remote_code: Whether code from the model's repository may run.
+        folder: Folder with that code; None for a repository on the hub.
     Returns:
-        The class. None where nothing can tell: transformers is not installed, it has no causal language model of this
-        type (`causal_lm_types` says which it has), or the code lies on the hub.
+        The class, or None if it cannot be determined: transformers is not installed, it has no causal language model of
+        this type (`causal_lm_types` lists those it has), or the code is on the hub.
     """
     if runs_own_code(config, trust_remote_code=trust_remote_code):
         module, _, own = str(_own_class(config)).rpartition(".")
@@ -71,12 +72,12 @@ def architecture_of(
 
 
 def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: bool) -> Iterator[Problem]:
-    """Yield what keeps a folder's model from being built as the causal language model that it would be priced as.
+    """Yield the problems of building a folder's model as the causal language model that the plan assumes.
 
     Args:
         config: Content of config.json.
-        name: Of the model, as the job has it.
-        trust_remote_code: Whether code that the model's repository brings may run; nothing is known of such a model.
+        name: Name of the model in the job.
+        trust_remote_code: Whether code from the model's repository may run; such a model cannot be checked.
     """
     types, model_type = causal_lm_types(), config.get("model_type")
     if not types or not isinstance(model_type, str) or runs_own_code(config, trust_remote_code=trust_remote_code):
@@ -95,7 +96,7 @@ def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: b
 
 
 def no_class(model_type: str, architectures: Sequence[str] = (), *, brings_code: bool = False) -> Problem:
-    """Return MODEL_CLASS: the installed transformers has no causal language model of a type."""
+    """Return the problem MODEL_CLASS: the installed transformers has no causal language model of a type."""
     named = f" ({', '.join(architectures)})" if architectures else ""
     own = (
         ", or set model.trust_remote_code to true, which runs the code that its repository brings"
@@ -123,7 +124,7 @@ def _other_task(name: str, architecture: str, why: str, fix: str) -> Problem:
 
 @lru_cache(maxsize=1)
 def causal_lm_types() -> Mapping[str, str]:
-    """Return the class of each model type that has a causal language model; empty where transformers is not installed.
+    """Return the class of each model type that has a causal language model; empty if transformers is not installed.
 
     Source:
         transformers models/auto/modeling_auto.py MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, which `AutoModelForCausalLM` looks up.
@@ -141,7 +142,7 @@ def _own_class(config: Mapping[str, Any]) -> str | None:
 
 @cache
 def _built_in(name: str) -> Architecture:
-    """Read a class of transformers; some types are built as the class of another type, which lies in its module."""
+    """Read a class of transformers; some types use the class of another type, which is defined in that type's module."""
     root = _models()
     types = [model_type for model_type, built in causal_lm_types().items() if built == name]
     for folder in () if root is None else (root / _module_of(model_type) for model_type in types):
@@ -154,7 +155,7 @@ def _built_in(name: str) -> Architecture:
 def _architecture(name: str, text: str, root: Path | None) -> Architecture:
     try:
         flags = {**_INHERITED, **_flags(name, text, root)}
-    except (ValueError, SyntaxError):  # a flag that is computed, or no Python
+    except (ValueError, SyntaxError):  # a flag that is computed, or invalid Python
         return Architecture(class_name=name, attention=None)
     kernels: list[str] = flags[_KERNELS] or []
     replaced = bool(flags[_FLASH] and kernels and "flash_attention_2" not in kernels)
@@ -172,7 +173,7 @@ def _architecture(name: str, text: str, root: Path | None) -> Architecture:
 
 
 def _flags(name: str, text: str, root: Path | None) -> dict[str, Any]:
-    """Return the flags that a class sets or inherits within the model files; its bases first, as it overrides them."""
+    """Return the flags that a class sets or inherits within the model files; its own override those of its bases."""
     block = _block(text, name)
     if block is None:
         return {}
@@ -192,7 +193,7 @@ def _flags(name: str, text: str, root: Path | None) -> dict[str, Any]:
 
 
 def _block(text: str, name: str) -> tuple[list[str], str] | None:
-    """Return the names of a class's bases and its source; None where the module has no such class."""
+    """Return the names of a class's bases and its source; None if the module has no such class."""
     start = re.search(rf"^class {re.escape(name)}\(([^)]*)\):", text, re.MULTILINE)
     if start is None:
         return None
@@ -210,7 +211,7 @@ def _imported(text: str, name: str, root: Path | None) -> str | None:
 
 @cache
 def _module_of(model_type: str) -> str:
-    """Return the folder below `models` that holds a type (configuration_auto.py model_type_to_module_name)."""
+    """Return the folder below `models` that contains a type (configuration_auto.py model_type_to_module_name)."""
     root = _models()
     named: dict[str, str] = {}
     for file in ("auto_mappings.py", "configuration_auto.py"):
@@ -220,7 +221,7 @@ def _module_of(model_type: str) -> str:
 
 
 def _pairs(text: str, name: str) -> Iterator[tuple[str, str]]:
-    """Read the pairs of strings of a module's mapping: where it is made, and where it is updated."""
+    """Yield the pairs of strings of a module's mapping: those of its definition, and those of its updates."""
     for found in re.finditer(rf"^{name}(?: = \w+|\.update)\((.*?)^\)", text, re.MULTILINE | re.DOTALL):
         given = ast.literal_eval(found[1].strip())
         yield from given.items() if isinstance(given, dict) else given

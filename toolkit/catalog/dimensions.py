@@ -1,8 +1,8 @@
-"""The sizes of a model, read off its `config.json` under one name whatever the architecture calls them.
+"""The sizes of a model, read from its `config.json` under canonical names whatever the architecture calls them.
 
-Configs leave out what their Hugging Face configuration class fills in, so each known `model_type` declares those
+Configs leave out values that their Hugging Face configuration class fills in, so each known `model_type` declares those
 defaults (transformers 5, `models/<model_type>/configuration_<model_type>.py`). Unknown types are read by the usual
-names and their aliases; what they leave out is an error, never a guess.
+names and their aliases; a missing value is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from toolkit.arguments import shown
 from toolkit.config.fields import MAX_COUNT
 from toolkit.errors import Problem, SpecError
 
-# Ten times the deepest published decoder: a damaged count would keep the arithmetic of layers busy for hours.
+# Ten times the deepest published decoder: with a corrupt count the arithmetic over layers would run for hours.
 MAX_LAYERS = 10_000
 
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -41,7 +41,7 @@ _COLUMNS = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-# model_type: architecture, the columns above, then whatever else decides a shape; None: computed from the others.
+# model_type: architecture, the columns above, then any other key that decides a shape; None: computed from the others.
 _DEFAULTS: Mapping[str, tuple[str, tuple[int | None, ...], Mapping[str, Any]]] = {
     "llama": ("LlamaForCausalLM", (32000, 4096, 11008, 32, 32, None, 2048), {}),
     "mistral": ("MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072), {}),
@@ -161,13 +161,13 @@ TIED_BY_DEFAULT = frozenset(
         "zamba2",
     }
 )
-# These read a size under their own name alone; the usual one would be ignored.
+# These read a size only under their own name; the usual one would be ignored.
 _OWN_NAMES: Mapping[str, frozenset[str]] = {
     "gpt2": frozenset({"intermediate_size"}),
     "opt": frozenset({"intermediate_size"}),
     "falcon": frozenset({"intermediate_size", "num_key_value_heads"}),
 }
-# State-space and recurrent layers alone: what some of these call heads are those of the state.
+# Only state-space and recurrent layers: the heads of some of these are those of the state.
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 # These compute the head width and read no `head_dim`.
 _FIXED_HEAD_DIM = frozenset({"gpt2", "gpt_neox", "opt", "falcon"})
@@ -175,12 +175,12 @@ _FIXED_HEAD_DIM = frozenset({"gpt2", "gpt_neox", "opt", "falcon"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """Sizes that plans and rules read.
+    """Sizes of a model that plans and rules read.
 
     Args:
         model_type: The outermost `model_type` of the config.
         architecture: First of `architectures`, else the family's causal language model; None if neither is known.
-        num_attention_heads: Query heads; 0 for a model without attention, as are the key heads and their width.
+        num_attention_heads: Number of query heads; for a model without attention 0, like its key heads and their width.
         head_dim: Width of a query and key head; for DeepSeek's latent attention `qk_nope_head_dim + qk_rope_head_dim`.
         intermediate_size: Width of the dense MLP (of experts too, where the config has no `moe_intermediate_size`).
         max_position_embeddings: Longest sequence, tokens; None if nothing bounds it.
@@ -202,7 +202,7 @@ class Dimensions:
 
 
 def default_fields(model_type: str) -> dict[str, Any] | None:
-    """Return what the configuration class of a declared `model_type` fills in, by canonical name; None if undeclared."""
+    """Return the defaults of a declared `model_type`'s configuration class, by canonical name; None if undeclared."""
     if model_type not in _DEFAULTS:
         return None
     _, sizes, others = _DEFAULTS[model_type]
@@ -210,7 +210,7 @@ def default_fields(model_type: str) -> dict[str, Any] | None:
 
 
 class Fields:
-    """A config under canonical names with its class's defaults filled in; every read is checked.
+    """A config under canonical names, with the defaults of its class filled in; every read is checked.
 
     Args:
         config: Content of config.json; a multimodal one is read through its `text_config`.
@@ -233,10 +233,10 @@ class Fields:
             **(default_fields(self.text_type) or {}),
             **_canonical(inner, _OWN_NAMES.get(self.text_type, frozenset())),
         }
-        kinds = inner.get("layers_block_type")  # of which configuration_nemotron_h.py counts the layers
+        kinds = inner.get("layers_block_type")  # configuration_nemotron_h.py counts the layers of this list
         if isinstance(kinds, list) and self.values.get("num_hidden_layers") is None:
             self.values["num_hidden_layers"] = len(kinds)
-        # A wrapper around a text model has a flag and a default of its own; its class often copies the inner one.
+        # A wrapper around a text model has its own flag and default; its class often copies the inner one.
         if self.is_wrapper and "tie_word_embeddings" in config:
             self.values["tie_word_embeddings"] = config["tie_word_embeddings"]
         elif outer_type in TIED_BY_DEFAULT:
@@ -248,11 +248,11 @@ class Fields:
         )
 
     def invalid(self, key: str, got: Any, why: str, want: str) -> SpecError:
-        """Build the error of one key that is missing or unusable."""
+        """Build the error for one key that is missing or unusable."""
         state = f"{key} is missing" if got is None else f"{key}={shown(got)} is not usable"
         fix = f"Set {key} to {want}, or download config.json again"
         if key != "model_type" and self.text_type not in _DEFAULTS and not isinstance(got, int):
-            # A sound file of an architecture that calls a size otherwise, or has one for each layer.
+            # A valid file of an architecture that uses another name for a size, or has one per layer.
             why = f"the sizes of model_type={self.text_type} cannot be read, so this architecture is not supported as it is"
             known = ", ".join(sorted(_DEFAULTS))
             fix = f"Name a model of another architecture, such as {known}, or set {key} to {want} if config.json has lost it"
@@ -261,7 +261,7 @@ class Fields:
         )
 
     def size(self, key: str, *, zero: bool = False) -> int:
-        """Return a size, 1 to 2**31 - 1 (0 too where `zero` allows it), else raises MODEL_CONFIG_INVALID."""
+        """Return a size, 1 to 2**31 - 1 (also 0 if `zero`), or raise MODEL_CONFIG_INVALID."""
         value = self.values.get(key)
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
         if isinstance(value, bool) or not isinstance(value, int) or not (0 if zero else 1) <= value <= most:
@@ -270,7 +270,7 @@ class Fields:
         return value
 
     def size_or(self, key: str, default: int) -> int:
-        """Return a size, or `default` where the config has none."""
+        """Return a size, or `default` if the config has none."""
         return default if self.values.get(key) is None else self.size(key)
 
     def flag(self, key: str) -> bool:
@@ -284,12 +284,12 @@ class Fields:
 
     @property
     def heads(self) -> int:
-        """Query heads; 0 without attention."""
+        """Number of query heads; 0 without attention."""
         return 0 if self.text_type in _WITHOUT_ATTENTION else self.size("num_attention_heads")
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads; Falcon counts them by its switches (FalconAttention.__init__)."""
+        """Number of key and value heads; Falcon derives it from its flags (FalconAttention.__init__)."""
         if self.text_type == "falcon" and not self.flag("new_decoder_architecture"):
             return 1 if self.flag("multi_query") else self.heads
         if not self.heads or (self.text_type in _FIXED_HEAD_DIM and self.text_type != "falcon"):
@@ -312,7 +312,7 @@ class Fields:
 
     @property
     def intermediate(self) -> int:
-        """Width of the dense MLP; GPT-2, Falcon and their kin leave it out for four times the hidden size."""
+        """Width of the dense MLP; GPT-2, Falcon and similar families leave it out for four times the hidden size."""
         return self.size_or("intermediate_size", 4 * self.hidden)
 
 
@@ -327,8 +327,8 @@ def read_dimensions(config: Mapping[str, Any], *, source: str = "config.json") -
     """Return the sizes of the model that a `config.json` describes.
 
     Args:
-        config: Its content.
-        source: Its name, for errors.
+        config: Content of config.json.
+        source: Name of the file, for errors.
     Raises:
         SpecError: MODEL_CONFIG_INVALID, naming the file and the key that is missing or unusable.
     """

@@ -1,7 +1,7 @@
-"""What one layer of each declared `model_type` holds: linear maps, norms, experts.
+"""The modules in one layer of each declared `model_type`: linear maps, norms, experts.
 
-Names and shapes follow transformers 5, `models/<model_type>/modeling_<model_type>.py`; the tests hold every family
-against the model that transformers builds.
+Names and shapes follow transformers 5, `models/<model_type>/modeling_<model_type>.py`; the tests compare every
+family with the model that transformers builds.
 """
 
 from __future__ import annotations
@@ -224,16 +224,16 @@ def _opt_norm(f: Fields) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Where the modules of one `model_type` sit, and what each layer holds.
+    """The module paths of one `model_type`, and the content of each layer.
 
     Args:
-        layer: One layer by its index.
+        layer: Builds one layer from its index.
         layers: Path of the layer list.
         tokens: Path of the token embedding.
-        positions: Learned position tables.
-        projections: Linear maps outside the layers.
+        positions: Builds the learned position tables.
+        projections: Builds the linear maps outside the layers.
         final_norm: Parameters of the norm after the last layer.
-        own_linears: Whether its linear maps are of a class of its own, not `torch.nn.Linear`.
+        own_linears: Whether its linear maps have their own class instead of `torch.nn.Linear`.
     """
 
     layer: LayerBuilder

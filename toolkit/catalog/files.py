@@ -1,4 +1,4 @@
-"""Finds and reads the configurations that travel with the package."""
+"""Finds and reads the configurations that are shipped with the package."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from toolkit.errors import SpecError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-# libyaml parses some ten times faster; PyYAML is also built without it. What people write is read by `spec.loader`.
+# libyaml parses about ten times faster; PyYAML may be built without it. Files of users are read by `config.loader`.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_config(path: Path) -> Any:
-    """Read one of our own YAML files.
+    """Read a YAML file of the package.
 
     Raises:
-        OSError, yaml.YAMLError: As they come.
+        OSError, yaml.YAMLError: If the file cannot be read or parsed.
     """
     return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
 
 
 def configs_root(package: Path = _PACKAGE) -> Path:
-    """Return the folder that holds `hardware/`, `models/` and `jobs/`.
+    """Return the folder that contains `hardware/`, `models/` and `jobs/`.
 
-    A wheel carries it inside the package as `_configs`; a checkout keeps it beside the package as `configs`.
+    A wheel has it inside the package as `_configs`; a checkout has it next to the package as `configs`.
 
     Args:
         package: Folder of the installed `toolkit` package.

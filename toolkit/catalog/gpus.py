@@ -1,4 +1,4 @@
-"""The GPU catalogue: one YAML file a card in `configs/hardware`, each figure with its source."""
+"""The GPU catalogue: one YAML file per card in `configs/hardware`, each figure with its source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GpuPrecision = Literal["bf16", "fp16", "fp32", "fp8"]
 Vendor = Literal["nvidia", "amd", "cpu"]
 LinkKind = Literal["nvlink", "pcie", "infinity-fabric"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_MAX_MEMORY_GIB = 2048  # the largest card that is sold has 288 GB
+_MAX_MEMORY_GIB = 2048  # the largest card on sale has 288 GB
 _DESCRIBE = (
     'describe the card: cluster.gpu: {name: l20, memory_gib: 44.5, compute_capability: "8.9", bf16_tflops: 119.5}'
 )
@@ -32,13 +32,13 @@ class _Frozen(BaseModel):
 
 
 class TypicalHost(_Frozen):
-    """A machine that this card is commonly rented in. It describes an offer, not the card.
+    """A machine in which this card is commonly rented. It describes an offer, not the card.
 
     Args:
         description: Provider and machine type.
-        gpus_per_node: Devices of the machine.
+        gpus_per_node: Number of devices of the machine.
         host_memory_gib: RAM of the machine, GiB.
-        cpu_cores: Physical cores; half of the threads where the provider counts those.
+        cpu_cores: Physical cores; half of the threads if the provider counts those.
     """
 
     description: str = Field(min_length=1)
@@ -48,30 +48,30 @@ class TypicalHost(_Frozen):
 
 
 class Gpu(_Frozen):
-    """What the arithmetic needs to know of one device: a process has exactly one.
+    """The properties of one device that estimates need; a process has exactly one device.
 
     Args:
         name: Key of the catalogue, as in `cluster.gpu`.
-        compute_capability: CUDA's ("9.0"), or AMD's gfx name; None for `cpu`.
-        note: What a person should know before choosing it.
+        compute_capability: CUDA's compute capability ("9.0"), or AMD's gfx name; None for `cpu`.
+        note: What a user should know before choosing it.
         precisions: Number formats that its matrix units, or for fp32 its vector units, compute in.
         memory_bytes: Total bytes that a CUDA or ROCm process sees (`torch.cuda.mem_get_info()[1]`), before its own
             context. Less than nvidia-smi's total, which counts memory that the driver keeps; more than a process may
-            allocate. Drivers differ by some MiB: of several reports the smallest is kept. None for `cpu`, whose memory
-            is the machine's own.
+            allocate. Drivers differ by some MiB: of several reports the smallest is used. None for `cpu`, which uses
+            the host's memory.
         memory_bandwidth_bytes_per_second: Peak of the device's memory.
-        dense_bf16_flops_per_second: Dense matrix peak with fp32 accumulation; None where the card has no such units.
-        dense_fp16_flops_per_second: As above.
-        dense_fp8_flops_per_second: As above.
+        dense_bf16_flops_per_second: Dense matrix peak with fp32 accumulation; None if the card has no such units.
+        dense_fp16_flops_per_second: The same for fp16.
+        dense_fp8_flops_per_second: The same for fp8.
         dense_fp32_flops_per_second: Peak without TF32, as torch multiplies by default.
-        link_kind: How cards of one machine reach each other; `pcie` where a bridge is only an option.
+        link_kind: Interconnect between the cards of one machine; `pcie` if a bridge is only an option.
         link_bandwidth_bytes_per_second: One direction, all links of a card together.
-        link_max_gpus: Cards that this link joins; further ones of the machine are reached over PCIe.
+        link_max_gpus: Largest number of cards that this link connects; others of the machine are reached over PCIe.
         pcie_bandwidth_bytes_per_second: One direction, to the host.
-        host: A typical rental.
-        sources: Where each figure comes from, by field name; `host` for the rental.
-        described: Whether a job describes it: it then need not have every figure.
-        assumed: What such a description leaves out and plans need, by its key, with the reason for the value taken.
+        host: A typical rented machine.
+        sources: Source of each figure, by field name; `host` for the rented machine.
+        described: Whether a job describes the card: it then need not have every figure.
+        assumed: Keys that such a description leaves out and plans need, with the reason for the assumed value.
     """
 
     name: str = Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")
@@ -98,12 +98,12 @@ class Gpu(_Frozen):
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
-        """torch.distributed backend; torch calls AMD's RCCL `nccl` too."""
+        """Backend of torch.distributed; torch also calls AMD's RCCL `nccl`."""
         return "gloo" if self.vendor == "cpu" else "nccl"
 
     @property
     def known_capability(self) -> str | None:
-        """Compute capability; None where it is an assumption."""
+        """Compute capability; None if it is only assumed."""
         return None if "compute_capability" in self.assumed else self.compute_capability
 
     def supports(self, precision: str) -> bool:
@@ -111,12 +111,12 @@ class Gpu(_Frozen):
         return precision in self.precisions
 
     def flops_per_second(self, precision: GpuPrecision) -> float | None:
-        """Dense peak in a precision; None where the device lacks it, and for `cpu`, whose speed is not catalogued."""
+        """Return the dense peak in a precision; None if the device lacks it, and for `cpu`, whose speed is not catalogued."""
         rate: float | None = getattr(self, f"dense_{precision}_flops_per_second")
         return rate
 
     def figures(self) -> Iterator[str]:
-        """Name of the figures this entry states: every number that is not None, and `host`."""
+        """Yield the names of the figures in this entry: every number that is not None, and `host`."""
         for field in type(self).model_fields:
             value = getattr(self, field)
             if isinstance(value, int | float | TypicalHost) and not isinstance(value, bool):
@@ -143,13 +143,13 @@ class Gpu(_Frozen):
 
 
 def load_catalogue(folder: Path | None = None) -> dict[str, Gpu]:
-    """Read every card, sorted by name.
+    """Read all cards of the catalogue, sorted by name.
 
     Args:
-        folder: Folder of YAML files; the catalogue of the package when left out.
+        folder: Folder of YAML files; the catalogue of the package if None.
 
     Raises:
-        SpecError: GPU_FILE, with one problem for each file that does not describe a card; CONFIGS_MISSING.
+        SpecError: GPU_FILE, with one problem per file that does not describe a card; CONFIGS_MISSING.
     """
     catalogue: dict[str, Gpu] = {}
     problems: list[Problem] = []
@@ -166,13 +166,13 @@ def load_catalogue(folder: Path | None = None) -> dict[str, Gpu]:
 
 
 def find_gpu(card: str | Card) -> Gpu:
-    """Return the card that `cluster.gpu` names or describes; in a name case, spaces, underscores and hyphens do not matter.
+    """Return the card that `cluster.gpu` names (ignoring case, spaces, underscores and hyphens) or describes.
 
     Raises:
-        SpecError: GPU_UNKNOWN, with the closest names; GPU_DESCRIPTION, for one that leaves out what nothing else tells;
+        SpecError: GPU_UNKNOWN, with the closest names; GPU_DESCRIPTION, if a description lacks a required figure;
             GPU_FILE, CONFIGS_MISSING.
     """
-    # A file is called as its card, so the other cards need not be read.
+    # A file is named after its card, so the other cards need not be read.
     paths = {path.stem: path for path in sorted((configs_root() / "hardware").glob("*.yaml"))}
     if isinstance(card, Card) and not any(_squash(name) == _squash(card.name) for name in paths):
         return describe_gpu(card)
@@ -185,11 +185,11 @@ def find_gpu(card: str | Card) -> Gpu:
 
 
 def describe_gpu(card: Card, base: Gpu | None = None) -> Gpu:
-    """Make a card out of a job's description.
+    """Build a card from the description in a job.
 
     Args:
-        card: What the job says.
-        base: The card of that name in the catalogue, whose figures stand where the job gives none.
+        card: Section of the job that describes the card.
+        base: Card of that name in the catalogue, whose figures are used for those that the job leaves out.
     Raises:
         SpecError: GPU_DESCRIPTION.
     """
@@ -264,7 +264,7 @@ def _bad_description(why: str, fix: str) -> SpecError:
 
 
 def find_in(catalogue: dict[str, Gpu], name: str) -> Gpu:
-    """As `find_gpu`, in a catalogue that is already loaded."""
+    """Return the card of a name as `find_gpu` does, from a catalogue that is already loaded."""
     return catalogue[_match(name, catalogue)]
 
 

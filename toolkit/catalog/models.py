@@ -1,4 +1,4 @@
-"""Which model a job means: a local folder, a config.json, a catalogue name or a hub id, as one `ModelSpec`."""
+"""The model that a job names by a local folder, a config.json, a catalogue name or a hub id, as one `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toolkit.config.paths import is_file, path_kind, shown
 from toolkit.errors import Problem, SpecError, raise_all
 from toolkit.io import read_json_object
 
-_MAX_SIZE = 2**53  # the whole numbers that a float holds exactly; no model has so many parameters
+_MAX_SIZE = 2**53  # the largest integers that a float represents exactly; no model has so many parameters
 PositiveInt = Annotated[int, Field(gt=0, le=_MAX_SIZE)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_SIZE)]
 
@@ -36,23 +36,23 @@ class ModelSpec:
     """A model by its sizes, with the config to build it from.
 
     Args:
-        name: As written in the job.
-        origin: Where the config came from.
+        name: Name as written in the job.
+        origin: Kind of source of the config.
         path: Local folder; None for the other origins.
         hub_id: Repository on the hub, of a hub model and of most catalogue entries.
-        revision: Branch, tag or commit, as written.
-        config_json: The raw config.json, as text so that nothing can change it.
-        has_weights: Whether pretrained weights are at hand: whole safetensors files of a folder, or a hub model (if the
-            hub is out of reach, one whose weights are in the cache).
+        revision: Branch, tag or commit, as written in the job.
+        config_json: Raw config.json, as text so that it is immutable.
+        has_weights: Whether pretrained weights are available: complete safetensors files of a folder, or a hub model (if
+            the hub is out of reach, one whose weights are in the cache).
         architecture: Model class; None if the config names none and the type is not declared.
-        num_attention_heads: Query heads; 0 for a model without attention, as are the key heads and their width.
+        num_attention_heads: Number of query heads; for a model without attention 0, like its key heads and their width.
         head_dim: Width of a query and key head.
         max_position_embeddings: Longest sequence, tokens; None if nothing bounds it.
         num_experts: Routed experts of a sparse layer; 0 for a dense model.
-        num_parameters: Of the whole model, tied weights once; None if only building it can tell.
+        num_parameters: Parameters of the whole model, tied weights counted once; None if only building it can tell.
     """
 
-    name: Word  # without a line break: it goes into the comments of shell scripts
+    name: Word  # without line breaks, since it is written into comments of shell scripts
     origin: Origin
     path: Path | None
     hub_id: str | None
@@ -75,7 +75,7 @@ class ModelSpec:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The raw config.json, a fresh copy at each access."""
+        """Parsed config.json, a new copy at each access."""
         return cast(dict[str, Any], json.loads(self.config_json))
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
-        """Read what `to_dict` gave.
+        """Build a spec from the output of `to_dict`.
 
         Raises:
             SpecError: MODEL_SPEC_INVALID, if keys are missing or unknown; MODEL_CONFIG_INVALID.
-            ValueError: A value has the wrong type or lies outside its range.
+            ValueError: If a value has the wrong type or lies outside its range.
         """
         values = dict(data)
         config = values.pop("config", None)
@@ -109,12 +109,12 @@ class ModelSpec:
 
 
 class CatalogueModel(BaseModel):
-    """One file of `configs/models`.
+    """The content of one file of `configs/models`.
 
     Args:
-        source: Where the config can be read; None for a toy of ours.
-        hub_id: Repository that holds the weights.
-        num_parameters: Of the model that transformers builds, tied weights once.
+        source: Address of the config; None for a toy model of this package.
+        hub_id: Repository with the weights.
+        num_parameters: Parameters of the model that transformers builds, tied weights counted once.
         config: Content of config.json.
     """
 
@@ -127,12 +127,12 @@ class CatalogueModel(BaseModel):
 
 
 def model_names() -> tuple[str, ...]:
-    """Return every name in the catalogue of models, sorted."""
+    """Return all names in the catalogue of models, sorted."""
     return tuple(sorted(path.stem for path in (configs_root() / "models").glob("*.yaml")))
 
 
 def read_catalogue_model(name: str) -> CatalogueModel:
-    """Read a catalogue entry.
+    """Read an entry of the catalogue of models.
 
     Raises:
         SpecError: MODEL_NOT_FOUND, for an unknown name; MODEL_CATALOGUE_INVALID, for a file that is not an entry.
@@ -198,7 +198,7 @@ def _from_catalogue(model: Model) -> ModelSpec:
 def _from_hub(model: Model) -> ModelSpec:
     offline = not _hub_in_reach()
     path = _download_config(model, offline=offline)
-    # Online, the hub is trusted to hold weights; offline, what the cache lacks cannot be had.
+    # Online, the hub is assumed to have the weights; offline, weights that are not cached are out of reach.
     weights = find_weights(path.parent) if offline else Weights(format="safetensors")
     return _build(model, _read_json(path), source=path, origin="hub", hub_id=model.name, weights=weights)
 
@@ -277,7 +277,7 @@ def _build(
     try:
         sizes = read_dimensions(config, source=str(source))
     except SpecError:
-        # What lacks the sizes of a decoder may be no decoder, which no download mends.
+        # A config without the sizes of a decoder may not be of a decoder; report that first.
         raise_all(SpecError, class_problems(config, name=shown(model.name), trust_remote_code=model.trust_remote_code))
         raise
     counted = count_parameters(config)

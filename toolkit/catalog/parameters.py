@@ -1,6 +1,6 @@
 """Exact parameter counts by arithmetic: of the whole model, of each layer, and of LoRA adapters on it.
 
-Tied weights count once. The tests hold every count against the model that transformers and peft build.
+Tied weights count once. The tests compare every count with the model that transformers and peft build.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from toolkit.errors import SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """Parameters by where they sit; numbers of elements, not bytes.
+    """Parameters by module; numbers of elements, not bytes.
 
     Args:
         embedding: Token and learned position tables, and the projections that some OPT models put around the decoder.
-        layers: Each decoder layer, first to last.
-        active_layers: What of each works on one token.
+        layers: Parameters of each decoder layer, first to last.
+        active_layers: Those of each layer that are used for one token.
         final_norm: The norm after the last layer.
         head: Output projection; 0 when it is tied to the embedding.
         experts: Routed experts, a part of `layers`.
-        active: Parameters that work on one token: all but the experts it is not routed to.
+        active: Parameters that are used for one token: all but the experts it is not routed to.
     """
 
     embedding: int
@@ -39,18 +39,18 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters, tied weights once."""
+        """Number of all parameters, tied weights counted once."""
         return self.embedding + sum(self.layers) + self.final_norm + self.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraLayers:
-    """Where adapters lie.
+    """The modules that have adapters.
 
     Args:
         layers: Indices of decoder layers, from 0.
-        before: Whether some lie before them, on the embedding or beside it.
-        behind: Whether some lie behind them, on the head or beside it.
+        before: Whether there are adapters before the layers, on the embedding or modules next to it.
+        behind: Whether there are adapters after the layers, on the head or modules next to it.
     """
 
     layers: frozenset[int]
@@ -60,7 +60,7 @@ class LoraLayers:
 
 def _known(config: Mapping[str, Any]) -> tuple[Fields, Family] | None:
     fields = Fields(config)
-    # A multimodal wrapper holds more than its text model, so its count is not the text model's.
+    # A multimodal wrapper has more parameters than its text model.
     family = None if fields.is_wrapper else FAMILIES.get(fields.model_type)
     return None if family is None else (fields, family)
 
@@ -73,7 +73,7 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCount | None:
     """Count the parameters of the causal language model that a `config.json` describes.
 
     Args:
-        config: Its content.
+        config: Content of config.json.
     Returns:
         The exact count, or None for a `model_type` without a declared family, and for multimodal wrappers.
     Raises:
@@ -101,7 +101,7 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCount | None:
 
 
 def _idle_experts(f: Fields, experts: int) -> int:
-    """Count the parameters of a layer's experts that a token is not routed to."""
+    """Return the number of parameters in a layer's experts that a token is not routed to."""
     if not experts:
         return 0
     num_experts = f.size("num_experts")
@@ -118,16 +118,16 @@ def _linears(f: Fields, family: Family) -> Iterator[Linear]:
 def count_lora_parameters(
     config: Mapping[str, Any], *, r: int, target_modules: str | tuple[str, ...] = "all-linear"
 ) -> int | None:
-    """Count the trainable parameters of LoRA: `r * (inputs + outputs)` for each module it is put on.
+    """Count the trainable parameters of LoRA: `r * (inputs + outputs)` for each adapted module.
 
     Args:
         config: Content of config.json.
-        r: Rank.
+        r: Rank of the adapters.
         target_modules: peft's `target_modules`: `all-linear` (every linear map but the output head), a regular
             expression for whole module names, or names that a module path ends in.
     Returns:
-        The exact count. None where only building the model can tell: an undeclared `model_type`, a target that is no
-        linear map or table, and targets beyond named attention maps in models with routed experts, where peft
+        The exact count, or None if only building the model can tell: an undeclared `model_type`, a target that is not a
+        linear map or table, and targets other than named attention maps in models with routed experts, where peft
         rewrites targets to the fused parameters in ways that differ between its releases.
     Source:
         arXiv 2106.09685; peft 0.19, tuners/tuners_utils.py, check_target_module_exists and
@@ -145,13 +145,13 @@ def count_lora_parameters(
 def names_without_target(
     config: Mapping[str, Any], target_modules: str | tuple[str, ...] = "all-linear"
 ) -> tuple[str, ...]:
-    """Return the last words of the names that adapters can have, where none of them is a target.
+    """Return the last components of the names of adaptable modules, if none of them is a target.
 
     Args:
         config: Content of config.json.
-        target_modules: As `count_lora_parameters` takes it.
+        target_modules: Targets as in `count_lora_parameters`.
     Returns:
-        The names; none where some module is a target, or only building the model can tell.
+        The names; empty if some module is a target, or only building the model can tell.
     Raises:
         SpecError: As `count_lora_parameters`.
     """
@@ -168,7 +168,7 @@ def names_without_target(
 
 
 def float8_layers(config: Mapping[str, Any]) -> bool | None:
-    """Return whether a decoder layer has a linear map that float8 kernels take; None for a `model_type` without a declared family.
+    """Return whether a decoder layer has a linear map that float8 kernels accept; None for an undeclared `model_type`.
 
     Source:
         torchao float8/float8_linear_utils.py convert_to_float8_training: `torch.nn.Linear`, sizes in multiples of 16.
@@ -182,13 +182,13 @@ def float8_layers(config: Mapping[str, Any]) -> bool | None:
 
 
 def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]) -> LoraLayers | None:
-    """Return where LoRA puts adapters.
+    """Return the modules that LoRA adapts.
 
     Args:
         config: Content of config.json.
-        target_modules: As `count_lora_parameters` takes it.
+        target_modules: Targets as in `count_lora_parameters`.
     Returns:
-        The places. None where `count_lora_parameters` gives none.
+        The layers and ends with adapters, or None if `count_lora_parameters` returns None.
     Raises:
         SpecError: As `count_lora_parameters`.
     """
@@ -210,7 +210,7 @@ def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]
 
 
 def _lora_targets(f: Fields, family: Family, target_modules: str | tuple[str, ...]) -> set[Linear] | None:
-    """Return the modules that get adapters; None where only building the model can tell."""
+    """Return the modules that get adapters; None if only building the model can tell."""
     linears = list(_linears(f, family))
     routed = any(family.layer(f, index).experts for index in range(f.size("num_hidden_layers")))
     if isinstance(target_modules, str) and routed:
@@ -234,7 +234,7 @@ def _adaptable(f: Fields, family: Family) -> list[Linear]:
 
 
 def _patterns(target_modules: str | tuple[str, ...]) -> list[str]:
-    """Return targets as expressions for whole module names."""
+    """Return targets as regular expressions for whole module names."""
     if isinstance(target_modules, str):
         return [target_modules]
     return [rf"(.*\.)?{re.escape(target)}" for target in target_modules]

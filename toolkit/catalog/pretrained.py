@@ -1,4 +1,4 @@
-"""Whether a model's pretrained weights can be had, and what to do where they cannot."""
+"""Whether a model's pretrained weights are available, and what to do if they are not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from toolkit.errors import Problem
 
 
 def weight_problems(model: ModelSpec) -> tuple[Problem, ...]:
-    """Return what stands in the way of loading weights; nothing of a hub model, which only its download can tell.
+    """Return the problems of loading a model's weights; none for a hub model, which only its download can show.
 
     Returns:
-        MODEL_NO_WEIGHTS or WEIGHTS_BIN, or nothing.
+        MODEL_NO_WEIGHTS or WEIGHTS_BIN, or an empty tuple.
     """
     if model.origin == "hub":
         return ()

@@ -1,4 +1,4 @@
-"""What a tokenizer's files say about it, without loading the tokenizer."""
+"""Facts about a tokenizer, read from its files without loading it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _KEY = "model.tokenizer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFacts:
-    """What plans and data checks need to know of a tokenizer.
+    """Facts about a tokenizer that plans and data checks need.
 
     Args:
-        vocab_size: Largest token id + 1; None where only loading the tokenizer can tell (a bare SentencePiece model).
+        vocab_size: Largest token id + 1; None if only loading the tokenizer can tell (a bare SentencePiece model).
         has_chat_template: Whether `messages` can be rendered.
-        chat_template: The default template; None where there is none, or only others by name.
-        eos_token: End mark; None if the tokenizer has none.
+        chat_template: Default template; None if there is none, or only named ones.
+        eos_token: EOS token; None if the tokenizer has none.
     """
 
     vocab_size: int | None
@@ -100,7 +100,7 @@ def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
 
 def _ids_of_fast(tokenizer: Mapping[str, Any]) -> list[int]:
     vocab = tokenizer["model"]["vocab"]
-    # Unigram lists [piece, score] pairs whose position is the id; the others map piece to id.
+    # Unigram lists [token, score] pairs whose position is the id; the others map token to id.
     ids = list(range(len(vocab))) if isinstance(vocab, list) else list(vocab.values())
     return ids + [token["id"] for token in tokenizer.get("added_tokens") or ()]
 
@@ -110,14 +110,14 @@ def _largest_id(ids: Iterable[int]) -> int | None:
 
 
 def template_fault(template: Any) -> str | None:
-    """Return why a tokenizer's `chat_template` is neither a text, nor texts by their names, nor None; else None."""
+    """Return why a tokenizer's `chat_template` is invalid: not a string, a set of named strings or None; else None."""
     named = template if isinstance(template, Mapping) else {"chat_template": "" if template is None else template}
     wrong = [f"{name} is a {type(text).__name__}" for name, text in named.items() if not isinstance(text, str)]
     return f"of its chat templates {', '.join(wrong)}, not a text" if wrong else None
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the default chat template, and whether there are others by name."""
+    """Return the default chat template, and whether there are named ones."""
     others = any((folder / "additional_chat_templates").glob("*.jinja"))
     path = folder / "chat_template.jinja"
     if is_file(path, key=_KEY):

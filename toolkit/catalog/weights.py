@@ -1,4 +1,4 @@
-"""What weights a model folder holds, read from file names and safetensors headers alone."""
+"""The weights in a model folder, found from file names and safetensors headers alone."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights of one folder.
+    """The weight files of one folder.
 
     Args:
-        format: `safetensors`; `bin` where only a pickled `pytorch_model.bin` exists; None without either.
+        format: `safetensors`; `bin` if only a pickled `pytorch_model.bin` exists; None without either.
         files: Complete safetensors files.
         missing: Files that the index names and the folder lacks.
-        damaged: Files that are cut off, or that are something else (a Git LFS pointer, an error page).
+        damaged: Files that are truncated, or are something else (a Git LFS pointer, an error page).
     """
 
     format: Literal["safetensors", "bin"] | None
@@ -36,12 +36,12 @@ class Weights:
 
     @property
     def loadable(self) -> bool:
-        """True if every safetensors file is there and whole."""
+        """True if every safetensors file is present and complete."""
         return self.format == "safetensors" and not self.missing and not self.damaged
 
 
 def find_weights(folder: Path) -> Weights:
-    """Look for weights in the order in which transformers does, and check that each file is whole.
+    """Look for weights in the order in which transformers does, and check that each file is complete.
 
     Args:
         folder: Model folder.
@@ -70,17 +70,17 @@ def find_weights(folder: Path) -> Weights:
 def _shards(index: Path) -> list[str] | None:
     try:
         names = set(read_json_object(index)["weight_map"].values())
-        # Names of files beside the index: with a path in them they would be read from anywhere.
+        # Only names of files next to the index: with a path in them, files anywhere would be read.
         return sorted(names) if names and all(Path(name).name == name and "\0" not in name for name in names) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """Return the header of a safetensors file, tensor name to dtype, shape and offsets; None if the file is not whole.
+    """Return the header of a safetensors file, tensor name to dtype, shape and offsets; None if the file is incomplete.
 
     Args:
-        path: The file; only its header is read.
+        path: Safetensors file; only its header is read.
     Source:
         https://huggingface.co/docs/safetensors: 8 bytes of little-endian length, a JSON header, the data.
     """
@@ -98,7 +98,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
 
 
 def _end(tensor: dict[str, Any]) -> int:
-    """Return the offset past a tensor's bytes; ValueError unless the entry has all that readers use."""
+    """Return the end offset of a tensor's bytes; raise ValueError if the entry lacks a field that readers use."""
     begin, end = tensor["data_offsets"]
     sizes = [begin, end, *tensor["shape"]]
     if not isinstance(tensor["dtype"], str) or any(type(size) is not int or size < 0 for size in sizes):
@@ -107,14 +107,14 @@ def _end(tensor: dict[str, Any]) -> int:
 
 
 def count_stored_parameters(weights: Weights, config: Mapping[str, Any], *, tied: bool) -> int | None:
-    """Count parameters from safetensors headers, for architectures without a formula.
+    """Count parameters from safetensors headers, for architectures without a declared family.
 
     Args:
-        weights: Of the model's folder.
+        weights: Weights of the model's folder.
         config: Content of config.json.
         tied: Whether the head is the embedding; a stored copy of it then counts once.
     Returns:
-        Elements of all floating-point tensors; None if files are missing, or quantized so that elements are packed.
+        Number of elements of all floating-point tensors; None if files are missing, or quantised with packed elements.
     """
     if not weights.loadable or config.get("quantization_config"):
         return None

@@ -1,1 +1,1 @@
-"""A look at the files of a data set before a run, without torch: format, columns, chat template."""
+"""Inspection of the files of a data set before a run, without torch: format, columns, chat template."""

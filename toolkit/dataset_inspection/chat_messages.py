@@ -1,7 +1,7 @@
-"""What the messages of a conversation hold besides role and content: what is learned of them, and what a template shows.
+"""The fields of chat messages other than role and content: which messages are trained on, and what a template renders.
 
-Nothing that a message holds is passed over in silence. What a template must show to tell the conversation is refused where
-it does not; what nothing is known of is named once.
+No field of a message is ignored silently. A conversation is refused if the template leaves out a part that it needs; unknown
+fields are reported once.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from toolkit.io import parse_json
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, Any], str]
 
-# Keys by which files leave a message out of the loss, and the values of each: learned, not learned. OpenAI's `weight`,
-# `train` and `training` of ShareGPT as Axolotl reads it, `masked` of earlier tools.
+# Keys that leave a message out of the loss, with the values for trained and not trained on. OpenAI's `weight`, `train` and
+# `training` of ShareGPT as Axolotl reads it, `masked` of earlier tools.
 _LEARNED: dict[str, tuple[Any, Any]] = {
     "weight": (1, 0),
     "train": (True, False),
     "training": (True, False),
     "masked": (False, True),
 }
-# Those by which a message that would not be learned asks to be: weight 1 is what OpenAI's files say of any.
+# Keys that include an otherwise excluded message in the loss; weight 1 is not one, as OpenAI's files set it anywhere.
 _ASKING = ("train", "training")
-# Names under which a message's thoughts are passed: chat templates read one of them (transformers 5.24
+# Names for the reasoning of a message: chat templates read one of them (transformers 5.24
 # utils/chat_template_utils.py _alias_reasoning_fields; earlier releases alias nothing).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# What a message says besides its content.
+# Fields that carry text in addition to the content.
 _SAID = ("tool_calls", "function_call", "refusal", "audio", "name", *_REASONING)
-# What each message has, by our names and by those of ShareGPT.
+# Fields that each message has, by our names and by those of ShareGPT.
 _WRITTEN = ("role", "content", "from", "value")
-# Which call a tool's answer belongs to: order says it too, and most templates leave these out.
+# The call that a tool's answer belongs to: the order shows it too, and most templates leave these out.
 _OF_A_TOOL = ("name", "tool_call_id")
 _MARK = "\N{SECTION SIGN}"
 
 
 def learning_fault(messages: Sequence[Mapping[str, Any]], loss_on: str = "all", *, at: str = "messages") -> str | None:
-    """Return what is wrong with the keys that take messages out of the loss; None when nothing is.
+    """Return what is wrong with the keys that exclude messages from the loss; None if nothing is.
 
     Args:
-        messages: Whose role and content are sound.
-        loss_on: `data.loss_on`.
+        messages: Messages with a valid role and content.
+        loss_on: Value of `data.loss_on`.
         at: Name of their column.
     """
     for index, message in enumerate(messages):
@@ -68,26 +68,26 @@ def learning_fault(messages: Sequence[Mapping[str, Any]], loss_on: str = "all", 
 
 
 def asks_to_learn(message: Mapping[str, Any]) -> bool | None:
-    """Return whether a message is to be learned, by one of its own keys; None where it does not say."""
+    """Return whether a message's own keys include it in the loss; None if it has no such key."""
     if is_left_out(message):
         return False
     return True if any(message.get(key) is True for key in _ASKING) else None
 
 
 def said_besides(message: Mapping[str, Any]) -> str | None:
-    """Name the first key by which a message says more than its content."""
+    """Return the first key of a message that carries text in addition to its content; None if there is none."""
     return next((key for key in _SAID if message.get(key)), None)
 
 
 def is_left_out(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is not to be learned, by one of its own keys."""
+    """Return whether one of a message's own keys excludes it from the loss."""
     return any(message.get(key) is not None and message[key] == no for key, (_, no) in _LEARNED.items())
 
 
 def for_template(messages: Iterable[Mapping[str, Any]]) -> Messages:
-    """Return messages as a template takes them: without nulls and keys of the loss, thoughts under each name.
+    """Return messages in the form for templates: without nulls and loss keys, with the reasoning under each of its names.
 
-    Nulls inside tool calls are left out as well: Arrow fills them in where another record has a key.
+    Nulls inside tool calls are removed as well: Arrow adds them for keys that only other records have.
     """
     shown = []
     for message in messages:
@@ -101,10 +101,10 @@ def for_template(messages: Iterable[Mapping[str, Any]]) -> Messages:
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the descriptions of tools that a record offers, which may be a list or its JSON text; None without any.
+    """Return the tool descriptions of a record, which may be a list or its JSON text; None without any.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: If they are neither.
     """
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -123,16 +123,16 @@ def _without_nulls(value: Any) -> Any:
 
 
 def unread_keys(messages: Iterable[Any], *, template: str | None = None) -> Counter[str]:
-    """Count keys of messages that nothing reads: unknown ones, and which call a tool's answer belongs to.
+    """Count the message keys that nothing reads: unknown ones, and those that assign a tool's answer to its call.
 
     Args:
-        messages: As the file has them.
-        template: Text of the chat template, which reads what it mentions; None where it is not at hand.
+        messages: Messages as in the file.
+        template: Text of the chat template, which reads the keys that it mentions; None if it is not available.
     """
     known = {*_WRITTEN, *_LEARNED, *_SAID, *_OF_A_TOOL}
     found: Counter[str] = Counter()
     for message in (message for message in messages if isinstance(message, Mapping)):
-        # Of the keys that are known, those of a tool's answer are the ones that a template may well leave out.
+        # Among known keys, a template may leave out only those of a tool's answer.
         optional = _OF_A_TOOL if template is not None and message.get("role") == "tool" else ()
         keys = [key for key, value in message.items() if value is not None and (key not in known or key in optional)]
         found.update(key for key in keys if not re.search(rf"\b{re.escape(str(key))}\b", template or ""))
@@ -140,14 +140,14 @@ def unread_keys(messages: Iterable[Any], *, template: str | None = None) -> Coun
 
 
 def dropped(messages: Messages, tools: Any, whole: str, render: Render) -> str | None:
-    """Name the first part of a conversation that a template leaves out; None when it shows all.
+    """Return the first part of a conversation that a template leaves out; None if it renders all.
 
-    Each part is taken out in turn: what then renders the same was not shown.
+    Each part is removed in turn: if the rendering stays the same, the part was not rendered.
 
     Args:
-        messages: As `for_template` gives them.
-        tools: As `tools_of` gives them.
-        whole: The conversation as it is rendered.
+        messages: Messages from `for_template`.
+        tools: Tool descriptions from `tools_of`.
+        whole: Rendered conversation.
         render: Renders messages and tools.
     """
     if tools and _renders(render, messages, None) == whole:
@@ -162,7 +162,7 @@ def dropped(messages: Messages, tools: Any, whole: str, render: Render) -> str |
                 return f"messages[{index}].{key}"
         content = message.get("content")
         if content and content.strip() and content.strip() not in whole:
-            # It may be shown in other letters, as JSON: then another content is shown as another one.
+            # The content may be rendered escaped, as in JSON: then changing it changes the rendering.
             changed = {**message, "content": content + _MARK}
             if _renders(render, [*messages[:index], changed, *messages[index + 1 :]], tools) == whole:
                 return f"messages[{index}].content"
@@ -170,19 +170,19 @@ def dropped(messages: Messages, tools: Any, whole: str, render: Render) -> str |
 
 
 def _renders(render: Render, messages: Messages, tools: Any) -> str | None:
-    """Render what need not be a whole conversation; None where the template refuses it."""
+    """Render messages that may be an incomplete conversation; None if the template refuses them."""
     try:
         return render(messages, tools)
-    except Exception:  # a template is a program: without a part that it needs it may fail in any way
+    except Exception:  # a template is a program: without a required part it may fail in any way
         return None
 
 
 def dropped_problem(part: str, *, where: str, key: str) -> Problem:
-    """Return DATA_CHAT_DROPPED: a template leaves out a part of a conversation.
+    """Return the problem DATA_CHAT_DROPPED: a template leaves out a part of a conversation.
 
     Args:
-        part: As `dropped` names it.
-        where: File or data, and record.
+        part: Part as returned by `dropped`.
+        where: File or `data`, with the record.
         key: Key path that the problem names.
     """
     leaf = part.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""`data.chat_template`: the template of a tokenizer that has none, or in place of the one it has."""
+"""`data.chat_template`: a template for a tokenizer without one, or to replace the tokenizer's own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 CHATML = "chatml"
 
-# ChatML as Qwen and SmolLM speak it. Each answer ends with the tokenizer's own end mark as well, where that is another,
-# so that generation stops. `toolkit.data.chat_template` puts a beginning mark in front for tokenizers that use one.
+# ChatML as Qwen and SmolLM use it. Each answer also ends with the tokenizer's EOS token, if that is a different one, so that
+# generation stops. `toolkit.data.chat_template` adds the BOS token in front for tokenizers that use one.
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -39,7 +39,7 @@ NO_CHAT_TEMPLATE_FIX = (
     "with a Jinja template, or give prompt and completion columns"
 )
 
-# Characters of a template file: a hundred times what published ones take.
+# Largest template file, in characters: a hundred times the size of published ones.
 _MAX_CHARACTERS = 1_000_000
 
 
@@ -47,8 +47,8 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
     """Return the text of `data.chat_template`.
 
     Args:
-        name: `chatml`, or a file.
-        base: Folder that a relative path starts from; the working directory when None.
+        name: `chatml`, or a path of a file.
+        base: Folder that a relative path starts from; the working directory if None.
     Raises:
         DataError: DATA_CHAT_TEMPLATE_FILE, if it is not readable text, or empty.
         SpecError: PATH_UNREADABLE.
@@ -72,16 +72,16 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
 
 
 class TemplateRefusalError(Exception):
-    """A template says by `raise_exception` that it does not take a conversation."""
+    """Raised if a template refuses a conversation by `raise_exception`."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Renders conversations as transformers does, without it.
+    """Renders conversations as transformers does, without importing it.
 
     Args:
-        text: Jinja.
-        eos_token: End mark of the tokenizer; None if it has none.
+        text: Jinja template.
+        eos_token: EOS token of the tokenizer; None if it has none.
     """
 
     text: str
@@ -98,8 +98,8 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Raises:
-            TemplateRefusalError: By the template's own word, or because it is not valid Jinja.
-            Exception: Whatever else a program raises.
+            TemplateRefusalError: If the template refuses the conversation, or is not valid Jinja.
+            Exception: Any other error in the template.
         """
         marks = {} if self.eos_token is None else {"eos_token": self.eos_token}
         rendered: str = self._compiled.render(
@@ -109,7 +109,7 @@ class ChatTemplate:
 
 
 def _environment() -> jinja2.Environment:
-    """Make Jinja's environment with what templates of chats expect there.
+    """Build a Jinja environment with the extensions and filters that chat templates expect.
 
     Source:
         transformers utils/chat_template_utils.py _cached_compile_jinja_template: the same syntax, extensions and filters.
@@ -118,9 +118,9 @@ def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Takes `{% generation %}`, with which templates mark answers."""
+        """Jinja extension for `{% generation %}`, with which templates mark answers."""
 
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+        tags = {"generation"}  # noqa: RUF012 - as in jinja2
 
         def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
             next(parser.stream)
@@ -141,37 +141,37 @@ def _environment() -> jinja2.Environment:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Stand for Jinja's own filter, which escapes what HTML would read."""
+    """Convert to JSON in place of Jinja's own filter, which escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def template_problems(name: str, text: str) -> list[Problem]:
-    """Return DATA_CHAT_TEMPLATE_FILE where a template is not valid Jinja.
+    """Return the problem DATA_CHAT_TEMPLATE_FILE if a template is not valid Jinja.
 
     Args:
-        name: As the job has it.
-        text: Its content.
+        name: Name of the template in the job.
+        text: Content of the template.
     """
     compiled = _compile(text)
     return [chat_template_problem(name, compiled)] if isinstance(compiled, str) else []
 
 
 def _compile(text: str) -> jinja2.Template | str:
-    """Compile a template, or says what is wrong with it."""
+    """Compile a template, or return what is wrong with it."""
     import jinja2
 
     try:
         return _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {(error.message or 'it is not Jinja').rstrip('.')}"
-    except SyntaxError as error:  # Python's, of what Jinja makes of it, such as a break outside of a loop
+    except SyntaxError as error:  # of Python, in the code that Jinja generates, such as a break outside a loop
         return error.msg
     except RecursionError:
         return "it is nested too deep"
 
 
 def chat_template_problem(name: str, what: str) -> Problem:
-    """Return DATA_CHAT_TEMPLATE_FILE: what `data.chat_template` names is not a template."""
+    """Return the problem DATA_CHAT_TEMPLATE_FILE: `data.chat_template` does not name a template."""
     return Problem(
         code="DATA_CHAT_TEMPLATE_FILE",
         key="data.chat_template",
@@ -181,11 +181,11 @@ def chat_template_problem(name: str, what: str) -> Problem:
 
 
 def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
-    """Return DATA_CHAT_TEMPLATE: a template does not take a conversation.
+    """Return the problem DATA_CHAT_TEMPLATE: a template refuses a conversation.
 
     Args:
-        reason: What it says.
-        where: File or data, and record.
+        reason: Message of the template.
+        where: File or `data`, with the record.
         key: Key path that the problem names.
     """
     return Problem(
@@ -197,7 +197,7 @@ def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
 
 
 def unused_chat_template(data: Data, format_: Format) -> list[Problem]:
-    """Return DATA_CHAT_TEMPLATE_UNUSED where no conversation is rendered."""
+    """Return the problem DATA_CHAT_TEMPLATE_UNUSED if no conversation is rendered."""
     if data.chat_template is None or format_ == "messages":
         return []
     return [

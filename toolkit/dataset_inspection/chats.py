@@ -1,4 +1,4 @@
-"""What shows of conversations before they are loaded: what is learned of them, and what their chat template leaves out."""
+"""Checks of conversations before they are loaded: what is trained on, and what their chat template leaves out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Records = Sequence[tuple[int, dict[str, Any]]]
 
 
 def conversations(records: Records, layout: Layout) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the records that are conversations without a fault, by our own columns, with their lines."""
+    """Yield the records that are valid conversations, in our own columns, with their line numbers."""
     for line, record in records:
         if layout.format == "messages" and layout.fault(record) is None:
             yield line, record if layout.convert is None else layout.convert(record)
@@ -31,17 +31,17 @@ def conversations(records: Records, layout: Layout) -> Iterator[tuple[int, dict[
 def conversation_problems(
     records: Records, layout: Layout, loss_on: str, template: ChatTemplate | None, *, key: str, name: str
 ) -> list[Problem]:
-    """Return what keeps conversations from being learned whole, as far as their files and their template tell.
+    """Return the problems of training on whole conversations, as far as their files and their template show.
 
     Args:
-        records: The head of a source.
-        layout: How it holds them.
-        loss_on: `data.loss_on`.
-        template: What they are rendered by; None where only the tokenizer on the hub can tell.
+        records: First records of a source.
+        layout: Layout of its columns.
+        loss_on: Value of `data.loss_on`.
+        template: Chat template that renders them; None if it is in a tokenizer on the hub.
         key: Key path that problems name.
-        name: Of the source.
+        name: Name of the source.
     Returns:
-        DATA_TYPE, DATA_CHAT_DROPPED or DATA_CHAT_TEMPLATE, each for the first record that it is true of.
+        DATA_TYPE, DATA_CHAT_DROPPED or DATA_CHAT_TEMPLATE, each for the first record that has it.
     """
     found: dict[str, Problem] = {}
     shapes: set[str] = set()
@@ -50,8 +50,8 @@ def conversation_problems(
         if (fault := learning_fault(record["messages"], loss_on)) is not None:
             fix = "Correct or remove the key"
             found.setdefault("fault", Problem(code="DATA_TYPE", key=key, message=f"{where}: {fault}", fix=fix))
-        # What a template shows depends on who speaks and which keys there are: one record of a kind stands for the others
-        # here, and each is looked at when it is tokenised.
+        # What a template renders depends on the roles and keys: here one record of each kind is checked for the others,
+        # and every record when it is tokenised.
         shape = repr([(message["role"], sorted(message)) for message in for_template(record["messages"])])
         if template is None or shape in shapes:
             continue
@@ -74,7 +74,7 @@ def _rendering_problems(
         part = dropped(messages, tools, template.render(messages, tools), template.render)
     except TemplateRefusalError as error:
         yield refused_problem(str(error), where=where, key=key)
-    except Exception:  # transformers' own environment has the last word on other faults of a program
+    except Exception:  # other errors are left to the rendering by transformers
         return
     else:
         if part is not None:
@@ -82,12 +82,12 @@ def _rendering_problems(
 
 
 def unread_key_warning(name: str, conversations_: Sequence[Any], *, template: str | None) -> str | None:
-    """Name once the keys of a source's messages that nothing reads, with how often they occur; None without any.
+    """Return a warning of the message keys of a source that nothing reads, with their counts; None without any.
 
     Args:
-        name: Of the source.
-        conversations_: Lists of messages, as the file has them.
-        template: Text of their chat template, if it is at hand.
+        name: Name of the source.
+        conversations_: Lists of messages, as in the file.
+        template: Text of their chat template, if available.
     """
     found: Counter[str] = Counter()
     for messages in conversations_:

@@ -1,4 +1,4 @@
-"""Which layout a source has, read off its columns; or what its columns lack."""
+"""The layout of a source, determined from its columns, or the columns it lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.dataset_inspection.formats import FORMAT_COLUMNS, as_format
 from toolkit.dataset_inspection.layouts import Layout, fitting_layouts
 from toolkit.errors import Problem
 
-# Names that other tools give to our columns.
+# Names of our columns in other tools.
 _SYNONYMS = {
     "content": "text", "document": "text", "body": "text",
     "instruction": "prompt", "question": "prompt", "query": "prompt",
@@ -20,15 +20,15 @@ _TURNS = 'Each of its items is {"role": "user", "content": "..."}'
 
 
 def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) -> Layout | Problem:
-    """Read the layout off the columns, or says why it cannot be what `data.format` asks.
+    """Return the layout of some columns, or the problem if it is not one of `data.format`.
 
     Args:
-        columns: Names found.
-        wanted: `data.format`.
+        columns: Names of the columns.
+        wanted: Value of `data.format`.
         key: Key path that the problem names.
         name: File or hub id, for the message.
     Returns:
-        The layout; or DATA_COLUMNS, DATA_FORMAT.
+        The layout, or DATA_COLUMNS or DATA_FORMAT.
     """
     found = tuple(columns)
     fitting = {layout.format: layout for layout in fitting_layouts(found, wanted)}
@@ -59,7 +59,7 @@ def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) 
 
 
 def _renames(columns: tuple[str, ...]) -> str:
-    """Return what each column was probably meant to be, and what to do with those left over; "" when none is near."""
+    """Return the probable intended name of each column, and what to do with the rest; "" if no name is similar."""
     accepted = [name for names in FORMAT_COLUMNS.values() for name in names]
     meant: dict[str, str] = {}
     for column in columns:

@@ -1,4 +1,4 @@
-"""The head of a data file: its columns and first records, read without torch and without `datasets`."""
+"""The head of a data file: its columns and first records, read without torch or `datasets`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from toolkit.io import parse_json, parse_json_at, read_json_object
 Kind = Literal["jsonl", "json", "txt", "csv", "parquet", "saved", "hub"]
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".json": "json", ".txt": "txt", ".csv": "csv", ".parquet": "parquet"}
 
-PEEK_RECORDS = 1000  # records a file: every mistake made throughout a file shows, and the read stays under 50 ms
-ENCODING_BYTES = 4096  # bytes of a text file from which its encoding is told
-# Marks that a file begins with; that of UTF-32 begins with that of UTF-16, and comes first.
+PEEK_RECORDS = 1000  # records per file: enough to show systematic mistakes, and read in under 50 ms
+ENCODING_BYTES = 4096  # bytes of a text file from which its encoding is detected
+# Byte order marks; that of UTF-32 begins with that of UTF-16, so it comes first.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -34,12 +34,12 @@ PEEK_BYTES = 16 * 2**20  # bytes of a .json or .csv file that are read: their re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What the first records of a file show.
+    """The columns, first records and problems of a file.
 
     Args:
-        columns: Names in order of first appearance.
-        records: (line of a text file or number of the record, from 1; its columns).
-        problems: What is wrong with the file itself.
+        columns: Column names in order of first appearance.
+        records: Pairs of line number (of a text file) or record number, from 1, and the record's columns.
+        problems: Problems of the file itself.
     """
 
     columns: tuple[str, ...] = ()
@@ -51,7 +51,8 @@ def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head
     """Read up to `PEEK_RECORDS` records of a local file or of a folder that `datasets` saved.
 
     Args:
-        path: An existing file, or folder for `saved`.
+        path: Existing file, or folder for `saved`.
+        kind: Kind of the file.
         key: Key path that problems name.
         split: Split of a saved `DatasetDict`.
     Returns:
@@ -74,7 +75,7 @@ def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head
         found = f"{error.reason}, byte {error.object[error.start]:#04x} at offset {error.start}"
         return Head(problems=(_encoding_problem(path, key, found, "LATIN1"),))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
-        # pyarrow.ArrowInvalid is a ValueError; the JSON of a saved folder may hold anything anywhere.
+        # pyarrow.ArrowInvalid is a ValueError; the JSON of a saved folder may have any structure.
         return Head(problems=(_unreadable(path, kind, key, error),))
     if head.records or head.problems:
         return head
@@ -84,7 +85,7 @@ def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head
 
 
 def first_bad_json_line(path: Path) -> str | None:
-    """Return which line of a JSON-lines file is the first that is not an object, and why; None when all are."""
+    """Return the first line of a JSON-lines file that is not an object, with the reason; None if all are objects."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip() and isinstance(found := _parse_line(line), str):
@@ -93,13 +94,13 @@ def first_bad_json_line(path: Path) -> str | None:
 
 
 def _foreign_encoding(path: Path) -> str | None:
-    """Name the encoding of a file whose first bytes are not UTF-8's: a mark, or a null in every other byte."""
+    """Return the encoding of a file that does not begin like UTF-8: with a byte order mark, or a null in every other byte."""
     with path.open("rb") as file:
         begin = file.read(ENCODING_BYTES)
     for mark, name in _MARKS:
         if begin.startswith(mark):
             return name
-    # Markup, digits and Latin letters have a null beside each; UTF-8 has a null for the character of that number alone.
+    # In UTF-16 markup, digits and Latin letters have a null byte each; in UTF-8 only U+0000 does.
     size = len(begin) // 2
     for name, offset in (("UTF-16LE", 1), ("UTF-16BE", 0)):
         nulls = begin[offset::2].count(0)
@@ -138,7 +139,7 @@ def _json_problem(path: Path, key: str, found: str) -> Problem:
 def _parse_line(line: bytes) -> dict[str, Any] | str:
     """Return the object of one line, or what is wrong with it."""
     try:
-        value = parse_json(line.decode("utf-8-sig"))  # of bytes, the json module would guess another encoding
+        value = parse_json(line.decode("utf-8-sig"))  # given bytes, the json module would guess another encoding
     except UnicodeDecodeError as error:
         return f"is not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}"
     except json.JSONDecodeError as error:
@@ -155,7 +156,7 @@ def _not_a_record(value: Any) -> str:
 
 
 def _is_unicode(value: Any) -> bool:
-    """Return whether every string in a JSON value is text: escapes can spell halves of surrogate pairs, which are none."""
+    """Return whether every string in a JSON value is text: escapes can spell halves of surrogate pairs, which are not."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -203,14 +204,14 @@ def _read_json(path: Path, key: str) -> Head:
             if len(records) == PEEK_RECORDS:
                 break
     except json.JSONDecodeError as error:
-        if whole or not records:  # otherwise the array merely goes on past what was read
+        if whole or not records:  # otherwise the array only continues past the bytes that were read
             found = f"line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
             return Head(columns=_columns(records), records=tuple(records), problems=(_json_problem(path, key, found),))
     return Head(columns=_columns(records), records=tuple(records))
 
 
 def _array_items(text: str) -> Iterator[Any]:
-    """Decode the elements of a JSON array one by one, so that a long file need not be read to its end."""
+    """Yield the elements of a JSON array one by one, so that a long file need not be read to its end."""
 
     def skip(at: int) -> int:
         while at < len(text) and text[at] in " \t\r\n":
@@ -318,6 +319,6 @@ def _read_saved(path: Path, key: str, split: str) -> Head:
                 rows += head.to_pylist()
                 if len(rows) >= PEEK_RECORDS:
                     break
-    if not isinstance(info["features"], dict):  # by name, as `Features` of `datasets` writes itself
+    if not isinstance(info["features"], dict):  # by name, as `datasets.Features` serialises itself
         raise ValueError(f"features of dataset_info.json is {kind_of(info['features'])}, not an object")
     return Head(columns=tuple(info["features"]), records=tuple(enumerate(rows, 1)))

@@ -1,4 +1,4 @@
-"""The three document formats: the columns of each, and what a record of it must look like."""
+"""The three document formats: the columns of each, and the checks of its records."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ FORMAT_COLUMNS: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "messages": ("messages",),
 }
-# A message that calls a tool may say nothing besides.
+# A message that calls a tool may have no content.
 _CALLS = ("tool_calls", "function_call")
 LOSS_ON_FORMAT: dict[str, Format] = {"completion": "prompt_completion", "assistant": "messages"}
 
 
 def as_format(name: str) -> Format:
-    """Narrow a string to the format that it names."""
+    """Narrow a string to the type `Format`."""
     return next(format_ for format_ in get_args(Format) if format_ == name)
 
 
 def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
-    """Return what keeps one record from being a document of this format; None when nothing does."""
+    """Return why a record is not a valid document of this format; None if it is."""
     if format_ == "messages":
         return _messages_fault(record.get("messages"))
     for column in FORMAT_COLUMNS[format_]:
@@ -34,7 +34,7 @@ def record_fault(record: Mapping[str, Any], format_: Format) -> str | None:
 
 
 def loss_on_problem(loss_on: str, format_: Format) -> Problem | None:
-    """Return DATA_LOSS_ON when the format has no tokens of the kind that `data.loss_on` names."""
+    """Return the problem DATA_LOSS_ON if the format has no tokens of the kind that `data.loss_on` names."""
     needed = LOSS_ON_FORMAT.get(loss_on, format_)
     if needed == format_:
         return None
@@ -60,7 +60,7 @@ def _messages_fault(messages: Any) -> str | None:
 
 
 def kind_of(value: Any, *, null: str = "absent or null") -> str:
-    """Return in words what a JSON value is; `null` stands for None."""
+    """Return the type of a JSON value in words; `null` is the text for None."""
     if value is None:
         return null
     names = {

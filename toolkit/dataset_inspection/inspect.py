@@ -1,4 +1,4 @@
-"""What a job's data is, and every mistake in it that shows without loading it: no torch, no `datasets`."""
+"""Inspection of a job's data, and every mistake that shows without loading it: no torch, no `datasets`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _FILE_SUFFIXES = {".tsv", ".gz", ".zst", ".zip", ".tar", ".jsonlines", ".ndjson"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFacts:
-    """One entry of `data.train` or `data.eval`.
+    """Facts about one entry of `data.train` or `data.eval`.
 
     Args:
-        name: As written in the job.
+        name: Name as written in the job.
         kind: Suffix family of a file, `saved` (a folder of `datasets`), or `hub`.
-        path: Where it lies; None for the hub.
+        path: Local path; None for the hub.
         columns: Names of its columns; empty for the hub.
-        format: What its records are; None when only loading it tells.
+        format: Format of its records; None if only loading it can tell.
         num_bytes: Size on disk, bytes; None for the hub.
-        unread: Columns that are not empty, would add to the documents by their names, and are read by nothing.
-        unread_keys: Says which keys of its messages are read by nothing; None where none is.
+        unread: Columns that are not empty, belong to the documents by their names, and are not read.
+        unread_keys: Warning of the keys of its messages that are not read; None without any.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SourceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
-    """All sources of a job's data, and the one format that they share (None when only loading tells)."""
+    """Facts about all sources of a job's data, and their common format (None if only loading can tell)."""
 
     train: tuple[SourceFacts, ...]
     eval: tuple[SourceFacts, ...]
@@ -70,20 +70,20 @@ class DatasetFacts:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What training would pass over, a sentence for the columns and one for the keys of messages of each source."""
+        """Warnings of what training would ignore: one for the columns and one for the message keys of each source."""
         sources = self.train + self.eval
         columns = [unread_warning(source.name, source.unread) for source in sources if source.unread]
         return (*columns, *(source.unread_keys for source in sources if source.unread_keys is not None))
 
     @property
     def num_bytes(self) -> int | None:
-        """Size of the local training sources on disk, bytes; None when one lies on the hub."""
+        """Size of the local training sources on disk, bytes; None if one is on the hub."""
         sizes = [source.num_bytes for source in self.train]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def unread_warning(name: str, columns: Sequence[str]) -> str:
-    """Return that columns with context are read by nothing, and what to do."""
+    """Return the warning that columns with context are not read, and what to do."""
     them, is_ = ("it", "is") if len(columns) == 1 else ("them", "are")
     return (
         f"{name}: the column{'s' * (len(columns) > 1)} {', '.join(columns)} {is_} read by nothing: work {them} into the"
@@ -94,12 +94,12 @@ def unread_warning(name: str, columns: Sequence[str]) -> str:
 def peek(
     data: Data, *, base: Path | None = None, template: ChatTemplate | None = None
 ) -> tuple[DatasetFacts, tuple[Problem, ...]]:
-    """Look at the head of every source (1000 records a file), never stopping at the first fault.
+    """Inspect the head of every source (1000 records per file), without stopping at the first fault.
 
     Args:
         data: The job's data section.
-        base: Folder that relative paths start from; the working directory when None.
-        template: Chat template of the tokenizer, if it is at hand; `data.chat_template` goes before it.
+        base: Folder that relative paths start from; the working directory if None.
+        template: Chat template of the tokenizer, if available; `data.chat_template` takes precedence.
     Returns:
         The facts that could be read, and the problems: DATA_NOT_FOUND, DATA_SUFFIX, DATA_EMPTY, DATA_JSON,
         PATH_UNREADABLE, DATA_ENCODING, DATA_READ, DATA_COLUMNS, DATA_FORMAT, DATA_TYPE, DATA_MIXED, DATA_LOSS_ON, DATA_SPLIT,
@@ -154,7 +154,7 @@ def _look_at(
     path = root / name
     try:
         found = path_kind(path, key=key)
-        path = Path(os.path.realpath(path))  # Path.resolve raises for links in a circle before Python 3.13
+        path = Path(os.path.realpath(path))  # Path.resolve raises for circular links before Python 3.13
         if found == "absent":
             if is_hub_id(name):
                 return SourceFacts(name=name, kind="hub", path=None, columns=(), format=_wanted(data), num_bytes=None)
@@ -224,7 +224,7 @@ def _local_kind(path: Path, found: PathKind, *, key: str) -> Kind | None:
     if found == "folder":
         saved = any(is_file(path / name, key=key) for name in ("state.json", "dataset_dict.json"))
         return "saved" if saved else None
-    return SUFFIXES.get(path.suffix.lower()) if found == "file" else None  # a pipe would be waited for
+    return SUFFIXES.get(path.suffix.lower()) if found == "file" else None  # opening a pipe would block
 
 
 def _odd_kind(name: str, path: Path, found: PathKind, *, key: str) -> Problem:
@@ -282,7 +282,7 @@ def _mixed(sources: list[SourceFacts]) -> Problem:
 
 
 def _combination_problems(data: Data, format_: Format | None, sources: dict[str, list[SourceFacts]]) -> list[Problem]:
-    """Check keys against each other: none may be accepted and then not used."""
+    """Return the problems of keys that contradict each other: none may be accepted and then not used."""
     problems: list[Problem] = []
     if format_ is not None:
         if problem := loss_on_problem(data.loss_on, format_):
@@ -324,7 +324,7 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
 
 
 def _template(data: Data, root: Path, own: ChatTemplate | None) -> tuple[ChatTemplate | None, tuple[Problem, ...]]:
-    """Return what renders messages, if it is at hand, and what is wrong with the job's own template."""
+    """Return the template that renders messages, if available, and the problems of the job's own template."""
     name = data.chat_template
     if name is None:
         return own, ()
@@ -337,7 +337,7 @@ def _template(data: Data, root: Path, own: ChatTemplate | None) -> tuple[ChatTem
 
 
 def _revision_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:
-    """A revision is of one repository: of no local file, and not of two repositories at once."""
+    """Return the problems of a revision: it applies to one hub repository, not to local files or two repositories."""
     if data.revision is None or not sources:
         return []
     said, ids = f"data.revision={data.revision}", sorted({source.name for source in sources if source.kind == "hub"})

@@ -1,6 +1,6 @@
-"""How the columns of a source hold documents: in our own columns, or in those of Alpaca or ShareGPT.
+"""Layouts of documents in the columns of a source: our own columns, or those of Alpaca or ShareGPT.
 
-Source: the Alpaca prompt is that of github.com/tatsu-lab/stanford_alpaca (README; the `text` column of tatsu-lab/alpaca
+Sources: the Alpaca prompt is that of github.com/tatsu-lab/stanford_alpaca (README; the `text` column of tatsu-lab/alpaca
 is prompt and completion); ShareGPT's `conversations` of {from, value} as FastChat and LLaMA-Factory read them.
 """
 
@@ -20,7 +20,7 @@ _ALPACA = (
 )
 _PAIRED = ", paired with an input that provides further context"
 
-# What ShareGPT calls those who speak, and the roles that chat templates know.
+# ShareGPT's names of speakers, and the roles that chat templates know.
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -31,22 +31,22 @@ SHAREGPT_ROLES = {
     "tool": "tool",
 }
 
-# Columns that would change what a document says, were they read: their loss is never meant. Of all others (ids, sources,
-# scores, urls) nothing can be learned.
+# Columns that would change a document if they were read: leaving them out is a mistake. All others (ids, sources, scores,
+# urls) are not training data.
 _CONTEXT = ("input", "context", "passage", "documents", "system", "system_prompt", "history", "tools")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way in which columns hold documents of a format.
+    """One layout of the documents of a format in columns.
 
     Args:
-        name: What people call it.
-        format: Of the documents.
-        needed: Columns without which it is another layout.
+        name: Common name of the layout.
+        format: Format of the documents.
+        needed: Columns that it requires.
         optional: Further columns that it reads.
-        fault: Says what keeps a record from being a document; None when nothing does.
-        convert: Gives the record in our own columns; None where it is in them already.
+        fault: Returns why a record is not a document; None if it is.
+        convert: Converts a record to our own columns; None if it has them already.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Layout:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Every column that it reads, if there."""
+        """All columns that it reads if they are present."""
         return (*self.needed, *self.optional)
 
 
 def fitting_layouts(columns: tuple[str, ...], wanted: str) -> list[Layout]:
-    """Return the layouts that the columns have, our own first, at most one a format.
+    """Return the layouts that fit the columns, our own first, at most one per format.
 
-    Alpaca's columns make prompts and completions, or messages where `wanted` says so.
+    Alpaca's columns become prompts and completions, or messages if `wanted` is that format.
     """
     fitting: dict[Format, Layout] = {}
     for layout in LAYOUTS:
@@ -75,7 +75,7 @@ def fitting_layouts(columns: tuple[str, ...], wanted: str) -> list[Layout]:
 
 
 def unread_columns(layout: Layout, columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Name the columns with context for the documents that this layout does not read."""
+    """Return the columns with context of the documents that this layout does not read."""
     return tuple(column for column in columns if column.lower() in _CONTEXT and column not in layout.reads)
 
 
@@ -135,7 +135,7 @@ def _sharegpt_chat(record: Record) -> dict[str, Any]:
         {
             "role": SHAREGPT_ROLES[turn.get("from", turn.get("role")).lower()],
             "content": turn.get("value", turn.get("content")),
-            # In each message, with or without a value: records become one table.
+            # Set in each message, even without a value: records become one table.
             "train": asks_to_learn(turn),
         }
         for turn in record["conversations"]
