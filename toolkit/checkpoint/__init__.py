@@ -1,1 +1,1 @@
-"""Keep: checkpoints that are complete or absent, verified by checksum, and resumed exactly."""
+"""Checkpoints that are complete or absent, verified by checksum, and resumed exactly."""

@@ -1,4 +1,4 @@
-"""Whether a plan can go on from a checkpoint, and what that changes; decided without torch, so before any process starts."""
+"""Checks whether a plan can resume from a checkpoint, and what that changes; without torch, so before any process starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEEPSPEED = "deepspeed."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A key with another value than the checkpoint's run had, and the row of its rule."""
+    """A key whose value differs from the checkpoint's run, and its rule."""
 
     key: str
     now: Any
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def name(self) -> str:
-        """How a message calls the key."""
+        """Name of the key in messages."""
         return self.rule.name or self.key
 
     def __str__(self) -> str:
@@ -37,10 +37,10 @@ class Change:
 
 
 def check_resumable(plan: Plan, folder: Path) -> State:
-    """Checks all of a checkpoint but the contents of DeepSpeed's files, which the ranks compare before they load them.
+    """Check all of a checkpoint but the contents of DeepSpeed's files, which the ranks compare before they load them.
 
     Returns:
-        Where the saved run stood.
+        State of the saved run.
 
     Raises:
         CheckpointError: The checkpoint is absent, incomplete, damaged, or not of this plan.
@@ -55,7 +55,7 @@ def check_resumable(plan: Plan, folder: Path) -> State:
 
 
 def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
-    """Return the length of the run that a plan would make of a checkpoint; None where only reading the data tells."""
+    """Return the length of the run if a plan resumes a checkpoint; None if only reading the data tells."""
     if plan.settings.max_steps is not None:
         return plan.settings.max_steps
     saved = saved_plan(folder).settings
@@ -64,7 +64,7 @@ def known_num_steps(plan: Plan, folder: Path, state: State) -> int | None:
 
 
 def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
-    """Return what differs between a plan and that of a checkpoint, and cannot change on a resume."""
+    """Return the differences between a plan and a checkpoint's plan that a resume cannot make."""
     refused = [change for change in changes(plan, saved) if change.rule.on_change == "refused"]
     causes: dict[str, list[Change]] = {}
     for change in refused:
@@ -88,7 +88,7 @@ def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
 
 
 def describe_changes(plan: Plan, saved: Plan) -> str | None:
-    """Says in one line what takes effect that the checkpoint's run had otherwise; None where nothing has changed."""
+    """Return one line with the changes to the checkpoint's run that take effect; None if nothing has changed."""
     told = [str(change) for change in changes(plan, saved) if change.rule.on_change == "told"]
     return f"resume changes {', '.join(told)}" if told else None
 
@@ -108,11 +108,11 @@ def _refused(changed: Sequence[Change], folder: Path) -> Problem:
 
 
 def changes(now: Plan, then: Plan) -> Iterator[Change]:
-    """Yield each key that is told or refused and has changed, with its settled values.
+    """Yield each changed key whose change is reported or refused, with its resolved values.
 
     Args:
-        now: What is to go on.
-        then: The checkpoint's plan.
+        now: Plan that resumes.
+        then: Plan of the checkpoint.
     """
     for key, rule in _rows(now, then):
         if rule.on_change in ("free", "content") or not rule.counts(now, then):
@@ -126,7 +126,7 @@ def changes(now: Plan, then: Plan) -> Iterator[Change]:
 
 
 def rule_of(key: str) -> Rule:
-    """Return the row of a key of the job, such as `train.learning_rate`, or of the section that it lies in."""
+    """Return the rule of a key of the job, such as `train.learning_rate`, or of the section that it lies in."""
     while key not in RULES:
         key, dot, _ = key.rpartition(".")
         if not dot:
@@ -135,7 +135,7 @@ def rule_of(key: str) -> Rule:
 
 
 def _rows(now: Plan, then: Plan) -> Iterator[tuple[str, Rule]]:
-    """Yield the rows that can differ: of DeepSpeed's keys those that a job writes."""
+    """Yield the rules of keys that can differ: of DeepSpeed's keys those that a job sets."""
     yield from ((key, rule) for key, rule in RULES.items() if rule.value or not key.startswith(_DEEPSPEED))
     sections = [plan.job.deepspeed for plan in (now, then)]
     written = sorted({f"{_DEEPSPEED}{path}" for section in sections for path, _ in leaf_values(section)})
@@ -143,7 +143,7 @@ def _rows(now: Plan, then: Plan) -> Iterator[tuple[str, Rule]]:
 
 
 def _value(plan: Plan, key: str, rule: Rule) -> Any:
-    """Return the value that a plan settles on; None where there is no such thing."""
+    """Return a key's resolved value in a plan; None if it does not apply."""
     if rule.value is not None:
         return rule.value(plan)
     if key.startswith(_DEEPSPEED):

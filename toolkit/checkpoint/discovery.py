@@ -1,4 +1,4 @@
-"""Which checkpoints a run has."""
+"""The checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from toolkit.errors import CheckpointError
 
 
 def list_checkpoints(output_dir: Path) -> tuple[Path, ...]:
-    """The complete checkpoints of a run, in the order in which they were saved; damaged ones, which cannot say when, first.
+    """Return the complete checkpoints of a run, in the order in which they were saved; damaged ones, whose time is unknown, first.
 
-    That is the order of their steps, unless a run went back to an earlier checkpoint and took another way from there:
-    what it saves since is what it wants kept and resumed.
+    That is the order of their steps, unless a run went back to an earlier checkpoint and continued from there:
+    the checkpoints saved since are the ones to keep and resume.
     """
     found = [path for path in output_dir.glob("checkpoint-*") if (path / MANIFEST).is_file()]
     return tuple(sorted((path for path in found if step_of(path) is not None), key=_saved))
 
 
 def latest_checkpoint(output_dir: Path) -> Path:
-    """The last complete checkpoint of a run.
+    """Return the last complete checkpoint of a run.
 
     Raises:
-        CheckpointError: CHECKPOINT_NONE when there is none; CHECKPOINT_DAMAGED when one of a later step is damaged: to go
-            back to the one before is for whoever runs to say.
+        CheckpointError: CHECKPOINT_NONE when there is none; CHECKPOINT_DAMAGED when one of a later step is damaged: falling
+            back to the previous one is the user's decision.
     """
     found = list_checkpoints(output_dir)
     if not found:
@@ -45,12 +45,12 @@ def latest_checkpoint(output_dir: Path) -> Path:
 
 
 def rotate(output_dir: Path, *, keep: int) -> tuple[Path, ...]:
-    """Removes the oldest complete checkpoints beyond `keep`, which is at least 1.
+    """Remove the oldest complete checkpoints beyond `keep`, which is at least 1.
 
-    A checkpoint goes in two moves: renamed, so that a crash leaves no half of it under a good name, then deleted.
+    A checkpoint is renamed, so that a crash leaves no partial one under a valid name, and then deleted.
 
     Returns:
-        What was removed.
+        Folders that were removed.
     """
     removed = []
     for path in list_checkpoints(output_dir)[:-keep]:
@@ -85,7 +85,7 @@ def _saved(folder: Path) -> tuple[float, int]:
 
 
 def recover(output_dir: Path) -> None:
-    """Names the complete checkpoint that a run left under a partial one's name, ended between its last two renames."""
+    """Rename the complete checkpoint that a run, ended between its last two renames, left under a partial one's name."""
     for path in output_dir.glob(".checkpoint-*.partial"):
         target = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
         if (path / MANIFEST).is_file() and not target.exists() and not _is_cut_short(path):
@@ -93,7 +93,7 @@ def recover(output_dir: Path) -> None:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Deletes what runs that ended while saving or rotating left behind; what can be kept, is."""
+    """Delete partial checkpoints of runs that ended while saving or rotating; keep complete ones."""
     recover(output_dir)
     for pattern in (".checkpoint-*.partial", ".checkpoint-*.removed"):
         for path in output_dir.glob(pattern):
@@ -101,7 +101,7 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 def _rename(path: Path, target: Path) -> None:
-    """Renames a folder, unless another rank has just done so: each of them must find it under its good name."""
+    """Rename a folder, unless another rank has just done so: each rank must find it under its valid name."""
     try:
         path.rename(target)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a failed write means: the disk is full, or the folder cannot be written."""
+"""Errors for a failed write: the disk is full, or the folder cannot be written."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from toolkit.errors import RunError, first_line
 
-# EFBIG: the limit of a process (`ulimit -f`) or of a file system.
+# EFBIG: file size limit of a process (`ulimit -f`) or of a file system.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
-# torch.save's zip writer reports a short write so (caffe2/serialize/inline_container.cc).
+# torch.save's zip writer reports a short write by these texts (caffe2/serialize/inline_container.cc).
 _ZIP_WRITER_SIGNS = ("PytorchStreamWriter", "unexpected pos", "file write failed")
 
 
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Turns a failed write of `target` into an error that says what stays and what to do.
+    """Turn a failed write of `target` into an error that says what is kept and what to do.
 
     Raises:
         RunError: DISK_FULL, CHECKPOINT_UNWRITABLE.

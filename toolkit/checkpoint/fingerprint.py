@@ -1,7 +1,7 @@
-"""Which documents a run reads, and by which tokenizer: by content, so a file that has moved is the same, and one that has
+"""The documents that a run reads, and its tokenizer, identified by content: a file that has moved is the same, and one that has
 changed is another.
 
-Needs no torch: whether a checkpoint is of a job's data is said before any process starts.
+Needs no torch: whether a checkpoint matches a job's data is checked before any process starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
 )
-# Besides those: other vocabularies (SentencePiece, tiktoken, Mistral's), named chat templates, code that a tokenizer brings.
+# In addition to those: other vocabularies (SentencePiece, tiktoken, Mistral's), named chat templates, code that a tokenizer brings.
 _MORE_TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
@@ -35,13 +35,13 @@ _MORE_TOKENIZER_FILES = (
 
 
 class Source(BaseModel):
-    """Content of one thing that a run reads; of one on the hub, only its name is known.
+    """Content of one source that a run reads; of one on the hub, only its name is known.
 
     Args:
-        name: As the job gives it; of a tokenizer's file, its path in the tokenizer's folder.
+        name: Name as in the job; for a tokenizer's file, its path in the tokenizer's folder.
         num_bytes: Size, bytes.
         modified_ns: Time of its last change.
-        sha256: Of its content, in hexadecimal.
+        sha256: SHA-256 of its content, in hexadecimal.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -53,7 +53,7 @@ class Source(BaseModel):
 
     @property
     def content(self) -> str:
-        """What stands for the content: of a source on the hub, its name."""
+        """Identifier of the content: for a source on the hub, its name."""
         return self.sha256 or self.name
 
 
@@ -62,11 +62,11 @@ Sources = Mapping[str, Sequence[Source]]
 
 
 def identify(job: Job, *, known: Sources | None = None) -> dict[str, tuple[Source, ...]]:
-    """The content of a job's data files, of its chat template and of its tokenizer.
+    """Return the content of a job's data files, of its chat template and of its tokenizer.
 
     Args:
-        job: Its relative paths start from the working directory.
-        known: An earlier answer: a file of the same name, size and time of change is not read again.
+        job: Job, whose relative paths start from the working directory.
+        known: Earlier result: a file of the same name, size and time of change is not read again.
     """
     before = known or {}
     found = {
@@ -80,16 +80,16 @@ def identify(job: Job, *, known: Sources | None = None) -> dict[str, tuple[Sourc
 
 
 def source_problems(job: Job, saved: Job, recorded: Sources, folder: Path) -> Iterator[Problem]:
-    """Says which sources of a job are not those that a checkpoint's run has read.
+    """Yield which sources of a job differ from those that a checkpoint's run has read.
 
     Args:
-        job: What is to go on.
-        saved: What the checkpoint is of.
-        recorded: What `identify` gave then; empty in checkpoints of the earliest versions, whose names are compared.
-        folder: The checkpoint.
+        job: Job that resumes.
+        saved: Job of the checkpoint.
+        recorded: Result of `identify` at the time of saving; empty in checkpoints of the earliest versions, whose names are compared.
+        folder: Checkpoint folder.
     """
     now, names, former = identify(job, known=recorded), _names(job), _names(saved)
-    unasked = _OF_DATA if job.data is None or saved.data is None else frozenset()  # a script of one's own
+    unasked = _OF_DATA if job.data is None or saved.data is None else frozenset()  # the user's own script
     for key in sorted({*names, *former} - unasked):
         before, after = former.get(key, ()), names.get(key, ())
         is_same = before == after if key not in recorded else _contents(recorded[key]) == _contents(now.get(key, ()))
@@ -116,7 +116,7 @@ def _tokenizer_problems(
 
 
 def source_notes(recorded: Sources) -> tuple[str, ...]:
-    """Says what cannot be compared, since a checkpoint's version recorded nothing of it."""
+    """Return what cannot be compared, because the checkpoint's version did not record it."""
     if _TOKENIZER in recorded or _NAMED_TOKENIZER in recorded:
         return ()
     return (
@@ -146,12 +146,12 @@ def _other_data(key: str, what: str, put_back: str, folder: Path) -> Problem:
 
 
 def _changed_files(before: Sequence[Source], after: Sequence[Source], *, partial: bool) -> list[str]:
-    """Names the files of a tokenizer that differ.
+    """Return the names of the tokenizer files that differ.
 
     Args:
-        before: At the time of saving.
-        after: Now.
-        partial: Whether a side is the hub's cache, which holds what was asked for so far: only what both have can differ.
+        before: Files at the time of saving.
+        after: Files now.
+        partial: Whether one side is the hub's cache, which may be incomplete: only files on both sides can differ.
     """
     then, now = ({source.name: source.content for source in sources} for sources in (before, after))
     compared = then.keys() & now.keys() if partial else then.keys() | now.keys()
@@ -159,7 +159,7 @@ def _changed_files(before: Sequence[Source], after: Sequence[Source], *, partial
 
 
 def _names(job: Job) -> dict[str, tuple[str, ...]]:
-    """What a job's data section names."""
+    """Return the sources that a job's data section names, by key."""
     named = {} if job.data is None else {key: getattr(job.data, key.removeprefix("data.")) for key in sorted(_OF_DATA)}
     return {key: (value,) if isinstance(value, str) else value for key, value in named.items() if value is not None}
 
@@ -169,7 +169,7 @@ def _local(name: str) -> Path:
 
 
 def _files(name: str) -> list[Path]:
-    """The files of a data source in a fixed order; none for one on the hub."""
+    """Return the files of a data source in a fixed order; empty for one on the hub."""
     path = _local(name)
     if path.is_file():
         return [path]
@@ -185,7 +185,7 @@ def _is_hub(name: str) -> bool:
 
 
 def _tokenizer_folder(job: Job) -> Path | None:
-    """Where a job's tokenizer lies: its own folder, or the hub's cache; None where that has none of it."""
+    """Return the folder of a job's tokenizer: its own, or the hub's cache; None if it is not cached."""
     name = _tokenizer_name(job)
     if _local(name).is_dir():
         return _local(name)
@@ -206,7 +206,7 @@ def _tokenizer_folder(job: Job) -> Path | None:
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
-    """The files that make a tokenizer, among those of the model that it may lie beside."""
+    """Return the tokenizer's files in a folder that may also contain the model's."""
     found = {
         path for name in (*_TOKENIZER_FILES, *_MORE_TOKENIZER_FILES) for path in folder.glob(name) if path.is_file()
     }

@@ -2,9 +2,9 @@
 
 checkpoint-120/
   manifest.json         size and SHA-256 of every other file; written last, so its presence means "complete"
-  plan.json             what ran
+  plan.json             plan of the run
   state.json            step, length of the run, versions
-  latest                names DeepSpeed's tag
+  latest                name of DeepSpeed's tag
   global_step120/       DeepSpeed's shards
   random/rank-00000.pt  random states of each rank
   model/                config, generation config, tokenizer, adapter config
@@ -44,5 +44,5 @@ def tag_of(step: int) -> str:
 
 
 def is_tag(name: str) -> bool:
-    """Whether a folder of this name holds DeepSpeed's files."""
+    """Return whether a folder of this name holds DeepSpeed's files."""
     return _TAG.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""Restores a run from a checkpoint, or says why it cannot, on every rank alike."""
+"""Restoring of a run from a checkpoint, or the same error on every rank."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 
 @checks_arguments
 def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warning) -> State:
-    """Restores model, optimizer, schedule, random states and position in the data.
+    """Restore model, optimizer, schedule, random states and position in the data.
 
-    What the run's plan sets of the optimizer, the schedule and the clipping holds from the next step on, whatever the saved
+    The settings of optimizer, schedule and clipping in the run's plan apply from the next step on, whatever the saved
     run had.
 
     Args:
         run: A fresh run; all ranks call this together, once, before the first step.
-        path: Folder that `save` wrote.
-        say: Takes, on rank 0, the line that names what the plan changes, and one for what cannot be compared.
+        path: Checkpoint folder that `save` wrote.
+        say: Called on rank 0 with a line that names what the plan changes, and one for what cannot be compared.
 
     Returns:
-        Where the saved run stood.
+        State of the saved run.
 
     Collectives:
         One gather of what each rank found; the engine's own.
@@ -52,7 +52,7 @@ def load(run: Run, path: str | Path, *, say: Callable[[str], None] = _log.warnin
 
 
 def restore(run: Run, folder: Path, *, say: Callable[[str], None]) -> State:
-    """Does what `load` does to a checkpoint that `verify_together` has found sound."""
+    """Load a checkpoint that `verify_together` has found sound."""
     state = State.load(folder)
     saved = saved_plan(folder)
     raise_all(CheckpointError, layout_problems(run.plan, saved, folder))
@@ -70,7 +70,7 @@ def restore(run: Run, folder: Path, *, say: Callable[[str], None]) -> State:
 
 
 def _load_engine(run: Run, folder: Path, tag: str) -> None:
-    """Has the engine load its files; what it can make nothing of is damage, though every checksum is right."""
+    """Make the engine load its files; report what it cannot read as damage, even if every checksum is right."""
     sort_by_rank(run.engine)
     load_as_data(run.engine, folder)
     try:
@@ -87,10 +87,10 @@ def _load_engine(run: Run, folder: Path, tag: str) -> None:
 
 
 def sort_by_rank(engine: Any) -> None:
-    """Has an engine find the files of model-parallel ranks in the order of their numbers.
+    """Make an engine sort the files of model-parallel ranks by rank number.
 
-    DeepSpeed takes the file at a rank's place in the alphabet, where `mp_rank_100` comes before `mp_rank_11`: with more than
-    100 ranks to a model they would load each other's.
+    DeepSpeed takes the file at a rank's index in alphabetical order, where `mp_rank_100` comes before `mp_rank_11`: with more than
+    100 ranks per model they would load each other's.
 
     Source:
         deepspeed runtime/engine.py _get_all_ckpt_names; runtime/state_dict_factory.py SDLoaderBase.load.
@@ -100,7 +100,7 @@ def sort_by_rank(engine: Any) -> None:
 
 
 def load_as_data(engine: Any, folder: Path) -> None:
-    """Has an engine read a checkpoint's files by `read_pickle`, in place of a `torch.load` that runs what they name.
+    """Make an engine read a checkpoint's files by `read_pickle` instead of a `torch.load` that runs code they name.
 
     Source:
         deepspeed runtime/checkpoint_engine/torch_checkpoint_engine.py load, through which runtime/engine.py and
@@ -118,12 +118,12 @@ def load_as_data(engine: Any, folder: Path) -> None:
 
 
 def verify_together(run: Run, folder: Path) -> None:
-    """Checks sizes, checksums and pickles, a share of the files a rank, and raises the same on all ranks.
+    """Check sizes, checksums and pickles, each rank a share of the files, and raise the same error on all ranks.
 
     Raises:
         CheckpointError: As `load`.
     """
-    # Files of the checkpoint, and on one rank all of the data, may have to be read.
+    # This may read all files of the checkpoint and, on one rank, all of the data.
     problems = run_with_heartbeat(run.world, lambda: _problems_seen(run, folder))
     found: list[list[Problem] | None] = [None] * run.world.size
     dist.all_gather_object(found, problems)
@@ -148,7 +148,7 @@ def _problems_seen(run: Run, folder: Path) -> list[Problem]:
 
 
 def _pickle_problems(folder: Path, names: Iterable[str]) -> list[Problem]:
-    """Reads what these files hold beside their tensors, which are mapped: here one rank's refusal is told to all."""
+    """Read these files, with their tensors mapped: a refusal here is reported to all ranks."""
     problems: list[Problem] = []
     for name in names:
         if not name.endswith(".pt"):

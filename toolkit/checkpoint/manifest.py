@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what must be there, byte for byte. Nothing else of it is believed before it agrees."""
+"""The manifest of a checkpoint: the files that must be there, byte for byte. Nothing else is trusted before they match."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _CHUNK_BYTES = 8 * 2**20
 
-# hashlib lets other threads run while it hashes a chunk. One core hashes 0.5 to 2 GB/s, a local NVMe reads 3 to 7: four
-# saturate it, and all ranks of a node hash at once.
+# hashlib lets other threads run while it hashes a chunk. One core hashes 0.5 to 2 GB/s, a local NVMe reads 3 to 7 GB/s: four
+# threads saturate it, and all ranks of a node hash at once.
 _MAX_THREADS = 4
 
 
@@ -52,34 +52,34 @@ class Manifest(BaseModel):
 
 
 def list_files(folder: Path) -> tuple[str, ...]:
-    """Every file of a checkpoint but the manifest, relative, sorted."""
+    """Return the relative paths of every file of a checkpoint but the manifest, sorted."""
     found = (path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     return tuple(sorted(path.relative_to(folder).as_posix() for path in found))
 
 
 def hash_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dict[str, Entry]:
-    """The entries of some files, read by a few threads; `sync` also forces each to disk."""
+    """Return the entries of some files, read by a few threads; `sync` also forces each to disk."""
     listed = tuple(names)
     return dict(zip(listed, _in_threads(lambda name: _entry(folder, name, sync=sync), listed), strict=True))
 
 
 def share(names: Iterable[str], *, rank: int, world_size: int) -> tuple[str, ...]:
-    """A rank's part of the files, so that all ranks hash at once."""
+    """Return a rank's share of the files, so that all ranks hash at once."""
     return tuple(name for index, name in enumerate(names) if index % world_size == rank)
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
-    """Writes the manifest, last of all files."""
+    """Write the manifest, last of all files."""
     made = Manifest(format=1, files=dict(sorted(entries.items())))
     write_json(folder / MANIFEST, made.model_dump(mode="json", by_alias=True), sync=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
-    """Reads the manifest.
+    """Read the manifest.
 
     Raises:
         CheckpointError: CHECKPOINT_NOT_FOUND, CHECKPOINT_WEIGHTS_ONLY, CHECKPOINT_NO_LATEST, CHECKPOINT_OTHER_TOOL,
-            CHECKPOINT_INCOMPLETE or CHECKPOINT_DAMAGED, each with what can be done.
+            CHECKPOINT_INCOMPLETE or CHECKPOINT_DAMAGED, each with what to do.
     """
     try:
         content = read_plain(folder, MANIFEST, max_bytes=MAX_TEXT_BYTES)
@@ -91,10 +91,10 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 
 
 def read_small(folder: Path, name: str) -> bytes:
-    """Reads a file of a complete checkpoint that fits in memory, and compares its checksum.
+    """Read a file of a complete checkpoint that fits in memory, and compares its checksum.
 
     Raises:
-        CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED.
+        CheckpointError: Those of `read_manifest`; CHECKPOINT_DAMAGED.
     """
     entry = read_manifest(folder).get(name)
     if entry is None:
@@ -109,10 +109,10 @@ def read_small(folder: Path, name: str) -> bytes:
 
 
 def parse_typed(model: type[M], content: bytes, folder: Path, name: str) -> M:
-    """Reads the JSON of a checkpoint's file as a model.
+    """Read the JSON of a checkpoint's file as a pydantic model.
 
     Raises:
-        CheckpointError: CHECKPOINT_DAMAGED, whatever is wrong: the encoding, the JSON, a type, a value.
+        CheckpointError: CHECKPOINT_DAMAGED, for a wrong encoding, JSON, type or value.
     """
     try:
         return model.model_validate_json(content, strict=True)
@@ -124,9 +124,9 @@ def parse_typed(model: type[M], content: bytes, folder: Path, name: str) -> M:
 
 
 def size_problems(folder: Path, manifest: Mapping[str, Entry]) -> list[Problem]:
-    """Compares presence, kind and size of the files, without reading contents.
+    """Compare presence, kind and size of the files, without reading contents.
 
-    Where a folder is read as a whole, what the manifest does not name is a problem too: its contents were never hashed.
+    In folders that are read as a whole, a file that the manifest does not name is a problem too: it was never hashed.
     """
     problems = []
     for name, entry in manifest.items():
@@ -141,7 +141,7 @@ def size_problems(folder: Path, manifest: Mapping[str, Entry]) -> list[Problem]:
 
 
 def checksum_problems(folder: Path, manifest: Mapping[str, Entry], names: Iterable[str]) -> list[Problem]:
-    """Compares the contents of some files."""
+    """Compare the contents of some files."""
 
     def check(name: str) -> Problem | None:
         try:
@@ -154,17 +154,17 @@ def checksum_problems(folder: Path, manifest: Mapping[str, Entry], names: Iterab
 
 
 def verify(folder: Path, *, unread: Callable[[str], bool] | None = None) -> dict[str, Entry]:
-    """Checks a checkpoint in one process.
+    """Check a checkpoint in one process.
 
     Args:
-        folder: The checkpoint.
-        unread: Says of a file's name that its contents will not be used: presence, kind and size are all that is checked.
+        folder: Checkpoint folder.
+        unread: Returns True for names of files whose contents will not be used: only presence, kind and size are checked.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: With every file that is missing, cut short, changed, or no file of the checkpoint.
+        CheckpointError: With every file that is missing, truncated, changed, or not part of the checkpoint.
     """
     manifest = read_manifest(folder)
     read = [name for name in manifest if unread is None or not unread(name)]
@@ -173,17 +173,17 @@ def verify(folder: Path, *, unread: Callable[[str], bool] | None = None) -> dict
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file is the engine's: all but a few MB of a checkpoint."""
+    """Return whether a file is one of the engine's, which are all but a few MB of a checkpoint."""
     return is_tag(name.split("/")[0])
 
 
 def damaged(folder: Path, name: str, what: str) -> Problem:
-    """The problem of a file that is not what was saved.
+    """Return the problem of a file that is not what was saved.
 
     Args:
-        folder: The checkpoint.
-        name: The file, relative to it.
-        what: Goes on after its path.
+        folder: Checkpoint folder.
+        name: Path of the file, relative to it.
+        what: Text that follows its path in the message.
     """
     return Problem(
         code="CHECKPOINT_DAMAGED",
@@ -203,9 +203,9 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _unnamed(folder: Path, manifest: Mapping[str, Entry]) -> list[str]:
-    """Files in the folders that a load or an export looks through, but for hidden ones, which are passed over."""
+    """Return files, except hidden ones, that the manifest does not name in the folders that a load or an export scans."""
     seen = set()
-    for parent, _, names in os.walk(folder):  # what another rank renames meanwhile is no error
+    for parent, _, names in os.walk(folder):  # a rename by another rank in between is not an error
         parts = Path(parent).relative_to(folder).parts
         if parts and (parts[0] in (MODEL, RANDOM) or is_tag(parts[0])):
             seen |= {"/".join((*parts, name)) for name in names if not any(part[0] == "." for part in (*parts, name))}
@@ -213,7 +213,7 @@ def _unnamed(folder: Path, manifest: Mapping[str, Entry]) -> list[str]:
 
 
 def _in_threads(work: Callable[[str], T], names: tuple[str, ...]) -> list[T]:
-    """Calls `work` on each name, in order; the first error is raised."""
+    """Return `work` of each name, in order; raise the first error."""
     count = min(_MAX_THREADS, os.cpu_count() or 1, len(names))
     if count < 2:
         return [work(name) for name in names]
@@ -234,7 +234,7 @@ def _entry(folder: Path, name: str, *, sync: bool = False) -> Entry:
 
 
 def _without_manifest(folder: Path) -> Problem:
-    """Says what a folder without a manifest is, and what can be done with it."""
+    """Return the problem of a folder without a manifest: what the folder is, and what to do with it."""
     key = str(folder)
     if not folder.is_dir():
         inside = sorted(path.name for path in folder.parent.glob("checkpoint-*")) if folder.parent.is_dir() else []

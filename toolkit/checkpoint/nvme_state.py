@@ -1,6 +1,6 @@
 """Optimizer state in swap files: an index of them for the export, and the rest of the state, which DeepSpeed forgets.
 
-A checkpoint of an NVMe profile holds, below its tag, `offloaded_tensors/rankRR/`: one file of raw fp32 values for the
+A checkpoint of an NVMe profile has, below its tag, `offloaded_tensors/rankRR/`: one file of raw fp32 values for the
 master weights of each sub-group (`FIRST_LAST.tensor.swp`, named by parameter ids) and one for each moment. Sub-groups
 below DeepSpeed's smallest transfer (1 MiB) stay in memory and so in `*_optim_states.pt`.
 """
@@ -26,10 +26,10 @@ _SUFFIX = ".tensor.swp"
 
 
 class SubGroup(BaseModel):
-    """Master weights that one rank steps at a time.
+    """Master weights that a rank updates at a time.
 
     Args:
-        file: Swap file of a rank's folder; None where they are in its `*_optim_states.pt`.
+        file: Swap file in a rank's folder; None if they are in its `*_optim_states.pt`.
         numel: Elements of a rank's share, the same on every rank; the file is longer, up to a whole disk block.
     """
 
@@ -43,9 +43,9 @@ _INDEX = TypeAdapter(list[SubGroup])
 
 
 def finish_swapped(engine: Any, tag_folder: Path, *, rank: int) -> None:
-    """Completes what the engine saved: rank 0 writes how many master weights each file holds, which its padding hides.
+    """Complete what the engine saved: rank 0 writes the number of master weights in each file, which its padding hides.
 
-    Each rank drops swap files of other engines, which shared the folder and were copied too.
+    Each rank deletes swap files of other engines, which shared the folder and were copied too.
 
     Source:
         deepspeed runtime/swap_tensor/optimizer_utils.py SwapTensorContext, OptimizerSwapper._io_aligned_numel.
@@ -67,10 +67,10 @@ def finish_swapped(engine: Any, tag_folder: Path, *, rank: int) -> None:
 
 
 def read_sub_groups(tag_folder: Path) -> list[SubGroup] | None:
-    """Reads what `finish_swapped` wrote; None where it wrote nothing.
+    """Read the index that `finish_swapped` wrote; None if there is none.
 
     Raises:
-        OSError, ValueError: It cannot be read, or was changed.
+        OSError, ValueError: The index cannot be read, or was changed.
     """
     if not (tag_folder / SWAPPED / INDEX).exists():
         return None
@@ -85,10 +85,10 @@ def master_weights(tag_folder: Path, rank: int, flats: list[Tensor], groups: lis
     """Yield a rank's master weights, sub-group by sub-group; those of swap files are mapped, not read.
 
     Args:
-        flats: What the rank's `*_optim_states.pt` holds: an empty tensor for each sub-group that was swapped.
+        flats: Flat tensors of the rank's `*_optim_states.pt`; empty for each sub-group that was swapped.
 
     Raises:
-        ValueError: Another number of sub-groups.
+        ValueError: The number of sub-groups differs.
         OSError: A swap file is missing.
     """
     for flat, group in zip(flats, groups, strict=True):
@@ -102,11 +102,11 @@ def master_weights(tag_folder: Path, rank: int, flats: list[Tensor], groups: lis
 
 
 def restore_unswapped(engine: Any, folder: Path, tag: str) -> None:
-    """Restores what `load_checkpoint` does not; call it before that, on an engine that has not stepped.
+    """Restore the state that `load_checkpoint` does not; call it before that, on an engine that has not stepped.
 
-    With an NVMe optimizer DeepSpeed copies the swap files back and opens no `*_optim_states.pt`. Lost would be: master
+    With an NVMe optimizer DeepSpeed copies the swap files back and opens no `*_optim_states.pt`. Without this it would lose: master
     weights and moments of sub-groups that are not swapped, the optimizer's step count, the loss scale, and the moments
-    of all others, since a file is read only for a state that the optimizer knows of.
+    of all others, since a file is read only for a state that the optimizer already has.
 
     Source:
         deepspeed 0.19.8 runtime/engine.py load_checkpoint, runtime/zero/stage3.py _rigid_load_state_dict;
@@ -133,12 +133,12 @@ def restore_unswapped(engine: Any, folder: Path, tag: str) -> None:
         state = optimizer.optimizer.state.get(master, {})
         for moment, value in state.items():
             if isinstance(value, Tensor) and value.numel() == 0:
-                # Its size alone makes DeepSpeed read the file; no memory stands behind it.
+                # Its size alone makes DeepSpeed read the file; it takes no memory.
                 state[moment] = torch.zeros(1, dtype=master.dtype).expand(numel)
 
 
 def _adopt_files(optimizer: Any, groups: list[SubGroup]) -> None:
-    """Lets an engine use a checkpoint's file names: ids of parameters count on from one model of a process to the next."""
+    """Make an engine use a checkpoint's file names: parameter ids continue from one model of a process to the next."""
     swapper = optimizer.optimizer_swapper
     infos = dict(swapper.swap_params_info)
     for master, group in zip(optimizer.fp32_partitioned_groups_flat, groups, strict=True):
@@ -146,7 +146,7 @@ def _adopt_files(optimizer: Any, groups: list[SubGroup]) -> None:
             continue
         info = infos[master.ds_id]
         swapper.swap_params_info.pop(master.ds_id, None)
-        context = info.tensors[0]  # a fresh engine has swapped the master weights alone
+        context = info.tensors[0]  # a fresh engine has swapped only the master weights
         Path(context.swap_path).unlink(missing_ok=True)
         master.ds_id = info.param_id = group.file.removesuffix(_SUFFIX)
         context.swap_path = str(Path(swapper.swap_folder) / group.file)

@@ -1,7 +1,7 @@
-"""Reads what `torch.save` wrote as data: tensors, plain values, and the few classes that DeepSpeed and NumPy put there.
+"""Reading of `torch.save` files as data: tensors, plain values, and the few classes that DeepSpeed and NumPy add.
 
-A pickle may name any function of any installed package and have it called. That a checkpoint's checksums agree says that it
-is whole, not who wrote it; so nothing but these classes is ever looked up, whoever wrote the file.
+A pickle may name any function of any installed package and have it called. Matching checksums show that a checkpoint
+is whole, not who wrote it; so only these classes are looked up, whoever wrote the file.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from toolkit.errors import CheckpointError, first_line
 from toolkit.io import plain_file
 
 _ZIP = b"PK\x03\x04"
-# What torch's refusals name (torch _weights_only_unpickler.py Unpickler.load).
+# Names in torch's error messages (torch _weights_only_unpickler.py Unpickler.load).
 _NAMED = re.compile(r"GLOBAL (\S+)|but got (<class '[^']+'>)|function (\S+)")
 
 
 def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
-    """Reads a dictionary that `torch.save` wrote; nothing of the file runs.
+    """Read a dictionary that `torch.save` wrote; no code of the file runs.
 
     Args:
-        folder: What the file must lie in.
-        name: Relative to it.
+        folder: Folder that must contain the file.
+        name: Path relative to it.
         mmap: Maps the tensors, so that each is read when it is used.
         map_location: As in `torch.load`.
 
     Raises:
-        CheckpointError: CHECKPOINT_UNSAFE when it asks for a class or a function that is not of those that may be there.
-        ValueError: It cannot be read, or holds something else; the message goes on after the file's path.
+        CheckpointError: CHECKPOINT_UNSAFE when it names a class or a function that is not allowed.
+        ValueError: It cannot be read, or is not a dictionary; the message continues after the file's path.
     """
     try:
         path = plain_file(folder, name)
@@ -42,7 +42,7 @@ def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: An
             if file.read(len(_ZIP)) != _ZIP:
                 raise OSError("is not an archive that `torch.save` writes")
         with torch.serialization.safe_globals(_allowed()), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of other protocols and TorchScript, which are refused
+            warnings.simplefilter("ignore", UserWarning)  # about other protocols and TorchScript, which are refused
             value = torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except Exception as error:  # a truncated archive raises anything from EOFError to RuntimeError
         reason = first_line(error)
@@ -55,7 +55,7 @@ def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: An
 
 
 def _allowed() -> list[Any]:
-    """Classes beyond those that torch allows by itself (torch _weights_only_unpickler.py _get_allowed_globals).
+    """Return the classes allowed in addition to torch's own (torch _weights_only_unpickler.py _get_allowed_globals).
 
     Source:
         deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py: state_dict; numpy random get_state.
@@ -67,7 +67,7 @@ def _allowed() -> list[Any]:
     reconstruct = np.empty(0).__reduce__()[0]
     return [
         *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum),
-        # Which of the two names a file has depends on the NumPy that wrote it: 2, or 1.
+        # A file has one of the two names, depending on the NumPy that wrote it: 2, or 1.
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")),
         *(np.ndarray, np.dtype, type(np.dtype(np.uint32))),
     ]

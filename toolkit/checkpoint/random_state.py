@@ -1,4 +1,4 @@
-"""Random states of one rank, which `tk.initialize` seeds: dropout goes on where it stopped."""
+"""Random states of one rank, seeded by `tk.initialize`: dropout continues where it stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.errors import CheckpointError
 
 
 def save_random_state(folder: Path, *, rank: int) -> None:
-    """Writes the states of Python, NumPy, torch and CUDA."""
+    """Write the states of Python, NumPy, torch and CUDA."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -27,7 +27,7 @@ def save_random_state(folder: Path, *, rank: int) -> None:
 
 
 def load_random_state(folder: Path, *, rank: int) -> None:
-    """Restores what `save_random_state` wrote.
+    """Restore the states that `save_random_state` wrote.
 
     Raises:
         CheckpointError: CHECKPOINT_UNSAFE, CHECKPOINT_DAMAGED.

@@ -1,4 +1,4 @@
-"""A few tokens and the trained model's scores for them, kept with a checkpoint so that an export can be proven equal."""
+"""A few tokens and the trained model's logits for them, kept with a checkpoint to verify an export."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from toolkit.tensor_parallel.linear import ColumnParallelLinear
 
 PROBE = "probe.safetensors"
 
-# Enough positions for attention, rotary phases and norms to show; 16 rows of a 256k vocabulary are 16 MB in fp32.
+# Enough positions to exercise attention, rotary embeddings and norms; 16 rows of a 256k vocabulary are 16 MB in fp32.
 NUM_TOKENS = 16
 
 
 def probe_tokens(vocab_size: int, *, num_pieces: int = 1) -> torch.Tensor:
-    """Return the token ids, spread over the vocabulary, as many as `num_pieces` divides. Shape (1, 16 or more), int64."""
+    """Return the token ids, spread over the vocabulary, their number a multiple of `num_pieces`. Shape (1, 16 or more), int64."""
     count = -(-NUM_TOKENS // num_pieces) * num_pieces
-    # 7919 is prime, so the ids are distinct and from all over.
+    # 7919 is prime, so the ids are distinct and spread over the vocabulary.
     return (torch.arange(count) * 7919 + 11).remainder(vocab_size).unsqueeze(0)
 
 
 def record_probe(run: Run, folder: Path) -> None:
-    """Writes `input_ids` and `logits` of the live model; all ranks run the forward pass, the first that holds the head writes.
+    """Write `input_ids` and `logits` of the live model; all ranks run the forward pass, the first that has the head writes.
 
-    Products in fp8 run in bf16 here: an export holds bf16 weights, and who loads it multiplies them so.
+    Products in fp8 run in bf16 here: an export has bf16 weights, and models loaded from it multiply in bf16.
 
     Collectives:
-        Those of a forward pass under ZeRO-3 or over stages; an all-gather of the scores over the tensor group.
+        Those of a forward pass under ZeRO-3 or over stages; an all-gather of the logits over the tensor group.
     """
     num_pieces = run.world.grid.tp if run.plan.settings.sequence_parallel else 1
     ids_BS = probe_tokens(run.plan.model.vocab_size, num_pieces=num_pieces)
@@ -46,7 +46,7 @@ def record_probe(run: Run, folder: Path) -> None:
 
 
 def _whole(run: Run, logits_BSV: torch.Tensor) -> torch.Tensor:
-    """Joins the ranks' scores where each has those of its part of the vocabulary."""
+    """Join the ranks' logits if the vocabulary is sharded."""
     model: Any = run.model
     head = model.get_output_embeddings()
     columns = [] if head is None else [part for part in head.modules() if isinstance(part, ColumnParallelLinear)]

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on: the one that is named, its last, or the last sound one; needs no torch."""
+"""The checkpoint that a run resumes from: the one that is named, its last, or the last valid one; needs no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LATEST, AUTO = "latest", "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where a run goes on.
+    """The point from which a run resumes.
 
     Args:
-        folders: Checkpoints, first choice first, each passed over only where its files turn out damaged.
-        state: Where the first of them stood.
-        num_steps: Optimizer steps of the run; None where only reading the data tells.
+        folders: Checkpoints in order of preference, each skipped only if its files turn out damaged.
+        state: State of the first of them.
+        num_steps: Optimizer steps of the run; None if only reading the data tells.
     """
 
     folders: tuple[Path, ...]
@@ -32,24 +32,24 @@ class ResumePoint:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint."""
+        """Preferred checkpoint."""
         return self.folders[0]
 
     @property
     def is_complete(self) -> bool:
-        """Whether no step is left to do."""
+        """True if no step is left to do."""
         return self.num_steps is not None and self.state.step >= self.num_steps
 
 
 def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
-    """Return the checkpoints that a run may go on from, first choice first.
+    """Return the checkpoints that a run may resume from, in order of preference.
 
     Args:
-        output_dir: Of the run.
-        resume: A folder; `latest`; `auto`: each that is complete, the latest first; None: none.
+        output_dir: Output folder of the run.
+        resume: A folder; `latest`; `auto` for each complete one, the latest first; None for none.
 
     Raises:
-        CheckpointError: CHECKPOINT_NONE for `latest` where there is none.
+        CheckpointError: CHECKPOINT_NONE for `latest` if there is none.
     """
     if resume is None:
         return ()
@@ -61,15 +61,15 @@ def candidates(output_dir: Path, resume: str | Path | None) -> tuple[Path, ...]:
 
 
 def resume_point(plan: Plan, resume: str | Path | None, *, say: Callable[[str], None]) -> ResumePoint | None:
-    """The first checkpoint that is sound, as far as a look without torch tells; None for a run from its start.
+    """Return the first checkpoint that is valid, as far as can be checked without torch; None to start from the beginning.
 
     Args:
-        plan: What is to go on.
+        plan: Plan that resumes.
         resume: As `candidates` takes it.
-        say: Takes a word on each damaged one that `auto` passes over.
+        say: Called with a line for each damaged one that `auto` skips.
 
     Raises:
-        CheckpointError: One is absent, not of this plan, or damaged and not passed over.
+        CheckpointError: One is absent, not of this plan, or damaged and not skipped.
     """
     folders = candidates(plan.output_dir, resume)
     for index, folder in enumerate(folders):
@@ -83,14 +83,14 @@ def resume_point(plan: Plan, resume: str | Path | None, *, say: Callable[[str], 
 
 
 def skip_damaged(error: CheckpointError, *, skips: bool, say: Callable[[str], None]) -> None:
-    """Says that a checkpoint is passed over; raises what is wrong with it where that is not damage, or it may not be."""
+    """Report that a damaged checkpoint is skipped; raise the error if it is not damage, or skipping is not allowed."""
     if not skips or set(error.codes) != {"CHECKPOINT_DAMAGED"}:
         raise error
     say(f"warning: {error.problems[0].message}; it is passed over")
 
 
 def _latest_first(output_dir: Path) -> tuple[Path, ...]:
-    """Return the complete checkpoints of a run, the one saved last first; those that cannot say when, by their step."""
+    """Return the complete checkpoints of a run, the one saved last first; those whose time is unknown, by their step."""
     ordered: list[Path] = []
     for folder in reversed(list_checkpoints(output_dir)):
         place = len(ordered)
@@ -102,7 +102,7 @@ def _latest_first(output_dir: Path) -> tuple[Path, ...]:
 
 
 def set_aside(output_dir: Path) -> None:
-    """Renames the checkpoints of a run that begins anew because none is sound: its own would replace them."""
+    """Rename the checkpoints of a run that starts again because none is valid: its new ones would replace them."""
     for folder in list_checkpoints(output_dir):
         number, target = 0, folder.with_name(f"damaged-{folder.name}")
         while target.exists():

@@ -1,7 +1,7 @@
-"""What a resume makes of each key of the job that has another value than the checkpoint's run: one row a key.
+"""The effect on a resume of each job key whose value differs from the checkpoint's run: one row per key.
 
-A key that takes effect in the engine is changed and told, a key that the checkpoint is bound to is refused, and one that no
-number of the run depends on is passed over. Needs no torch: all of it is said before any process starts.
+A key that takes effect in the engine is changed and reported, a key that the checkpoint depends on is refused, and one that no
+number of the run depends on is ignored. Needs no torch: all of it is reported before any process starts.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def _never(now: Plan, then: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What becomes of a key that has changed.
+    """The effect of a key that has changed.
 
     Args:
-        on_change: `told`: it takes effect and is named; `refused`; `free`: nothing depends on it; `content`: compared by what
+        on_change: `told`: takes effect and is reported; `refused`; `free`: nothing depends on it; `content`: compared by what
             is read (`toolkit.checkpoint.fingerprint`, the model's configuration), whatever its name.
         code: Error code of a refusal.
-        why: What stands against the change, for its message.
-        counts: Whether the key counts in plan and checkpoint at all: where it does not, nothing is said.
-        fits: Of a refused key: whether this change can be made all the same, and is told.
-        value: The settled value, where it is not the one of the same name in the settings or in the job.
-        default: What DeepSpeed takes where the `deepspeed` section leaves the key out.
-        name: How a message calls it; its path when left out.
-        cause: Refused keys of one cause change together, and are one problem.
+        why: Reason against the change, for its message.
+        counts: Whether the key applies to plan and checkpoint; if not, its change is ignored.
+        fits: For a refused key: whether this change is possible nevertheless, and is reported.
+        value: Function of the resolved value, if it is not the one of the same name in the settings or in the job.
+        default: DeepSpeed's default when the `deepspeed` section leaves the key out.
+        name: Name in messages; its path when left out.
+        cause: Common cause of refused keys that change together and are reported as one problem.
     """
 
     on_change: Literal["told", "refused", "free", "content"]
@@ -76,13 +76,13 @@ def _same_stage(*stages: int) -> Both:
 
 
 def _sums_matter(now: Plan, then: Plan) -> bool:
-    """Whether the dtype of the sums says which optimizer holds the master weights; over stages one does for all."""
-    same_dtype = now.settings.dtype == then.settings.dtype  # else that is the cause: the default follows it
+    """Return whether the dtype of the gradient sums decides which optimizer has the master weights; a pipeline uses one for all."""
+    same_dtype = now.settings.dtype == then.settings.dtype  # else that is the cause: the default depends on it
     return same_dtype and now.grid.pp == 1 and _same_stage(1, 2)(now, then)
 
 
 def _batches_differ(now: Plan, then: Plan) -> bool:
-    """Whether a step has other sequences for another reason than the number of ranks."""
+    """Return whether a step has other sequences for a reason other than the number of ranks."""
     batch, before = now.settings.batch, then.settings.batch
     return (batch.micro, batch.accumulation) != (before.micro, before.accumulation)
 
@@ -119,7 +119,7 @@ _SCALER = replace(
 _ORDER = replace(_REFUSED, code="CHECKPOINT_DATA", why=_POSITION)
 _DATA = replace(
     _ORDER,
-    counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: a script of one's own
+    counts=lambda now, then: now.job.data is not None and then.job.data is not None,  # else: the user's own script
 )
 _ADAM = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch"))
 _BETA = replace(_TOLD, counts=_optimizer_is("adamw", "adamw_torch", "lion"))
@@ -130,20 +130,20 @@ def _each(rule: Rule, section: str, names: str) -> dict[str, Rule]:
     return {f"{section}.{name}": rule for name in names.split()}
 
 
-# The keys in the order in which a message names them.
+# The keys in the order of their names in a message.
 RULES: dict[str, Rule] = {
     # Ranks and how they share the model: refused together.
     "cluster.gpus_per_node": replace(
         _GRID, name="cluster.gpus_per_node × cluster.nodes", value=lambda plan: plan.grid.world_size
     ),
-    "cluster.nodes": _FREE,  # counted in the row before: the same ranks may stand on other nodes
+    "cluster.nodes": _FREE,  # counted in the row before: the same ranks may run on other nodes
     "parallel.tensor": _GRID,
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
-    "parallel.strategy": _FREE,  # one alone is trained
+    "parallel.strategy": _FREE,  # only one strategy is trained
     "parallel.zero_stage": _REFUSED,
     "train.precision": replace(
-        _REFUSED,  # fp8 is in the products alone, not in what is saved
+        _REFUSED,  # fp8 affects the products alone, not the saved state
         fits=lambda now, then: now.settings.dtype == then.settings.dtype,
     ),
     "train.method": _REFUSED,
@@ -155,7 +155,7 @@ RULES: dict[str, Rule] = {
     "train.lora.use_rslora": replace(_SCALE, value=_lora("use_rslora")),
     "train.optimizer": _REFUSED,
     "train.weight_decay": replace(
-        _REFUSED,  # it divides the parameters into two groups
+        _REFUSED,  # it splits the parameters into two groups
         fits=lambda now, then: bool(now.job.train.weight_decay) == bool(then.job.train.weight_decay),
     ),
     "train.momentum": replace(
@@ -166,33 +166,33 @@ RULES: dict[str, Rule] = {
     ),
     "parallel.offload": replace(_REFUSED, fits=_same_devices),
     "parallel.offload_ratio": replace(_REFUSED, counts=lambda now, then: now.profile.partial and then.profile.partial),
-    "parallel.partition": replace(_REFUSED, counts=_same_stages),  # else they are the cause
+    "parallel.partition": replace(_REFUSED, counts=_same_stages),  # else the stages are the cause
     "train.gradient_accumulation_dtype": replace(_REFUSED, fits=lambda now, then: not _sums_matter(now, then)),
     "deepspeed.zero_optimization.round_robin_gradients": replace(_REFUSED, counts=_same_stage(1, 2), default=False),
     "deepspeed.zero_optimization.sub_group_size": replace(  # the length of each flat group of master weights
         _REFUSED, counts=_same_stage(3), value=lambda plan: plan.settings.sub_group_size
     ),
-    # The scaler that the engine loads goes on as it was made (deepspeed runtime/zero/stage_1_and_2.py _load_global_state).
+    # The loaded loss scaler keeps its settings (deepspeed runtime/zero/stage_1_and_2.py _load_global_state).
     "deepspeed.fp16.loss_scale": replace(_SCALER, default=0),
     "deepspeed.fp16.initial_scale_power": replace(_SCALER, default=16),
     "deepspeed.fp16.loss_scale_window": replace(_SCALER, default=1000),
     "deepspeed.fp16.hysteresis": replace(_SCALER, default=2),
     "deepspeed.fp16.consecutive_hysteresis": replace(_SCALER, default=False),
     "deepspeed.fp16.min_loss_scale": replace(_SCALER, default=1),
-    # What the order of the rows depends on: a step is a position in the data.
+    # Settings that determine the order of the rows: a step is a position in the data.
     "train.train_batch_size": replace(_ORDER, counts=_batches_differ, value=lambda plan: plan.settings.batch.train),
     "train.sequence_length": _ORDER,
     "train.seed": _ORDER,
     **_each(_DATA, "data", "name revision split validation_fraction format packing loss_on max_samples"),
     **_each(_CONTENT, "data", "train eval chat_template"),
     "data.eval_split": _TOLD,
-    # The model that is trained; with adapters its own weights come from where the job says, not from the checkpoint.
+    # The model that is trained; with adapters the base weights come from the job's model, not from the checkpoint.
     "model.name": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.name),
     "model.revision": replace(_TOLD, counts=_beside_read_weights, value=lambda plan: plan.model.revision),
     "model.init": replace(_REFUSED, counts=_with_adapters, why="its adapters were trained on those weights"),
     "model.tokenizer": _CONTENT,
     "model.trust_remote_code": _FREE,
-    # How the steps are made from here on.
+    # Settings of the steps that follow.
     "train.learning_rate": _TOLD,
     "train.learning_rate_scaling": _FREE,  # in the row before
     "train.learning_rate_reference_batch_size": _FREE,
@@ -214,7 +214,7 @@ RULES: dict[str, Rule] = {
     **_each(_TOLD, "train", "gradient_checkpointing attention loss kernels torch_compile"),
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),
     **_each(_TOLD, "train", "save_steps save_total_limit eval_steps logging_steps report_to"),
-    # Where the run stands.
+    # Location and length of the run.
     "train.output_dir": _FREE,
     **_each(_FREE, "cluster", "gpu host_memory_gib nvme_path master_port transformers kernel_packages"),
     # How DeepSpeed moves data and what it prints; its shards are the same.

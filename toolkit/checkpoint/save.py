@@ -1,4 +1,4 @@
-"""Writes a checkpoint aside, then publishes it by one rename: it is complete or absent."""
+"""Saving of a checkpoint: written to a partial folder, then published by one rename, so that it is complete or absent."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def save(
     probe: bool = False,
     sources: Sources | None = None,
 ) -> Path:
-    """Saves a run so that it resumes exactly, or leaves nothing under `path`.
+    """Save a run so that it resumes exactly, or leave nothing under `path`.
 
     Args:
         run: The run; all ranks call this together.
         path: Folder of the checkpoint, on a file system that all ranks share; replaced if it exists.
-        tokenizer: Saved beside the model's configuration, for the export.
-        probe: Also keeps a few scores of the live model, with which the export can be compared; one forward pass.
-        sources: Of rank 0: what the run reads, from `toolkit.checkpoint.fingerprint.identify`; found out now when left out,
+        tokenizer: Tokenizer to save with the model's configuration, for the export.
+        probe: Whether to save logits of the live model to compare an export with; one forward pass.
+        sources: On rank 0: sources of the run, from `toolkit.checkpoint.fingerprint.identify`; determined now when left out,
             which reads all of the data files.
 
     Returns:
-        The folder.
+        The checkpoint folder.
 
     Collectives:
         Barriers; one gather of the manifest's entries; the engine's own.
 
     Raises:
         PlanError: OUTPUT_NOT_SHARED.
-        RunError: DISK_FULL before anything is written when the space will not do, or while writing; whatever was
+        RunError: DISK_FULL before anything is written when the space is too small, or while writing; whatever was
             under `path` stays.
     """
     target = Path(path)
@@ -89,10 +89,10 @@ def save(
 
 
 def foreseen_bytes(run: Run) -> int:
-    """Estimates the size of a checkpoint over all ranks, bytes.
+    """Estimate the size of a checkpoint over all ranks, in bytes.
 
     Collectives:
-        One all-reduce of two numbers: stages hold different parts.
+        One all-reduce of two numbers: stages have different layers.
     """
     total = trainable = 0
     for parameter in run.model.parameters():
@@ -106,7 +106,7 @@ def foreseen_bytes(run: Run) -> int:
 
 
 def _prepare(run: Run, target: Path, partial: Path) -> None:
-    """Makes an empty folder aside, or raises the same error on every rank."""
+    """Create an empty partial folder, or raise the same error on every rank."""
     needed = foreseen_bytes(run)
 
     def on_first_rank() -> None:
@@ -161,13 +161,13 @@ def _write_model_files(run: Run, folder: Path, tokenizer: Any) -> None:
 def generation_config(own: Any, tokenizer: Any, *, fresh: bool) -> Any:
     """Return a model's generation config with the special tokens of the tokenizer that it was trained with.
 
-    Training learns the tokenizer's end mark, so generation must stop there; the marks at which a pretrained model stopped
-    before stay beside it, as in transformers trainer.py _align_special_tokens.
+    Training learns the tokenizer's end-of-sequence token, so generation must stop there; the tokens at which a pretrained model stopped
+    before are kept too, as in transformers trainer.py _align_special_tokens.
 
     Args:
-        own: The model's; it is left as it is.
-        tokenizer: None changes nothing.
-        fresh: Whether the weights were drawn, so that no other mark has a meaning.
+        own: Generation config of the model; not modified.
+        tokenizer: Tokenizer; None changes nothing.
+        fresh: Whether the weights were randomly initialized, so that no other token has a meaning.
     """
     aligned = copy.deepcopy(own)
     if tokenizer is None:
@@ -187,7 +187,7 @@ def generation_config(own: Any, tokenizer: Any, *, fresh: bool) -> Any:
 
 
 def _publish(run: Run, partial: Path, target: Path) -> None:
-    """Hashes all files, a share a rank; then rank 0 writes the manifest and renames."""
+    """Hash all files, each rank a share; then write the manifest and rename the folder on rank 0."""
     mine = share(list_files(partial), rank=run.world.rank, world_size=run.world.size)
     entries: list[dict[str, Entry] | None] = [None] * run.world.size
     dist.all_gather_object(entries, hash_files(partial, mine, sync=True))

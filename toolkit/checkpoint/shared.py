@@ -1,4 +1,4 @@
-"""Whether all ranks find one folder under a name: each of them writes its part of a checkpoint there."""
+"""Check that all ranks see one shared folder: each of them writes its part of a checkpoint there."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from toolkit.distributed.world import World
 from toolkit.errors import PlanError
 
-# NFS clients may keep what they know of a folder for as long (acdirmin, man 5 nfs), unless they list it.
+# NFS clients may cache the attributes of a folder for as long (acdirmin, man 5 nfs), unless they list it.
 SEEN_WITHIN_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 2.0
 
 
 def check_shared(folder: Path, made: Path, world: World) -> None:
-    """Refuses a folder in which a rank does not see what rank 0 has made there.
+    """Refuse a folder in which a rank does not see a path that rank 0 has created there.
 
     Args:
-        folder: As each rank finds it.
-        made: Below it, of a name that was not there before.
-        world: All ranks call this together, once rank 0 has made it.
+        folder: Folder as each rank resolves it.
+        made: Path below it that rank 0 has just created.
+        world: All ranks; they call this together, after rank 0 has created `made`.
 
     Collectives:
         One gather of errors.
@@ -52,5 +52,5 @@ def _sees(path: Path) -> bool:
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         for folder in (path.parent.parent, path.parent):
             with suppress(OSError):
-                any(folder.iterdir())  # makes an NFS client ask again what is in it
+                any(folder.iterdir())  # makes an NFS client refresh its listing
     return True

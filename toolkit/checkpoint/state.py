@@ -1,4 +1,4 @@
-"""Where a saved run stood, and its plan: read from a checkpoint once their checksums are right, and typed."""
+"""State and plan of a saved run: read from a checkpoint after their checksums match, and typed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from toolkit.version import installed_version
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Rank = Annotated[int, Field(ge=1, le=2**31)]
 Version = Annotated[str, Field(max_length=200)]
-_YEAR_9999 = 253402300799.0  # seconds since the epoch; no date follows it
+_YEAR_9999 = 253402300799.0  # seconds since the epoch; the last date of `datetime`
 
 
 class State(BaseModel):
-    """Where a run stood.
+    """The state of a saved run.
 
     Args:
         step: Optimizer steps done, which is also the position in the data.
-        num_steps: Optimizer steps of the whole run; None where only reading the data tells.
-        zero_stage: Stage that wrote the shards.
-        world_size: Ranks that wrote them.
-        train_batch_size: Sequences an optimizer step.
-        saved_at: Seconds since the epoch.
+        num_steps: Optimizer steps of the whole run; None if only reading the data tells.
+        zero_stage: ZeRO stage that wrote the shards.
+        world_size: Number of ranks that wrote them.
+        train_batch_size: Sequences per optimizer step.
+        saved_at: Time of saving, seconds since the epoch.
         versions: Library versions that wrote the checkpoint.
-        sources: What the run reads, as `toolkit.checkpoint.fingerprint.identify` tells it; the earliest versions recorded none.
+        sources: Sources of the run, from `toolkit.checkpoint.fingerprint.identify`; the earliest versions recorded none.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -48,26 +48,26 @@ class State(BaseModel):
     sources: dict[str, tuple[Source, ...]] = {}
 
     def save(self, folder: Path) -> None:
-        """Writes `state.json`."""
+        """Write `state.json`."""
         write_json(folder / STATE, self.model_dump(mode="json"), sync=True)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Reads `state.json` of a complete checkpoint, after its checksum.
+        """Read `state.json` of a complete checkpoint, after its checksum.
 
         Raises:
-            CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED.
+            CheckpointError: Those of `read_manifest`; CHECKPOINT_DAMAGED.
         """
         return parse_typed(cls, read_small(folder, STATE), folder, STATE)
 
 
 def step_problems(folder: Path, names: Iterable[str], state: State) -> list[Problem]:
-    """Says whether a checkpoint lacks DeepSpeed's files of the step at which its run stood.
+    """Return a problem if a checkpoint lacks DeepSpeed's files of the step at which it was saved.
 
     Args:
-        folder: The checkpoint.
-        names: What its manifest names.
-        state: Where the run stood.
+        folder: Checkpoint folder.
+        names: Names of files in its manifest.
+        state: State of the saved run.
     """
     tag = tag_of(state.step)
     if any(name.startswith(f"{tag}/") for name in names):
@@ -76,7 +76,7 @@ def step_problems(folder: Path, names: Iterable[str], state: State) -> list[Prob
 
 
 def is_readable(folder: Path) -> bool:
-    """Whether a complete checkpoint says where its run stood."""
+    """Return whether a complete checkpoint has a readable state."""
     try:
         State.load(folder)
     except CheckpointError:
@@ -85,7 +85,7 @@ def is_readable(folder: Path) -> bool:
 
 
 class SavedAxes(BaseModel):
-    """Sizes of the groups of ranks that wrote a checkpoint, which its plan says under the same names in every version."""
+    """Sizes of the groups of ranks that wrote a checkpoint, which plans of every version name alike."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -94,10 +94,10 @@ class SavedAxes(BaseModel):
 
     @classmethod
     def load(cls, folder: Path) -> SavedAxes:
-        """Reads them from `plan.json` of a complete checkpoint, after its checksum.
+        """Read the sizes from `plan.json` of a complete checkpoint, after its checksum.
 
         Raises:
-            CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED.
+            CheckpointError: Those of `read_manifest`; CHECKPOINT_DAMAGED.
         """
         return parse_typed(_PlanOfAnyVersion, read_small(folder, PLAN), folder, PLAN).job.parallel
 
@@ -111,10 +111,10 @@ class _PlanOfAnyVersion(BaseModel):
 
 
 def saved_plan(folder: Path) -> Plan:
-    """Reads `plan.json` of a complete checkpoint, after its checksum.
+    """Read `plan.json` of a complete checkpoint, after its checksum.
 
     Raises:
-        CheckpointError: As `read_manifest`; CHECKPOINT_DAMAGED; CHECKPOINT_VERSION when another version of the toolkit wrote
+        CheckpointError: Those of `read_manifest`; CHECKPOINT_DAMAGED; CHECKPOINT_VERSION when another version of the toolkit wrote
             a plan that this one cannot read.
     """
     content = read_small(folder, PLAN)

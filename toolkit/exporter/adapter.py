@@ -1,8 +1,8 @@
-"""LoRA: the adapter alone under the names that peft loads, or merged into the weights of its base.
+"""LoRA export: the adapter alone under the names that peft loads, or merged into its base weights.
 
-In a `peft.PeftModel` a weight W of the base is called `base_model.model.X.base_layer.weight`, beside it
-`X.lora_A.default.weight` and `X.lora_B.default.weight`; a layer that is trained whole is `X.modules_to_save.default`,
-beside the untouched `X.original_module`.
+In a `peft.PeftModel` a weight W of the base is called `base_model.model.X.base_layer.weight`, next to
+`X.lora_A.default.weight` and `X.lora_B.default.weight`; a fully trained layer is `X.modules_to_save.default`,
+next to the untouched `X.original_module`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Weights(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What there is."""
+        """The stored tensors by name."""
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One whole tensor, in `dtype` if it is a floating-point one."""
+        """Return one whole tensor, in `dtype` if it is a floating-point one."""
 
 
 def is_adapted(weights: Weights) -> bool:
-    """Whether these are the weights of a `peft.PeftModel` with LoRA."""
+    """Return whether these are the weights of a `peft.PeftModel` with LoRA."""
     return any(".lora_" in name for name in weights.tensors)
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The LoRA configuration that `PeftModel.save_pretrained` or `LoraConfig.save_pretrained` wrote.
+    """Return the LoRA configuration that `PeftModel.save_pretrained` or `LoraConfig.save_pretrained` wrote.
 
     Raises:
         CheckpointError: EXPORT_ADAPTER_CONFIG, CHECKPOINT_DAMAGED, EXPORT_ADAPTER_KIND.
@@ -78,7 +78,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def adapter_names(weights: Weights) -> dict[str, str]:
-    """Names of the adapter's file to names of the checkpoint: without the adapter's own name.
+    """Map names in the adapter's file, which lack the adapter's own name, to names in the checkpoint.
 
     Raises:
         CheckpointError: EXPORT_ADAPTER_KIND.
@@ -107,7 +107,7 @@ class LoraTarget:
         module: Name of peft's layer, under which the checkpoint has A and B.
         scaling: lora_alpha / r, or lora_alpha / sqrt(r) with rsLoRA.
         transposed: The weight is stored (in, out): GPT-2's Conv1D, and embeddings.
-        num_experts: Above 1 the weight is a stack of so many.
+        num_experts: Number of experts stacked in the weight; 1 for a plain weight.
         experts_out_first: The stack is (experts, out, in) and not (experts, in, out).
     """
 
@@ -119,13 +119,13 @@ class LoraTarget:
 
     @property
     def output_dim(self) -> int:
-        """Dimension of the weight that is the layer's output; B has it as its first, A the other as its last."""
+        """Dimension of the weight that is the layer's output; B has it first, A has the other last."""
         if self.num_experts > 1:
             return 1 if self.experts_out_first else 2
         return int(self.transposed)
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """What is added to the weight.
+        """Return the update that is added to the weight.
 
         Args:
             a: Shape (r, in), or (experts · r, in).
@@ -143,18 +143,18 @@ class LoraTarget:
 
 
 def base_key(name: str) -> str:
-    """A name of the PeftModel as the base model has it, for all but A and B: frozen weights, and those trained whole."""
+    """Return the base model's name of a PeftModel's weight other than A and B: frozen, or fully trained."""
     return _plain(name).replace(f".modules_to_save.{_NAME}.", ".").replace(".original_module.", ".")
 
 
 def factor_of(name: str) -> tuple[str, str] | None:
-    """The name of peft's layer and the letter of its factor, A or B; None for other weights."""
+    """Return the name of peft's layer and of its factor, A or B; None for other weights."""
     factor = _FACTOR.fullmatch(name)
     return None if factor is None else (factor["module"], factor["kind"][-1])
 
 
 def lora_targets(adapted: nn.Module) -> dict[str, LoraTarget]:
-    """Base model key to what peft adds to it, read off a `PeftModel` (on the meta device).
+    """Map base model keys to what peft adds to each, as read from a `PeftModel` (on the meta device).
 
     peft alone knows which rank and alpha a layer gets, and which of a layer's stacked expert weights comes first.
     """
@@ -181,7 +181,7 @@ class MergedWeights:
     Args:
         weights: Weights of a `peft.PeftModel`.
         targets: From `lora_targets`.
-        base: Where the weights are that the checkpoint leaves out, if it does.
+        base: Source of the frozen weights, if the checkpoint leaves them out.
     Raises:
         CheckpointError: EXPORT_ADAPTER_KIND, EXPORT_ADAPTER_BASE, EXPORT_ADAPTER_CONFIG, EXPORT_SHAPE.
     Source:
@@ -229,7 +229,7 @@ class MergedWeights:
             )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One whole tensor of the merged model."""
+        """Return one whole tensor of the merged model."""
         target = self.targets.get(name)
         if target is None:
             return self._unmerged(name, dtype)
@@ -237,15 +237,15 @@ class MergedWeights:
         a, b = (self.weights.read(factors[letter], torch.float32) for letter in "AB")
         try:
             delta = target.delta(a, b)
-        except RuntimeError:  # they do not go together, or not with the number of experts
+        except RuntimeError:  # their shapes do not match each other or the number of experts
             delta = torch.empty(0)
         shape = self.tensors[name].shape
-        if (1,) * (len(shape) - delta.dim()) + tuple(delta.shape) != shape:  # a stack of one expert has one more
+        if (1,) * (len(shape) - delta.dim()) + tuple(delta.shape) != shape:  # a stack of one expert: one more
             raise CheckpointError(_other_shape(name, self.tensors[name], a, b))
         return (self._unmerged(name, torch.float32) + delta).to(dtype)
 
     def _drop_aliases(self, base: Mapping[str, StoredTensor]) -> None:
-        """Forgets the second name of a tied weight whose first name was left out: the engine writes it all the same."""
+        """Forget the second name of a tied weight whose first name was left out: the engine writes it nevertheless."""
         for name, stored in base.items():
             kept = self._origin.get(name)
             if kept and stored.owner != name and stored.owner not in self._origin and ".modules_to_save." not in kept:
@@ -268,7 +268,7 @@ class MergedWeights:
 
 
 def _plain(name: str) -> str:
-    """A name of the PeftModel as the base model has it; expert layers are wrapped once for each stacked weight."""
+    """Return the base model's name of a PeftModel's weight; expert layers are wrapped once per stacked weight."""
     return name.removeprefix(_PREFIX).replace(".base_layer", "")
 
 

@@ -1,6 +1,6 @@
-"""How the tensors of a `peft.PeftModel` are cut, from how those of its base are.
+"""The tensor-parallel shards of a `peft.PeftModel`, derived from those of its base.
 
-Y = X·Wᵀ + s·X·Aᵀ·Bᵀ: B (out, r) is cut as the output of W (out, in) is, A (r, in) as its input; the other is whole.
+Y = X·Wᵀ + s·X·Aᵀ·Bᵀ: B (out, r) is sharded like the output of W (out, in), A (r, in) like its input; the other is replicated.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from toolkit.tensor_parallel.layout import Shard
 def adapted_shards(
     names: Iterable[str], base: Mapping[str, Shard], targets: Mapping[str, LoraTarget]
 ) -> dict[str, Shard]:
-    """Return how each tensor is cut, by its name in a checkpoint; whole ones are left out.
+    """Return the shard of each sharded tensor, by its name in a checkpoint.
 
     Args:
-        names: Of the checkpoint's tensors.
-        base: The same of the base model, by its names.
+        names: Names of the checkpoint's tensors.
+        base: Shards of the base model, by its own names.
         targets: From `lora_targets`.
     """
     factors = {(target.module, letter): shard for target, letter, shard in _factors(base, targets)}
@@ -32,7 +32,7 @@ def adapted_shards(
 
 
 def _factors(base: Mapping[str, Shard], targets: Mapping[str, LoraTarget]) -> Iterable[tuple[LoraTarget, str, Shard]]:
-    """Yield the one of A and B that is cut, for each weight that is."""
+    """Yield the factor, A or B, that is sharded, for each sharded weight."""
     for key, target in targets.items():
         shard = base.get(key)
         if shard is not None:

@@ -1,4 +1,4 @@
-"""The weights that a LoRA run started from, by model key: its checkpoints leave them out, since they never change."""
+"""Frozen base weights of a LoRA run, by model key: its checkpoints leave them out, since they never change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from toolkit.modeling.weights import full_shapes, plan_loading
 
 @dataclass(slots=True)
 class PretrainedWeights:
-    """Whole tensors of a folder of safetensors, as the model holds them: experts stacked, tied keys resolved.
+    """Whole tensors of a folder of safetensors, as the model has them: experts stacked, tied keys resolved.
 
     Args:
-        folder: Local folder with `model.safetensors` or shards and their index.
+        folder: Local folder with `model.safetensors` or several files and their index.
         model: The model on the meta device, its weights tied as the config says.
-        dtype: What the floating-point tensors were trained in.
+        dtype: Training dtype of the floating-point tensors.
     Raises:
         CheckpointError: WEIGHTS_*, if the folder does not fit the model.
     """
@@ -55,7 +55,7 @@ class PretrainedWeights:
         }
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One whole tensor, rounded to what it was trained in and then given in `dtype`."""
+        """Return one whole tensor, rounded to its training dtype and then converted to `dtype`."""
         owner = self.tensors[name].owner
         group = self._group_of[owner]
         tensors = {key: self._files.read(key) for key in group.keys}

@@ -1,4 +1,4 @@
-"""`tk.export`: a verified checkpoint becomes a verified export."""
+"""`tk.export`: turns a verified checkpoint into a verified export."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from toolkit.planning.checkpoint_size import leaves_frozen_out
 from toolkit.planning.plan import Plan
 from toolkit.units import format_count
 
-# Parameters up to which the export is loaded whole and run on the CPU by default: 8 GB of host memory in fp32.
+# Parameters up to which the export is loaded and run on the CPU by default: 8 GB of host memory in fp32.
 CHECK_LOGITS_PARAMETERS = 2_000_000_000
 
-# Largest difference of two scores, as a share of the largest score: rounding of one forward pass on another device,
-# some ten layers of 2**-8 (bf16), 2**-11 (fp16) or 2**-24 (fp32) each, with room.
+# Largest difference of two logits, relative to the largest logit: rounding of a forward pass on another device,
+# about ten layers of 2**-8 (bf16), 2**-11 (fp16) or 2**-24 (fp32) each, with a margin.
 TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was exported and how it was checked.
+    """The result of an export and of its checks.
 
     Args:
-        folder: The export.
-        report: What was written.
-        logits_difference: Largest difference between the reloaded export's scores and the live model's, as a share of
-            the largest score; None where it was not compared.
-        not_compared: Why it was not; None where it was.
+        folder: Folder of the export.
+        report: Report of what was written.
+        logits_difference: Largest difference between the logits of the reloaded export and the live model, relative to
+            the largest logit; None if not compared.
+        not_compared: Reason for not comparing; None if compared.
     """
 
     folder: Path
@@ -66,38 +66,38 @@ def export(
     verify_first: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
-    """Writes a checkpoint of any ZeRO stage as Hugging Face safetensors with config and tokenizer beside them.
+    """Write a checkpoint of any ZeRO stage as Hugging Face safetensors with config and tokenizer.
 
     Args:
         checkpoint: Folder that `tk.save` or `toolkit train` wrote.
-        output_dir: Created whole at the end, or not at all.
-        dtype: Of the weights; the training precision when left out, bf16 after fp8. fp32 reads the master weights.
-        max_shard_size_bytes: Above it a new file begins.
-        merge_adapter: LoRA: write the base with the adapter merged into it, not the adapter.
-        overwrite: Replace what `output_dir` holds.
-        check_logits: Reload the export and compare its scores with those that the live model left in the checkpoint.
-            By default where the checkpoint has them, the dtype is the training precision, and the model has at most
-            two billion parameters. After fp8 training both are computed in bf16, in which the weights lie.
-        trust_remote_code: Run the Python code that the checkpoint's model brings, and that of the base of an adapter. What
-            the checkpoint's own plan says of it counts for nothing: whoever made the checkpoint wrote that too.
-        verify_first: Compare the checksums of the files that the export reads, and the sizes of all, before. `toolkit
-            train` does without for the checkpoint that its own processes have hashed a moment ago: that would read
-            every byte once more to learn what is known. The export itself is read back and compared either way.
-        progress: Called with tensors written and tensors in all.
+        output_dir: Folder of the export; created complete at the end, or not at all.
+        dtype: Dtype of the weights; the training precision when left out, bf16 after fp8. fp32 reads the master weights.
+        max_shard_size_bytes: Size above which a new file begins, bytes.
+        merge_adapter: For LoRA: write the base with the adapter merged into it, not the adapter.
+        overwrite: Whether to replace the contents of `output_dir`.
+        check_logits: Whether to reload the export and compare its logits with the live model's, saved in the checkpoint.
+            By default done if the checkpoint has them, the dtype is the training precision, and the model has at most
+            two billion parameters. After fp8 training both are computed in bf16, the dtype of the weights.
+        trust_remote_code: Whether to run the Python code that the checkpoint's model brings, and that of an adapter's base. The
+            checkpoint's own plan is ignored in this: the author of the checkpoint wrote it too.
+        verify_first: Whether to compare the checksums of the files to read, and the sizes of all, first. `toolkit
+            train` skips this for the checkpoint that its own processes have just hashed, which would be read once more
+            for nothing. The export itself is read back and compared either way.
+        progress: Called with tensors written and total tensors.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or more than data; EXPORT_REMOTE_CODE.
-        CheckError: EXPORT_VERIFY, EXPORT_LOGITS: the export is not equal to it.
+        CheckError: EXPORT_VERIFY, EXPORT_LOGITS: the export differs from the checkpoint.
     """
     source = Path(checkpoint)
     if verify_first:
-        verify_checkpoint(source, unread=is_shard)  # before its plan says which shards are read
+        verify_checkpoint(source, unread=is_shard)  # before its plan tells which shards to read
     state, plan = State.load(source), saved_plan(source)
     if verify_first:
         _verify_shards(source, plan, dtype=dtype, merge_adapter=merge_adapter)
     if plan.job.model.trust_remote_code and not trust_remote_code and _has_code(source / MODEL):
         raise CheckpointError(brings_code(source / MODEL))
-    probe = source / PROBE if PROBE in read_manifest(source) else None  # what it does not name was never checked
+    probe = source / PROBE if PROBE in read_manifest(source) else None  # a file that it does not name was never checked
     if check_logits and probe is None:
         raise CheckpointError.of(
             code="EXPORT_NO_PROBE",
@@ -135,7 +135,7 @@ def export(
 def _why_not_compared(
     plan: Plan, probe: Path | None, *, dtype: str | None, asked: bool | None, merge_adapter: bool
 ) -> str | None:
-    """Says why an export's scores are not compared with the live model's; None where they are."""
+    """Return why an export's logits are not compared with the live model's; None if they are."""
     own, known = plan.settings.dtype, plan.model.num_parameters
     if asked is False:
         return "not asked for"
@@ -154,10 +154,10 @@ def _why_not_compared(
 
 
 def _verify_shards(source: Path, plan: Plan, *, dtype: str | None, merge_adapter: bool) -> None:
-    """Compares the checksums of those of DeepSpeed's files that the export reads.
+    """Verify the checksums of DeepSpeed's files that the export reads.
 
-    Below stage 3 the module's own copy has every weight in the training dtype; the optimizer's files, six times as large
-    in bf16, hold the rest: fp32 masters, from which adapters are merged, and moments.
+    Below stage 3 the module states have every weight in the training dtype; the optimizer's files, six times as large
+    in bf16, have the rest: fp32 master weights, from which adapters are merged, and moments.
     """
     settings = plan.settings
     module_will_do = settings.zero_stage < 3 and dtype in (None, settings.dtype) and not merge_adapter
@@ -173,7 +173,7 @@ def _is_optimizer_file(name: str) -> bool:
 
 
 def logits_difference(model: Any, probe: Path) -> float:
-    """The largest difference of a model's scores from a probe's, as a share of the largest score.
+    """Return the largest difference of a model's logits from a probe's, relative to the largest logit.
 
     Raises:
         CheckpointError: CHECKPOINT_DAMAGED.
@@ -191,7 +191,7 @@ def logits_difference(model: Any, probe: Path) -> float:
 
 def _compare(plan: Plan, model: Any, report: ExportReport, probe: Path) -> float:
     difference = logits_difference(model, probe)
-    # Not "difference > limit", which a difference that is not a number would pass.
+    # Not "difference > limit", which NaN would pass.
     if not difference <= TOLERANCE[plan.settings.dtype]:
         raise CheckError.of(
             code="EXPORT_LOGITS",
@@ -211,7 +211,7 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
     base = folder if report.kind != "adapter" else locate_weights(plan)
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        # Set here, since attn_implementation= would not replace one that the file names, such as a kernel of the hub.
+        # Set here, because attn_implementation= would not replace the one in the file, such as a kernel of the hub.
         config._attn_implementation = attention
         model = AutoModelForCausalLM.from_pretrained(
             base, config=config, dtype=DTYPES[plan.settings.dtype], trust_remote_code=trust_remote_code
@@ -221,7 +221,7 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
 
             model = PeftModel.from_pretrained(model, str(folder))
         return model.eval()
-    except Exception as error:  # of whatever kind: a configuration that the library cannot use
+    except Exception as error:  # any kind: a configuration that the library cannot use
         raise CheckpointError.of(
             code="EXPORT_CONFIG",
             key=str(report.output_dir),

@@ -1,4 +1,4 @@
-"""Which tensors an export holds, under which keys and in which dtype; and that a checkpoint has all of them."""
+"""The tensors of an export, their keys and dtypes; checks that a checkpoint has all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_THIS_JOB = "Put the config.json of this very job into the checkpoint's folde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A checkpoint whose files are known, and the model on the meta device; the last two for LoRA only."""
+    """A checkpoint with its weights located, and the model on the meta device; the last two for LoRA only."""
 
     weights: Weights
     model: PreTrainedModel
@@ -37,16 +37,16 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What will be written: groups of model keys (or adapter names) that are read and converted together.
+    """The tensors to write: groups of model keys (or adapter names) that are read and converted together.
 
     Args:
         kind: Full model, adapter alone, or adapter merged into its base.
-        weights: What is read.
-        sources: Key to the weights' name and the dtype to write.
-        groups: Keys that convert together.
-        dtype_name: That of the token embedding, or of the adapter's first matrix.
-        untied: Keys that the config ties and training made differ.
-        adapter_config: For an adapter alone.
+        weights: Weights to read from.
+        sources: Key to name in the weights and dtype to write.
+        groups: Keys that are converted together.
+        dtype_name: Dtype of the token embedding, or of the adapter's first matrix.
+        untied: Keys that the config ties, but training made differ.
+        adapter_config: Configuration of an adapter exported alone.
     """
 
     kind: Kind
@@ -63,14 +63,14 @@ class Contents:
         return torch.empty(self.weights.tensors[name].shape, dtype=dtype, device="meta")
 
     def read(self, key: str) -> Tensor:
-        """Reads a tensor in the dtype to write."""
+        """Read a tensor in the dtype to write."""
         return self.weights.read(*self.sources[key])
 
 
 def choose_contents(
     opened: Opened, dtype: torch.dtype | None, *, base_dir: Path | None, merge_adapter: bool
 ) -> Contents:
-    """Says what an export holds: the model, the adapter, or the base with the adapter merged into it.
+    """Choose the contents of an export: the model, the adapter, or the base with the adapter merged into it.
 
     Raises:
         CheckpointError: EXPORT_KEYS, EXPORT_SHAPE, and those of `toolkit.exporter.adapter`.
@@ -142,7 +142,7 @@ def _disagreements(weights: Weights, wanted: Mapping[str, Tensor]) -> Iterable[P
 
 
 def _trained_dtype(weights: Weights) -> torch.dtype:
-    """The training dtype: that of the first adapter matrix."""
+    """Return the training dtype: that of the first adapter matrix."""
     return next(stored.dtype for name, stored in weights.tensors.items() if ".lora_" in name)
 
 

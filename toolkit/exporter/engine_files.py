@@ -1,7 +1,7 @@
-"""The files of one checkpoint tag by the model-parallel rank that wrote them: the ranks of one model, stage by stage.
+"""The files of one checkpoint tag by the model-parallel rank that wrote them.
 
-Of a grid of stages × tensor ranks, model-parallel rank `stage * tp + tensor rank` holds one tensor rank's part of one stage
-(toolkit/distributed/deepspeed_mpu.py). A grid of one has all in the files of rank 0.
+In a grid of stages × tensor ranks, model-parallel rank `stage * tp + tensor rank` has one tensor rank's shard of one stage
+(toolkit/distributed/deepspeed_mpu.py). A grid of one rank has everything in the files of rank 0.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def optimizer_files(folder: Path, *, mp_rank: int) -> list[Path]:
 
 
 def check_model_ranks(folder: Path, grid: Grid) -> None:
-    """Checks that a tag holds what the ranks of one model write, and nothing of others.
+    """Check that a tag has the files of every model-parallel rank, and of no others.
 
     Args:
-        folder: The tag's folder.
-        grid: Of the run: its stages and tensor ranks.
+        folder: Folder of the tag.
+        grid: Grid of the run, for its stages and tensor ranks.
 
     Raises:
         CheckpointError: EXPORT_NO_CHECKPOINT; EXPORT_MODEL_PARALLEL for files of other model-parallel ranks, or of DeepSpeed's
-            own pipelines; EXPORT_INCOMPLETE where a rank lacks a file that another has.
+            own pipelines; EXPORT_INCOMPLETE if a rank lacks a file that another has.
     """
     num_ranks = grid.size("model")
     found = {path.name: match for path in sorted(folder.glob("*.pt")) if (match := _match(path.name))}
@@ -65,7 +65,7 @@ def _match(name: str) -> re.Match[str] | None:
 
 
 def _for_rank(match: re.Match[str], rank: int) -> str:
-    """Return the name that another model-parallel rank's file of the same kind has."""
+    """Return the name of the same kind of file of another model-parallel rank."""
     start, stop = match.span("mp")
     return f"{match.string[:start]}{rank:02d}{match.string[stop:]}"
 

@@ -1,4 +1,4 @@
-"""A checkpoint of the engine becomes a folder that `from_pretrained` loads: HF names, safetensors, config, tokenizer."""
+"""Export of an engine's checkpoint to a folder that `from_pretrained` loads: HF names, safetensors, config, tokenizer."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ _MAX_TAG_BYTES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What was written.
+    """What an export wrote.
 
     Args:
-        output_dir: The folder.
+        output_dir: Folder of the export.
         kind: Full model, adapter alone, or adapter merged into its base.
         files: Weight files, in order.
-        num_tensors: Tensors written; tied ones once.
-        num_bytes: Their size, bytes.
-        dtype: That of the token embedding, as `config.json` says; for an adapter that of its first matrix.
-        untied: Weights that the config tied, but that training made differ; written apart, and the config says so.
+        num_tensors: Number of tensors written; tied ones count once.
+        num_bytes: Total size, bytes.
+        dtype: Dtype of the token embedding, as in `config.json`; for an adapter that of its first matrix.
+        untied: Weights that the config tied, but that training made differ; written separately, and untied in the config.
         verified: Whether names, shapes and a sample of the values were read back.
     """
 
@@ -82,27 +82,27 @@ def export_checkpoint(
     progress: Progress | None = None,
     inspect: Callable[[Path, ExportReport], None] | None = None,
 ) -> ExportReport:
-    """Writes a checkpoint of ZeRO 0 to 3 as Hugging Face safetensors, on one CPU process.
+    """Write a checkpoint of ZeRO 0 to 3 as Hugging Face safetensors, on one CPU process.
 
-    Host memory: the largest group of tensors that convert together (mostly one matrix; of a mixture of experts, one
-    layer's stacked matrix), and one rank's part of one, whatever the size of the model or of a shard.
+    Host memory: the largest group of tensors that are converted together (mostly one matrix; of a mixture of experts, one
+    layer's stacked matrix), and one rank's shard of one, whatever the size of the model or of a shard.
 
     Args:
         checkpoint_dir: A `checkpoint-STEP` folder.
-        output_dir: Created whole at the end, or not at all.
+        output_dir: Folder of the export; created complete at the end, or not at all.
         tag_dir: Folder of the engine's files; `checkpoint_dir/TAG`, where the file `latest` names TAG, when left out.
         model_dir: Folder with config.json and the tokenizer; `checkpoint_dir/model` when left out.
         peft_dir: Folder with adapter_config.json, for LoRA; `model_dir` when left out.
         base_dir: Folder of the base model's safetensors, to merge into when the checkpoint leaves frozen weights out.
-        dtype: Of the floating-point tensors; when left out the training dtype. fp32 reads the master weights.
-        max_shard_size_bytes: Above it a new file begins.
-        merge_adapter: Write the base with the adapter merged into it, not the adapter.
-        verify: Read back every name and shape, as `from_pretrained` would match them, and a sample of the values.
-        overwrite: Replace what `output_dir` holds.
-        trust_remote_code: Run model code that lies in `model_dir`.
-        grid: Of the run: stages and tensor ranks, whose parts are joined. Its replicas hold the same.
-        progress: Called with tensors written and tensors in all.
-        inspect: Called with the finished folder before it takes its place; what it raises leaves nothing behind.
+        dtype: Dtype of the floating-point tensors; the training dtype when left out. fp32 reads the master weights.
+        max_shard_size_bytes: Size above which a new file begins, bytes.
+        merge_adapter: Whether to write the base with the adapter merged into it, not the adapter.
+        verify: Whether to read back every name and shape, as `from_pretrained` would match them, and a sample of the values.
+        overwrite: Whether to replace the contents of `output_dir`.
+        trust_remote_code: Whether to run model code in `model_dir`.
+        grid: Grid of the run, whose stages and tensor shards are joined. Its replicas are identical.
+        progress: Called with tensors written and total tensors.
+        inspect: Called with the finished folder before it takes its place; if it raises, nothing is left.
     Raises:
         CheckpointError: EXPORT_LATEST, EXPORT_CONFIG, EXPORT_REMOTE_CODE, EXPORT_KEYS, EXPORT_SHAPE, EXPORT_NOT_ADAPTED, EXPORT_EXISTS,
             EXPORT_VERIFY, and those of `ZeroCheckpoint`, `JoinedCheckpoint`, `UnitedCheckpoint` and `toolkit.exporter.adapter`.
@@ -164,7 +164,7 @@ def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote
 
 
 def _tied_names(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Names of a checkpoint's tied weights to the names of those that they share their values with."""
+    """Map names of a checkpoint's tied weights to the names of the weights whose values they share."""
     named = {base_key(name): name for name in names if factor_of(name) is None}
     return {named[key]: named[kept] for key, kept in tied_keys(model).items() if key in named and kept in named}
 
@@ -233,7 +233,7 @@ def _not_adapted(source: Path) -> Problem:
 
 
 def _spread(length: int, count: int) -> list[int]:
-    """Up to `count` positions, evenly spread, first and last among them."""
+    """Return up to `count` evenly spaced positions, including first and last."""
     if length <= count:
         return list(range(length))
     return [round(number * (length - 1) / (count - 1)) for number in range(count)]

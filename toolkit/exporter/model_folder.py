@@ -1,4 +1,4 @@
-"""The folder `model` of a checkpoint: the model that it describes, without weights, and what goes with an export."""
+"""The folder `model` of a checkpoint: the model that it describes, without weights, and its files that an export copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 
 
 def empty_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Builds the causal language model of a folder on the meta device.
+    """Build the causal language model of a folder on the meta device.
 
     Raises:
         CheckpointError: CHECKPOINT_DAMAGED, EXPORT_REMOTE_CODE, EXPORT_CONFIG.
@@ -45,10 +45,10 @@ def empty_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 config,
-                attn_implementation="eager",  # not one that the file names, whose package or kernel may have to be had
+                attn_implementation="eager",  # not the file's, which may need a package or kernel
                 trust_remote_code=trust_remote_code,
             )
-    except Exception as error:  # a configuration class fails in its own way on each value that it does not expect
+    except Exception as error:  # configuration classes raise any error on unexpected values
         # transformers dynamic_module_utils.py resolve_trust_remote_code
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise CheckpointError(brings_code(model_dir)) from None
@@ -63,7 +63,7 @@ def empty_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
-    """Puts the adapter of a configuration on a model of the meta device.
+    """Add an adapter by its configuration to a model on the meta device.
 
     Raises:
         CheckpointError: EXPORT_ADAPTER_CONFIG.
@@ -71,7 +71,7 @@ def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
     try:
         with torch.device("meta"):
             return get_peft_model(model, LoraConfig.from_peft_type(**lora))  # type: ignore[no-any-return]
-    except Exception as error:  # peft fails in its own way on each value that it does not expect
+    except Exception as error:  # peft raises any error on unexpected values
         raise CheckpointError.of(
             code="EXPORT_ADAPTER_CONFIG",
             key=ADAPTER_CONFIG,
@@ -81,11 +81,11 @@ def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
 
 
 def copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architecture: str) -> None:
-    """Copies tokenizer and generation settings, and writes the config with the dtype of the weights."""
+    """Copy tokenizer and generation settings, and write the config with the dtype of the weights."""
     skipped = {ADAPTER_CONFIG, *(_GENERATION if plan.kind == "adapter" else ())}
     for path in sorted(model_dir.iterdir()):
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        # Hidden files are of no checkpoint: they are passed over, as its manifest passes over them.
+        # Hidden files are not part of a checkpoint: its manifest ignores them too.
         if path.is_file() and path.name[0] != "." and path.name not in skipped and not is_weights:
             with open_plain(model_dir, path.name) as content, (folder / path.name).open("wb") as copy:
                 shutil.copyfileobj(content, copy)
@@ -94,7 +94,7 @@ def copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architectu
         return
     config = read_plain_object(model_dir, "config.json")
     config.pop("torch_dtype", None)  # the name of `dtype` before transformers 5
-    # Nothing that transformers saves has it, but what it reads there it takes for a kernel of the hub to fetch and run.
+    # transformers never saves it, but would read it as a hub kernel to fetch and run.
     config.pop("_attn_implementation", None)
     config |= {"dtype": plan.dtype_name, "architectures": [architecture]}
     if plan.untied:
@@ -103,7 +103,7 @@ def copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architectu
 
 
 def read_model_object(model_dir: Path, name: str) -> dict[str, Any]:
-    """Reads a file of a checkpoint's folder `model` that holds a JSON object.
+    """Read a file of a checkpoint's folder `model` that is a JSON object.
 
     Raises:
         CheckpointError: CHECKPOINT_DAMAGED.
@@ -117,7 +117,7 @@ def read_model_object(model_dir: Path, name: str) -> dict[str, Any]:
 
 
 def brings_code(model_dir: Path) -> Problem:
-    """The problem of a model that only code of its own can build, which nobody has allowed to run."""
+    """Return the problem of a model that needs its own code, which the user has not allowed to run."""
     return Problem(
         code="EXPORT_REMOTE_CODE",
         key="trust_remote_code",

@@ -1,4 +1,4 @@
-"""The stages of a checkpoint as one: each tensor is read from the stage that holds it."""
+"""The stages of a pipeline's checkpoint as one: each tensor is read from the stage that has it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from toolkit.modeling.safetensors_folder import some
 
 @dataclass(slots=True)
 class UnitedCheckpoint:
-    """The tensors of all stages under their names in the whole model, which they have on every stage.
+    """The tensors of all stages under their names in the whole model, which every stage uses.
 
-    Of a tied weight the last stage holds a copy of its own, trained as the first stage's is. It counts as the same tensor.
+    The last stage has its own copy of a tied weight, trained like the first stage's. It counts as the same tensor.
 
     Args:
-        folder: Where they come from, for messages.
-        stages: In their order; one holds all where there is no pipeline.
-        tied: Name of a tied weight to the name of the one that it shares its values with.
+        folder: Checkpoint folder, for messages.
+        stages: Stages in order; a single one without a pipeline.
+        tied: Name of a tied weight to the name of the one whose values it shares.
     Raises:
-        CheckpointError: EXPORT_DAMAGED where stages hold one tensor with other values.
+        CheckpointError: EXPORT_DAMAGED if stages have different values of one tensor.
     """
 
     folder: Path
@@ -45,11 +45,11 @@ class UnitedCheckpoint:
         self.tensors = {name: self._described(name) for name in self._stage_of}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One whole tensor, in `dtype` if it is a floating-point one."""
+        """Return one whole tensor, in `dtype` if it is a floating-point one."""
         return self._stage_of[name].read(name, dtype)
 
     def _unlike(self, weights: Weights) -> Iterator[str]:
-        """Yield what a stage holds with other values than an earlier one: buffers outside the layers are all they share."""
+        """Yield tensors whose values differ from an earlier stage's: stages share only buffers outside the layers."""
         for name in weights.tensors.keys() & self._stage_of.keys():
             earlier = self._stage_of[name]
             own, other = weights.tensors[name], earlier.tensors[name]
@@ -60,7 +60,7 @@ class UnitedCheckpoint:
     def _described(self, name: str) -> StoredTensor:
         holder, kept = self._stage_of[name], self.tied.get(name)
         stored = holder.tensors[name]
-        if kept is None or self._stage_of[kept] is holder:  # one that is tied on its stage says so itself
+        if kept is None or self._stage_of[kept] is holder:  # a weight tied within its stage records that itself
             return stored
         return replace(stored, owner=self._stage_of[kept].tensors[kept].owner)
 

@@ -1,4 +1,4 @@
-"""Reads an export back: names and shapes as the loading library takes them, and a sample of the values."""
+"""Read-back of an export: names and shapes as the loading library matches them, and a sample of the values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.modeling.weights import plan_loading
 
 
 def verify_written(folder: Path, writer: ShardWriter, model: PreTrainedModel, *, adapter_of: nn.Module | None) -> None:
-    """Matches the written names and shapes as the loading library would, and reads a sample of the values back.
+    """Match the written names and shapes as the loading library would, and read back a sample of the values.
 
     Raises:
         CheckError: EXPORT_VERIFY.

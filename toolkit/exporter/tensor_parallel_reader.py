@@ -1,4 +1,4 @@
-"""What the tensor ranks of a stage have saved as one checkpoint of whole tensors, joined when they are read, one at a time."""
+"""The shards of a stage's tensor ranks as one checkpoint of whole tensors, each joined when it is read."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from toolkit.tensor_parallel.layout import Shard
 
 @dataclass(slots=True)
 class JoinedCheckpoint:
-    """Whole tensors of a stage, put together from what each of its tensor ranks has saved; those of one rank as they are.
+    """Whole tensors of a stage, joined from the shards of its tensor ranks; unchanged for a single rank.
 
     Host memory: the tensor that is read, and one rank's shard of it.
 
     Args:
-        folder: Where they come from, for messages.
-        ranks: By tensor rank; all hold the same tensors, and the first knows which of them are shared.
-        shards: How each tensor is cut that is; the others are whole on every rank, and read from the first.
-        first_rank: Model-parallel rank of the first, for messages.
+        folder: Checkpoint folder, for messages.
+        ranks: Checkpoints by tensor rank; all have the same tensors, and the first records which of them share storage.
+        shards: Shard of each sharded tensor; the others are replicated, and read from the first rank.
+        first_rank: Model-parallel rank of the first of `ranks`, for messages.
     Raises:
-        CheckpointError: EXPORT_DAMAGED where the ranks hold other tensors, EXPORT_SHAPE where their shards are not
+        CheckpointError: EXPORT_DAMAGED if the ranks have different tensors, EXPORT_SHAPE if their shards are not
             those of the model.
     """
 
@@ -48,7 +48,7 @@ class JoinedCheckpoint:
         self.tensors = {name: self._whole(name, stored) for name, stored in first.tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One whole tensor, in `dtype` if it is a floating-point one."""
+        """Return one whole tensor, in `dtype` if it is a floating-point one."""
         shard = self.shards.get(name)
         if shard is None:
             return self.ranks[0].read(name, dtype)
@@ -71,14 +71,14 @@ class JoinedCheckpoint:
 
 
 def join_shards(read: Callable[[int], Tensor], shard: Shard, *, num_ranks: int) -> Tensor:
-    """Puts the dense tensor together from its shards: the opposite of `Shard.take`, without a process group.
+    """Join the dense tensor from its shards: the inverse of `Shard.take`, without a process group.
 
-    What several ranks hold comes from the first of them; padding is left out.
+    Parts replicated on several ranks come from the first of them; padding is dropped.
 
     Args:
-        read: Gives a rank's shard; it is called once for each rank that holds something new, and kept no longer.
-        shard: How the dense tensor was cut.
-        num_ranks: Into so many.
+        read: Returns a rank's shard; called once for each rank with a new part, and the shard is not kept.
+        shard: Shard that describes how the dense tensor was split.
+        num_ranks: Number of ranks that it was split into.
     """
     dense: Tensor | None = None
     placed: set[range] = set()
@@ -100,10 +100,10 @@ def join_shards(read: Callable[[int], Tensor], shard: Shard, *, num_ranks: int) 
 
 
 def _differences(first: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> set[str]:
-    """Return names of tensors that another rank lacks, has in another shape, or has more.
+    """Return names of tensors that another rank lacks, has in another shape, or has in addition.
 
     Under stage 3 DeepSpeed's global rank 0 alone writes which names share a tensor (runtime/engine.py
-    _get_shared_params): the others' files know the first name only.
+    _get_shared_params): the others' files have the first name only.
     """
     owners = {stored.owner: first[stored.owner].shape for stored in first.values()}
     unlike = {name for name, shape in owners.items() if name not in other or other[name].shape != shape}

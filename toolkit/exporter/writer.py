@@ -1,4 +1,4 @@
-"""Writes safetensors shards tensor by tensor, and puts a finished folder in place in one step."""
+"""Writing of safetensors shards tensor by tensor, and atomic replacement of a folder by a finished one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A tensor that will be written: what a safetensors header says of it."""
+    """The safetensors header entry of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its values, bytes."""
+        """Size of its data, bytes."""
         numel = 1
         for size in self.shape:
             numel *= size
@@ -43,7 +43,7 @@ class Entry:
 
 
 def plan_shards(entries: Iterable[Entry], *, max_shard_size_bytes: int) -> list[list[Entry]]:
-    """Fills shards in order, none above the size unless a single tensor is.
+    """Assign entries to shards in order; no shard exceeds the size unless a single tensor does.
 
     Source:
         huggingface_hub, serialization/_base.py, split_state_dict_into_shards_factory.
@@ -61,18 +61,18 @@ def plan_shards(entries: Iterable[Entry], *, max_shard_size_bytes: int) -> list[
 
 @dataclass(slots=True)
 class ShardWriter:
-    """Writes tensors in any order; only one is in memory at a time.
+    """A writer of tensors in any order, with only one in memory at a time.
 
-    The headers come first and fix every tensor's place in its file, so a tensor is written where it belongs when it
+    The headers are written first and fix every tensor's offset in its file, so a tensor is written in place when it
     is given, and several shards grow at once.
 
     Args:
-        folder: Where the files go.
-        entries: Every tensor that will be given.
-        max_shard_size_bytes: Above it a new file begins.
+        folder: Folder of the files.
+        entries: Entries of all tensors that will be written.
+        max_shard_size_bytes: Size above which a new file begins, bytes.
         stem: File name without ending: `model`, or `adapter_model`.
     Raises:
-        RunError: EXPORT_WRITE, when the disk refuses.
+        RunError: EXPORT_WRITE, if writing fails.
     Source:
         safetensors README, "Format": 8 bytes of header length, JSON header, values.
     """
@@ -109,16 +109,16 @@ class ShardWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all values, bytes."""
+        """Total size of the data, bytes."""
         return sum(entry.num_bytes for entry in self.entries)
 
     def write(self, name: str, tensor: Tensor, *, remember: bool = False) -> None:
-        """Writes one tensor; its shape and dtype must be those of its entry.
+        """Write one tensor; its shape and dtype must be those of its entry.
 
         Args:
-            name: Its key.
-            tensor: On the CPU.
-            remember: Keep the SHA-256 of its bytes in `digests`.
+            name: Key of the tensor.
+            tensor: Tensor on the CPU.
+            remember: Whether to keep the SHA-256 of its bytes in `digests`.
         """
         entry = self._waiting.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
@@ -168,11 +168,11 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder beside `target` that takes its place when the block ends well, and else is removed.
+    """Yield an empty folder next to `target` that replaces it if the block succeeds, and else is removed.
 
     Raises:
-        CheckpointError: EXPORT_EXISTS, if `target` holds something and `overwrite` is false.
-        RunError: EXPORT_WRITE, when the disk refuses.
+        CheckpointError: EXPORT_EXISTS, if `target` is not empty and `overwrite` is false.
+        RunError: EXPORT_WRITE, if writing fails.
     """
     if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError.of(
@@ -205,7 +205,7 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _remove_abandoned(target: Path, host: str) -> None:
-    """Removes what killed exports to `target` have left: a hidden folder as large as the model each."""
+    """Remove the hidden partial folders of killed exports to `target`, each as large as the model."""
     stem = f".{target.name}.partial-{host}-"
     for path in target.parent.glob(f"{glob.escape(stem)}*"):
         pid = path.name.removeprefix(stem)
@@ -214,7 +214,7 @@ def _remove_abandoned(target: Path, host: str) -> None:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's values as safetensors stores them: row-major, little-endian."""
+    """Return a tensor's data as safetensors stores them: row-major, little-endian."""
     flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 

@@ -1,13 +1,13 @@
-"""Reads single tensors out of a checkpoint that the DeepSpeed engine wrote, whatever its ZeRO stage: one rank's of the model.
+"""Reading of single tensors from a DeepSpeed checkpoint of any ZeRO stage, for one model-parallel rank.
 
-Files are mapped, not loaded: a tensor's bytes are read when that tensor is asked for, and Adam's moments, three
+Files are mapped, not loaded: a tensor's bytes are read when it is requested, and Adam's moments, three
 quarters of a checkpoint, never are. The layouts are those of DeepSpeed 0.19:
 
-* stage 0 to 2: `mp_rank_MM_model_states.pt` holds model-parallel rank MM's whole module in the training dtype;
-  `*_mp_rank_MM_optim_states.pt` of each data-parallel rank holds its slice of the fp32 master weights, with the address
+* stage 0 to 2: `mp_rank_MM_model_states.pt` has model-parallel rank MM's whole module in the training dtype;
+  `*_mp_rank_MM_optim_states.pt` of each data-parallel rank has its slice of the fp32 master weights, with the address
   of every parameter's fragment;
-* stage 3: `zero_pp_rank_D_mp_rank_MM_model_states.pt` holds shapes, buffers and data-parallel rank D's part of each
-  frozen parameter; its part of the trainable ones is in its `*_optim_states.pt`, in the order of the shapes.
+* stage 3: `zero_pp_rank_D_mp_rank_MM_model_states.pt` has shapes, buffers and data-parallel rank D's partition of each
+  frozen parameter; its partition of the trainable ones is in its `*_optim_states.pt`, in the order of the shapes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class StoredTensor:
 
     Args:
         shape: Whole shape.
-        dtype: Training dtype: what the module computed with.
-        owner: Its own name, or the name of the tensor that it shares storage with.
+        dtype: Training dtype of the module.
+        owner: Own name, or the name of the tensor that it shares storage with.
     """
 
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class ZeroCheckpoint:
-    """The module's tensors of one checkpoint tag, as one rank of the model held them: one tensor rank's of one stage.
+    """The module's tensors of one checkpoint tag, for one model-parallel rank: one tensor rank of one stage.
 
     Args:
-        folder: The tag's folder.
-        mp_rank: Whose tensors: its model-parallel rank.
-        grid: Of the run that wrote the tag: stages and tensor ranks. How many replicas wrote, the files say.
+        folder: Folder of the tag.
+        mp_rank: Model-parallel rank whose tensors to read.
+        grid: Grid of the run that wrote the tag, for stages and tensor ranks. The files tell the number of replicas.
     Raises:
         CheckpointError: EXPORT_NO_CHECKPOINT, EXPORT_INCOMPLETE, EXPORT_DAMAGED, EXPORT_MODEL_PARALLEL, EXPORT_NVME,
             CHECKPOINT_UNSAFE.
@@ -86,12 +86,12 @@ class ZeroCheckpoint:
             self.tensors = dict(self._describe())
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One whole tensor, in `dtype` if it is a floating-point one.
+        """Return one whole tensor, in `dtype` if it is a floating-point one.
 
         It comes from the module's copy when that has this dtype, and from the fp32 master weight otherwise.
 
         Raises:
-            CheckpointError: EXPORT_DAMAGED, if its parts do not add up.
+            CheckpointError: EXPORT_DAMAGED, if its partitions do not have the right total size.
         """
         stored = self.tensors[name]
         if stored.owner in self._fragments:
@@ -106,7 +106,7 @@ class ZeroCheckpoint:
         return self._join(name, masters, dtype) if masters else whole.to(dtype)
 
     def _optimizer_states(self) -> list[dict[str, Any]]:
-        """What each data-parallel rank's optimizer saved: read where it is needed, since below stage 3 it mostly is not."""
+        """Return each data-parallel rank's optimizer state, read lazily, as below stage 3 it is rarely needed."""
         if not self._optimizers:
             self._optimizers = [_load(self.folder, name)["optimizer_state_dict"] for name in self._optimizer_names]
         return self._optimizers
@@ -126,7 +126,7 @@ class ZeroCheckpoint:
         return joined.view(stored.shape)
 
     def _master_fragments(self, name: str) -> Iterator[Tensor]:
-        """Slices of the fp32 master weight, in rank order (stages 1 and 2, and bf16 at stage 0)."""
+        """Yield the slices of the fp32 master weight, in rank order (stages 1 and 2, and bf16 at stage 0)."""
         for state in self._optimizer_states():
             for addresses, flat in zip(
                 state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True
@@ -136,7 +136,7 @@ class ZeroCheckpoint:
                     yield flat[address.start : address.start + address.numel]
 
     def _partitions(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Stage 3: each parameter's parts in rank order, the last one padded. Parts are views of the mapped files.
+        """Yield each parameter's partitions at stage 3 in rank order, the last one padded, as views of the mapped files.
 
         Source:
             deepspeed, utils/zero_to_fp32.py, _zero3_merge_trainable_params.
@@ -154,7 +154,7 @@ class ZeroCheckpoint:
             raise CheckpointError(_damaged(self.folder, f"does not hold {start} master weights in each rank's file"))
 
     def _master_weights(self) -> Iterator[list[Tensor]]:
-        """Stage 3: each rank's flat master weights, in memory or in swap files of an NVMe offload."""
+        """Yield each rank's flat master weights at stage 3, in memory or in swap files of an NVMe offload."""
         in_memory = [list(optimizer["fp32_flat_groups"]) for optimizer in self._optimizer_states()]
         if not (self.folder / SWAPPED).exists():
             yield from in_memory
@@ -169,7 +169,7 @@ class ZeroCheckpoint:
             raise CheckpointError(_damaged(self.folder, f"holds swap files that cannot be read: {error}")) from error
 
     def _global_rank(self, dp_rank: int) -> int:
-        """Return the rank by which swap files lie."""
+        """Return the global rank that names the swap files."""
         stage, tp_rank = divmod(self.mp_rank, self.grid.tp)
         grid = Grid(pp=self.grid.pp, dp=len(self._optimizer_names), tp=self.grid.tp)
         return grid.rank(Coordinate(pp=stage, dp=dp_rank, tp=tp_rank))
@@ -202,7 +202,7 @@ class ZeroCheckpoint:
 
 
 class _Concatenation:
-    """Several flat tensors seen as one, without copying."""
+    """A view of several flat tensors as one, without copying."""
 
     def __init__(self, pieces: list[Tensor]) -> None:
         self._pieces = pieces
@@ -232,7 +232,7 @@ def _load(folder: Path, name: str) -> dict[str, Any]:
 
 @contextmanager
 def _as_damage(folder: Path) -> Iterator[None]:
-    """Turns what comes of a state that lacks something, or holds it in another form, into an error of the folder."""
+    """Turn errors from an incomplete or malformed state into an EXPORT_DAMAGED error of the folder."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:

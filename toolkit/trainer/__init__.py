@@ -1,1 +1,1 @@
-"""Run: the training loop, its metrics and its progress bar."""
+"""The training loop, its metrics and its progress bar."""

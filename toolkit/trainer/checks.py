@@ -1,4 +1,4 @@
-"""What training asks of a job beyond a sound plan; needs no torch."""
+"""Requirements of training in addition to a valid plan; needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.units import format_bytes
 
 
 def check_stop_after(stop_after: int | None, step: int) -> None:
-    """Refuses to end a session at or before the step at which it begins.
+    """Refuse to end a session at or before the step at which it begins.
 
     Raises:
         PlanError: STOP_AFTER.
@@ -32,7 +32,7 @@ def check_stop_after(stop_after: int | None, step: int) -> None:
 
 
 def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
-    """Keeps a new run from mixing with what an earlier one left in output_dir; with `overwrite`, deletes that.
+    """Keep a new run from mixing with what an earlier one left in output_dir; delete that with `overwrite`.
 
     Raises:
         PlanError: OUTPUT_EXISTS, OUTPUT_WRITE.
@@ -50,7 +50,7 @@ def guard_output(plan: Plan, *, resuming: bool, overwrite: bool) -> None:
 
 
 def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[Problem]:
-    """Says that output_dir holds an earlier run, or cannot be written."""
+    """Yield a problem if output_dir contains an earlier run, or cannot be written."""
     folder = plan.output_dir
     held = held_output(folder)
     if held and not resuming and not overwrite:
@@ -65,7 +65,7 @@ def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[
 
 
 def space_warnings(plan: Plan) -> Iterator[str]:
-    """Says that the disk of output_dir has less room than the run will keep there; each save checks its own part again."""
+    """Yield a warning if the disk of output_dir has less space than the run will need; each save checks its own part again."""
     use = foreseen_disk_use(plan)
     if use is None:
         return
@@ -82,6 +82,6 @@ def space_warnings(plan: Plan) -> Iterator[str]:
 
 
 def held_output(folder: Path) -> list[str]:
-    """Names what an earlier run left in its output_dir that a new one would mix with."""
+    """Return the names of an earlier run's files in output_dir with which a new run would mix."""
     held = sorted(path.name for path in folder.glob("checkpoint-*") if step_of(path) is not None)
     return [*held, "metrics.jsonl"] if (folder / "metrics.jsonl").exists() else held

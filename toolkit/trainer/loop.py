@@ -31,29 +31,29 @@ from toolkit.trainer.tokenizer import load_tokenizer
 def train(
     plan: Plan, *, resume: str | Path | None = None, stop_after: int | None = None, reporter: Reporter | None = None
 ) -> TrainResult:
-    """Trains a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
+    """Train a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
 
-    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, on any rank, end the run after the step under way and a save.
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, on any rank, end the run after the current step and a save.
 
     Args:
-        plan: What to run; its job must have a data section.
-        resume: Checkpoint to go on from: a folder; `latest`, the last of output_dir; `auto`, the last sound one of
-            output_dir, and the start where there is none.
+        plan: Resolved plan; its job must have a data section.
+        resume: Checkpoint to resume from: a folder; `latest`, the last of output_dir; `auto`, the last valid one of
+            output_dir, or the start if there is none.
         stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
             run's beginning, also when it resumes.
-        reporter: Where progress goes, entered by the caller; by default the terminal of rank 0.
+        reporter: Receiver of progress messages, entered by the caller; by default the terminal of rank 0.
 
     Returns:
-        How it ended; the same on every rank.
+        Result of the run; the same on every rank.
 
     Raises:
         PlanError: TRAIN_NO_DATA, STOP_AFTER; OUTPUT_EXISTS when output_dir holds an earlier run and `resume` is None;
-            OUTPUT_NOT_SHARED when ranks of other machines do not see rank 0's output_dir.
-        RunError: OUTPUT_IN_USE when another run holds output_dir, with its host and process.
-        DataError, CheckpointError, RunError: With what to do about it.
+            OUTPUT_NOT_SHARED if ranks of other machines do not see rank 0's output_dir.
+        RunError: OUTPUT_IN_USE if another run has locked output_dir, with its host and process.
+        DataError, CheckpointError, RunError: Each with what to do about it.
     """
     raise_all(PlanError, data_section_problems(plan.job))
-    check_builds(plan)  # before the data are read, of which there may be much
+    check_builds(plan)  # before the data are read, which may take long
     world = init_world(plan.grid, backend=plan.gpu.backend)
     try:
         with ExitStack() as stack:
@@ -63,7 +63,7 @@ def train(
             point = begin_together(plan, world, resume=resume, held=stack, say=reporter.say)
             return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after)
     except BaseException:
-        if world.size == 1:  # several ranks may still be in a collective, which a destruction would wait for
+        if world.size == 1:  # several ranks may still be in a collective, for which destroying the groups would wait
             destroy_world(world)
         raise
 
@@ -71,10 +71,10 @@ def train(
 def _train(
     plan: Plan, world: World, reporter: Reporter, point: ResumePoint | None, *, skips: bool, stop_after: int | None
 ) -> TrainResult:
-    """Trains from where the ranks have agreed to.
+    """Train from the point on which the ranks have agreed.
 
     Args:
-        skips: Whether a checkpoint that is damaged is passed over for the next.
+        skips: Whether a damaged checkpoint is skipped for the next.
     """
     if point is not None and point.is_complete:
         step, num_steps = point.state.step, point.num_steps
@@ -86,7 +86,7 @@ def _train(
     tokenizer = load_tokenizer(plan)
     data = prepare_in_turn(plan, world, tokenizer)
     known = {} if point is None else point.state.sources
-    # The content of a large file takes a while; rank 0 writes it into the checkpoints.
+    # Hashing a large file takes a while; rank 0 writes it into the checkpoints.
     sources = run_with_heartbeat(world, lambda: identify(plan.job, known=known) if world.is_main else {})
     reporter.say(describe_data(data))
     began = time.perf_counter()
@@ -103,7 +103,7 @@ def _train(
 
 
 def _resume(run: Run, point: ResumePoint, reporter: Reporter, *, skips: bool) -> Path | None:
-    """Loads the first checkpoint that is sound, and gives it; None where the run begins from its start."""
+    """Load the first valid checkpoint and return its folder; None if the run starts from the beginning."""
     for folder in point.folders:
         reporter.stage(f"loading {folder}")
         try:

@@ -1,4 +1,4 @@
-"""At the end of a run: what was predicted of rank 0's memory, and what it took."""
+"""The comparison of rank 0's predicted and measured memory at the end of a run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from toolkit.memory.report.calibration import MeasuredRun
 
 
 def compare_memory(run: Run) -> MeasuredRun | None:
-    """Estimates a finished run and lays what was measured beside it; None on CPU and on all ranks but the first.
+    """Estimate a finished run's memory and compare it with the measured; None on CPU and on all ranks but the first.
 
-    A model that cannot be traced has been trained all the same: nothing is compared then.
+    Nothing is compared if the model cannot be traced.
     """
     if not run.world.is_main or run.world.device.type != "cuda":
         return None
-    from toolkit.memory.estimate import estimate  # here: every rank starts without it, and one needs it at the end
+    from toolkit.memory.estimate import estimate  # imported here: only one rank needs it, at the end
 
     try:
         report = estimate(run.plan)
-    except Exception:  # whatever a trace may stumble over must not fail a run that has been trained
+    except Exception:  # an error of the trace must not fail a finished run
         return None
     free, total = torch.cuda.mem_get_info(run.world.device)
     return MeasuredRun(

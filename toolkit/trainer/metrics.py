@@ -1,7 +1,7 @@
-"""Metrics: one JSON object a line is the truth; TensorBoard on request.
+"""Metrics: one JSON object per line in metrics.jsonl; TensorBoard on request.
 
 A line of training holds numbers of its step (`step`, `epoch`, `grad_norm`, `learning_rate`) and means over the steps
-since the line before, or since the checkpoint that the run went on from (`loss`, `tokens_per_second`, `step_seconds`,
+since the line before, or since the checkpoint that the run resumed from (`loss`, `tokens_per_second`, `step_seconds`,
 `mfu`): as transformers' Trainer logs (trainer.py _maybe_log_save_evaluate).
 """
 
@@ -25,11 +25,11 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends to `output_dir/metrics.jsonl`; only rank 0 has one.
+    """Writer of `output_dir/metrics.jsonl`, on rank 0 only.
 
     Args:
-        plan: Names the folder and says whether TensorBoard is wanted.
-        resumed_step: Lines of later steps, from a run that went on past the checkpoint, are dropped.
+        plan: Resolved plan, with the folder and whether to write TensorBoard files.
+        resumed_step: Step of the checkpoint; lines of later steps are dropped.
     """
 
     def __init__(self, plan: Plan, *, resumed_step: int) -> None:
@@ -44,9 +44,9 @@ class MetricsWriter:
             self._board = SummaryWriter(str(plan.output_dir / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one record, which has a `step`, and hands its numbers to TensorBoard.
+        """Write one record, which has a `step`, and pass its numbers to TensorBoard.
 
-        What is no finite number (the norm of a step that fp16 skips) is null: JSON has no other word for it.
+        Non-finite numbers (the norm of a step that fp16 skips) are written as null, as JSON has no such numbers.
 
         Raises:
             RunError: DISK_FULL, CHECKPOINT_UNWRITABLE.
@@ -61,7 +61,7 @@ class MetricsWriter:
                     self._board.add_scalar(f"train/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Forces everything to disk, if the disk takes it: what ended the run matters more."""
+        """Force everything to disk, ignoring disk errors: what ended the run matters more."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
@@ -71,12 +71,12 @@ class MetricsWriter:
 
 
 class Meter:
-    """Measures throughput and memory between two calls of `read`.
+    """A meter of throughput and memory between two calls of `read`.
 
     Args:
-        plan: Gives FLOPs a token and the card's rate in its precision, for the model FLOPs utilisation (MFU). That of fp8
-            is measured against the rate of fp8, though the head, attention and experts run in bf16.
-        memory: This rank's peaks.
+        plan: Resolved plan, with FLOPs per token and the card's peak FLOP/s in its precision, for the model FLOPs utilisation (MFU). MFU of fp8
+            is relative to the peak of fp8, though the head, attention and experts run in bf16.
+        memory: Tracker of this rank's memory peaks.
     """
 
     def __init__(self, plan: Plan, memory: PhaseMemoryTracker) -> None:
@@ -87,7 +87,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def read(self, num_tokens: int, num_steps: int) -> dict[str, Any]:
-        """Return tokens/s over all ranks, seconds a step, MFU (null where unknown) and peak memory of this rank."""
+        """Return tokens/s over all ranks, seconds per step, MFU (null where unknown) and peak memory of this rank."""
         now = time.perf_counter()
         seconds, self._start = max(now - self._start, 1e-9), now
         rate = num_tokens / seconds
@@ -102,22 +102,22 @@ class Meter:
         }
 
     def skip(self) -> None:
-        """Leaves out the time since the last reading: an evaluation or a save."""
+        """Exclude the time since the last reading: an evaluation or a save."""
         self._start = time.perf_counter()
 
 
 def flops_per_token(plan: Plan) -> float | None:
-    """Return FLOPs of forward and backward a token; None where the parameter count is unknown.
+    """Return the FLOPs of forward and backward per token; None if the parameter count is unknown.
 
-    6 a parameter that takes part in a matrix product, and 12 × layers × heads × head size × sequence for the
+    6 per parameter that takes part in a matrix product, and 12 × layers × heads × head size × sequence for the
     attention scores, without the causal discount (arXiv 2204.02311, appendix B). Frozen weights of LoRA need no
-    weight gradient: 4 a parameter. Only the experts that a token visits count.
+    weight gradient: 4 per parameter. Only the experts that a token is routed to count.
     """
     model = plan.model
     count = count_parameters(model.config)
     if count is None:
         return None
-    # A table that is the output head, too, takes part; one that is only looked up does not.
+    # An embedding tied to the output head takes part in a product; one that is only looked up does not.
     active = count.active - (count.embedding if count.head else 0)
     attention = (
         12 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
@@ -137,7 +137,7 @@ def _drop_after(path: Path, step: int) -> None:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # the line that a killed run was writing
+            continue  # a partial line of a killed run
         if record.get("step", 0) <= step:
             kept.append(line + "\n")
     write_text(path, "".join(kept))

@@ -1,4 +1,4 @@
-"""The data of a run: on every rank, and tokenised once."""
+"""The data of a run: tokenised once, and opened on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.planning.trainable import data_section_problems
 
 @checks_arguments
 def prepare_in_turn(plan: Plan, world: World, tokenizer: TransformersTokenizer) -> PreparedData:
-    """Tokenises on rank 0 while the others wait, however long it takes, then lets them open its files."""
+    """Tokenise on rank 0 while the others wait, however long it takes, then open its files on them."""
     raise_all(PlanError, data_section_problems(plan.job))
     data = plan.job.data
     assert data is not None, "said above"
@@ -31,7 +31,7 @@ def prepare_in_turn(plan: Plan, world: World, tokenizer: TransformersTokenizer) 
         )
 
     first = run_with_heartbeat(world, lambda: work() if world.is_main else None)
-    # Ranks without a disk in common tokenise for themselves, and take as long.
+    # Ranks without a shared disk tokenise for themselves, which takes as long.
     rest = run_with_heartbeat(world, lambda: None if world.is_main else work())
     prepared = first or rest
     assert prepared is not None

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rich.text import Text
 from toolkit.planning.plan import Plan
 from toolkit.units import format_bytes, format_seconds
 
-# Without a terminal a line this often is enough to see that a run lives, and does not fill a log.
+# Seconds between lines without a terminal: often enough to show progress without filling a log.
 LINE_SECONDS = 10.0
 
 
 class SteadyConsole(Console):
-    """A console whose cursor stays visible under a bar: no process that dies while it draws leaves a hidden one."""
+    """A console whose cursor stays visible under a bar: a process that dies while drawing leaves no hidden cursor."""
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Leaves the cursor as it is."""
+        """Leave the cursor as it is."""
         return False
 
 
 @runtime_checkable
 class Reporter(Protocol):
-    """What the loop tells."""
+    """Receiver of the training loop's progress."""
 
     def __enter__(self) -> Self: ...
 
@@ -39,20 +39,20 @@ class Reporter(Protocol):
     ) -> None: ...
 
     def say(self, text: str) -> None:
-        """Prints one line above the bar."""
+        """Print one line above the bar."""
 
     def stage(self, text: str) -> None:
-        """Shows what the run is at until the next stage, or until steps are counted."""
+        """Show the run's current stage until the next one, or until steps are counted."""
 
     def start(self, *, done: int, total: int) -> None:
-        """Begins counting optimizer steps."""
+        """Begin counting optimizer steps."""
 
     def update(self, record: dict[str, Any]) -> None:
-        """Shows the metrics of a step."""
+        """Show the metrics of a step."""
 
 
 def describe_devices(plan: Plan) -> str:
-    """Says in words on what a plan runs."""
+    """Return a description of a plan's devices."""
     count = plan.grid.world_size
     if plan.on_cpu:
         return f"{count} CPU process{'' if count == 1 else 'es'}"
@@ -71,23 +71,23 @@ class Silent:
         return None
 
     def say(self, text: str) -> None:
-        """Prints nothing."""
+        """Print nothing."""
 
     def stage(self, text: str) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
     def start(self, *, done: int, total: int) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
     def update(self, record: dict[str, Any]) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
 
 class TimeLeftColumn(ProgressColumn):
-    """Time left by the mean speed of this session's steps, which a resume does not distort."""
+    """Remaining time by the mean speed of this session's steps, which a resume does not distort."""
 
     def render(self, task: Task) -> Text:
-        """Renders the time left, or nothing before the first step is done and after the last."""
+        """Render the time left, or nothing before the first step is done and after the last."""
         done = task.completed - task.fields["first"]
         if not task.total or done <= 0 or task.elapsed is None or task.completed >= task.total:
             return Text()
@@ -97,10 +97,10 @@ class TimeLeftColumn(ProgressColumn):
 class Terminal:
     """Reporter of rank 0.
 
-    A terminal may be closed while a run goes: what can no longer be printed is dropped, for the run must reach its save.
+    A terminal may be closed during a run: output is then dropped, so that the run reaches its save.
 
     Args:
-        console: Where to print; standard error by default.
+        console: Console to print on; standard error by default.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -135,7 +135,7 @@ class Terminal:
             self._live.stop()
 
     def stage(self, text: str) -> None:
-        """Shows what the run is at: on a live line with a spinner, or as a line where there is no terminal."""
+        """Show the run's current stage: on a live line with a spinner, or as a line without a terminal."""
         if not self._is_live:
             self.say(f"{text} ...")
             return
@@ -143,7 +143,7 @@ class Terminal:
         self._stage = Spinner("dots")
 
     def _picture(self) -> RenderableType:
-        """Return what the live line shows now."""
+        """Return the current content of the live line."""
         if self._task is not None:
             return self._bar.get_renderable()
         if self._stage is None:
@@ -152,20 +152,20 @@ class Terminal:
         return self._stage
 
     def say(self, text: str) -> None:
-        """Prints one line above the bar."""
-        # No markup and no pictures: a path may hold brackets and colons.
+        """Print one line above the bar."""
+        # No markup and no emoji: a path may contain brackets and colons.
         with suppress(OSError):
             self._console.print(text, soft_wrap=True, markup=False, emoji=False)
 
     def start(self, *, done: int, total: int) -> None:
-        """Begins counting optimizer steps."""
+        """Begin counting optimizer steps."""
         self._total, self._first = total, done
         self._began = time.monotonic()
         self._last_line = float("-inf")
         self._task = self._bar.add_task("train", total=total, completed=done, first=done, numbers="")
 
     def update(self, record: dict[str, Any]) -> None:
-        """Shows the metrics of a step: on the bar, or as a line now and then; the last step is a line on both."""
+        """Show the metrics of a step: on the bar, or as an occasional line; the last step is a line on both."""
         step = record["step"]
         numbers = (
             f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "

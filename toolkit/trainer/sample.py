@@ -1,4 +1,4 @@
-"""A small model, tokenizer and English text that every Python has: enough to try the whole journey offline."""
+"""A small model, tokenizer and English text from Python's documentation: enough to try all stages offline."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PAD = "<|pad|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What `write_sample` wrote.
+    """Result of `write_sample`.
 
     Args:
         model: Folder with `config.json` and a tokenizer, without weights.
-        data: .jsonl with one document a line under `text`.
-        num_documents: Lines of it.
+        data: .jsonl with one document per line under `text`.
+        num_documents: Number of its lines.
     """
 
     model: Path
@@ -33,7 +33,7 @@ class Sample:
 
 @checks_arguments
 def write_sample(folder: str | Path) -> Sample:
-    """Writes the documentation of Python's own topics as a data set, and a Llama of one million parameters for it.
+    """Write the documentation of Python's own topics as a data set, and a Llama of one million parameters for it.
 
     Source:
         The standard library's `pydoc_data.topics`; dimensions from configs/models/quickstart-llama.yaml.
@@ -51,7 +51,7 @@ def write_sample(folder: str | Path) -> Sample:
 
 
 def sample_documents() -> tuple[str, ...]:
-    """Return some 450 KB of English, cut into groups of paragraphs of about 2,000 characters at most."""
+    """Return some 450 KB of English, split into groups of paragraphs of about 2,000 characters at most."""
     from pydoc_data.topics import topics
 
     documents: list[str] = []
@@ -67,7 +67,7 @@ def sample_documents() -> tuple[str, ...]:
 
 
 def train_tokenizer(documents: tuple[str, ...], *, vocab_size: int = VOCAB_SIZE) -> Any:
-    """Trains a byte-level BPE tokenizer, as a `transformers` tokenizer."""
+    """Train a byte-level BPE tokenizer and return it as a `transformers` tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -28,14 +28,14 @@ from toolkit.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a run ended.
+    """Result of a run.
 
     Args:
-        step: Optimizer steps done in all.
+        step: Optimizer steps done in total.
         num_steps: Optimizer steps of the whole run.
-        loss: The loss logged last, a mean over the steps since the log before; None when no step was left to do.
+        loss: Last logged loss, a mean over the steps since the previous log; None when no step was left to do.
         checkpoint: The last checkpoint.
-        interrupted: Whether Ctrl-C or a signal of the scheduler ended it before its length.
+        interrupted: Whether Ctrl-C or a signal of the scheduler ended it early.
     """
 
     step: int
@@ -46,14 +46,14 @@ class TrainResult:
 
 
 class Session:
-    """The loop over batches, with what belongs to it: metrics, validation, checkpoints, the end on a signal.
+    """The loop over batches, with metrics, validation, checkpoints and the end on a signal.
 
     Args:
-        run: Fresh, or resumed.
-        data: What it reads.
-        tokenizer: Saved with each checkpoint.
-        reporter: Where progress goes.
-        sources: What the checkpoints say of the data, on rank 0.
+        run: New or resumed run.
+        data: Prepared data of the run.
+        tokenizer: Tokenizer to save with each checkpoint.
+        reporter: Receiver of progress messages.
+        sources: Sources to record in the checkpoints, on rank 0.
         stop_after: Step of the run at which this session ends.
     """
 
@@ -83,10 +83,10 @@ class Session:
         return self.run.num_steps
 
     def go(self) -> TrainResult:
-        """Trains to the end of the run, of the session, or to the step at which a person asked it to stop."""
+        """Train to the end of the run, of the session, or to the step at which it was asked to stop."""
         run = self.run
         check_stop_after(self.stop_after, run.step_count)
-        if run.world.is_main:  # it cuts off what an earlier session wrote past this step: not before this one is sound
+        if run.world.is_main:  # drops an earlier session's later steps, so only after the check
             remove_leftovers(self.plan.output_dir)
             self.metrics = MetricsWriter(self.plan, resumed_step=run.step_count)
         self.reporter.start(done=run.step_count, total=self.num_steps)
@@ -107,7 +107,7 @@ class Session:
                         self._save(probe=step == run.num_steps)
                     if last or run.should_stop:
                         break
-                # Asked to stop since its step was logged, if it was: the next session does not know these losses.
+                # The stop may have come after the last log: the next session does not have these losses.
                 if logged_at < run.step_count:
                     self._log(loss, run.step_count - logged_at)
                     logged_at = run.step_count
@@ -119,7 +119,7 @@ class Session:
         return self.result(self.plan.output_dir / checkpoint_name(run.step_count))
 
     def result(self, checkpoint: Path) -> TrainResult:
-        """Return how it ended, with the last checkpoint."""
+        """Return the result of the run, with the last checkpoint."""
         return TrainResult(
             step=self.run.step_count,
             num_steps=self.num_steps,
@@ -147,7 +147,7 @@ class Session:
         self._check(loss)
 
     def _check(self, loss: torch.Tensor) -> None:
-        """Ends the run before weights that are not numbers are saved over good ones."""
+        """End the run before weights that are NaN or infinite are saved over valid ones."""
         if not torch.isnan(loss):
             return
         raise RunError.of(
@@ -164,7 +164,7 @@ class Session:
         began = time.perf_counter()
         loss = self.run.evaluate(self._until_asked(self.run.eval_loader(held)))
         if self.run.should_stop:
-            return  # of a part of the batches
+            return  # the mean would be of a part of the batches
         seconds = time.perf_counter() - began
         if self.metrics is not None:
             self.metrics.write({"step": self.run.step_count, "eval_loss": loss, "eval_seconds": seconds})
@@ -179,7 +179,7 @@ class Session:
             yield batch
 
     def _compare_memory(self) -> None:
-        """Says how right the estimate was; on CPU torch counts no memory, so there is nothing to compare."""
+        """Report the error of the memory estimate; on CPU torch counts no memory, so there is nothing to compare."""
         compared = compare_memory(self.run)
         if compared is None or self.metrics is None:
             return
@@ -196,5 +196,5 @@ class Session:
         self.reporter.say(f"saved {folder} ({format_seconds(time.perf_counter() - began)})")
         if run.world.is_main:
             rotate(self.plan.output_dir, keep=self.plan.settings.save_total_limit)
-        run.agree_to_stop()  # else a stop that was asked for during the save would take a step and a save more
+        run.agree_to_stop()  # else a stop requested during the save would take another step and save
         self.meter.skip()

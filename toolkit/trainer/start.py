@@ -1,4 +1,4 @@
-"""How the ranks of a run begin together: one holds the output folder and says from where they go on, and all see it."""
+"""The common start of a run's ranks: rank 0 locks the output folder and decides where they resume, and all agree."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from toolkit.trainer.checks import guard_output
 def begin_together(
     plan: Plan, world: World, *, resume: str | Path | None, held: ExitStack, say: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Takes the output folder, and finds out where the run goes on, the same on every rank; None: from its start.
+    """Lock the output folder and return where the run resumes, the same on every rank; None to start from the beginning.
 
     Args:
-        plan: What runs.
-        world: All ranks call this together.
-        resume: As `toolkit.trainer.loop.train` takes it.
-        held: Lets go of the folder when it is closed; rank 0 holds it.
-        say: Takes, on rank 0, a word on each checkpoint that is passed over.
+        plan: Resolved plan.
+        world: All ranks; they call this together.
+        resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
+        held: Stack that releases rank 0's lock of the folder when it is closed.
+        say: Called on rank 0 with a line for each checkpoint that is skipped.
 
     Collectives:
         Two broadcasts and a gather of objects.
@@ -36,7 +36,7 @@ def begin_together(
     Raises:
         PlanError: OUTPUT_EXISTS, OUTPUT_WRITE, OUTPUT_NOT_SHARED.
         RunError: OUTPUT_IN_USE.
-        CheckpointError: What `resume` names is absent, damaged, or not of this plan.
+        CheckpointError: The checkpoint of `resume` is absent, damaged, or not of this plan.
     """
 
     def on_first_rank() -> ResumePoint | None:
@@ -46,7 +46,7 @@ def begin_together(
             recover(plan.output_dir)
         return resume_point(plan, resume, say=say)
 
-    # Where a file of the data was touched, all of it is read to see whether it is the same.
+    # A data file with a new time of change is read completely to see whether it is the same.
     found = run_with_heartbeat(world, lambda: on_first_rank() if world.is_main else None)
     point: ResumePoint | None = agree((lambda: found) if world.is_main else None, None)
     _check_shared(plan.output_dir, world)
@@ -54,7 +54,7 @@ def begin_together(
 
 
 def _check_shared(folder: Path, world: World) -> None:
-    """Finds out before anything is trained that ranks do not share the output folder."""
+    """Raise before training if the ranks do not share the output folder."""
     if world.size == 1:
         return
     token: str = agree((lambda: _leave_token(folder)) if world.is_main else None, None)

@@ -1,4 +1,4 @@
-"""What a run is made of, each in one line."""
+"""Descriptions of a run's data and model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.units import format_bytes, format_count, format_seconds
 
 
 def describe_data(data: PreparedData) -> str:
-    """Says what packing made of the documents, in one line, and in others what of them nothing reads."""
+    """Return one line on the packed documents, and further lines on what of them is never read."""
     report = data.train.report
     parts = [
         f"data: {report.documents:,} documents, {report.sequences:,} sequences, {report.tokens:,} tokens, "
@@ -28,7 +28,7 @@ def describe_data(data: PreparedData) -> str:
 
 
 def describe_model(run: Run, *, seconds: float) -> str:
-    """Says what was built and how long it took, in one line."""
+    """Return one line on the model that was built and how long it took."""
     total = trainable = 0
     for parameter in run.model.parameters():
         count = getattr(parameter, "ds_numel", parameter.numel())

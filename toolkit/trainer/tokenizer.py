@@ -17,7 +17,7 @@ def load_tokenizer(plan: Plan) -> Any:
 
     Raises:
         SpecError: TOKENIZER_NOT_FOUND when neither the model nor `model.tokenizer` has one; TOKENIZER_INVALID when a
-            chat template is no text.
+            chat template is not text.
     """
     from transformers import AutoTokenizer
 
@@ -28,7 +28,7 @@ def load_tokenizer(plan: Plan) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise tokenizer_not_found(f"no tokenizer can be loaded from {source}: {first_line(error)}") from None
-    # transformers takes any value, and fails on it where the first conversation is rendered or the tokenizer saved.
+    # transformers accepts any value, and fails when the first conversation is rendered or the tokenizer saved.
     if fault := template_fault(getattr(tokenizer, "chat_template", None)):
         raise SpecError.of(
             code="TOKENIZER_INVALID",

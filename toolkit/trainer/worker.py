@@ -21,7 +21,7 @@ from toolkit.trainer.progress import Silent, Terminal
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains as one rank of a launch; gives the exit code."""
+    """Train as one rank of a launch; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.trainer.worker", description=__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
     parser.add_argument("--resume", help="checkpoint to go on from, `latest` or `auto`")
@@ -40,13 +40,13 @@ def run_rank(
     stop_after: int | None = None,
     log_dir: Path | None = None,
 ) -> int:
-    """Trains as one rank of a launch; gives the exit code, and leaves the signals that ask a run to end ignored after one.
+    """Train as one rank of a launch; return the exit code. After a stop signal, further ones are ignored.
 
     Args:
-        read_plan: Gives the plan, or raises what is wrong with it.
-        resume: As `toolkit.trainer.loop.train` takes it.
+        read_plan: Function that returns the plan, or raises its errors.
+        resume: Checkpoint to resume from, as `toolkit.trainer.loop.train` takes it.
         stop_after: Optimizer step after which this session ends.
-        log_dir: Where errors are left for the launcher; told on stderr where there is none.
+        log_dir: Folder of error files for the launcher; None prints errors on stderr.
     """
     quiet_warnings()
     hear_of_the_launchers_end()
@@ -58,14 +58,14 @@ def run_rank(
         except BaseException as error:
             if not interrupt.came:
                 return _told(error, log_dir)
-            code = INTERRUPTED_EXIT_CODE  # lost here, but not on a rank that this one waited for
+            code = INTERRUPTED_EXIT_CODE  # interrupted here, but perhaps not on a rank that this one waited for
         if code == INTERRUPTED_EXIT_CODE:
-            ignore_from_here()  # a launcher that sees one rank end asks the others again, whatever they are at
+            ignore_from_here()  # a launcher that sees one rank end signals the others again, whatever they are doing
     return code
 
 
 def _told(error: BaseException, log_dir: Path | None) -> int:
-    """Leaves an error for the launcher, or says it where there is nobody to leave it for; gives the exit code."""
+    """Write an error for the launcher, or print it if there is none; return the exit code."""
     if log_dir is not None:
         identity = rank_from_environment(os.environ)
         return write_worker_error(log_dir, identity.rank if identity else 0, error)
@@ -76,7 +76,7 @@ def _told(error: BaseException, log_dir: Path | None) -> int:
 
 
 def quiet_warnings() -> None:
-    """Hides warnings inside the libraries: they are not the user's to mend, and bury the progress bar."""
+    """Hide warnings inside the libraries: the user cannot fix them, and bury the progress bar."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|deepspeed|transformers|peft)\b.*")
@@ -84,9 +84,9 @@ def quiet_warnings() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a rank without waiting for threads of collectives in which other ranks may still be."""
+    """End a rank without waiting for threads of collectives that other ranks may still be in."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a terminal closed while the run saved and ended is no failure of it
+        with suppress(OSError, ValueError):  # a terminal closed meanwhile is not a failure of the run
             stream.flush()
     os._exit(code)
 
@@ -95,7 +95,7 @@ def _train(plan: Plan, resume: str | None, stop_after: int | None) -> int:
     identity = rank_from_environment(os.environ)
     with Terminal() if identity is None or identity.rank == 0 else Silent() as reporter:
         reporter.stage("importing torch and DeepSpeed")
-        # They load here, once the arguments are known to be good.
+        # Imported here, after the arguments have been checked.
         from toolkit.trainer.loop import train
 
         result = train(plan, resume=resume, stop_after=stop_after, reporter=reporter)
