@@ -1,4 +1,4 @@
-"""The ways to start a plan, as shell commands, and the environment that goes before them."""
+"""The ways to start a plan, as shell commands, and the environment that they need."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toolkit.launch.environment import PLAN_VARIABLE, explain_environment
 from toolkit.planning.deepspeed_config import Consumer
 from toolkit.planning.plan import Plan
 
-DEFAULT_PORT = 29500  # torch.distributed's, and that of deepspeed and accelerate launch
+DEFAULT_PORT = 29500  # default of torch.distributed, deepspeed and accelerate launch
 # Torchrun and DeepSpeed start ranks by `python -m`, which puts the working directory before the standard library: a queue.py
-# or random.py of the user's there would be imported in its place.
+# or random.py of the user's there would be imported instead.
 _SAFE_PATH = "export PYTHONSAFEPATH=1"
 _ACCELERATE_NODE = '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
 SEND_ENVIRONMENT = "send_environment"  # a function of the shell (artifacts/hosts.py)
@@ -22,12 +22,12 @@ SEND_ENVIRONMENT = "send_environment"  # a function of the shell (artifacts/host
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to start.
+    """One way to start a plan.
 
     Args:
         name: First argument of commands.sh.
-        arguments: What follows it, for the usage text; empty where extra arguments are optional.
-        purpose: One line.
+        arguments: Arguments after it, for the usage text; empty if extra arguments are optional.
+        purpose: Description in one line.
         lines: Shell lines; the last one starts the run.
     """
 
@@ -47,7 +47,7 @@ class Export(NamedTuple):
 
 
 def exports(plan: Plan) -> tuple[Export, ...]:
-    """Return what `launch.explain_environment` sets, as shell text that lets a user's own value win where ours does."""
+    """Return the variables of `launch.explain_environment` as shell text; a user's own value wins as it does there."""
     per_node, backend = plan.job.cluster.gpus_per_node, plan.gpu.backend
     settings = explain_environment(base={}, local_world_size=per_node, backend=backend, cpu_threads=per_node)
     users = explain_environment(
@@ -57,10 +57,10 @@ def exports(plan: Plan) -> tuple[Export, ...]:
     for name, (value, reason) in settings.items():
         text = shlex.quote(value)
         if name == "OMP_NUM_THREADS":
-            # The machine that runs this, not the one that wrote it, knows its cores.
+            # The cores are those of the machine that runs this, not of the one that wrote it.
             text = f"$(( $(nproc) > {per_node} ? $(nproc) / {per_node} : 1 ))"
         if name == "PYTORCH_CUDA_ALLOC_CONF":
-            text = f"${{PYTORCH_ALLOC_CONF-{text}}}"  # torch's newer name for it
+            text = f"${{PYTORCH_ALLOC_CONF-{text}}}"  # torch's newer name
         yields = name not in users or users[name].value != value
         if yields:
             text = f"${{{name}-{text}}}"
@@ -80,11 +80,11 @@ def ways(
     """Return every way to start this plan.
 
     Args:
-        folder: The emitted folder, as the commands are to name it.
-        hosts: Names of the nodes; without them several nodes start by torchrun and accelerate alone.
-        with_training: Whether `toolkit train` would start the plan.
-        with_trainer: Whether `transformers.Trainer` can carry the plan.
-        with_accelerate: Whether a plain Accelerate script can.
+        folder: Emitted folder, as written in the commands.
+        hosts: Names of the nodes; without them only torchrun and accelerate can start several nodes.
+        with_training: Whether `toolkit train` can start the plan.
+        with_trainer: Whether `transformers.Trainer` can run the plan.
+        with_accelerate: Whether a plain Accelerate script can run the plan.
     """
     found = _training(plan, folder, hosts) if with_training else []
     found += _scripts(plan, folder, hosts)
@@ -101,7 +101,7 @@ def ways(
 
 
 def _training(plan: Plan, folder: Path, hosts: Sequence[str] | None) -> list[Way]:
-    """Ways to run `toolkit train`."""
+    """Return the ways to run `toolkit train`."""
     train = shlex.join(["-m", "toolkit", "train", str(folder / "plan.json")])
     *before, launcher = _torchrun(plan, hosts)
     found = []
@@ -119,7 +119,7 @@ def _training(plan: Plan, folder: Path, hosts: Sequence[str] | None) -> list[Way
 
 
 def _scripts(plan: Plan, folder: Path, hosts: Sequence[str] | None) -> list[Way]:
-    """Ways to run a script that calls `tk.initialize`, which finds the plan as under `toolkit launch`."""
+    """Return the ways to run a script that calls `tk.initialize`, which finds the plan as under `toolkit launch`."""
     plan_known = f"export {PLAN_VARIABLE}={shlex.quote(str(folder / 'plan.json'))}"
     launchers = {
         "torchrun": _with_script(_torchrun(plan, hosts)),
@@ -127,7 +127,7 @@ def _scripts(plan: Plan, folder: Path, hosts: Sequence[str] | None) -> list[Way]
     }
     places = dict.fromkeys(launchers, _everywhere(plan))
     if plan.job.cluster.nodes == 1 or hosts:
-        # Python's own place for a script's folder, which a safe path leaves out.
+        # A safe path omits the script's folder, which Python would add.
         beside = 'PYTHONPATH="$(cd "$(dirname "$1")" && pwd)${PYTHONPATH:+:$PYTHONPATH}"'
         launchers["deepspeed"] = (beside, "export PYTHONPATH", *_deepspeed(plan, folder, ""))
         places["deepspeed"] = _from_first_host(plan)
@@ -152,12 +152,12 @@ def _from_first_host(plan: Plan) -> str:
 
 
 def _with_script(lines: Sequence[str]) -> tuple[str, ...]:
-    """Lets the launcher, the last line, start the script of the call."""
+    """Append the user's script to the launcher, the last line."""
     return (*lines[:-1], f'exec {lines[-1]} "$@"')
 
 
 def _by_accelerate(lines: Sequence[str]) -> tuple[str, ...]:
-    """Does what `_with_script` does, without the working directory that Accelerate would put before the standard library.
+    """Do what `_with_script` does, without the working directory that Accelerate would put before the standard library.
 
     Source:
         accelerate 1.15 utils/launch.py prepare_deepspeed_cmd_env.
@@ -166,13 +166,13 @@ def _by_accelerate(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_builds(folder: Path, consumer: Consumer) -> tuple[str, ...]:
-    """Shell lines that check what DeepSpeed compiles, for scripts in whose ranks nothing of ours runs, and take the settings for it."""
+    """Return shell lines that check and configure DeepSpeed's builds, for scripts whose ranks run none of our code."""
     check = shlex.join(["python", "-P", "-m", "toolkit.launch.builds", str(folder / "plan.json"), consumer])
     return (f'builds="$({check})"', 'eval "$builds"')
 
 
 def _rendezvous(plan: Plan, hosts: Sequence[str] | None) -> tuple[str, ...]:
-    """Shell lines that make NODE_RANK, MASTER_ADDR and MASTER_PORT known."""
+    """Return shell lines that set NODE_RANK, MASTER_ADDR and MASTER_PORT."""
     port = plan.job.cluster.master_port or DEFAULT_PORT
     address = (
         f'MASTER_ADDR="${{MASTER_ADDR:-{hosts[0]}}}"'
@@ -202,7 +202,7 @@ def _torchrun(plan: Plan, hosts: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _deepspeed(plan: Plan, folder: Path, module: str) -> tuple[str, ...]:
-    """Return the lines that start a module, or the script of the call where that is empty."""
+    """Return the lines that start a module, or the user's script if that is empty."""
     cluster = plan.job.cluster
     port = cluster.master_port or DEFAULT_PORT
     what = f'--master_port "${{MASTER_PORT:-{port}}}" --no_local_rank {module}{" " if module else ""}"$@"'
@@ -213,12 +213,12 @@ def _deepspeed(plan: Plan, folder: Path, module: str) -> tuple[str, ...]:
 
 
 def _with_signals(start: str) -> tuple[str, ...]:
-    """Starts DeepSpeed's runner in a process group of its own and passes signals on to all of that.
+    """Start DeepSpeed's runner in its own process group and forward signals to the whole group.
 
-    The runner dies of a signal and tells nobody: its ranks would train on.
+    A signal would end the runner alone, and its ranks would continue to train.
 
     Source:
-        deepspeed launcher/runner.py main: it handles signals for several nodes alone.
+        deepspeed launcher/runner.py main: it handles signals only for several nodes.
     """
     return (
         "set -m",
@@ -239,10 +239,10 @@ def _accelerate_config(plan: Plan, folder: Path, hosts: Sequence[str] | None) ->
 
 
 def _accelerate(plan: Plan, hosts: Sequence[str] | None) -> tuple[str, ...]:
-    """Starts ranks by Accelerate as a mere launcher, without its file.
+    """Return lines that start ranks with Accelerate as a launcher only, without its config file.
 
-    `--use_deepspeed` starts one process a rank on CPU too, where `--cpu` alone starts one
-    (accelerate commands/launch.py launch_command). What is not named would be taken from the user's default file.
+    `--use_deepspeed` starts one process per rank on CPU too, where `--cpu` alone starts one
+    (accelerate commands/launch.py launch_command). Options left out would be taken from the user's default config file.
     """
     cluster = plan.job.cluster
     size = f"--use_deepspeed --num_machines {cluster.nodes} --num_processes {cluster.num_ranks}"
@@ -250,6 +250,6 @@ def _accelerate(plan: Plan, hosts: Sequence[str] | None) -> tuple[str, ...]:
     if cluster.nodes == 1:
         port = "" if cluster.master_port is None else f" --main_process_port {cluster.master_port}"
         return (f"accelerate launch {size}{port} {rest}",)
-    # Each node starts its own, in the order of --machine_rank; the default would be pdsh with a hostfile.
+    # Each node starts its own ranks, in the order of --machine_rank; the default would be pdsh with a hostfile.
     nodes = f"--deepspeed_multinode_launcher standard --rdzv_backend static --same_network {_ACCELERATE_NODE}"
     return (*_rendezvous(plan, hosts), f"accelerate launch {size} {nodes} {rest}")

@@ -1,4 +1,4 @@
-"""The text of every file that a plan is written as."""
+"""The text of every file of a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from toolkit.version import installed_version
 WRITTEN_BY = "toolkit emit"
 PROVENANCE = "provenance.json"
 
-# Every name that `emit` may write, and what the file is.
+# Every name that `emit` may write, and a description of the file.
 FILES: dict[str, str] = {
     "plan.json": "the plan: what `toolkit train` and tk.Plan.load read",
     "deepspeed.json": "DeepSpeed's configuration for toolkit's own engine",
@@ -51,8 +51,8 @@ class Contents:
 
     Args:
         texts: File name → text, in reading order; `provenance.json` last.
-        left_out: File name → why this plan has none.
-        untrainable: Why `toolkit train` would refuse the plan, for which commands.sh does not start it.
+        left_out: File name → why this plan does not have it.
+        untrainable: Why `toolkit train` would refuse the plan, in which case commands.sh does not start it.
     """
 
     texts: Mapping[str, str]
@@ -64,8 +64,8 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
     """Return the text of every file.
 
     Args:
-        folder: The folder as files and commands are to name it: relative if the user wrote it so.
-        hosts: Names of the nodes, first the one of rank 0.
+        folder: Folder as written in files and commands: relative if the user wrote it so.
+        hosts: Names of the nodes, first that of rank 0.
 
     Raises:
         PlanError: EMIT_HOSTS; PLAN_UNREADABLE for a plan that could not be read back.
@@ -104,7 +104,7 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
 
 
 def _meaning(plan: Plan, name: str) -> str:
-    """Says what a file is; where a pipeline makes its numbers others than the plan's, so."""
+    """Return a file's description, which says if a pipeline makes its numbers differ from the plan's."""
     if name != "deepspeed.json" or plan.grid.pp == 1:
         return FILES[name]
     return (
@@ -114,7 +114,7 @@ def _meaning(plan: Plan, name: str) -> str:
 
 
 def digest(text: str) -> str:
-    """Return the SHA-256 of a file's text, by which a later `emit` sees that nobody edited it."""
+    """Return the SHA-256 of a file's text, by which a later `emit` sees whether it was edited."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

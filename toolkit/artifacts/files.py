@@ -1,4 +1,4 @@
-"""Writes the files of a plan into a folder: all of them, or none."""
+"""Writing of a plan's files to a folder: all of them, or none."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ State = Literal["new", "unchanged", "rewritten", "edited", "removed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """What `write_files` did.
+    """Result of `write_files`.
 
     Args:
-        folder: As given.
-        states: File name → `new`; `unchanged`; `rewritten`: an earlier emit's file that said something else; `edited`:
-            the same, and somebody had changed it by hand since; `removed`: an earlier emit's, which this plan has not.
-        left_out: File name → why this plan cannot have it.
-        untrainable: Why commands.sh starts scripts of one's own alone; empty where it starts `toolkit train` too.
+        folder: Folder as given.
+        states: File name → `new`; `unchanged`; `rewritten`: an earlier emit's file with other content; `edited`:
+            the same, edited by hand since; `removed`: an earlier emit's file that this plan does not have.
+        left_out: File name → why this plan does not have it.
+        untrainable: Why commands.sh starts only the user's own scripts; empty if it starts `toolkit train` too.
     """
 
     folder: Path
@@ -37,17 +37,17 @@ class Emitted:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every file that the folder now holds of this plan."""
+        """Every file of this plan in the folder."""
         return tuple(self.folder / name for name, state in self.states.items() if state != "removed")
 
 
 @checks_arguments
 def emit(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = None) -> tuple[Path, ...]:
-    """Writes every file of a plan.
+    """Write every file of a plan.
 
     Args:
-        plan: As `resolve` gives it.
-        out: Folder; made if absent. Files name each other by it, so a relative one holds in the working directory.
+        plan: Plan from `resolve`.
+        out: Folder; made if absent. Files name each other by it, so a relative one is valid in the current working directory.
         hosts: Names of the nodes, first that of rank 0; only for several nodes.
 
     Returns:
@@ -55,13 +55,13 @@ def emit(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = None) -> 
 
     Raises:
         PlanError: EMIT_WOULD_OVERWRITE, if a file of the same name is not an earlier emit's; EMIT_HOSTS; PLAN_UNREADABLE.
-        RunError: EMIT_UNWRITABLE, if the folder cannot be written; it is then as it was.
+        RunError: EMIT_UNWRITABLE, if the folder cannot be written; it is then unchanged.
     """
     return write_files(plan, out, hosts=hosts).paths
 
 
 def write_files(plan: Plan, out: str | Path, *, hosts: Sequence[str] | None = None) -> Emitted:
-    """Does what `emit` does, and tells the state of each file."""
+    """Do what `emit` does, and return the state of each file."""
     folder = Path(out)
     made = contents(plan, folder, hosts=hosts)
     try:
@@ -90,12 +90,12 @@ def _present(folder: Path) -> dict[str, str]:
     return {
         name: (folder / name).read_text(encoding="utf-8", errors="replace")
         for name in FILES
-        if (folder / name).exists() or (folder / name).is_symlink()  # a link that leads nowhere is a person's, too
+        if (folder / name).exists() or (folder / name).is_symlink()  # a dangling link is the user's too
     }
 
 
 def _known_digests(present: Mapping[str, str]) -> dict[str, str]:
-    """Reads which files an earlier emit wrote, and what they held."""
+    """Read the digests of the files that an earlier emit wrote."""
     try:
         record = parse_json(present.get(PROVENANCE, ""))
         if record["written_by"] != WRITTEN_BY:
@@ -139,7 +139,7 @@ def _states(texts: Mapping[str, str], present: Mapping[str, str], known: Mapping
 
 
 def _swap_in(folder: Path, texts: Mapping[str, str], removed: Sequence[str]) -> None:
-    """Writes the texts to a hidden folder first; then each file replaces its predecessor, or all go back."""
+    """Write the texts to a hidden folder first; then each file replaces its predecessor, or all are restored."""
     with made_folder(folder), tempfile.TemporaryDirectory(prefix=".emit-", dir=folder) as temporary:
         staged, kept = Path(temporary), Path(temporary) / "kept"
         kept.mkdir()

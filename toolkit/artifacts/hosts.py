@@ -14,10 +14,10 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def check_hosts(plan: Plan, hosts: Sequence[str] | None) -> None:
-    """Checks host names against the plan's nodes.
+    """Check host names against the plan's nodes.
 
     Raises:
-        PlanError: EMIT_HOSTS, for names on one node, another number of them than nodes, a name twice or not a name.
+        PlanError: EMIT_HOSTS, for names on one node, a number of names other than of nodes, a duplicate or an invalid name.
     """
     if hosts is None:
         return
@@ -36,15 +36,15 @@ def check_hosts(plan: Plan, hosts: Sequence[str] | None) -> None:
 
 
 def hostfile(plan: Plan, hosts: Sequence[str]) -> str:
-    """Return DeepSpeed's hostfile; the first host holds rank 0 (deepspeed launcher/runner.py fetch_hostfile)."""
+    """Return DeepSpeed's hostfile; the first host has rank 0 (deepspeed launcher/runner.py fetch_hostfile)."""
     return "".join(f"{host} slots={plan.job.cluster.gpus_per_node}\n" for host in hosts)
 
 
 def send_environment(plan: Plan) -> tuple[str, ...]:
-    """Return the shell function that writes what DeepSpeed's launcher sends to the nodes beside NCCL's and Python's variables.
+    """Return the shell function that writes the variables DeepSpeed's launcher sends to nodes besides NCCL's and Python's.
 
-    The launcher reads one name, in the home folder and then in the working directory, and a later line wins. PYTHONPATH is
-    written since it puts the working directory first there, before the standard library.
+    The launcher reads one file name, in the home folder and then in the working directory, and a later line wins. PYTHONPATH is
+    written because the launcher puts the working directory first there, before the standard library.
 
     Source:
         deepspeed 0.19.8 launcher/runner.py main.

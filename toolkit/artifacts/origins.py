@@ -1,6 +1,6 @@
-"""Which choices of a plan each key of an emitted config follows from: one table a consumer's file.
+"""The choices of a plan from which each key of an emitted config follows: one table per consumer's file.
 
-A key maps to the plan's choices by their dotted path, and to a reason where the choice alone does not explain the value.
+A key maps to the dotted paths of the plan's choices, and to a reason if the choice alone does not explain the value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from toolkit.planning.trainer_config import LIGER_KERNELS, checkpointing_argumen
 
 
 class Origin(NamedTuple):
-    """Choices that a value follows from, and how it follows where that is not plain."""
+    """Choices that a value follows from, and how, if that is not obvious."""
 
     choices: tuple[str, ...]
     reason: str = ""
@@ -96,7 +96,7 @@ DEEPSPEED: dict[str, Origin] = {
     ),
 }
 
-# What these say of a pipeline, whose passes our loop orders.
+# Origins under a pipeline, whose passes our loop orders.
 PIPELINE: dict[str, Origin] = {
     "train_batch_size": Origin(
         ("train.per_device_train_batch_size", "train.train_batch_size"),

@@ -1,4 +1,4 @@
-"""Where each value of each emitted config came from."""
+"""The origin of each value of each emitted config."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def provenance(plan: Plan, file: str, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Explains every value of one config.
+    """Explain every value of one config.
 
     Args:
         file: Name of the emitted file, a key of `TABLES`.
         config: Its content.
 
     Returns:
-        Dotted path → `value`, `choices` (those of the plan that it follows from: key, value, source, reason) and
-        `reason` (how, or why it is fixed; empty when the choices say it all).
+        Dotted path → `value`, `choices` (choices of the plan that it follows from: key, value, source, reason) and
+        `reason` (how it follows, or why it is fixed; empty if the choices suffice).
     """
     by_key: dict[str, list[Choice]] = {}
     for choice in plan.choices:

@@ -1,6 +1,6 @@
 """The two emitted files that are prose and shell rather than data: commands.sh and README.txt.
 
-Plain Python rather than templates: an engine that renders them takes longer to load than all else of `toolkit emit`.
+Plain Python rather than templates: a template engine takes longer to load than the rest of `toolkit emit`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from toolkit.planning.refusals import refusals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What both texts tell.
+    """The content of both texts.
 
     Args:
-        plan: What is started.
+        plan: Plan to start.
         script: Path of commands.sh, as shell text.
         hosts: Names of the nodes.
-        exports: Environment before each way to start.
-        functions: Shell lines before them, which ways call.
+        exports: Environment variables set before each way to start.
+        functions: Shell functions before them, which ways call.
         ways: Ways to start.
-        left_out: File name → why this plan has none.
+        left_out: File name → why this plan does not have it.
         untrainable: Why `toolkit train` would refuse the plan.
     """
 
@@ -86,7 +86,7 @@ def _choice(facts: Facts) -> Iterator[str]:
         yield from (f"    {line}" for line in way.lines)
         yield "    ;;"
     yield "  *)"
-    # The usage is the comment at the top.
+    # The usage text is the comment at the top of the file.
     yield "    sed -n '/^# Usage:/,/^set /{/^#/s/^# \\{0,1\\}//p;}' \"$0\" >&2"
     yield "    exit 2"
     yield "    ;;"
@@ -98,7 +98,7 @@ def _call(facts: Facts, way: Way) -> str:
 
 
 def readme_text(facts: Facts, files: Mapping[str, str]) -> str:
-    """Return README.txt; `files` says of each file what it is."""
+    """Return README.txt; `files` has a description of each file."""
     return "".join(f"{line}\n" for line in _readme(facts, files))
 
 

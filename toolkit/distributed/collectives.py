@@ -1,4 +1,4 @@
-"""Collectives and point-to-point over an explicit group, whose ranks are counted within it.
+"""Collectives and point-to-point over an explicit group, with ranks relative to the group.
 
 Collectives are torch's functional operators: they trace, compile, and run on fake tensors. Point-to-point is eager.
 
@@ -21,12 +21,12 @@ _ops: Any = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """The result of a collective that may still run: only `wait` gives a tensor that may be read.
+    """The result of a collective that may still be running: only the tensor from `wait` may be read.
 
     Args:
-        tensor: What the collective writes.
-        stacked: Tensors that it holds one behind the other along the first dimension.
-        dim: Dimension along which they are to be joined.
+        tensor: Output of the collective.
+        stacked: Number of tensors stacked in it along the first dimension.
+        dim: Dimension along which to join them.
     """
 
     tensor: torch.Tensor
@@ -34,16 +34,16 @@ class Pending:
     dim: int = 0
 
     def wait(self) -> torch.Tensor:
-        """Return the result; on a card the current stream waits, not the host."""
+        """Return the result; on a GPU the current stream waits, not the host."""
         done: torch.Tensor = _ops.wait_tensor(self.tensor)
         return done if self.dim == 0 else torch.cat(done.chunk(self.stacked), self.dim)
 
 
 def start_all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> Pending:
-    """Starts to reduce a tensor that the caller gives up: the result takes its memory.
+    """Start to reduce a tensor that the caller no longer uses: the result reuses its memory.
 
-    Compiled code has an operator of its own, since those that write to their input cannot be traced; inductor finds by
-    itself that the memory is free.
+    Compiled code uses another operator, since in-place ones cannot be traced; inductor finds by
+    itself that the memory can be reused.
 
     Source:
         torch _inductor/fx_passes/reinplace.py.
@@ -53,59 +53,59 @@ def start_all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Redu
 
 
 def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup, op: Reduction = "sum") -> torch.Tensor:
-    """Return the reduction of `tensor` over the group, on each of its ranks, as a new tensor."""
+    """Return the reduction of `tensor` over the group, on each rank, as a new tensor."""
     return Pending(tensor=_ops.all_reduce(tensor.contiguous(), op, group.group_name)).wait()
 
 
 def start_all_gather(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> Pending:
-    """Starts to join the ranks' tensors, which have one shape, along `dim` in rank order."""
+    """Start to join the ranks' tensors, of equal shape, along `dim` in rank order."""
     size = group.size()
     gathered = _ops.all_gather_into_tensor(tensor.contiguous(), size, group.group_name)
     return Pending(tensor=gathered, stacked=size, dim=dim % tensor.dim())
 
 
 def all_gather(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the ranks' tensors, which have one shape, joined along `dim` in rank order."""
+    """Return the ranks' tensors, of equal shape, joined along `dim` in rank order."""
     return start_all_gather(tensor, dim=dim, group=group).wait()
 
 
 def start_reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> Pending:
-    """Starts to give rank r the r-th of equal pieces, along `dim`, of the sum of the ranks' tensors."""
+    """Start to give rank r the r-th of equal chunks, along `dim`, of the sum of the ranks' tensors."""
     size = group.size()
     laid_out = tensor if dim % tensor.dim() == 0 else torch.cat(equal_pieces(tensor, size, dim=dim))
     return Pending(tensor=_ops.reduce_scatter_tensor(laid_out.contiguous(), "sum", size, group.group_name))
 
 
 def reduce_scatter(tensor: torch.Tensor, *, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return to rank r the r-th of equal pieces, along `dim`, of the sum of the ranks' tensors."""
+    """Return on rank r the r-th of equal chunks, along `dim`, of the sum of the ranks' tensors."""
     return start_reduce_scatter(tensor, dim=dim, group=group).wait()
 
 
 def broadcast(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensor of the group's rank `source`, on each of its ranks, as a new tensor.
+    """Return the tensor of the group's rank `source`, on each rank, as a new tensor.
 
     Args:
-        tensor: What `source` gives; on the others only its shape and dtype count.
+        tensor: Tensor to send on `source`; on the other ranks only its shape and dtype are used.
     """
     return Pending(tensor=_ops.broadcast(tensor.contiguous(), source, group.group_name)).wait()
 
 
 def send(tensor: torch.Tensor, *, to: int, group: dist.ProcessGroup) -> None:
-    """Sends a tensor to the group's rank `to`, which calls `receive`; returns when its memory may be written to."""
+    """Send a tensor to the group's rank `to`, which calls `receive`; return when its memory may be overwritten."""
     dist.send(tensor.contiguous(), group=group, group_dst=to)
 
 
 def receive(like: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what the group's rank `source` sends, a new tensor of the shape, dtype and device of `like`."""
+    """Return the tensor that the group's rank `source` sends, a new one of the shape, dtype and device of `like`."""
     received = torch.empty_like(like, memory_format=torch.contiguous_format)
     dist.recv(received, group=group, group_src=source)
     return received
 
 
 def exchange(tensor: torch.Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sends a tensor to the group's rank `to` while it receives one of that shape and dtype from its rank `source`.
+    """Send a tensor to the group's rank `to` while receiving one of that shape and dtype from rank `source`.
 
-    Both in one batch: no order of the ranks' calls lets them wait for each other.
+    Both in one batch, so that no order of the ranks' calls deadlocks.
 
     Source:
         torch distributed/distributed_c10d.py batch_isend_irecv.
@@ -119,12 +119,12 @@ def exchange(tensor: torch.Tensor, *, to: int, source: int, group: dist.ProcessG
 
 
 def barrier(*, group: dist.ProcessGroup) -> None:
-    """Returns when each of the group's ranks has called this."""
+    """Wait until each of the group's ranks has called this."""
     dist.barrier(group)
 
 
 def equal_pieces(tensor: torch.Tensor, count: int, *, dim: int) -> tuple[torch.Tensor, ...]:
-    """Cuts a tensor into `count` equal pieces along `dim`, as views.
+    """Split a tensor into `count` equal chunks along `dim`, as views.
 
     Raises:
         ValueError: If `count` does not divide that dim.

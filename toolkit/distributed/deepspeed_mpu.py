@@ -1,8 +1,8 @@
-"""What DeepSpeed asks of a model-parallel unit, answered from our groups.
+"""The model-parallel unit (mpu) that DeepSpeed expects, based on our groups.
 
 Source:
-    deepspeed utils/groups.py, utils/bwc.py, runtime/engine.py: the methods that they call, and no others. It must not have
-    `initialize_sequence_parallel`, by which groups.py tells Megatron's own unit apart.
+    deepspeed utils/groups.py, utils/bwc.py, runtime/engine.py: exactly the methods that they call. It must not have
+    `initialize_sequence_parallel`, by which groups.py recognizes Megatron's own unit.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from toolkit.distributed.world import World
 
 
 class ModelParallelUnit:
-    """The groups of one rank under the names that DeepSpeed calls.
+    """The groups of one rank under DeepSpeed's names.
 
-    DeepSpeed's model-parallel rank tells apart the ranks that hold different parameters: tensor ranks and stages, tensor
-    ranks of one stage beside each other. It names the files of a checkpoint by it (`mp_rank_XX`).
+    DeepSpeed's model-parallel rank numbers the ranks with different parameters: tensor ranks and stages, the tensor
+    ranks of one stage consecutively. It names the files of a checkpoint by it (`mp_rank_XX`).
 
     Args:
-        world: This rank's place.
+        world: Process groups and place of this rank.
 
     Collectives:
-        With tensor ranks and stages, all ranks of the world join the groups of both.
+        With both tensor ranks and stages, all ranks of the world join the combined groups.
     """
 
     def __init__(self, world: World) -> None:

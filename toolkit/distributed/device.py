@@ -8,10 +8,10 @@ from toolkit.errors import PlanError
 
 
 def rank_device(backend: str, local_rank: int) -> torch.device:
-    """Return the device on which a rank's tensors live, and makes it torch's current one.
+    """Return the device of a rank's tensors, and make it torch's current one.
 
     Raises:
-        PlanError: WORLD_NO_GPU, where a backend of cards meets a rank that has none.
+        PlanError: WORLD_NO_GPU, if the backend needs a GPU and this rank has none.
     """
     if backend == "gloo":
         return torch.device("cpu")

@@ -1,7 +1,7 @@
-"""Ranks that do not exist, in one process, for traces and tests: their collectives give shapes, not values.
+"""Fake ranks in one process, for traces and tests: their collectives have the right shapes, not values.
 
-`fake_world` is a whole world of them, and needs a process that has joined no group. `fake_group` is one group, also beside
-groups that are real: what it does reaches none of them.
+`fake_world` is a whole world of them, and needs a process that has joined no group. `fake_group` is one group, also usable
+in a process with real groups, which it does not affect.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from toolkit.topology.grid import Grid
 
 @contextmanager
 def fake_world(grid: Grid, *, rank: int = 0) -> Iterator[None]:
-    """Makes this process rank `rank` of a grid whose other ranks do not exist.
+    """Make this process rank `rank` of a grid whose other ranks are fake.
 
-    Inside, `join_group` and `split_group` give groups of the real sizes. A reduction leaves its input as it is, and
+    Inside, `join_group` and `split_group` return groups of the real sizes. A reduction leaves its input unchanged, and
     what is gathered from other ranks is undefined.
 
     Args:
-        grid: The ranks.
-        rank: Which of them to be.
+        grid: Grid of all ranks.
+        rank: Rank of this process.
 
     Raises:
-        ValueError: Where the process has joined a group already, or `rank` is not in the grid.
+        ValueError: If the process has already joined a group, or `rank` is not in the grid.
 
     Source:
         torch csrc/distributed/c10d/FakeProcessGroup.hpp.
@@ -50,8 +50,8 @@ class FakeGroup(dist.ProcessGroup):
     """A group of which this process is the only real rank.
 
     Args:
-        size: Ranks of the group.
-        rank: Which of them to be.
+        size: Number of ranks of the group.
+        rank: Rank of this process in it.
     """
 
     def __init__(self, size: int, *, rank: int) -> None:
@@ -63,7 +63,7 @@ class FakeGroup(dist.ProcessGroup):
         self._parts = ExitStack()
 
     def part(self, num_parts: int) -> dist.ProcessGroup:
-        """Return the run of neighbours that holds this rank, of `num_parts` equal ones; it ends with this group.
+        """Split the group into `num_parts` equal runs of neighbours, and return this rank's; it is closed with this group.
 
         Raises:
             ValueError: If `num_parts` does not divide the group.
@@ -74,20 +74,20 @@ class FakeGroup(dist.ProcessGroup):
         return self if num_parts == 1 else self._parts.enter_context(fake_group(length, rank=self.rank() % length))
 
     def close(self) -> None:
-        """Ends the parts."""
+        """Close the parts."""
         self._parts.close()
 
 
 @contextmanager
 def fake_group(size: int, *, rank: int = 0) -> Iterator[FakeGroup]:
-    """Yield a group of `size` ranks of which this process is rank `rank` and the others do not exist.
+    """Yield a group of `size` ranks of which this process is rank `rank` and the others are fake.
 
-    `toolkit.distributed.collectives` and `split_group` take it as they take real groups; torch's own functions over a world do
-    not know it.
+    `toolkit.distributed.collectives` and `split_group` accept it like a real group; torch's own functions over a world do
+    not.
 
     Args:
-        size: Ranks of the group.
-        rank: Which of them to be.
+        size: Number of ranks of the group.
+        rank: Rank of this process in it.
 
     Raises:
         ValueError: If `rank` is not in the group.

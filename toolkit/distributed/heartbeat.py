@@ -1,7 +1,7 @@
 """Work of unbounded duration that single ranks do outside collectives: tokenising, downloading, hashing.
 
-A collective would end a sound run at the groups' timeout while one rank works and the others wait. Here those wait on the
-launcher's key-value store, and a rank that works shows there that it lives.
+A collective would end a healthy run at the groups' timeout while one rank works and the others wait. Here they wait on the
+launcher's key-value store, and a working rank shows there that it is alive.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from toolkit.errors import RunError
 T = TypeVar("T")
 
 PULSE_SECONDS = 2.0
-# Launchers end the ranks of a run when one dies; this is for those that do not. No library holds Python's lock so long.
+# Launchers end the ranks of a run when one dies; this is for those that do not. No library holds the GIL so long.
 LOST_SECONDS = 600.0
 _LONGEST_PAUSE_SECONDS = 0.5
 
 
 def run_with_heartbeat(world: World, work: Callable[[], T], *, lost_seconds: float = LOST_SECONDS) -> T:
-    """Runs `work`, which may take hours and enters no collective, and returns when all ranks have done theirs.
+    """Run `work`, which may take hours and enters no collective, and return when all ranks have done theirs.
 
     Args:
-        world: All ranks call this together; `work` may differ by rank.
-        work: What this rank does.
-        lost_seconds: Silence after which a rank that has not come to its end counts as dead, seconds.
+        world: All ranks; they call this together, and `work` may differ by rank.
+        work: This rank's work.
+        lost_seconds: Seconds without a heartbeat after which an unfinished rank counts as dead.
 
     Returns:
-        What `work` gave on this rank.
+        Result of `work` on this rank.
 
     Collectives:
-        One gather of errors, once all are there.
+        One gather of errors, after all ranks have finished.
 
     Raises:
-        Exception: As `World.agree`, where the work of some rank failed.
+        Exception: As in `World.agree`, if the work of some rank failed.
         RunError: RANK_LOST.
     """
     if world.size == 1:
@@ -65,7 +65,7 @@ def run_with_heartbeat(world: World, work: Callable[[], T], *, lost_seconds: flo
 
 
 def _own_round(world: World) -> Store:
-    """Return keys of this call alone: each rank counts for itself, and all of them call equally often."""
+    """Return a key prefix for this call: each rank counts its own calls, and all ranks make equally many."""
     store = dist.distributed_c10d._get_default_store()
     return PrefixStore(f"apart-{store.add(f'apart-by-{world.rank}', 1)}", store)
 
@@ -79,7 +79,7 @@ def _pulse(store: Store, rank: int) -> Iterator[None]:
             while not stopped.wait(PULSE_SECONDS):
                 store.add(_pulse_of(rank), 1)
         except dist.DistError:
-            return  # whoever keeps the store has died; this rank learns it when its work is done
+            return  # the store's process has died; this rank finds out when its work is done
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -98,7 +98,7 @@ def _await(store: Store, rank: int, *, lost_seconds: float) -> None:
             beats, heard = now, time.monotonic()
         elif time.monotonic() - heard > lost_seconds:
             raise _lost(f"rank {rank} has given no sign of life for {lost_seconds:g} s")
-        time.sleep(pause)  # not Store.wait: it would keep Python from a Ctrl-C, and logs each timeout
+        time.sleep(pause)  # not Store.wait: it would block Ctrl-C, and logs each timeout
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 

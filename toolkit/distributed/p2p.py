@@ -1,7 +1,7 @@
-"""Point-to-point between the stages of a pipeline: for each pair of ranks, direction and kind of message a channel of its own.
+"""Point-to-point between the stages of a pipeline: one channel for each pair of ranks, direction and kind of message.
 
-One communicator for both directions would deadlock: NCCL runs what it is given in order, and under 1F1B one rank sends
-while its neighbour sends too. On a channel messages arrive in the order in which they were sent.
+One communicator for both directions would deadlock: NCCL runs operations in order, and under 1F1B one rank sends
+while its neighbour sends too. On a channel messages arrive in sending order.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from toolkit.topology.grid import Grid
 
 Message = Literal["activation", "gradient"]
 
-# Messages that may still be under way when a rank goes on. The host gives out work faster than cards do it: what is sent
-# would pile up, did the stream that computes not wait. No schedule of whole ranks ever waits for that in vain, as
-# `simulate` shows; with virtual stages some do, so they wait only at the end of a step.
+# Messages that may be in flight when a rank continues. The host enqueues work faster than GPUs run it: tensors to send
+# would pile up if the compute stream did not wait. No schedule without virtual stages deadlocks by that wait, as
+# `simulate` shows; with virtual stages some would, so they wait only at the end of a step.
 MAX_SENDS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingRecv:
-    """A tensor that may still be on its way: only `wait` gives one that may be read."""
+    """A tensor that may still be in flight: only the one from `wait` may be read."""
 
     tensor: torch.Tensor
     work: Any
 
     def wait(self) -> torch.Tensor:
-        """Return what was sent; on a card the current stream waits, not the host."""
+        """Return the received tensor; on a GPU the current stream waits, not the host."""
         self.work.wait()
         return self.tensor
 
 
 class P2PChannels:
-    """This rank's channels to the stages before and behind its own.
+    """This rank's channels to the previous and the next stage.
 
     Args:
-        grid: All ranks; those of one pipeline make their channels together.
+        grid: Grid of all ranks; those of one pipeline create their channels together.
         rank: This process's global rank.
-        device: Where its tensors live.
+        device: Device of its tensors.
         wraps: Whether the last stage sends activations to the first, as virtual stages do.
 
     Attributes:
-        ends: The first and the last stage of every replica, which may hold one weight; None on those between.
+        ends: Group of the first and last stages of every replica, which may share a tied weight; None on the stages between.
 
     Collectives:
-        All ranks make a group for each channel of theirs and one of the ends, and one end of a channel sends the other a number: NCCL connects them at the
-        first message, for which both would otherwise wait in the middle of a step.
+        All ranks create a group for each of their channels and one of the ends, and one end of each channel sends the other a
+        number: NCCL connects at the first message, for which both would otherwise wait in the middle of a step.
     """
 
     def __init__(self, grid: Grid, rank: int, *, device: torch.device, wraps: bool) -> None:
@@ -67,9 +67,9 @@ class P2PChannels:
             self._try(route, torch.zeros(1, device=device))
 
     def send(self, tensor: torch.Tensor, kind: Message, *, to: int) -> None:
-        """Starts to send to stage rank `to`, and waits for what was sent before, but for what may be under way.
+        """Start to send to stage rank `to`, and wait for earlier sends beyond those that may be in flight.
 
-        The tensor must not be written to before `finish`.
+        The tensor must not be overwritten before `finish`.
         """
         group = self._groups[self._own, to, kind]
         laid_out = tensor.contiguous()
@@ -81,7 +81,7 @@ class P2PChannels:
             self.finish(but=MAX_SENDS_IN_FLIGHT)
 
     def receive(self, shape: tuple[int, ...], kind: Message, *, source: int, like: torch.Tensor) -> PendingRecv:
-        """Starts to receive from stage rank `source` a tensor of this shape and of the dtype and device of `like`."""
+        """Start to receive from stage rank `source` a tensor of this shape and of the dtype and device of `like`."""
         tensor = like.new_empty(shape)
         work = dist.irecv(tensor, self._stages[source], group=self._groups[source, self._own, kind])
         return PendingRecv(tensor=tensor, work=work)
@@ -95,19 +95,19 @@ class P2PChannels:
             self.receive((1,), kind, source=source, like=number).wait()
 
     def finish(self, *, but: int = 0) -> None:
-        """Waits until everything that was sent, but for the last so many messages, may be freed."""
+        """Wait until all sent tensors, except those of the last `but` messages, may be freed."""
         while len(self._sent) > but:
             self._sent.popleft()[0].wait()
 
 
 def _ends(grid: Grid, rank: int) -> list[int]:
-    """Return the first and the last stage of all pipelines that have this rank's place in their tensor groups."""
+    """Return the first and the last stage of all pipelines for this rank's position in the tensor group."""
     own = grid.coordinate(rank)
     return [grid.rank(replace(own, pp=pp, dp=dp)) for pp in (0, grid.pp - 1) for dp in range(grid.dp)]
 
 
 def _routes(num_stages: int, *, wraps: bool) -> list[tuple[int, int, Message]]:
-    """Return who sends what to whom, in an order that is the same on every rank."""
+    """Return (sender, receiver, message) of each channel, in the same order on every rank."""
     pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
     if wraps:
         pairs.append((num_stages - 1, 0))

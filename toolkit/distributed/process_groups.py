@@ -1,6 +1,6 @@
-"""Process groups of a grid's axes, groups within a group, and any others: the only `new_group` calls.
+"""Process groups of a grid's axes, subgroups of a group, and others: the only `new_group` calls.
 
-Each waits as long as the group of all ranks does.
+Each has the timeout of the group of all ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _of_world: dict[_Groups, dict[tuple[int, ...], dist.ProcessGroup]] = {}
 
 
 def join_group(grid: Grid, rank: int, *kinds: str) -> dist.ProcessGroup:
-    """Makes every group of a kind, as all ranks of the world must, and gives the one that holds `rank`.
+    """Create every group of a kind, as all ranks of the world must, and return the one with `rank`.
 
-    Groups of the same ranks are made once: each has a communicator, which on a card takes memory of its own.
+    Groups of the same ranks are created once, as each has a communicator, which takes memory on a GPU.
 
     Args:
-        grid: All ranks, which all call this with the same kinds in the same order.
+        grid: Grid of all ranks, which all call this with the same kinds in the same order.
         rank: This process's global rank.
-        kinds: As `Grid.groups` takes them: `"tp"`, `"dp"`, `"pp"`, or several.
+        kinds: Kinds as in `Grid.groups`: `"tp"`, `"dp"`, `"pp"`, or several.
     """
     groups = grid.groups(*kinds)
     if len(groups) == 1:
@@ -42,7 +42,7 @@ def join_group(grid: Grid, rank: int, *kinds: str) -> dist.ProcessGroup:
 
 
 def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
-    """Cuts a group into runs of neighbours of equal size, and gives the run that holds this process.
+    """Split a group into equal runs of neighbours, and return the one with this process.
 
     Only the ranks of `group` call this.
 
@@ -65,13 +65,13 @@ def split_group(group: dist.ProcessGroup, num_parts: int) -> dist.ProcessGroup:
 
 
 def join_each(groups: Sequence[Sequence[int]], *, rank: int) -> list[dist.ProcessGroup | None]:
-    """Makes each of several groups of global ranks; gives those that hold `rank`, and None for the others.
+    """Create each of several groups of global ranks; return those with `rank`, and None for the others.
 
-    All ranks call this, those that share a group with lists that have it at the same place.
+    All ranks call this, and ranks that share a group must have it at the same index of their lists.
 
     Source:
-        torch distributed/distributed_c10d.py _hash_ranks_to_str: a group that its ranks make by themselves is named by how
-        many the process has, so a rank makes one of itself alone for each group that it is not in.
+        torch distributed/distributed_c10d.py _hash_ranks_to_str: a group that only its own ranks create is named by how
+        many groups the process has, so a rank creates a group of itself alone for each group that it is not in.
     """
     made: list[dist.ProcessGroup | None] = []
     for ranks in groups:
@@ -82,7 +82,7 @@ def join_each(groups: Sequence[Sequence[int]], *, rank: int) -> list[dist.Proces
 
 
 def _made() -> dict[_Groups, dict[tuple[int, ...], dist.ProcessGroup]]:
-    """Return what `join_group` has made in the world that there is now."""
+    """Return the groups that `join_group` has created in the current world."""
     global _world
     if _world is not dist.group.WORLD:
         _world = dist.group.WORLD
@@ -91,7 +91,7 @@ def _made() -> dict[_Groups, dict[tuple[int, ...], dist.ProcessGroup]]:
 
 
 def forget_groups() -> None:
-    """Lets go of the groups of a world that has been left."""
+    """Forget the groups of a world that has been destroyed."""
     _made()
 
 
@@ -99,7 +99,7 @@ def _timeout() -> timedelta | None:
     """Return the timeout of the group of all ranks; None in a fake world.
 
     Source:
-        torch distributed/distributed_c10d.py _get_default_timeout: left out, it is the backend's, of NCCL 10 minutes.
+        torch distributed/distributed_c10d.py _get_default_timeout: by default it is the backend's, 10 minutes for NCCL.
     """
     world = dist.group.WORLD
     assert world is not None, "init_process_group has run"

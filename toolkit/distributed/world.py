@@ -1,4 +1,4 @@
-"""Live process groups of a grid: who this process is, on which device, and with whom it talks."""
+"""Live process groups of a grid: this process's rank, device and groups."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from toolkit.errors import PlanError, RunError, ToolkitError
 from toolkit.launch.environment import ALLOCATOR, WorkerIdentity, rank_from_environment
 from toolkit.topology.grid import Coordinate, Grid
 
-# A rank that waits this long for another is lost. Long enough for the first step to compile kernels and for a
+# Collectives time out after this long. Long enough for the first step to compile kernels and for a
 # rank 0 that tokenises a large data set while the others wait.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One process's place.
+    """The place of one process: its rank, device and groups.
 
     Args:
         rank: Global rank.
         local_rank: Rank within the node.
-        device: Where its tensors live.
-        grid: The grid of all ranks.
+        device: Device of its tensors.
+        grid: Grid of all ranks.
         coordinate: This rank's place in the grid.
-        dp_group: Ranks that hold the same parameters and see different data.
-        tp_group: Ranks that share each layer and see the same data; None where each rank holds layers whole.
+        dp_group: Group of ranks with the same parameters and different data.
+        tp_group: Group of ranks that shard each layer and see the same data; None without tensor parallelism.
         owns_groups: Whether `init_world` joined the process groups, so that `destroy_world` leaves them.
     """
 
@@ -52,7 +52,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is global rank 0, which prints and writes."""
+        """True if this is global rank 0, which prints and writes."""
         return self.rank == 0
 
     @property
@@ -61,14 +61,14 @@ class World:
         return self.grid.world_size
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         dist.barrier()
 
     def agree(self, error: Exception | None) -> None:
-        """Waits for all ranks, and raises on each of them the error of the lowest rank that has one.
+        """Wait for all ranks, and raise on each of them the error of the lowest rank that has one.
 
         Raises:
-            Exception: A rank's own error as it is; another rank's ToolkitError as it is, any other as RANK_FAILED.
+            Exception: The rank's own error or another rank's ToolkitError unchanged; any other error as RANK_FAILED.
         """
         shared = error if error is None or isinstance(error, ToolkitError) else repr(error)
         found: list[Any] = [None] * self.size
@@ -94,16 +94,16 @@ def init_world(
     environment: Mapping[str, str] | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> World:
-    """Joins the process groups that the launcher announced; a grid of one rank needs no launcher.
+    """Join the process groups that the launcher's variables describe; a grid of one rank needs no launcher.
 
     Args:
-        grid: The plan's grid.
+        grid: Grid of the plan.
         backend: `nccl` or `gloo`.
-        environment: Launcher's variables; the process's own when left out.
+        environment: Environment variables of the launcher; those of this process when left out.
 
     Raises:
-        PlanError: WORLD_SIZE when the launcher started another number of processes than the plan has ranks;
-            WORLD_NO_GPU when the plan wants CUDA and this process sees none.
+        PlanError: WORLD_SIZE if the launcher started a number of processes other than the plan's ranks;
+            WORLD_NO_GPU if the plan needs CUDA and this process sees none.
     """
     environment = os.environ if environment is None else environment
     identity = rank_from_environment(environment)
@@ -140,7 +140,7 @@ def init_world(
 
 
 def destroy_world(world: World) -> None:
-    """Leaves the process groups that `init_world` joined; those that the caller's script joined stay."""
+    """Leave the process groups that `init_world` joined; those that the caller's script joined are kept."""
     if not world.owns_groups or not dist.is_initialized():
         return
     dist.destroy_process_group()
@@ -148,10 +148,10 @@ def destroy_world(world: World) -> None:
 
 
 def _reset_deepspeed() -> None:
-    """Empties DeepSpeed's caches of groups, which are of an earlier run of this process, if of any.
+    """Empty DeepSpeed's caches of groups, which may be from an earlier run of this process.
 
     Source:
-        deepspeed utils/groups.py (_WORLD_GROUP and its like are module globals that nothing resets), comm/comm.py (cdb).
+        deepspeed utils/groups.py (_WORLD_GROUP and its like are module globals that are never reset), comm/comm.py (cdb).
     """
     import deepspeed.comm.comm as deepspeed_comm
     from deepspeed.utils import groups as deepspeed_groups
@@ -161,8 +161,8 @@ def _reset_deepspeed() -> None:
 
 
 def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
-    """Sets what torch and DeepSpeed read from the environment, where the launcher has not."""
-    # deepspeed comm/comm.py and zero/utils.py read them by name; Open MPI, SLURM and a lone process have others or none.
+    """Set the environment variables that torch and DeepSpeed read, if the launcher has not."""
+    # deepspeed comm/comm.py and zero/utils.py read them by name; Open MPI, SLURM and a single process set others or none.
     os.environ.update(identity.as_environment())
     if backend == "nccl":
         if "PYTORCH_ALLOC_CONF" not in os.environ:
@@ -178,10 +178,10 @@ def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
 
 
 def _prepare_messages() -> None:
-    # CUDA puts its streams into so many queues, of 8 by default, and some frameworks ask for 1. A message that waits in the
-    # queue of a kernel would hold that up, and with it what its sender waits for.
+    # CUDA maps its streams to this many queues, 8 by default, and some frameworks set 1. A message that waits in the
+    # queue of a kernel would delay that kernel, and so what the message's sender waits for.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-    # Each channel is a group of its own, which is what this warning advises (ProcessGroupNCCL.cpp).
+    # Each channel is its own group, which is what this warning advises (ProcessGroupNCCL.cpp).
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
@@ -199,12 +199,12 @@ def _initialize(
 
 
 def _tell_deepspeed(backend: str) -> None:
-    """Makes DeepSpeed see the groups; until then its configuration takes the world for one rank.
+    """Make DeepSpeed use the groups; until then its configuration assumes a world of one rank.
 
     Source:
-        deepspeed comm/torch.py build_shm_op: on CPU it compiles an extension that only tensor-parallel inference calls
+        deepspeed comm/torch.py build_shm_op: on CPU it compiles an extension that only tensor-parallel inference uses
         (inference_all_reduce). That needs a compiler and half a minute, and a run that is killed meanwhile leaves a lock
-        for which all later ones wait without a word.
+        for which all later ones wait silently.
     """
     import deepspeed
 
@@ -214,21 +214,21 @@ def _tell_deepspeed(backend: str) -> None:
 
 
 def _own_store(environment: Mapping[str, str], *, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return a key-value store that all ranks share and that no earlier run of these processes has written to."""
+    """Return a key-value store that all ranks share that no earlier run of these processes has written to."""
     if size == 1:
         return HashStore()
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     store = _launcher_store(address, rank=rank, size=size, timeout=timeout)
-    # What the groups of an earlier run left there are addresses of sockets that are gone. Each rank counts for
-    # itself: all of them join equally often.
+    # Keys left there by an earlier run's groups are addresses of closed sockets. Each rank counts for
+    # itself: all ranks join equally often.
     return PrefixStore(f"run-{store.add(f'joined-by-{rank}', 1)}", store)
 
 
 @functools.cache
 def _launcher_store(address: str, *, rank: int, size: int, timeout: timedelta) -> Store:
-    """Meets the other ranks at the launcher's address, once a process.
+    """Connect to the store at the launcher's address, once per process.
 
-    Were the store to end with a run, a rank that is quick to begin the next would still meet the server of the last.
+    If the store ended with a run, a fast rank could still reach its server at the start of the next run.
 
     Source:
         torch distributed/rendezvous.py _env_rendezvous_handler.

@@ -1,1 +1,1 @@
-"""Run: the only `deepspeed.initialize`, and one optimizer step whatever the strategy."""
+"""The only call of `deepspeed.initialize`, and one optimizer step for every strategy."""

@@ -1,4 +1,4 @@
-"""Checks that all ranks of a model replica received the same batch: shards and stages of one model must see the same tokens."""
+"""Check that all ranks of a model replica received the same batch: shards and stages of one model must see the same tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from toolkit.errors import RunError
 
 
 def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: World) -> None:
-    """Compares the batches of the ranks that share one replica of the model.
+    """Compare the batches of the ranks that share one replica of the model.
 
     Args:
-        micro_batches: Of one step, on this rank.
-        world: This rank's place; all ranks of the world call this together.
+        micro_batches: This rank's micro-batches of one step.
+        world: Process groups and place of this rank; all ranks of the world call this together.
 
     Collectives:
-        A gather of 32 bytes a rank, over the world, so that every rank ends where one would.
+        A gather of 32 bytes per rank over the world, so that all ranks raise if one does.
 
     Raises:
         RunError: TP_BATCH on every rank of the world, naming the ranks that differ.

@@ -1,4 +1,4 @@
-"""The forward and backward passes of one optimizer step, and what all ways of ordering them share."""
+"""The forward and backward passes of one optimizer step, and what every order of them shares."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class ForwardBackward(Protocol):
 
     losses: StepLoss
     plain_norm: torch.Tensor | None
-    """The gradient norm of the last step where the engine keeps none."""
+    """Gradient norm of the last step, if the engine keeps none."""
     failed: bool
-    """Whether a pass has failed and left what no later one can begin with."""
+    """Whether a pass has failed and left a state from which no later one can start."""
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
-        """Does all forward and backward passes and the optimizer step; gives this rank's part of the mean loss.
+        """Do all forward and backward passes and the optimizer step; return this rank's part of the mean loss.
 
         Args:
-            micro_batches: Of this data-parallel rank, on its device.
-            num_targets: Tokens that count in the whole step, over all ranks. Scalar fp32.
+            micro_batches: Micro-batches of this data-parallel rank, on its device.
+            num_targets: Number of unmasked tokens of the whole step, over all ranks. Scalar fp32.
         """
 
     def outputs(self, batch: MicroBatch) -> Any:
-        """Return what the whole model gives for a batch on this rank's device; None where others hold its end."""
+        """Return the whole model's outputs for a batch on this rank's device; None if other ranks have the last stage."""
 
 
 class StepLoss:
-    """What turns a model's outputs into the loss of a step.
+    """The loss of a step, computed from a model's outputs.
 
     Args:
-        plan: What runs.
-        world: This rank's place.
+        plan: Resolved plan.
+        world: Process groups and place of this rank.
         engine: The DeepSpeed engine.
     """
 
@@ -55,35 +55,35 @@ class StepLoss:
         self._cross_entropy = cross_entropy_over(world.tp_group, vocab_size=plan.model.vocab_size)
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what the model is called with; only one that computes its loss itself is given the labels."""
+        """Return the model's keyword arguments; only a model that computes its own loss is given the labels."""
         return {name: value for name, value in batch.items() if name != "labels" or self._given_labels}
 
     def summed(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss summed over the tokens that count."""
+        """Return the loss summed over the unmasked tokens."""
         return token_loss(outputs, labels, cross_entropy=self._cross_entropy)
 
     def of_step(
         self, outputs: Any, labels: torch.Tensor, num_targets: torch.Tensor, *, share: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what to differentiate, and this rank's part of the mean loss, detached.
+        """Return the loss to differentiate, and this rank's part of the mean loss, detached.
 
         Args:
-            outputs: Of the model.
-            labels: Of the micro batch.
-            num_targets: As `ForwardBackward.run` takes it.
-            share: Of the step that the micro batch is, for losses of the router.
+            outputs: Outputs of the model.
+            labels: Labels of the micro-batch.
+            num_targets: Number of unmasked tokens, as in `ForwardBackward.run`.
+            share: Share of the step that the micro-batch makes up, for router losses.
         """
         loss = self.summed(outputs, labels) / num_targets
         reported = loss.detach()
         router = auxiliary_loss(outputs, self._engine.module.config)
         if router is not None:
             loss = loss + router * share / self._dp_size
-        # The engine averages gradients over the data-parallel ranks; the loss is a share of a global sum.
+        # The engine averages gradients over the data-parallel ranks; the loss is its part of a global mean.
         return loss * self._dp_size, reported
 
 
 class GradientAccumulation:
-    """One micro batch after the other, each forward and backward: every strategy but a pipeline."""
+    """Micro-batches in sequence, each forward and then backward: every strategy but a pipeline."""
 
     failed = False
 
@@ -98,7 +98,7 @@ class GradientAccumulation:
         for index, batch in enumerate(micro_batches):
             outputs = self._engine(**self.losses.inputs(batch))
             loss, reported = self.losses.of_step(outputs, batch["labels"], num_targets, share=1 / len(micro_batches))
-            # The logits' last reference must go before the backward pass frees what it can.
+            # Drop the last reference to the logits, so that the backward pass can free them.
             del outputs
             self._memory.end("forward")
             self._engine.backward(loss, scale_wrt_gas=False)
@@ -115,7 +115,7 @@ class GradientAccumulation:
 
 
 def norm_without_wrapper(model: nn.Module, world: World) -> torch.Tensor:
-    """Return the gradient norm where DeepSpeed wraps no optimizer (fp32, stage 0) and so keeps none.
+    """Return the gradient norm if DeepSpeed wraps no optimizer (fp32, stage 0) and so computes none.
 
     Source:
         deepspeed runtime/engine.py _do_optimizer_sanity_check, clip_fp32_gradients.

@@ -1,8 +1,8 @@
-"""When a pipeline's gradients are reduced over data-parallel ranks: once a step under ZeRO-1, and after each backward pass
-under ZeRO-2 and 3, which keep no gradient whole.
+"""Reduction of a pipeline's gradients over data-parallel ranks: once per step under ZeRO-1, and after each backward pass
+under ZeRO-2 and 3, which keep no full gradients.
 
-DeepSpeed knows micro-batches that follow each other, each forward and then backward. Here several are under way and a backward
-pass may go through a part of a rank's layers only, so that what the engine counts is told to it.
+DeepSpeed expects micro-batches in sequence, each forward and then backward. Here several are in flight and a backward
+pass may go through only some of a rank's layers, so the engine's counters are set explicitly.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from toolkit.planning.plan import Plan
 
 
 class Reduction(Protocol):
-    """What becomes of a step's gradients."""
+    """The reduction of a step's gradients."""
 
     sums: Fp32GradAccumulator | None
-    """Where whole gradients are added up in fp32, if they are."""
+    """Accumulator of full gradients in fp32, if used."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Runs the passes of a step, and leaves its gradients as `engine.step` takes them; not where a pass has failed."""
+        """Run the passes of a step, and leave its gradients as `engine.step` expects them, unless a pass has failed."""
 
     def before_backward(self, chunk: int) -> None:
-        """Readies the engine for a backward pass through a chunk."""
+        """Prepare the engine for a backward pass through a chunk."""
 
 
 def reduction(plan: Plan, world: World, engine: Any, channels: P2PChannels) -> Reduction:
-    """Return the one of a plan's ZeRO stage."""
+    """Return the reduction for a plan's ZeRO stage."""
     settings = plan.settings
     tied = _tied_weight(engine.module) if plan.job.train.method == "full" and channels.ends is not None else None
     kind = ReduceAtStepEnd if settings.reduces_once else ReduceEachBackward
@@ -43,17 +43,17 @@ def reduction(plan: Plan, world: World, engine: Any, channels: P2PChannels) -> R
 
 
 class ReduceAtStepEnd:
-    """Gradients stay whole, and are reduced after the last pass.
+    """Reduction after the last pass, of full gradients.
 
     Args:
         engine: The DeepSpeed engine.
-        tied: This rank's copy of a weight that the first and the last stage hold, if it has one.
-        ends: The two stages of all replicas.
-        dp_size: Replicas.
-        in_fp32: Whether gradients of 16 bit are added up in fp32.
+        tied: This rank's copy of a weight tied between the first and the last stage, if it has one.
+        ends: Group of the first and last stages of all replicas.
+        dp_size: Number of replicas.
+        in_fp32: Whether 16-bit gradients are accumulated in fp32.
 
     Collectives:
-        A step ends with the reduction over its replicas, before which `ends` add up the gradient of `tied`.
+        A step ends with the reduction over the replicas, after an all-reduce of the gradient of `tied` over `ends`.
     """
 
     def __init__(self, engine: Any, tied: nn.Parameter | None, *, ends: Any, dp_size: int, in_fp32: bool) -> None:
@@ -62,7 +62,7 @@ class ReduceAtStepEnd:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        # DeepSpeed reduces whatever ends its block: a rank that has run out of memory would wait for others that wait for it.
+        # DeepSpeed reduces even if its block raises: a rank out of memory would deadlock with the others.
         flush = "_flush_coalesced_reduction_zero12"
         try:
             with self._engine.coalesce_grad_reduction():
@@ -89,25 +89,25 @@ class ReduceAtStepEnd:
 
 
 class ReduceEachBackward:
-    """Each backward pass ends with the reduction of its gradients, of which a rank keeps its partition; so do sums in fp32.
+    """Reduction at the end of each backward pass; a rank keeps its partition of the gradients, or of their fp32 sums.
 
-    A weight that two stages hold is the exception: its gradient stays whole until both know it all.
+    A tied weight of two stages is the exception: its gradient stays full until both have all of it.
 
     Args:
-        engine: As `ReduceAtStepEnd` takes it; so are the others.
-        tied: See there.
-        ends: See there.
-        dp_size: See there.
-        in_fp32: See there.
+        engine: As in `ReduceAtStepEnd`.
+        tied: As in `ReduceAtStepEnd`.
+        ends: As in `ReduceAtStepEnd`.
+        dp_size: As in `ReduceAtStepEnd`.
+        in_fp32: As in `ReduceAtStepEnd`.
 
     Collectives:
-        Each backward pass ends with the reduction over its replicas. At the end of a step `ends` add up the gradient of `tied`,
-        which is then reduced as well.
+        Each backward pass ends with the reduction over the replicas. At the end of a step the gradient of `tied` is
+        all-reduced over `ends` and then reduced as well.
 
     Source:
-        deepspeed runtime/engine.py step (managed_gradient_accumulation=False), which leaves to finalize_gradient_accumulation_boundary
-        what follows the last backward pass; stage_1_and_2.py setup_buckets and stage3.py partition_grads, for which the first
-        pass of a step is the one with `micro_step_id` 0.
+        deepspeed runtime/engine.py step (managed_gradient_accumulation=False), which leaves the work after the last backward
+        pass to finalize_gradient_accumulation_boundary; stage_1_and_2.py setup_buckets and stage3.py partition_grads, for
+        which the first pass of a step is the one with `micro_step_id` 0.
     """
 
     sums: Fp32GradAccumulator | None = None
@@ -115,7 +115,7 @@ class ReduceEachBackward:
     def __init__(self, engine: Any, tied: nn.Parameter | None, *, ends: Any, dp_size: int, in_fp32: bool) -> None:
         self._engine, self._optimizer, self._ends, self._dp_size = engine, engine.optimizer, ends, dp_size
         self._partitions_weights = engine.zero_optimization_partition_weights()
-        self._passes: Counter[int] = Counter()  # of each chunk in this step
+        self._passes: Counter[int] = Counter()  # passes of each chunk in this step
         self._held = (
             None if tied is None else DeferredTiedGrad(tied, in_fp32=in_fp32, partitioned=self._partitions_weights)
         )
@@ -129,12 +129,12 @@ class ReduceEachBackward:
         self._passes.clear()
         self._engine.set_gradient_accumulation_boundary(False)
         if not self._partitions_weights:
-            # After an overflow DeepSpeed leaves them under offload, and would add to what is infinite.
+            # Under offload DeepSpeed keeps them after an overflow, and would add to infinite values.
             self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
         yield
         if self._held is not None:
             all_reduce_tied_grad(self._held.total, group=self._ends, dp_size=self._dp_size)
-            self._count_pass(0)  # nothing of it has been reduced in this step
+            self._count_pass(0)  # its gradient has not been reduced in this step
             with self._held.released():
                 if self._partitions_weights:
                     self._engine._flush_coalesced_reduction_zero3(self._optimizer)
@@ -148,13 +148,13 @@ class ReduceEachBackward:
         self._passes[chunk] += 1
 
     def _count_pass(self, number: int) -> None:
-        """Tells the engine how many passes the parameters at hand have had in this step: the first begins their sum."""
-        self._optimizer.clear_backward_seen_flag()  # what DeepSpeed does at a forward pass, which need not come between
-        # Stages 1 and 2 count up when they make their buckets.
+        """Tell the engine how many passes the current parameters have had in this step: the first starts their sum."""
+        self._optimizer.clear_backward_seen_flag()  # DeepSpeed does this at a forward pass, which may not come between
+        # Stages 1 and 2 increment it when they create their buckets.
         self._optimizer.micro_step_id = number if self._partitions_weights else number - 1
 
     def _end_without_gradients(self) -> None:
-        """Creates empty buckets for a backward pass without trainable layers: DeepSpeed assumes that they exist."""
+        """Create empty buckets for a backward pass without trainable layers: DeepSpeed assumes that they exist."""
         end = self._optimizer.overlapping_partition_gradients_reduce_epilogue
 
         def make_and_end() -> None:
@@ -174,7 +174,7 @@ class ReduceEachBackward:
 
 
 def _tied_weight(model: Any) -> nn.Parameter | None:
-    """Return this rank's copy of a weight that the first and the last stage hold."""
+    """Return this rank's copy of a weight tied between the first and the last stage, if it has one."""
     info = stage_info(model)
     if info is None or info.tied_key is None:
         return None

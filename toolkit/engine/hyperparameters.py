@@ -1,4 +1,4 @@
-"""What a plan sets of an optimizer, kept over the loading of a checkpoint, which holds what an earlier plan set."""
+"""A plan's optimizer hyperparameters, preserved when a checkpoint with those of an earlier plan is loaded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Hyperparameters:
-    """Learning rates, betas, epsilon, momentum, weight decay and the clipping norm of an engine, as they are now.
+    """Learning rates, betas, epsilon, momentum, weight decay and the clipping norm of an engine at construction.
 
-    A checkpoint brings its own along: torch's optimizers and schedulers save them with their state, and DeepSpeed's wrappers
+    A checkpoint contains its own: torch's optimizers and schedulers save them with their state, and DeepSpeed's wrappers
     the clipping norm.
 
     Args:
-        engine: A DeepSpeed engine that has loaded nothing yet: its numbers are the plan's.
+        engine: DeepSpeed engine that has not loaded a checkpoint: its values are the plan's.
 
     Source:
         torch optim/optimizer.py load_state_dict; deepspeed runtime/zero/stage_1_and_2.py _load_global_state,
@@ -30,7 +30,7 @@ class Hyperparameters:
         self._clip = getattr(engine.optimizer, "clip_grad", None)
 
     def put_back(self) -> None:
-        """Sets them again in the engine, and in its scheduler the rate from which each step's is computed."""
+        """Restore them in the engine, and in its scheduler the base rate of each step's rate."""
         groups = self._engine.basic_optimizer.param_groups
         for group, values in zip(groups, self._groups, strict=True):
             group.update(values)
@@ -40,5 +40,5 @@ class Hyperparameters:
 
 
 def _names(engine: Any, group: dict[str, Any]) -> list[str]:
-    """Names what the plan sets of a group: not its parameters, nor the count of steps that DeepSpeed's FusedAdam keeps there."""
+    """Return the keys of a group that the plan sets: not its parameters, nor the step count of DeepSpeed's FusedAdam."""
     return [name for name in group if name in engine.basic_optimizer.defaults or name == "initial_lr"]

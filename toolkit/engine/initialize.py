@@ -1,4 +1,4 @@
-"""From a plan to a live run: process groups, model, optimizer, engine."""
+"""Creation of a run from a plan: process groups, model, optimizer, engine."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def initialize(
     world: World | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Run:
-    """Joins the launcher's process groups, builds the model and starts the DeepSpeed engine.
+    """Join the launcher's process groups, build the model and start the DeepSpeed engine.
 
-    Python's, NumPy's and torch's random states start from `train.seed`, the data-parallel rank and the stage, whatever
+    Python's, NumPy's and torch's random states are seeded from `train.seed`, the data-parallel rank and the stage, whatever
     was drawn before.
 
     Args:
-        plan: What to run.
-        weights: Folder of safetensors; by default the plan's own model folder or hub snapshot, or a random draw
-            when the plan says so.
-        world: Process groups joined before; by default they are joined here.
-        on_progress: Called with tensors done and tensors in all while weights load.
+        plan: Resolved plan.
+        weights: Folder of safetensors; by default the plan's own model folder or hub snapshot, or random initialization
+            if the plan says so.
+        world: Process groups that are already joined; by default they are joined here.
+        on_progress: Called with tensors loaded and total tensors while weights load.
 
     Returns:
-        A context manager that frees the engine and the groups.
+        The run, a context manager that frees the engine and the groups.
 
     Raises:
         PlanError: The launcher or the machine does not match the plan.
         RunError: BUILD_TOOLS, BUILD_LOCK.
-        CheckpointError: The weights do not fit.
+        CheckpointError: The weights do not fit the model.
     """
     quiet_libraries()
     check_builds(plan)
@@ -72,25 +72,25 @@ def initialize(
         with built_with(settings):
             model = build_model(plan, device=world.device, weights=folder, world=world, on_progress=on_progress)
             engine = start_engine(plan, model, schedule, world=world)
-        # After the model is built: whether its weights are drawn or read must not change what dropout draws.
+        # After the model is built: dropout must not depend on whether its weights are initialized or loaded.
         seed_random_state(plan.job.train.seed, dp_rank=world.coordinate.dp, pp_rank=world.coordinate.pp)
         memory.end("init")
         return Run(plan=plan, world=world, engine=engine, schedule=schedule, memory=memory)
     except BaseException:
         compare_within(None)
-        if world.size == 1:  # a notebook goes on; one of several ranks ends, and must not wait for the others
+        if world.size == 1:  # a notebook continues; with several ranks, waiting could hang
             destroy_world(world)
         raise
 
 
 def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, world: World) -> Any:
-    """Wraps a built model in the DeepSpeed engine."""
+    """Wrap a built model in the DeepSpeed engine."""
     import deepspeed
 
     alone = world.grid.size("model") == 1
-    compare_within(world.dp_group)  # until the run is closed
+    compare_within(world.dp_group)  # reset when the run is closed
     if alone:
-        deepspeed.utils.groups.mpu = None  # of an earlier run of this process; DeepSpeed never takes it back
+        deepspeed.utils.groups.mpu = None  # from an earlier run of this process; DeepSpeed never resets it
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, weight_decay=plan.job.train.weight_decay),
@@ -105,7 +105,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[Any]:
     """Return the trainable parameters; with weight decay, biases and norms in a group without it.
 
-    One group is kept when there is nothing to tell apart: ZeRO-1 and 2 flatten and step group by group.
+    There is one group if nothing differs: ZeRO-1 and 2 flatten and step group by group.
 
     Source:
         transformers trainer.py get_decay_parameter_names.
@@ -131,9 +131,9 @@ def _names_without_decay(model: nn.Module) -> frozenset[str]:
 
 
 def locate_weights(plan: Plan) -> Path:
-    """Return the local folder of the plan's weights, fetched from the hub where needed.
+    """Return the local folder of the plan's weights, downloaded from the hub if needed.
 
-    Rank 0 of each node downloads; `huggingface_hub` locks its cache, so the others wait and find it.
+    Rank 0 of each node downloads; `huggingface_hub` locks its cache, so the other ranks wait for it.
 
     Raises:
         PlanError: MODEL_NO_WEIGHTS, WEIGHTS_BIN, MODEL_DOWNLOAD.
@@ -165,12 +165,12 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
 
 def quiet_libraries() -> None:
-    """Leaves warnings and errors of the libraries; their start-up reports would bury our progress."""
+    """Limit the libraries' logging to warnings and errors; their start-up messages would bury our progress."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("DeepSpeed", "deepspeed", "torch.distributed", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # DeepSpeed's calls, for every version of torch that it supports; torch 2.13 names newer ones (deepspeed comm/torch.py).
+    # DeepSpeed calls these for older versions of torch; torch 2.13 names newer ones (deepspeed comm/torch.py).
     renamed = r"`torch\.distributed\.\w+` is deprecated"
     warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
-    # peft's call, under transformers from 5.23 on (peft peft_model.py PeftModel.__init__).
+    # peft calls it under transformers 5.23 or later (peft peft_model.py PeftModel.__init__).
     warnings.filterwarnings("ignore", message=r"`is_gradient_checkpointing` is deprecated", category=FutureWarning)

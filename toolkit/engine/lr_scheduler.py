@@ -1,4 +1,4 @@
-"""Learning-rate schedules by transformers' names, whose length may be known only once the data is read."""
+"""Learning-rate schedules by transformers' names, whose length may be unknown until the data is read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from toolkit.planning.plan import Plan
 
 
 class LazyLRScheduler:
-    """A schedule that DeepSpeed steps once an optimizer step.
+    """A schedule that DeepSpeed steps once per optimizer step.
 
     Args:
-        plan: Names the schedule, its warm-up and its floor.
+        plan: Resolved plan, with the schedule, its warm-up and its minimum rate.
 
     Source:
-        transformers optimization.py get_scheduler: the multipliers are its own, taken from a scheduler over a
+        transformers optimization.py get_scheduler: the multipliers are taken from its scheduler over a
         throw-away optimizer.
     """
 
@@ -31,7 +31,7 @@ class LazyLRScheduler:
             self.set_num_steps(plan.settings.max_steps)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Fixes the length of the run, in optimizer steps, and with it the rate of the next step."""
+        """Set the length of the run, in optimizer steps, and with it the rate of the next step."""
         train, settings = self._plan.job.train, self._plan.settings
         arguments = {}
         if settings.min_learning_rate_ratio is not None:
@@ -39,10 +39,10 @@ class LazyLRScheduler:
         warmup = warmup_steps(self._plan, num_steps)
         scheduler = get_scheduler(
             train.lr_scheduler_type,
-            # The polynomial ends at a rate, 1e-7, so its multipliers depend on the peak.
+            # The polynomial schedule ends at an absolute rate, 1e-7, so its multipliers depend on the peak.
             torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate),
             num_warmup_steps=warmup,
-            # The polynomial divides by the steps after the warm-up, of which a run of one step has none.
+            # The polynomial schedule divides by the steps after the warm-up, which are zero in a run of one step.
             num_training_steps=max(num_steps, warmup + 1),
             scheduler_specific_kwargs=arguments,
         )
@@ -50,22 +50,22 @@ class LazyLRScheduler:
         self.set_rates()
 
     def multiplier(self, step: int) -> float:
-        """Return the share of the peak rate at an optimizer step; the peak until the length is known."""
+        """Return the multiplier of the peak rate at an optimizer step; 1 until the length is known."""
         return 1.0 if self._multiplier is None else float(self._multiplier(step))
 
     @property
     def is_set(self) -> bool:
-        """Whether the length of the run is known."""
+        """True if the length of the run is known."""
         return self._multiplier is not None
 
     def build(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        """Makes the scheduler of an optimizer, for `deepspeed.initialize(lr_scheduler=...)`."""
-        # A lambda is left out of LambdaLR.state_dict(), so a checkpoint holds the step alone.
+        """Create the scheduler of an optimizer, for `deepspeed.initialize(lr_scheduler=...)`."""
+        # A lambda is not part of LambdaLR.state_dict(), so a checkpoint has the step alone.
         self._scheduler = LambdaLR(optimizer, lambda step: self.multiplier(step))
         return self._scheduler
 
     def set_rates(self) -> None:
-        """Sets the rate of the next step again: the scheduler computed it for another length, or for another peak."""
+        """Set the rate of the next step again: the scheduler computed it for another length or peak."""
         scheduler = self._scheduler
         if scheduler is None:
             return
@@ -76,7 +76,7 @@ class LazyLRScheduler:
 
 
 def warmup_steps(plan: Plan, num_steps: int) -> int:
-    """Return the warm-up in optimizer steps."""
+    """Return the length of the warm-up in optimizer steps."""
     if plan.settings.warmup_steps is not None:
         return plan.settings.warmup_steps
     return math.ceil((plan.settings.warmup_ratio or 0.0) * num_steps)

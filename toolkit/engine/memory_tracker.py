@@ -10,14 +10,14 @@ import torch
 
 
 class PhaseMemoryTracker:
-    """Keeps the highest allocated memory of each phase.
+    """A tracker of the highest allocated memory of each phase.
 
-    CUDA has one peak counter; it is read and reset where a phase ends. Both happen on the host and wait for nothing.
+    CUDA has one peak counter; it is read and reset at the end of a phase, on the host and without synchronization.
 
     Args:
         device: Device of this rank.
-        read: Gives the peak since the last reset, bytes; torch's counter when left out.
-        reset: Resets it.
+        read: Returns the peak since the last reset, bytes; torch's counter when left out.
+        reset: Resets that peak.
 
     Attributes:
         peaks: Highest bytes of each phase that has ended; empty on CPU, where torch counts nothing.
@@ -33,7 +33,7 @@ class PhaseMemoryTracker:
         self.peaks: dict[str, int] = {}
 
     def end(self, phase: str) -> None:
-        """Ends a phase and starts the next."""
+        """End a phase and start the next."""
         if not self._counts:
             return
         self.peaks[phase] = max(self.peaks.get(phase, 0), self._read())

@@ -1,9 +1,9 @@
-"""The passes of a pipeline: a rank runs its part of a schedule on the plain DeepSpeed engine.
+"""Execution of a pipeline: a rank runs its part of a schedule on the plain DeepSpeed engine.
 
-The order of the passes is ours, and the engine is told what it need know of it (reduction.py): any schedule runs, beside ZeRO-1,
+The toolkit orders the passes and sets the engine's counters to match (grad_reduction.py): any schedule runs with ZeRO-1,
 2 and 3, and one engine, one loop and one kind of checkpoint serve every strategy.
 
-B: sequences of a micro batch, S: tokens of a sequence, D: width.
+B: sequences of a micro-batch, S: tokens of a sequence, D: width.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _Place = tuple[int, int]  # chunk of this rank, micro-batch
 
 
 class PipelineForwardBackward:
-    """Runs a step by the plan's schedule.
+    """One step run by the plan's pipeline schedule.
 
     Args:
-        plan: What runs.
-        world: This rank's place, in a grid of stages.
+        plan: Resolved plan.
+        world: Process groups and place of this rank in a grid with stages.
         engine: The DeepSpeed engine around this rank's stages.
-        memory: Told where passes end.
+        memory: Tracker that is told when passes end.
 
     Collectives:
-        The ranks of one pipeline make their channels.
+        The ranks of one pipeline create their channels.
     """
 
     plain_norm: torch.Tensor | None = None
-    failed = False  # while passes run, too: one that raises leaves messages and gradients behind
+    failed = False  # True while passes run: one that raises leaves messages and gradients
 
     def __init__(self, plan: Plan, world: World, engine: Any, memory: PhaseMemoryTracker) -> None:
         settings = plan.settings
@@ -72,7 +72,7 @@ class PipelineForwardBackward:
         self._channels = P2PChannels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
         self._reduction = reduction(plan, world, engine, self._channels)
         self._weight_gradients = split_backward(engine.module) if settings.splits_backward else None
-        # An empty tensor of what stages pass to each other.
+        # An empty tensor with the dtype and device of the activations between stages.
         self._like = torch.empty(0, dtype=hidden_dtype(engine.module), device=world.device)
         self._step = _Step()
 
@@ -94,7 +94,7 @@ class PipelineForwardBackward:
         return total
 
     def outputs(self, batch: MicroBatch) -> Any:
-        """Runs one batch through all stages; called for one after the other, each rank sends on what it has and goes on."""
+        """Run one batch through all stages; in a sequence of calls, each rank sends its result and continues without waiting."""
         self.failed, outputs = True, None
         for chunk in range(self._schedule.virtual_stages):
             stage = self._schedule.stage(self._world.coordinate.pp, chunk)
@@ -106,7 +106,7 @@ class PipelineForwardBackward:
             outputs = self._call(chunk, batch, hidden_BSD)
             if not self._is_last(chunk):
                 self._channels.send(outputs, "activation", to=self._schedule.place(stage + 1)[0])
-                self._channels.finish(but=MAX_SENDS_IN_FLIGHT)  # no gradient comes back that would hold this rank up
+                self._channels.finish(but=MAX_SENDS_IN_FLIGHT)  # no gradient returns for which this rank would wait
                 outputs = None
         self.failed = False
         return outputs
@@ -177,9 +177,9 @@ class PipelineForwardBackward:
         self._reduction.before_backward(action.chunk)
         if arrival is None:
             self._engine.backward(outputs, scale_wrt_gas=False)
-        elif outputs.requires_grad:  # not of a first stage that is frozen
-            # Under fp16 it tells a gradient that carries the scale of the loss from one that was forgotten to be scaled
-            # (deepspeed runtime/engine.py scale, _backward_post_hook); this one comes from a stage that has it.
+        elif outputs.requires_grad:  # False for a frozen first stage
+            # Under fp16 DeepSpeed checks by it that the loss was scaled
+            # (deepspeed runtime/engine.py scale, _backward_post_hook); this gradient comes from a stage that scaled it.
             self._engine._manual_backward_expected = True
             outputs.backward(arrival.wait())  # type: ignore[no-untyped-call]
         else:
@@ -195,15 +195,15 @@ class PipelineForwardBackward:
 
 
 class _Step:
-    """What one step has on its way, by chunk and micro-batch.
+    """The state of one step in flight, by chunk and micro-batch.
 
     Attributes:
-        activations: Inputs of stages that were asked for.
-        gradients: Gradients of their outputs that were asked for.
-        held: Inputs and outputs of stages whose backward pass is to come; of the last stage its loss.
-        to_send: Gradients of inputs that are to be sent.
-        waiting: What is left of backward passes whose first half is done.
-        losses: Of the micro-batches, detached.
+        activations: Pending receives of stage inputs.
+        gradients: Pending receives of gradients of stage outputs.
+        held: Inputs and outputs of stages until their backward pass; for the last stage its loss.
+        to_send: Gradients of inputs still to send.
+        waiting: Weight-gradient halves of backward passes whose first half is done.
+        losses: Losses of the micro-batches, detached.
     """
 
     def __init__(

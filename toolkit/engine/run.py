@@ -1,4 +1,4 @@
-"""A live run: one optimizer step, one evaluation, whatever the strategy."""
+"""A live run: one optimizer step, one evaluation, for every strategy."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from toolkit.planning.plan import Plan
 
 
 class Run:
-    """The engine of a plan on this rank. Use it as a context manager: leaving it ends the process groups
+    """The engine of a plan on this rank. Use it as a context manager: leaving it destroys the process groups
     that `tk.initialize` joined.
 
     Attributes:
-        plan: What runs.
-        world: This rank's place.
+        plan: Resolved plan.
+        world: Process groups and place of this rank.
         engine: The DeepSpeed engine.
         step_count: Optimizer steps done, restored by a resume.
-        num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` fixes it.
-        last_learning_rate: The rate that the last step used.
+        num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` sets it.
+        last_learning_rate: Learning rate of the last step.
         memory: Peaks of this rank's memory by phase.
         stop_requested: Set to True on any rank to make `should_stop` true on all of them, after the same step: the
             next one on CPU, the one after that on GPU.
@@ -70,7 +70,7 @@ class Run:
         self._passes: ForwardBackward = (PipelineForwardBackward if world.grid.pp > 1 else GradientAccumulation)(
             plan, world, engine, self.memory
         )
-        # Those that add up to the loss: one tensor rank of each stage of each replica.
+        # Ranks whose parts sum to the loss: one tensor rank of each stage of each replica.
         self._replicas = world.dp_group if world.grid.pp == 1 else join_group(world.grid, world.rank, "dp-pp")
         self.last_learning_rate = self.learning_rate
 
@@ -80,11 +80,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error the others may wait in a collective, and NCCL's destruction would wait with them.
+        # After an error other ranks may wait in a collective, and destroying NCCL's groups would hang.
         self.close(leave_groups=error is None or self.world.size == 1)
 
     def close(self, *, leave_groups: bool = True) -> None:
-        """Frees the engine and leaves the process groups that `tk.initialize` joined."""
+        """Free the engine and leave the process groups that `tk.initialize` joined."""
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
@@ -99,25 +99,25 @@ class Run:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next step will use."""
+        """Learning rate of the next step."""
         return float(self.engine.get_lr()[0])
 
     @property
     def gradient_norm(self) -> float | None:
-        """The global norm before clipping of the last step; None where the engine does not compute it."""
+        """The global norm before clipping of the last step; None if the engine does not compute it."""
         plain = self._passes.plain_norm
         norm = self.engine.get_global_grad_norm() if plain is None else plain
         return None if norm is None else float(norm)
 
     @checks_arguments
     def set_num_steps(self, count: Positive) -> None:
-        """Fixes the length of the run, on which the learning-rate schedule depends."""
+        """Set the length of the run, on which the learning-rate schedule depends."""
         self.num_steps = count
         self._schedule.set_num_steps(count)
 
     @contextmanager
     def keeping_hyperparameters(self) -> Iterator[None]:
-        """Has the engine load a checkpoint within, and keep the rates, betas, weight decay and clipping of this run's plan."""
+        """Keep the learning rates, betas, weight decay and clipping of this run's plan while the block loads a checkpoint."""
         own = Hyperparameters(self.engine)
         yield
         own.put_back()
@@ -128,7 +128,7 @@ class Run:
         """Return this rank's batches from the current step to the end of the run.
 
         Args:
-            dataset: Training rows, from `tk.prepare`, of the plan's length.
+            dataset: Training rows, from `tk.prepare`, of the plan's sequence length.
 
         Raises:
             RunError: STEP_SEQUENCE_LENGTH.
@@ -162,11 +162,11 @@ class Run:
 
     @checks_arguments
     def step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Does one optimizer step.
+        """Do one optimizer step.
 
         Args:
             micro_batches: All accumulation micro-batches of this data-parallel rank, each with `input_ids`, `labels`
-                and what else the model takes. Shapes (batch, sequence).
+                and the model's other inputs. Shapes (batch, sequence).
 
         Returns:
             Mean loss over the unmasked tokens of all ranks and micro-batches. Scalar fp32 on the device, not synced.
@@ -175,9 +175,9 @@ class Run:
             One all-reduce of 3 numbers before, one after; the engine's and the model's own; the pipeline's messages.
 
         Raises:
-            RunError: STEP_MICRO_BATCHES when their number is not the plan's; STEP_TOTAL_UNKNOWN when the length of the run is
-                not known yet; TP_BATCH when ranks of one replica were given different batches (first step);
-                STEP_AFTER_FAILURE when an earlier pass of a pipeline has failed.
+            RunError: STEP_MICRO_BATCHES if their number is not the plan's; STEP_TOTAL_UNKNOWN if the length of the run is
+                not known yet; TP_BATCH if ranks of one replica were given different batches (first step);
+                STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed.
         """
         self._check(micro_batches)
         self.last_learning_rate = self.learning_rate
@@ -200,14 +200,14 @@ class Run:
         return total
 
     def request_stop(self) -> None:
-        """Has all ranks see `should_stop`, as `stop_requested` says."""
+        """Make `should_stop` true on all ranks, as described for `stop_requested`."""
         self.stop_requested = True
 
     def agree_to_stop(self) -> bool:
         """Return whether any rank asks to stop, between steps; `should_stop` is true from then on.
 
         Collectives:
-            One all-reduce of a number, for which the host waits.
+            One all-reduce of a number, which synchronizes the host.
         """
         asked = torch.tensor(int(self.stop_requested), device=self.world.device)
         dist.all_reduce(asked)
@@ -232,24 +232,24 @@ class Run:
             if outputs is not None:
                 sums[0] += self._passes.losses.summed(outputs, batch["labels"])
                 sums[1] += count_targets(batch["labels"])
-            del outputs  # or they would be there beside those of the next batch
+            del outputs  # else they would coexist with those of the next batch
         self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
         return float(sums[0] / sums[1].clamp(min=1))
 
     @checks_arguments
     def outputs(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Runs the model without gradients, as in evaluation; gives each batch, moved to the device, with its outputs.
+        """Run the model without gradients, as in evaluation; yield each batch, moved to the device, with its outputs.
 
         Args:
-            batches: This rank's; all ranks must have the same number of them, and take all of what this gives. One that
-                keeps no outputs while it asks for the next batch's spares the memory of one.
+            batches: This rank's micro-batches; all ranks must have the same number, and consume the whole iterator. A caller that
+                drops the outputs before it asks for the next batch's saves the memory of one batch.
 
         Returns:
-            What the whole model gives, on the ranks that hold its end; None on the other stages of a pipeline.
+            The model's outputs on the ranks of the last stage; None on the other stages of a pipeline.
 
         Raises:
-            RunError: STEP_AFTER_FAILURE when an earlier pass of a pipeline has failed.
+            RunError: STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed.
         """
         self._check_whole()
         self.engine.eval()
@@ -273,7 +273,7 @@ class Run:
                 f"its memory estimated for train.sequence_length={planned}",
                 fix="Give tk.prepare sequence_length=plan.settings.sequence_length",
             )
-        # transformers' FlashAttention path tells packed documents apart only in a batch of one row
+        # transformers' FlashAttention path separates packed documents only in a batch of one row
         # (modeling_flash_attention_utils.py _is_packed_sequence).
         return Collator.of(dataset, flatten=self.plan.settings.attention == "flash_attention_2")
 
@@ -306,5 +306,5 @@ class Run:
 
 
 def _num_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Counts the tokens of micro-batches, padding included: a count on the host must not wait for the device."""
+    """Count the tokens of micro-batches, padding included: a count on the host must not wait for the device."""
     return sum(batch["input_ids"].numel() for batch in micro_batches)

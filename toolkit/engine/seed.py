@@ -1,4 +1,4 @@
-"""Where the random draws of a run begin."""
+"""Random seeds of a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def seed_random_state(seed: int, *, dp_rank: int, pp_rank: int = 0) -> None:
-    """Seeds Python, NumPy, torch and CUDA: two runs of a job draw alike, as do the tensor ranks of a stage.
+    """Seed Python, NumPy, torch and CUDA: equal for two runs of a job, and for the tensor ranks of a stage.
 
-    Two data-parallel ranks draw differently, and so do two stages, whose layers would otherwise all drop the same elements.
-    The first stage draws as a run without stages does.
+    Data-parallel ranks have different seeds, and so do stages, whose layers would otherwise all drop the same elements.
+    The first stage has the seed of a run without stages.
     """
     place = [dp_rank, pp_rank] if pp_rank else [dp_rank]
     words = [int(word) for word in np.random.SeedSequence([seed, *place]).generate_state(3)]

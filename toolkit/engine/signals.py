@@ -1,4 +1,4 @@
-"""Whether any rank has asked to stop, read without making the host wait for the device."""
+"""A flag whether any rank has asked to stop, read without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 
 class StopFlag:
-    """Reads a count that all ranks have summed, so that all of them see a stop at the same step.
+    """A reader of a count summed over all ranks, so that all of them see a stop at the same step.
 
     Args:
-        late: Gives what the call before was given. On a GPU that count has arrived by then, whereas reading the
-            present one would wait for everything that is queued there.
+        late: Whether to read the count of the previous call. On a GPU that one has arrived by then, whereas reading the
+            current one would wait for all work queued there.
     """
 
     def __init__(self, *, late: bool) -> None:
@@ -18,10 +18,10 @@ class StopFlag:
         self._waiting: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
     def read(self, count: torch.Tensor) -> bool:
-        """Takes the number of ranks that ask to stop; gives whether any does, or did at the call before.
+        """Take the number of ranks that ask to stop; return whether any does, or did at the previous call.
 
         Args:
-            count: Scalar, summed over all ranks, so that they agree.
+            count: Number of ranks that ask to stop. Scalar, summed over all ranks, so that they agree.
         """
         if not self._late:
             return bool(count > 0)

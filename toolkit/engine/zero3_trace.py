@@ -1,6 +1,6 @@
-"""Limits ZeRO-3's check of its trace to the ranks that share parameters, and compares the order of the parameters.
+"""A limit of ZeRO-3's trace check to the ranks that share parameters, comparing the order of the parameters.
 
-The ranks of other pipeline stages have other parameters, and DeepSpeed numbers parameters through all runs of a process.
+The ranks of other pipeline stages have other parameters, and DeepSpeed numbers parameters across all runs of a process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from toolkit.errors import RunError
 
-# Where deepspeed has imported the function by name.
+# Modules of deepspeed that import the function by name.
 _USERS = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.partition_parameters",
@@ -21,14 +21,14 @@ _NAME = "assert_ints_same_as_other_ranks"
 
 
 def compare_within(group: dist.ProcessGroup | None) -> None:
-    """Makes ZeRO-3 compare over a group from now on in this process; `None` gives it back its own way.
+    """Make ZeRO-3 compare over a group from now on in this process; `None` restores its own check.
 
     DeepSpeed broadcasts from rank 0 of the world whenever a rank has recorded a new order of its modules. Stages record
-    theirs at different times, or more often than others, so that broadcast would wait for ever. After a run with stages,
+    theirs at different times, or more often than others, so that broadcast would wait forever. After a run with stages,
     which have different numbers of parameters, ranks number those of the next model differently, whatever its layout.
 
     Args:
-        group: Ranks that hold the same parameters.
+        group: Group of ranks that have the same parameters.
 
     Source:
         deepspeed runtime/zero/utils.py assert_ints_same_as_other_ranks; partitioned_param_coordinator.py record_module.

@@ -1,1 +1,1 @@
-"""Checks of process groups by real collectives, with the ranks that wait named when one hangs."""
+"""Checks of process groups by real collectives, which name the waiting ranks when one hangs."""

@@ -1,4 +1,4 @@
-"""Who waits for whom among ranks that take steps together: no process group, no torch."""
+"""Analysis of which rank waits for which, among ranks that take steps together; without process groups or torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toolkit.topology.table import format_ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What ranks of a group do together, once.
+    """One operation of a group's ranks together.
 
     Args:
-        kind: Of the group, as in `KINDS`.
-        operation: Such as `all-reduce`; one of its name for each kind.
+        kind: Kind of the group, as in `KINDS`.
+        operation: Name of the operation, such as `all-reduce`; unique within a kind.
     """
 
     kind: str
@@ -25,17 +25,17 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Its name among all steps."""
+        """Unique name among all steps."""
         return f"{self.kind} {self.operation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """How far a rank has come.
+    """The progress of a rank.
 
     Args:
-        entered: Names of the steps that it has come to, in order.
-        is_inside: Whether it has yet to leave the last of them.
+        entered: Names of the steps that it has entered, in order.
+        is_inside: Whether it is still inside the last of them.
     """
 
     entered: tuple[str, ...] = ()
@@ -52,10 +52,10 @@ class Wait:
     """Ranks of one group that wait in one step.
 
     Args:
-        step: Where they wait.
+        step: Step in which they wait.
         group: All ranks of the group.
-        waiting: Those that have come.
-        missing: Those that have not, each with its place; none where all have come and their data does not move.
+        waiting: Ranks that have entered the step.
+        missing: Ranks that have not, each with its place; empty if all have entered but their data does not move.
     """
 
     step: Step
@@ -69,7 +69,7 @@ class Wait:
         return f"{who} {self.for_whom()}"
 
     def for_whom(self) -> str:
-        """Says for which ranks they wait and where those are."""
+        """Return text on the ranks that they wait for and where those are."""
         if not self.missing:
             return "though all have come: the data does not move"
         places: dict[str, list[int]] = {}
@@ -89,16 +89,16 @@ class Wait:
 
 
 def find_blocked(grid: Grid, steps: Sequence[Step], places: Mapping[int, Place]) -> tuple[Wait, ...]:
-    """Finds the ranks that are inside a step, and who of their groups has not come to it.
+    """Find the ranks that are inside a step, and the ranks of their groups that have not entered it.
 
     Args:
-        grid: All ranks.
+        grid: Grid of all ranks.
         steps: Every step, in the order in which a rank takes them.
-        places: Of every rank.
+        places: Place of every rank.
 
     Returns:
-        One a group and step, in the order of steps: what comes first is what others wait for in turn. What moves no data
-        though all have come stands last, since most of that is only slow to learn that others are stuck.
+        One wait per group and step, in the order of steps: later ones depend on the first. Steps that all ranks have entered
+        come last, since most of them only notice late that others are stuck.
     """
     found = []
     for step in steps:
@@ -112,7 +112,7 @@ def find_blocked(grid: Grid, steps: Sequence[Step], places: Mapping[int, Place])
 
 
 def hang_error(waits: Sequence[Wait], *, seconds: float) -> CheckError:
-    """Return the error of ranks that wait for ever: its message tells the first wait, from which the others follow."""
+    """Return the error of ranks that hang: its message describes the first wait, which causes the others."""
     more = len(waits) - 1
     others = f"; {more} more group{'s' if more > 1 else ''} wait{'' if more > 1 else 's'} too" if more > 0 else ""
     first = waits[0] if waits else "each rank is between two operations"

@@ -1,4 +1,4 @@
-"""Proves every group of a grid by real collectives: who is in it, in which order, and that data moves."""
+"""Verification of every group of a grid by real collectives: its members, their order, and that data moves."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _START = Step(kind="world", operation="start")
 _REPORT = Step(kind="world", operation="report")
 _LEAVE = Step(kind="world", operation="leave")
 _JOIN, _BANDWIDTH = "join", "bandwidth"
-# The watch must speak before a process group does, which knows only its own operation.
+# The hang detection must report before a process group's timeout, which knows only its own operation.
 _GROUP_PATIENCE = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindReport:
-    """What the check found of one kind of group.
+    """The result of the check for one kind of group.
 
     Args:
         passed: Whether every operation gave the right result on every rank.
-        seconds: Of the slowest rank, from joining to the last operation, bandwidth aside.
-        bus_gb_per_second: Of the slowest rank, all groups of the kind at once: 2 (n - 1) / n × bytes / time of an
+        seconds: Time of the slowest rank, from joining to the last operation, without the bandwidth test.
+        bus_gb_per_second: Bandwidth of the slowest rank, all groups of the kind at once: 2 (n - 1) / n × bytes / time of an
             all-reduce of 64 MiB, in 10^9 bytes/s, which is comparable across group sizes; None on CPU.
     """
 
@@ -51,7 +51,7 @@ class KindReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What the check found; `problems` are GROUP_RESULT, of all ranks."""
+    """The result of the check; `problems` are the GROUP_RESULT problems of all ranks."""
 
     backend: Backend
     kinds: tuple[KindReport, ...]
@@ -68,26 +68,26 @@ def check_groups(
     on_hang: OnHang,
     operations: Sequence[Operation] = OPERATIONS,
 ) -> CheckReport | None:
-    """Takes this rank's part in the check of every group that has more than one rank, and of the world.
+    """Run this rank's part of the check of every group with more than one rank, and of the world.
 
     Args:
-        grid: All ranks, each of which calls this; torch.distributed must not be initialised.
-        identity: This rank; the ranks meet at the environment's MASTER_ADDR and MASTER_PORT.
-        backend: The same on all ranks; None for `nccl` where each rank has a card, else `gloo`.
-        timeout_seconds: Time in which no rank moves, after which all ranks end with exit code 1.
-        on_hang: What a rank does then, before it ends.
-        operations: What to prove, in order; for tests, which leave one out on one rank.
+        grid: Grid of all ranks, each of which calls this; torch.distributed must not be initialised.
+        identity: Identity of this rank; the ranks rendezvous at the environment's MASTER_ADDR and MASTER_PORT.
+        backend: Backend, the same on all ranks; None selects `nccl` if each rank has a GPU, else `gloo`.
+        timeout_seconds: Seconds without progress of any rank, after which all ranks end with exit code 1.
+        on_hang: Called on a rank then, before it ends.
+        operations: Operations to verify, in order; tests leave one out on one rank.
 
     Returns:
-        On rank 0 the report, on the others None.
+        The report on rank 0, None on the others.
 
     Raises:
-        CheckError: GROUP_HANG where the store cannot be reached; GROUP_OPERATION where an operation fails.
+        CheckError: GROUP_HANG if the store cannot be reached; GROUP_OPERATION if an operation fails.
         PlanError: WORLD_SIZE, WORLD_NO_GPU.
     """
     _check_size(grid, identity)
     if backend is not None:
-        rank_device(backend, identity.local_rank)  # a card that is missing is known before others are waited for
+        rank_device(backend, identity.local_rank)  # fail on a missing GPU before waiting for others
     store = _meet(identity.rank, timeout_seconds=timeout_seconds)
     board = ProgressStore(_second_connection(store), rank=identity.rank, grid=grid)
     with watched(board, grid, all_steps(grid), rank=identity.rank, timeout_seconds=timeout_seconds, on_hang=on_hang):
@@ -108,13 +108,13 @@ def check_groups(
         own = {kind: _prove_kind(grid, kind, identity.rank, device, board, operations) for kind in kinds_of(grid)}
         with board.inside(_REPORT):
             reports = board.gather(own)
-        with board.inside(_LEAVE):  # once nobody is in an operation, and while rank 0 keeps the store
+        with board.inside(_LEAVE):  # after all operations, and while rank 0 keeps the store
             dist.destroy_process_group()
     return _merge(backend, operations, reports) if identity.rank == 0 else None
 
 
 def kinds_of(grid: Grid) -> tuple[str, ...]:
-    """Return the kinds whose groups hold more than one rank, and the world.
+    """Return the kinds whose groups have more than one rank, and the world.
 
     >>> kinds_of(Grid(dp=2, tp=2))
     ('tp', 'dp', 'model', 'stage', 'dp-pp', 'world')
@@ -123,7 +123,7 @@ def kinds_of(grid: Grid) -> tuple[str, ...]:
 
 
 def all_steps(grid: Grid) -> tuple[Step, ...]:
-    """Return every step that ranks show on the board, in the order in which they take them."""
+    """Return every step that ranks record on the board, in execution order."""
     names = (_JOIN, *(operation.name for operation in OPERATIONS), _BANDWIDTH)
     steps = (Step(kind=kind, operation=name) for kind in kinds_of(grid) for name in names)
     return (_START, *steps, _REPORT, _LEAVE)
@@ -132,7 +132,7 @@ def all_steps(grid: Grid) -> tuple[Step, ...]:
 def _prove_kind(
     grid: Grid, kind: str, rank: int, device: torch.device, board: ProgressStore, operations: Sequence[Operation]
 ) -> dict[str, Any]:
-    """Joins this rank's group of a kind and runs each operation; gives a JSON object."""
+    """Join this rank's group of a kind and run each operation; return a JSON object."""
     ranks = grid.group_of(rank, kind)
     started = time.monotonic()
     with board.inside(Step(kind=kind, operation=_JOIN)):
@@ -158,7 +158,7 @@ def _prove(operation: Operation, member: GroupMember) -> list[Problem]:
     with member.board.inside(Step(kind=member.kind, operation=operation.name)):
         try:
             got, expected = operation.run(member)
-        except RuntimeError as error:  # what torch raises of NCCL and gloo, too
+        except RuntimeError as error:  # torch raises it for NCCL and gloo errors too
             raise CheckError.of(
                 code="GROUP_OPERATION",
                 message=f"{where} failed on rank {member.rank}: {first_line(error)}",
@@ -192,10 +192,10 @@ def _check_size(grid: Grid, identity: WorkerIdentity) -> None:
 
 
 def _meet(rank: int, *, timeout_seconds: float) -> Store:
-    """Connects to the launcher's store and waits for no other rank: the board tells who comes.
+    """Connect to the launcher's store without waiting for other ranks: the board shows which ones join.
 
     Source:
-        torch distributed/rendezvous.py _env_rendezvous_handler; a world of unknown size, -1, is not waited for.
+        torch distributed/rendezvous.py _env_rendezvous_handler; with an unknown world size, -1, it does not wait.
     """
     try:
         store, _, _ = next(rendezvous(f"env://?rank={rank}&world_size=-1", timeout=timedelta(seconds=timeout_seconds)))
@@ -207,19 +207,19 @@ def _meet(rank: int, *, timeout_seconds: float) -> Store:
             "has not started there, or the network lets nobody through",
             fix="Check that rank 0's machine has this name and that its firewall lets the other machines in",
         ) from error
-    # A group that waits for a rank waits on the store; the watch must speak before the store gives up.
+    # A group that waits for a rank waits on the store; the hang detection must report before the store times out.
     store.set_timeout(timedelta(seconds=_GROUP_PATIENCE * timeout_seconds))
     return cast("Store", store)
 
 
 def _second_connection(store: Any) -> Store:
-    return cast("Store", store.clone())  # torch's stub of Store lacks it
+    return cast("Store", store.clone())  # missing in torch's type stub of Store
 
 
 def _merge(
     backend: Backend, operations: Sequence[Operation], reports: Sequence[Mapping[str, Mapping[str, Any]]]
 ) -> CheckReport:
-    """Joins the ranks' findings: the slowest counts."""
+    """Merge the ranks' reports; times are those of the slowest."""
     kinds = []
     for kind in reports[0]:
         found = [report[kind] for report in reports]

@@ -1,4 +1,4 @@
-"""One proof an operation: values that come out right only if the right ranks took part, in the right order."""
+"""One test per operation: the result is right only if the right ranks took part, in the right order."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class GroupMember:
     """A rank in one of its groups.
 
     Args:
-        kind: Of the group.
-        ranks: Of the group, as the grid has them.
-        rank: This one, counted in the world.
-        world_size: Ranks of the world.
-        group: What torch made of them.
-        device: Where this rank's tensors live.
-        board: Where all ranks are.
+        kind: Kind of the group.
+        ranks: Global ranks of the group, from the grid.
+        rank: Global rank of this process.
+        world_size: Number of ranks of the world.
+        group: torch's process group of them.
+        device: Device of this rank's tensors.
+        board: Board with the progress of all ranks.
     """
 
     kind: str
@@ -64,8 +64,8 @@ class Operation:
     """One operation over a group.
 
     Args:
-        name: As tables and errors have it.
-        run: Does this rank's part; gives what came out and what the grid says must.
+        name: Name in tables and errors.
+        run: Runs this rank's part; returns the result and the one expected from the grid.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Operation:
 
 
 def _membership(member: GroupMember) -> tuple[list[int], list[int]]:
-    """Each rank adds a one at its own place, so that the sum shows who took part, and how often."""
+    """Sum one-hot vectors of the global ranks, so that the sum shows which ranks took part, and how often."""
     own = torch.zeros(member.world_size, dtype=torch.int64, device=member.device)
     own[member.rank] = 1
     summed = all_reduce(own, group=member.group)
-    # As ranks, which say more than a row of zeros and ones.
+    # As ranks, which are clearer than a vector of zeros and ones.
     counted = [rank for rank, times in enumerate(summed.tolist()) for _ in range(times)]
     return counted, list(member.ranks)
 
@@ -87,7 +87,7 @@ def _order(member: GroupMember) -> tuple[list[int], list[int]]:
 
 
 def _pieces(member: GroupMember) -> tuple[list[int], list[int]]:
-    """Piece p of rank r is r × n + p, so the p-th rank gets n × the sum of ranks, and n × p."""
+    """Reduce-scatter chunks: chunk p of rank r is r × n + p, so the p-th rank gets n × the sum of ranks, and n × p."""
     size = len(member.ranks)
     whole = member.tensor([member.rank * size + piece for piece in range(size)])
     expected = size * sum(member.ranks) + size * member.position
@@ -100,7 +100,7 @@ def _from_last(member: GroupMember) -> tuple[list[int], list[int]]:
 
 
 def _along_the_line(member: GroupMember) -> tuple[list[int], list[int]]:
-    """Each rank adds itself to what the one before has sent: activations of a pipeline run so."""
+    """Pass a sum along the group, each rank adding itself, like activations of a pipeline."""
     place, line = member.position, member.tensor([0])
     if place > 0:
         line = receive(line, source=place - 1, group=member.group)
@@ -112,7 +112,7 @@ def _along_the_line(member: GroupMember) -> tuple[list[int], list[int]]:
 
 def _round_the_ring(member: GroupMember) -> tuple[list[int], list[int]]:
     place, size = member.position, len(member.ranks)
-    if size == 1:  # nobody to exchange with, and NCCL sends to no rank itself outside a group call
+    if size == 1:  # no peer, and NCCL cannot send to the same rank outside a group call
         return [member.rank], [member.rank]
     before, after = (place - 1) % size, (place + 1) % size
     received = exchange(member.tensor([member.rank]), to=after, source=before, group=member.group)
@@ -120,7 +120,7 @@ def _round_the_ring(member: GroupMember) -> tuple[list[int], list[int]]:
 
 
 def _nobody_early(member: GroupMember) -> tuple[list[int], list[int]]:
-    """Behind the barrier the next rank must have come to it; each rank looks for one, so the group for all."""
+    """Check that after the barrier the next rank has entered it; together the ranks check all of the group."""
     barrier(group=member.group)
     after = member.ranks[(member.position + 1) % len(member.ranks)]
     came = Step(kind=member.kind, operation=_BARRIER).name in member.board.place(after).entered

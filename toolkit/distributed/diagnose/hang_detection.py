@@ -1,7 +1,7 @@
-"""Where each rank is among steps that ranks take together, so that those that wait for ever can say for whom.
+"""The progress of each rank through common steps, so that a hang can be reported with the missing ranks.
 
-Ranks write on the launcher's key-value store, through a connection of their own: the one that process groups use is taken
-as long as one of them waits on it. Rank 0 looks whether anybody moves; when nobody does, it says who waits for whom, and all
+Ranks write on the launcher's key-value store, through a connection of their own: the one that process groups use is busy
+as long as one of them waits on it. Rank 0 checks for progress; without any, it reports which rank waits for which, and all
 ranks end.
 """
 
@@ -24,18 +24,18 @@ from toolkit.errors import CheckError, Problem, RunError, ToolkitError
 from toolkit.topology.grid import Grid
 
 _POLL_SECONDS = 0.25
-# How long rank 0, which may keep the store, waits for the others to read from it: ranks that hang may never do so.
+# How long rank 0, which may keep the store, waits for the others to read from it: hanging ranks may never do so.
 _LONG_FAREWELL_SECONDS, _SHORT_FAREWELL_SECONDS = 60.0, 5.0
 
 
 @final
 class ProgressStore:
-    """This rank's view of where all ranks are.
+    """This rank's view of the progress of all ranks.
 
     Args:
-        store: Connection to the launcher's store that nothing else uses.
-        rank: This rank.
-        grid: All ranks.
+        store: Exclusive connection to the launcher's store.
+        rank: Global rank of this process.
+        grid: Grid of all ranks.
     """
 
     def __init__(self, store: Store, *, rank: int, grid: Grid) -> None:
@@ -46,14 +46,14 @@ class ProgressStore:
 
     @contextmanager
     def inside(self, step: Step) -> Iterator[None]:
-        """Shows this rank inside a step; one that fails stays there."""
+        """Record this rank as inside a step; if the block fails it stays there."""
         self._entered.append(step.name)
         self._show(is_inside=True)
         yield
         self._show(is_inside=False)
 
     def place(self, rank: int) -> Place:
-        """Return where a rank is."""
+        """Return the place of a rank."""
         key = f"place-{rank}"
         if not self._store.check([key]):
             return Place()
@@ -61,33 +61,33 @@ class ProgressStore:
         return Place(entered=tuple(found["entered"]), is_inside=found["is_inside"])
 
     def moves(self) -> int:
-        """Counts the steps that all ranks have entered and left so far."""
+        """Count the steps that all ranks have entered and left so far."""
         return int(self._store.add("moves", 0))
 
     def agree(self, on: str, value: bool) -> bool:
-        """Waits for all ranks to say something on a matter, and tells whether each of them said True."""
+        """Wait until all ranks have voted on the question `on`, and return whether each voted True."""
         self._store.add(f"yes-{on}", int(value))
         self._store.add(f"said-{on}", 1)
         while self._store.add(f"said-{on}", 0) < self._grid.world_size:
-            time.sleep(_POLL_SECONDS / 5)  # not Store.wait, which would keep the watch from the store
+            time.sleep(_POLL_SECONDS / 5)  # not Store.wait, which would block the hang detection's access to the store
         return int(self._store.add(f"yes-{on}", 0)) == self._grid.world_size
 
     def gather(self, report: Any) -> list[Any]:
-        """Waits for all ranks, and gives on rank 0 the reports of all, JSON documents, in rank order; else nothing."""
+        """Wait for all ranks; return on rank 0 the reports (JSON values) of all in rank order, elsewhere an empty list."""
         self._store.set(f"report-{self._rank}", json.dumps(report))
         self.agree("reports", True)
         ranks = range(self._grid.world_size if self._rank == 0 else 0)
         return [json.loads(self._store.get(f"report-{rank}")) for rank in ranks]
 
     def announce(self, problems: Sequence[Problem]) -> None:
-        """Tells the other ranks the end, with what is wrong if anything, and returns when they have heard it or will not."""
+        """Announce the end and any problems to the other ranks; return when they have read it, or after a time limit."""
         self._store.set("end", json.dumps([problem.as_dict() for problem in problems]))
         deadline = time.monotonic() + (_SHORT_FAREWELL_SECONDS if problems else _LONG_FAREWELL_SECONDS)
         while self._store.add("heard", 0) < self._grid.world_size - 1 and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 5)
 
     def heard(self) -> tuple[Problem, ...] | None:
-        """Return what rank 0 has announced, and lets it know; None while it has not."""
+        """Return what rank 0 has announced, and acknowledge it; None if nothing yet."""
         if not self._store.check(["end"]):
             return None
         problems = tuple(Problem(**found) for found in json.loads(self._store.get("end")))
@@ -99,7 +99,7 @@ class ProgressStore:
         self._store.add("moves", 1)
 
 
-# What a rank does when nobody moves, before its process ends: prints, or leaves a file for the launcher.
+# Called when there is no progress, before the process ends: prints, or writes a file for the launcher.
 OnHang = Callable[[ToolkitError, tuple[Wait, ...]], None]
 
 
@@ -107,17 +107,17 @@ OnHang = Callable[[ToolkitError, tuple[Wait, ...]], None]
 def watched(
     board: ProgressStore, grid: Grid, steps: Sequence[Step], *, rank: int, timeout_seconds: float, on_hang: OnHang
 ) -> Iterator[None]:
-    """Ends this process with exit code 1 when no rank moves for so long, as do all that run this.
+    """End this process, and all that run this, with exit code 1 when no rank makes progress for `timeout_seconds`.
 
-    The block ends on rank 0 with what it announces, and on the others once they have heard it.
+    At the end of the block rank 0 announces the end, and the others wait until they have read it.
 
     Args:
-        board: This rank's.
-        grid: All ranks.
+        board: Board of this rank.
+        grid: Grid of all ranks.
         steps: Every step, in order.
-        rank: This rank.
-        timeout_seconds: Time without a move.
-        on_hang: Called with the error, and on rank 0 with who waits for whom; elsewhere with no waits.
+        rank: Global rank of this process.
+        timeout_seconds: Time without progress, seconds.
+        on_hang: Called with the error, and with the waits on rank 0; elsewhere with none.
     """
     over = threading.Event()
 
@@ -128,7 +128,7 @@ def watched(
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(error.exit_code)  # the main thread is inside a library that waits for ever
+        os._exit(error.exit_code)  # the main thread is inside a library that hangs
 
     def lead() -> None:
         moves, moved_at = -1, time.monotonic()
@@ -161,7 +161,7 @@ def watched(
     try:
         yield
     except BaseException:
-        over.set()  # this rank ends with an error of its own
+        over.set()  # this rank ends with its own error
         raise
     if rank == 0:
         over.set()

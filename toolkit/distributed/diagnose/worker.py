@@ -20,7 +20,7 @@ from toolkit.topology.grid import AXES, Grid
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Checks as one rank of a launch; rank 0 writes what it found. Gives the exit code."""
+    """Run the check as one rank of a launch; rank 0 writes the result. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.distributed.diagnose.worker", description=__doc__)
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1, help="size of this axis of the grid")
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     identity = rank_from_environment(os.environ)
     assert identity is not None, "a launcher starts this"
-    # There is nothing to save; Python's own handler would wait for the library in which a rank hangs.
+    # There is nothing to save; Python's own handler would wait for the library that hangs.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def on_hang(error: ToolkitError, waits: tuple[Wait, ...]) -> None:
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report_to_dict(report: CheckReport) -> dict[str, Any]:
-    """Return the report of a check that came to its end as the object that `--json` prints."""
+    """Return the report of a completed check as the object that `--json` prints."""
     return {
         "passed": not report.problems,
         "backend": report.backend,
@@ -71,7 +71,7 @@ def report_to_dict(report: CheckReport) -> dict[str, Any]:
 
 
 def hang_to_dict(backend: str | None, error: ToolkitError, waits: tuple[Wait, ...]) -> dict[str, Any]:
-    """Return the same object for a check that came to no end."""
+    """Return the same object for a check that hung."""
     return {
         "passed": False,
         "backend": backend,
@@ -83,7 +83,7 @@ def hang_to_dict(backend: str | None, error: ToolkitError, waits: tuple[Wait, ..
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Writes what was found, all of it or nothing: the others' errors may end this process meanwhile."""
+    """Write the result atomically: other ranks' errors may end this process meanwhile."""
     write_json(path, result, ensure_ascii=True)
 
 
