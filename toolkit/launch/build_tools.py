@@ -1,4 +1,4 @@
-"""What this machine must have to compile DeepSpeed's extensions, and the environment in which it can."""
+"""The tools that this machine needs to compile DeepSpeed's extensions, and the environment for it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _no_driver(plan: Plan) -> Problem:
 def visible_cards(
     environment: Mapping[str, str] | None = None, *, described: Gpu | None = None
 ) -> list[str | None] | None:
-    """Return the catalogue name, or None, of each NVIDIA card that processes may use; None where there is no driver.
+    """Return the catalogue name, or None, of each NVIDIA card that processes may use; None without a driver.
 
     Args:
         environment: Variables whose CUDA_VISIBLE_DEVICES selects the GPUs; those of this process when left out.

@@ -1,4 +1,4 @@
-"""How a run ended: which rank failed first, why, and what to tell the user.
+"""The outcome of a run: which rank failed first, why, and what to tell the user.
 
 A worker leaves `error-rank-N.json` when it raises. A rank that dies without one is judged by its exit status.
 """
@@ -105,7 +105,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended.
+    """The outcome of a run.
 
     Args:
         exit_code: 0 success, 130 interrupted, 3 failed, or that of the ToolkitError that ended the first rank.

@@ -2,8 +2,8 @@
 
 Signals to a worker: one SIGINT asks it to end, which toolkit's trainer does after its step and a save, and a script
 as it likes; SIGTERM means that the run is lost and that SIGKILL follows; toolkit's trainer then ends at once. Each worker
-has a session of its own, so the terminal's Ctrl-C reaches the supervisor
-alone, and each worker can be ended together with the processes that it started.
+has a session of its own, so the terminal's Ctrl-C reaches the supervisor alone, and each worker can be ended together with
+the processes that it started.
 """
 
 from __future__ import annotations
