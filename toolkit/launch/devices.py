@@ -139,7 +139,7 @@ def chosen_cards(identities: Sequence[str], visible: str | None) -> list[str]:
 def match_gpu(driver_name: str, memory_bytes: int, described: Gpu | None = None) -> str | None:
     """Find the GPU that a driver reports in the catalogue: every word of the family in the name, and the nearest memory.
 
-    A described GPU matches by name and at least its memory; it may be one that the catalogue lacks.
+    `described` matches a GPU with enough memory whose name has its family, or that the catalogue lacks.
 
     >>> match_gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)
     'h100-sxm-80gb'
