@@ -80,7 +80,7 @@ class ZenFlow(Section):
 
 
 class LeafModules(Section):
-    """Modules whose parameters stage 3 fetches together; one name may stand for a list of one."""
+    """Modules whose parameters stage 3 fetches together; a single name is read as a list of one."""
 
     classes: list[str] = Field(
         default_factory=lambda: [

@@ -1,1 +1,1 @@
-"""Memory before a GPU is rented: the model traced on fake tensors, the engine replayed over the trace."""
+"""Memory estimates without a GPU: the model is traced on fake tensors, and the engine replayed over the trace."""

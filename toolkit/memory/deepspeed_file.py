@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed file in place of our configuration, its "auto" filled in as `transformers.Trainer` would."""
+"""A user's own DeepSpeed file in place of our configuration, with "auto" filled in as `transformers.Trainer` does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.planning.deepspeed_config import merge
 from toolkit.planning.offload import PROFILES
 from toolkit.planning.plan import Plan
 
-# Keys of the batch: the file's, and the job's for the same.
+# Keys of the batch: the file's name, and the job's.
 _BATCH = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -27,32 +27,32 @@ _BATCH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedFile:
-    """A user's own DeepSpeed configuration, "auto" still in it, beside a job.
+    """A user's own DeepSpeed configuration, with its "auto" values, that replaces a job's.
 
     Args:
-        user: As it was read and checked.
+        user: Configuration as it was read and checked.
     """
 
     user: UserConfig
 
     @classmethod
     def read(cls, source: Mapping[str, Any] | str | Path) -> DeepSpeedFile:
-        """Reads and checks it; arguments and errors are those of `read_user_config`."""
+        """Read and check a file; arguments and errors are those of `read_user_config`."""
         return cls(user=read_user_config(source))
 
     @property
     def name(self) -> str:
-        """The file's name, for messages."""
+        """Name of the file, for messages."""
         return self.user.name
 
     @property
     def config(self) -> dict[str, Any]:
-        """What DeepSpeed reads of it, "auto" where Trainer fills it in."""
+        """Keys that DeepSpeed reads, "auto" where Trainer fills it in."""
         return self.user.config
 
     @property
     def zero_stage(self) -> int:
-        """Its ZeRO stage; DeepSpeed's default is 0."""
+        """ZeRO stage of the file; DeepSpeed's default is 0."""
         return int(self._zero.get("stage", 0))
 
     @property
@@ -67,16 +67,16 @@ class DeepSpeedFile:
 
     @property
     def _optimizer(self) -> dict[str, Any] | None:
-        """The optimizer that DeepSpeed builds; None where the file names none."""
+        """Section of the optimizer that DeepSpeed builds; None where the file names none."""
         section: dict[str, Any] = self.config.get("optimizer") or {}
         return section if section.get("type") is not None else None
 
     def fit(self, job: Job) -> Job:
-        """Return the job that runs under this file: what the job leaves open is the file's.
+        """Return the job that runs under this file, with the file's values where the job leaves them open.
 
         Raises:
-            PlanError: DEEPSPEED_CONTRADICTS for each number that both say and say differently; DEEPSPEED_CONFLICT if the job
-                has a `deepspeed` section.
+            PlanError: DEEPSPEED_CONTRADICTS for each number that differs between the two; DEEPSPEED_CONFLICT if the job has a
+                `deepspeed` section.
         """
         raise_all(PlanError, self._contradictions(job))
         values = self._stated(job)
@@ -85,7 +85,7 @@ class DeepSpeedFile:
         ):
             values["gradient_accumulation_steps"] = 1  # runtime/config.py _set_batch_related_parameters
         values["gradient_accumulation_dtype"] = self._accumulation_dtype
-        # Offload is the file's; that of checkpointed inputs is no business of DeepSpeed's.
+        # The file sets the offload, except that of checkpointed inputs, which is not DeepSpeed's.
         offload = job.parallel.offload if PROFILES[job.parallel.offload].activations else "none"
         parallel = {"zero_stage": self.zero_stage, "offload": offload, "offload_ratio": None}
         return job.model_copy(
@@ -109,7 +109,7 @@ class DeepSpeedFile:
             **{key: ours[key] for key in _BATCH},
             "bf16": {"enabled": settings.dtype == "bf16"},
             "fp16": {"enabled": settings.dtype == "fp16"},
-            # Without a section of its own, the optimizer is that of the training arguments.
+            # Without an optimizer section, Trainer builds the optimizer of its arguments.
             "optimizer": ours["optimizer"] if optimizer is None else {"params": _shared(optimizer, ours["optimizer"])},
         }
         autos = auto_paths(self.config)
@@ -123,14 +123,14 @@ class DeepSpeedFile:
         return merge(without(self.config, autos), filled | ({"zero_optimization": zero} if zero else {}))
 
     def changed(self, values: Mapping[str, Any], *, nvme_path: Path | None) -> tuple[DeepSpeedFile, dict[str, Any]]:
-        """Applies changes of a job where this file is their home.
+        """Apply the changes of a job's keys that this file sets.
 
         Args:
-            values: By dotted key of the job.
-            nvme_path: The job's, for an offload to NVMe.
+            values: New values by dotted key of the job.
+            nvme_path: Folder of the job for an offload to NVMe.
 
         Returns:
-            The file, and what is left for the job.
+            The changed file, and the changes that are left for the job.
         """
         config, left = self.config, dict(values)
         for key, value in values.items():
@@ -150,7 +150,7 @@ class DeepSpeedFile:
         return DeepSpeedFile(user=replace(self.user, config=config)), left
 
     def spell(self, key: str, value: Any) -> str | None:
-        """Says what a change of a job's key is in this file; None for a key whose home is the job."""
+        """Return a change of a job's key in the words of this file; None for a key that the file does not set."""
         section, _, name = key.partition(".")
         if section == "deepspeed":
             return f"{name}={value} in {self.name}"
@@ -162,10 +162,10 @@ class DeepSpeedFile:
         return None
 
     def check(self, plan: Plan) -> tuple[str, ...]:
-        """Says what of the file is not as it seems in this plan's run, one sentence each.
+        """Return the values that DeepSpeed ignores or reads otherwise in this plan's run, one sentence each.
 
         Raises:
-            PlanError: With every key that DeepSpeed or its engine refuses in this run.
+            PlanError: Every key that DeepSpeed or its engine refuses in this run.
         """
 
         def facts(keys: DeepSpeedConfig) -> EngineFacts:
@@ -180,11 +180,11 @@ class DeepSpeedFile:
         return notes_of_run(self.user, self.resolved(plan), facts=facts)
 
     def notes(self, plan: Plan, job: Job) -> tuple[str, ...]:
-        """Says which values of the job the file stands in place of, and what of it is not as it seems.
+        """Return the job's values that the file replaces, and its own that DeepSpeed ignores or reads otherwise.
 
         Args:
-            plan: Of the job under this file.
-            job: As it was written.
+            plan: Plan of the job under this file.
+            job: Job as the user wrote it.
         """
         found = [f"{self.name} in place of the toolkit's configuration, started by a script with torch's own allocator"]
         stage, offload = job.parallel.zero_stage, job.parallel.offload
@@ -201,7 +201,7 @@ class DeepSpeedFile:
         return (*found, *self.check(plan))
 
     def _stated(self, job: Job) -> dict[str, Any]:
-        """Return the batch and the precision that the file states in numbers, by the job's names."""
+        """Return the batch and the precision that the file states without "auto", by the job's names."""
         stated = {ours: self.config.get(theirs) for theirs, ours in _BATCH.items()}
         stated["precision"] = self._precision(job)
         return {key: value for key, value in stated.items() if value is not None and value != "auto"}
@@ -213,7 +213,7 @@ class DeepSpeedFile:
         if on is not None:
             return on
         wanted = job.train.precision or "bf16"
-        # A section without `enabled` is off (precision_config.py); one that is absent is Trainer's to add.
+        # A section without `enabled` is off (precision_config.py); an absent one is added by Trainer.
         off = wanted in self.config and enabled[wanted] in (False, None) if wanted in enabled else False
         return "fp32" if off else None
 

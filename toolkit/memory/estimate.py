@@ -1,4 +1,4 @@
-"""From a job or a plan to its memory report: trace the model, replay the engine on each kind of rank, add what surrounds them."""
+"""The memory report of a job or a plan: trace the model, replay the engine on each kind of rank, and add the overheads."""
 
 from __future__ import annotations
 
@@ -60,26 +60,26 @@ def estimate(
     load_dtype: Dtype | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
-    """Estimates what a job takes of each card, of the host and of the disk, as `toolkit estimate` does.
+    """Estimate the memory of a job on each card and on the host, and its disk space, as `toolkit estimate` does.
 
     Args:
-        job: A job, a plan, or the path of a job file or of a plan.json. A job may hold what can be estimated and not trained.
-        deepspeed_config: The user's own DeepSpeed configuration or its file, in place of the plan's; its "auto" as Trainer
-            fills it in, and the job is resolved for it.
-        traced: Traces of the same model, batch and checkpointing, to save their time; one for each rank of a pipeline.
-        worst: Others, of the routing that needs most memory; read only where `traced` depends on the routing.
-        evaluated: Others, of the evaluation; read only if the plan has any.
-        calibration: What was measured on the machine at hand.
-        zero_init: Whether a stage-3 model is built under `zero.Init`; one that is not, each rank loads by
+        job: A job, a plan, or the path of a job file or of a plan.json. A job may use features that can be estimated and not trained.
+        deepspeed_config: The user's own DeepSpeed configuration or its file, in place of the plan's; "auto" is filled in as
+            by Trainer, and the job is resolved for it.
+        traced: Existing traces of the same model, batch and checkpointing, one for each rank of a pipeline.
+        worst: Traces with the routing that needs most memory; read only where `traced` depends on the routing.
+        evaluated: Traces of the evaluation; read only if the plan has one.
+        calibration: Figures measured on this machine.
+        zero_init: Whether a stage-3 model is built under `zero.Init`; otherwise each rank loads it by
             `from_pretrained`.
-        load_dtype: In which it does; that of the files when left out.
-        allocator: How torch's allocator is set; when left out the plan's, which our launches set, or `native` under a
-            configuration of the user's own.
+        load_dtype: Data type of that loading; by default that of the files.
+        allocator: Setting of torch's allocator; by default the plan's, which our launches use, or `native` under a user's own
+            configuration.
 
     Raises:
-        SpecError: As `resolve`; for each key of the configuration that DeepSpeed would refuse, ignore or drop;
+        SpecError: As of `resolve`; each key of the configuration that DeepSpeed would refuse, ignore or drop;
             ZERO_INIT_STAGE, LOAD_DTYPE.
-        PlanError: As `resolve`; DEEPSPEED_CONTRADICTS, DEEPSPEED_CONFLICT; ESTIMATE_FILE for a pipeline with a configuration;
+        PlanError: As of `resolve`; DEEPSPEED_CONTRADICTS, DEEPSPEED_CONFLICT; ESTIMATE_FILE for a pipeline with a configuration;
             TRACE_FAILED.
     """
     given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
@@ -111,14 +111,14 @@ def report_of(
     calibration: Calibration | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
-    """Does what `estimate` does, for a plan, the case that resolved to it, and what traces it.
+    """Return the report of a plan, given the case that resolved to it and the function that traces it.
 
     Raises:
         PlanError: ESTIMATE_FILE, TRACE_FAILED.
     """
     _check_pipeline(plan, with_file=case.file is not None)
     config = None if case.file is None else case.file.resolved(plan)
-    # A script with its own configuration is not started by us, and torch's default holds.
+    # The toolkit does not launch a script with its own configuration, so torch's default applies.
     allocator = allocator or (plan.allocator if case.file is None else "native")
     settings = engine_settings(plan, config, zero_init=case.zero_init)
     traces = partial(
@@ -181,7 +181,7 @@ def report_of(
 
 
 def _check_pipeline(plan: Plan, *, with_file: bool) -> None:
-    """Refuses a DeepSpeed file for a pipeline.
+    """Refuse a DeepSpeed file for a pipeline.
 
     Raises:
         PlanError: ESTIMATE_FILE.
@@ -197,7 +197,7 @@ def _check_pipeline(plan: Plan, *, with_file: bool) -> None:
 
 
 def _disk(plan: Plan, traces: Traces) -> DiskUse:
-    """Each rank of the model writes all that it holds, what others hold too, and padding; the export has each number once."""
+    """Return the disk use: each rank writes all that it holds, replicas and padding included; the export has each value once."""
     parameters = [parameter for events in traces for parameter in events.parameters]
     trained = [parameter for parameter in parameters if parameter.trainable]
     full = plan.job.train.method == "full"
@@ -210,7 +210,7 @@ def _disk(plan: Plan, traces: Traces) -> DiskUse:
 
 
 def _loading_assumption(plan: Plan, loaded: Loading) -> str:
-    """Says what a script of one's own is taken to do, and what it would hold did it load in fp32."""
+    """Return the assumption about a user's own script, and what it would hold if it loaded in fp32."""
     said = (
         f"each rank builds the model by from_pretrained in {loaded.dtype} and holds {format_bytes(loaded.peak)} of its own "
         "meanwhile; weights that are as in the files are mapped from them, once for all ranks"
@@ -221,7 +221,7 @@ def _loading_assumption(plan: Plan, loaded: Loading) -> str:
 
 
 def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> Iterator[str]:
-    """Says what of a job is taken for granted rather than priced."""
+    """Yield what the estimate of a job assumes."""
     if plan.job.train.method == "qlora":
         yield NF4
     if plan.job.train.method != "full" and plan.settings.gradient_checkpointing and plan.grid.size("model") == 1:

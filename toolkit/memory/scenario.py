@@ -1,4 +1,4 @@
-"""A job that is to be estimated, changed a little each time, and what came of it. Imports no torch: bad input is told at once."""
+"""A job to be estimated, its variants, and the outcome. Imports no torch, so that bad input is reported at once."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from toolkit.planning.resolve import resolve_with
 if TYPE_CHECKING:
     from toolkit.memory.report.report import MemoryReport
 
-# Cards of the largest common machine; past them one adds machines.
+# Cards of the largest common machine; beyond them one adds machines.
 COMMON_GPUS_PER_NODE = 8
 
-# RAM with which a job resolves whatever it offloads, GiB: the estimate itself says whether the real host holds it.
+# RAM with which every offload passes the rules, GiB: the estimate itself tells whether the real host has enough.
 _AMPLE_HOST_GIB = 1_000_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A job that is to be estimated, perhaps under a user's own DeepSpeed file.
+    """A job to be estimated, optionally under a user's own DeepSpeed file.
 
     Args:
-        job: As written, or changed.
-        model: Read once.
-        gpu: Read once for each card.
+        job: Job as written, or changed.
+        model: Model that the job names, read once.
+        gpu: Card that the job names.
         file: The user's DeepSpeed file, in place of our configuration.
         zero_init: Whether a stage-3 model is built under `zero.Init`.
-        load_dtype: In which a model that is not is loaded by each rank; that of its files when left out.
+        load_dtype: Data type in which each rank loads a model without it; by default that of its files.
     """
 
     job: Job
@@ -48,20 +48,20 @@ class Scenario:
     def of(
         cls, job: Job, *, model: ModelSpec | None = None, gpu: Gpu | None = None, file: DeepSpeedFile | None = None
     ) -> Scenario:
-        """Reads the model and the card that a job names, unless they are given and still those that it names.
+        """Read the model and the card that a job names, unless they are given; a given card of another name is ignored.
 
         Raises:
             SpecError: The model or the card cannot be found.
         """
         card = gpu if gpu is not None and gpu.name == job.cluster.gpu else find_gpu(job.cluster.gpu)
-        # The model last: it may ask the hub.
+        # The model last: it may be read from the hub.
         return cls(job=job, model=resolve_model(job.model) if model is None else model, gpu=card, file=file)
 
     def changed(self, values: Mapping[str, Any]) -> Scenario:
-        """Return the case with other values under dotted keys of the job; None leaves a key open.
+        """Return the case with changed values by dotted key of the job; None leaves a key open.
 
         Raises:
-            SpecError: A key or a value is not one of a job.
+            SpecError: A key or a value is not valid in a job.
         """
         file = self.file
         if file is not None:
@@ -71,10 +71,10 @@ class Scenario:
         return replace(self, job=job, gpu=gpu, file=file)
 
     def plan(self) -> Plan:
-        """Resolves the job; a host that is too small is left to the estimate to report.
+        """Resolve the job; a host that is too small is left to the estimate to report.
 
         Raises:
-            PlanError: With every problem at once.
+            PlanError: Every problem at once.
         """
         if self.file is None:
             return self._resolve(self.job)
@@ -94,7 +94,7 @@ class Scenario:
 
 
 def check_zero_init(plan: Plan, *, zero_init: bool, load_dtype: Dtype | None = None) -> None:
-    """Refuses a model that is said to be built without zero.Init where there is none, and a dtype in which nothing is loaded.
+    """Refuse `zero_init` false where the plan has no zero.Init, and a load dtype where nothing is loaded.
 
     Raises:
         SpecError: ZERO_INIT_STAGE, LOAD_DTYPE.
@@ -119,12 +119,12 @@ def check_zero_init(plan: Plan, *, zero_init: bool, load_dtype: Dtype | None = N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one case.
+    """Outcome of one case.
 
     Args:
-        plan: None if the job does not resolve.
-        report: None if there is no estimate.
-        problems: Why there is none.
+        plan: Plan of the job; None if the job does not resolve.
+        report: Estimate; None if there is none.
+        problems: Reasons for which there is no estimate.
     """
 
     plan: Plan | None = None
@@ -133,16 +133,16 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Whether there is an estimate, and card and host hold it."""
+        """True if there is an estimate, and card and host have enough memory."""
         return self.report is not None and self.report.fits
 
     @property
     def is_tight(self) -> bool:
-        """Whether it fits with little of the card left."""
+        """True if it fits with little of the card left."""
         return self.report is not None and self.report.tight
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures of a row as a JSON object."""
+        """Return the figures of the case as a JSON object."""
         report, plan = self.report, self.plan
         return {
             "fits": self.fits,
@@ -159,7 +159,7 @@ class Outcome:
 
 
 def value_text(value: Any) -> str:
-    """Return a value of the job as a user writes it."""
+    """Return a value of the job as the user writes it."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(value_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

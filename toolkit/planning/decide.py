@@ -17,7 +17,7 @@ from toolkit.planning.unchecked_plan import trainable_parameters
 from toolkit.planning.zero_stage import SUB_GROUP_SIZE, default_stage, dp_size_of
 from toolkit.units import format_count
 
-# The stages of a pipeline wait for (p - 1) / (m + p - 1) of a step of m micro-batches: less than a fifth of it here.
+# The bubble of a pipeline is (p - 1) / (m + p - 1) of a step of m micro-batches: less than a fifth with these.
 MICRO_BATCHES_OF_A_STAGE = 4
 
 _BALANCED_BY: dict[PartitionWay, str] = {

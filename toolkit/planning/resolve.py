@@ -103,7 +103,7 @@ def _close_with(job: Job, model: ModelSpec, gpu: Gpu, instead: Mapping[str, Inst
     try:
         settings = decide(job, model, gpu, chooser)
     except PlanError as error:
-        # Rules still run on a batch that holds, so that a user sees every other problem too.
+        # Rules still run, on a batch that solves the equation, so that a user sees every other problem too.
         problems.extend(error.problems)
         train = job.train.model_copy(
             update={"train_batch_size": None, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}

@@ -1,1 +1,1 @@
-"""What each DeepSpeed wrapper allocates, replayed over a traced pass; one module a wrapper."""
+"""What each optimizer wrapper allocates, replayed over a traced pass; one module per wrapper."""

@@ -11,14 +11,14 @@ from toolkit.memory.trace.run import Parameter
 
 
 class Bf16(EngineReplay):
-    """Master copies and moments in partitions; fp32 gradients whole on every rank."""
+    """BF16_Optimizer: master copies and moments in partitions; whole fp32 gradients on every rank."""
 
     @property
     def _partition(self) -> int:
         return partition_numel(self.num_trainable, self.settings.dp_size)
 
     def initialize(self) -> None:
-        """Flattened on the card beside the model, then fp32 gradients of everything."""
+        """Allocate the flat copy of the model on the card, then fp32 gradients of all parameters."""
         account = self.account
         account.allocate("parameters", sum(parameter.size for parameter in self.trace.parameters))
         account.transient("flattening at start", self.num_trainable * self.settings.itemsize)
@@ -27,9 +27,9 @@ class Bf16(EngineReplay):
         account.allocate("accumulated gradients", FP32_ITEMSIZE * self._partition * self.settings.dp_size)
 
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """The 16-bit gradient stays until the step: later ones are added in place to what clear_lp_grads has zeroed.
+        """Keep the 16-bit gradient until the step: later ones are added in place after clear_lp_grads has zeroed it.
 
-        With `immediate_grad_update` a hook adds it to its fp32 sum at once, and drops it.
+        With `immediate_grad_update` a hook adds it to its fp32 sum at once, and frees it.
         """
         if self.settings.immediate_grad_update:
             self.account.transient("gradients in fp32 at the step", FP32_ITEMSIZE * parameter.numel)
@@ -38,9 +38,9 @@ class Bf16(EngineReplay):
             self.keep_gradient(size)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """update_hp_grads casts one gradient at a time; the sums are reduced in the type of communication, bf16 by default.
+        """Cast one gradient at a time (update_hp_grads), and reduce the sums in the communication type, bf16 by default.
 
-        One rank reduces too (engine.py buffered_allreduce_fallback, allreduce_bucket).
+        A single rank reduces too (engine.py buffered_allreduce_fallback, allreduce_bucket).
         """
         account, settings = self.account, self.settings
         if not settings.immediate_grad_update:
@@ -49,7 +49,7 @@ class Bf16(EngineReplay):
             account.transient("reduction buffer", settings.communication_itemsize * self._partition * settings.dp_size)
 
     def step(self) -> None:
-        """The optimizer on views of the fp32 gradients, whose norms need no copy (utils.py get_global_norm_of_tensors).
+        """Run the optimizer on views of the fp32 gradients, whose norms need no copy (utils.py get_global_norm_of_tensors).
 
         Then the engine sets the 16-bit gradients to None (engine.py _take_model_step, zero_grad).
         """

@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel with torch AdamW, as Accelerate and Trainer run it.
 
-Parameters are in training precision, as transformers loads them, and so are gradients and moments; nothing keeps an
-fp32 master copy. Source: torch/csrc/distributed/c10d/reducer.cpp (Reducer::initialize_buckets,
+Parameters are in training precision, as transformers loads them, and so are gradients and moments; there is no fp32
+master copy. Source: torch/csrc/distributed/c10d/reducer.cpp (Reducer::initialize_buckets,
 mark_variable_ready_dense, finalize_backward), torch/optim/adamw.py _multi_tensor_adamw.
 """
 
@@ -17,10 +17,10 @@ BROADCAST_BYTES = 250 * 2**20
 
 
 class Ddp(EngineReplay):
-    """Every rank holds everything; gradients twice, since DDP reduces them in buckets of its own."""
+    """DDP: every rank holds everything, and gradients twice, since DDP reduces them in buckets of its own."""
 
     def initialize(self) -> None:
-        """The model, then one bucket element for each element of a gradient."""
+        """Allocate the model, then one bucket element for each element of a gradient."""
         account = self.account
         total = sum(parameter.size for parameter in self.trace.parameters)
         account.allocate("parameters", total)
@@ -29,7 +29,7 @@ class Ddp(EngineReplay):
             account.allocate("reduction buckets", sum(parameter.size for parameter in self.trainable))
 
     def _broadcast_bytes(self) -> int:
-        """Two flat copies are under way at a time, each closed once it is full; a parameter alone needs no copy.
+        """Return the bytes of broadcast buffers: two flat copies are in flight at a time; a bucket of one parameter has none.
 
         Source:
             torch/csrc/distributed/c10d/comm.cpp broadcast_coalesced; reducer.cpp compute_bucket_assignment_by_size.
@@ -44,13 +44,13 @@ class Ddp(EngineReplay):
         return max(first + second for first, second in pairwise(copies))
 
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """Stays until the step; a later micro-batch adds to it in place."""
+        """Keep the gradient until the step; a later micro-batch adds to it in place."""
         self.keep_gradient(size)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """The buckets are copied back into the gradients: nothing new."""
+        """Allocate nothing: the buckets are copied back into the gradients."""
 
     def step(self) -> None:
-        """The first step makes the moments; each holds the square root of the second ones (foreach)."""
+        """Run the optimizer: the first step makes the moments; each holds the square root of the second moments (foreach)."""
         self.run_optimizer(self.num_trainable, itemsize=self.settings.itemsize)
         self.account.free_all("gradients")

@@ -1,4 +1,4 @@
-"""What stage 3 gathers before modules need it, and when it lets go.
+"""The parameters that stage 3 gathers before modules need them, and when it releases them.
 
 Source: deepspeed runtime/zero/partitioned_param_coordinator.py PartitionedParameterCoordinator, partition_parameters.py.
 """
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Fetcher:
-    """Fetches, prefetches and releases, in elements and bytes.
+    """Stage 3's fetches, prefetches and releases of parameters, in elements and bytes.
 
-    Its order of modules is that from one forward pass to the next: complete from the start, as in the second pass of a run.
-    Under a pipeline forward passes do not alternate with backward passes, and where an order is not the last one, it is
-    dropped, the next one recorded, and followed from the one after that on.
+    The recorded order of modules spans one forward pass to the next; it is complete from the start, as in the second pass
+    of a run. Under a pipeline, forward and backward passes do not alternate: where the order differs from the recorded
+    one, the trace is invalidated, the next order is recorded, and followed from the pass after that on.
     """
 
     def __init__(self, engine: Stage3) -> None:
@@ -39,10 +39,10 @@ class Fetcher:
         self._fetched_for: dict[str, int] = {}
         self._order: list[str] = []
         self._mode: Literal["invalid", "record", "complete"] = "invalid"
-        self._released: dict[tuple[str, int], frozenset[str]] = {}  # __params_to_release is cached, whatever the order
+        self._released: dict[tuple[str, int], frozenset[str]] = {}  # __params_to_release is cached for good
 
     def prepare(self) -> None:
-        """Records the order of modules, as the second pass of a run does."""
+        """Record the order of modules, as the second pass of a run does."""
         if self._engine.course is not None:
             return
         self._learn(
@@ -62,7 +62,7 @@ class Fetcher:
                 self._entries.append((parameter, index))
 
     def begin(self) -> None:
-        """reset_step: the prefetch queue starts anew."""
+        """Restart the prefetch queue, as reset_step does."""
         if self._engine.course is not None:
             self._drop_inflight()
             if self._mode == "record":
@@ -75,7 +75,7 @@ class Fetcher:
         self._num_available = 0
 
     def fetch(self, name: str, parameters: list[Parameter]) -> None:
-        """fetch_sub_module: gather, wait, then prefetch what comes next."""
+        """Gather parameters, wait for them, then prefetch the next ones, as fetch_sub_module does."""
         self._follow(name)
         missing = [p for p in parameters if p.name not in self._available and p.name not in self._inflight]
         if missing:
@@ -92,7 +92,7 @@ class Fetcher:
         self._step += 1
 
     def _follow(self, name: str) -> None:
-        """trace_prologue and record_module."""
+        """Compare the module with the recorded order, or record it, as trace_prologue and record_module do."""
         expected = self._order[self._step] if self._step < len(self._order) else None
         if self._mode == "complete" and expected != name and self._engine.course is not None:
             self._mode, self._order, self._entries, self._fetched_for = "invalid", [], [], {}
@@ -102,7 +102,7 @@ class Fetcher:
             self._order.append(name)
 
     def _drop_inflight(self) -> None:
-        """_clean_inflight_param_registry."""
+        """Drop the gathers in flight, as _clean_inflight_param_registry does."""
         left = [self._engine.by_name[name] for name in self._inflight]
         self._wait(left)
         for parameter in left:
@@ -130,7 +130,7 @@ class Fetcher:
             self._gather(list(chosen.values()))
 
     def release(self, name: str, parameters: list[Parameter]) -> None:
-        """release_sub_module: what is used again within max_reuse_distance elements stays, if one can know."""
+        """Release parameters, except those known to be reused within max_reuse_distance elements (release_sub_module)."""
         available = [parameter for parameter in parameters if parameter.name in self._available]
         released: Collection[str]
         if self._mode != "complete":
@@ -144,7 +144,7 @@ class Fetcher:
                 self._drop(parameter)
 
     def _find_released(self, parameters: list[Parameter]) -> set[str]:
-        """__params_to_release."""
+        """Return the names of the parameters to release (__params_to_release)."""
         reach = self._traversed[min(self._step, len(self._traversed) - 1)] + self._settings.zero.max_reuse_distance
         found = set()
         for parameter in parameters:
@@ -158,19 +158,19 @@ class Fetcher:
         return found
 
     def end(self) -> None:
-        """release_backward_leftovers."""
+        """Release what a backward pass has left, as release_backward_leftovers does."""
         by_name = self._engine.by_name
         for name in [name for name in self._available if name not in self._engine.persistent]:
             self._drop(by_name[name])
 
     def drop_all(self) -> None:
-        """_partition_all_parameters before the step."""
+        """Release all parameters before the step, as _partition_all_parameters does."""
         self._wait([self._engine.by_name[name] for name in self._inflight])
         for name in list(self._available):
             self._drop(self._engine.by_name[name])
 
     def restore_persistent(self) -> None:
-        """_post_step gathers the persistent parameters again, all at once."""
+        """Gather the persistent parameters again, all at once, as _post_step does."""
         parameters = [self._engine.by_name[name] for name in sorted(self._engine.persistent)]
         missing = [p for p in parameters if p.name not in self._available]
         if missing:
@@ -178,7 +178,7 @@ class Fetcher:
             self._wait(missing)
 
     def _wait(self, parameters: list[Parameter]) -> None:
-        """Makes those that are being gathered available."""
+        """Wait for the parameters that are being gathered, and mark them available."""
         for parameter in parameters:
             gather = self._inflight.pop(parameter.name, None)
             if gather is not None:
@@ -203,7 +203,7 @@ class Fetcher:
 
 
 class _Gather:
-    """One all-gather: a flat buffer, and from the first wait on a copy of each parameter (AllGatherCoalescedHandle)."""
+    """One all-gather: a flat buffer, and after the first wait a copy of each parameter (AllGatherCoalescedHandle)."""
 
     def __init__(self, engine: Stage3, parameters: list[Parameter], *, copies: bool) -> None:
         self._engine = engine
@@ -222,7 +222,7 @@ class _Gather:
                 engine.account.allocate("parameters gathered", parameter.size)
 
     def wait(self, parameter: Parameter) -> None:
-        """Makes the parameters of the gather whole."""
+        """Wait for the gather, after which its parameters are whole."""
         if not self._engine.gathers or not self._copies:
             return
         if not self._waited:

@@ -16,16 +16,16 @@ from toolkit.memory.trace.run import MemoryTrace, Parameter
 
 MASTER_ITEMSIZE = 4
 
-# Last names of output projections in transformers.
+# Names of output projections in transformers.
 HEADS = ("lm_head", "embed_out")
 
 
 class Fsdp2(EngineReplay):
-    """A group's parameters are whole only while its layer runs."""
+    """FSDP2: the parameters of a group are whole only while its layer runs."""
 
     def __init__(self, trace: MemoryTrace, settings: EngineSettings, *, workspace_bytes: int, rank: int = 0) -> None:
         super().__init__(trace, settings, workspace_bytes=workspace_bytes, rank=rank)
-        # Tied weights are one parameter, which lies in the tail's group (fsdp2_prepare_model).
+        # Tied weights are one parameter, which is in the tail's group (fsdp2_prepare_model).
         self._tied = not any(parameter.module.endswith(HEADS) for parameter in trace.parameters)
         self._groups: dict[str, list[Parameter]] = {}
         for parameter in trace.parameters:
@@ -36,7 +36,7 @@ class Fsdp2(EngineReplay):
         self._current: str | None = None
         self._held_gather = 0
         self._held_reduce = 0
-        # Parameters whose gradient waits whole, and those of them to which the micro-batch at hand has added.
+        # Parameters with an unreduced gradient, and those of them to which the current micro-batch has added.
         self._unreduced: set[str] = set()
         self._arrived: set[str] = set()
         self._reduces = True
@@ -47,7 +47,7 @@ class Fsdp2(EngineReplay):
         return "tail" if self._tied and group == "embedding" else group
 
     def _whole(self, group: str) -> int:
-        """Bytes of a group's parameters in training precision, padded to the ranks."""
+        """Return the bytes of a group's parameters in training precision, padded to the ranks."""
         size = self.settings.dp_size
         return sum(math.ceil(p.numel / size) * size * self.settings.itemsize for p in self._groups[group])
 
@@ -55,7 +55,7 @@ class Fsdp2(EngineReplay):
         return sum(math.ceil(parameter.numel / self.settings.dp_size) for parameter in parameters)
 
     def initialize(self) -> None:
-        """Shards, fp32 where they train; then each parameter comes whole, in turn (fsdp2_load_full_state_dict)."""
+        """Allocate shards, fp32 where trained; then each whole parameter in turn (fsdp2_load_full_state_dict)."""
         frozen = [parameter for parameter in self.trace.parameters if not parameter.trainable]
         self.account.allocate("master parameters", MASTER_ITEMSIZE * self._shard(self.trainable))
         self.account.allocate("frozen parameters", self.settings.itemsize * self._shard(frozen))
@@ -63,21 +63,21 @@ class Fsdp2(EngineReplay):
         self.account.transient("parameters being sharded", max(whole, default=0))
 
     def begin_forward(self) -> None:
-        """Nothing is gathered yet."""
+        """Start a forward pass with nothing gathered."""
         self._backward = False
         self._current = None
 
     def begin_backward(self, *, first: bool, last: bool) -> None:
-        """Only the last micro-batch reduces (Accelerator.accumulate: set_requires_gradient_sync).
+        """Start a backward pass; only the last micro-batch reduces (Accelerator.accumulate: set_requires_gradient_sync).
 
-        The root's _post_forward has let go of the last all-gather's output (_fsdp_state.py).
+        The root's _post_forward has released the output of the last all-gather (_fsdp_state.py).
         """
         self._leave()
         self._drop_gather()
         self._backward, self._reduces = True, last
 
     def module(self, name: str, *, fetch: bool, backward: bool) -> None:
-        """The first module of a group gathers it; the first of another one lets it go."""
+        """Gather a group at its first module, and release it at the first module of another group."""
         if not fetch:
             return
         group = self._group(name)
@@ -97,7 +97,7 @@ class Fsdp2(EngineReplay):
             self.account.allocate("all-gather buffers", self._whole(group))
 
     def _unshard(self, group: str) -> None:
-        """In the forward pass the output of an all-gather lives until the copy out of the next one (AllGatherState)."""
+        """Gather a group; in a forward pass the all-gather's output lives until the next one is copied out (AllGatherState)."""
         if group in self._gathered:
             return
         self._prefetch(group)
@@ -115,7 +115,7 @@ class Fsdp2(EngineReplay):
         self._held_gather = 0
 
     def _leave(self) -> None:
-        """post_forward reshards, but for the last group; post_backward reduces and reshards."""
+        """Reshard a group, except the last one after its forward pass, and reduce it after its backward pass."""
         group, self._current = self._current, None
         if group is None:
             return
@@ -128,14 +128,14 @@ class Fsdp2(EngineReplay):
             self.account.free("parameters gathered", self._whole(group))
 
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """Whole, until its group has been through; added in place to what a micro-batch has left that did not reduce."""
+        """Keep the whole gradient until its group is done; it is added in place to one that was not reduced."""
         if parameter.name in self._unreduced:
             self.account.free("gradients", size)
         self._unreduced.add(parameter.name)
         self._arrived.add(parameter.name)
 
     def _reduce(self, group: str) -> None:
-        """foreach_reduce: a flat copy of the gradients that are there, which lives until the next group's."""
+        """Reduce a group's gradients by a flat copy, which lives until that of the next group (foreach_reduce)."""
         trainable = [parameter for parameter in self._groups[group] if parameter.name in self._arrived]
         if not trainable or not self._reduces:
             return
@@ -153,7 +153,7 @@ class Fsdp2(EngineReplay):
         self._arrived -= names
 
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """What is left of gathers and reductions goes."""
+        """Free what is left of gathers and reductions."""
         self._leave()
         for group in self._groups:
             self._reduce(group)
@@ -167,7 +167,7 @@ class Fsdp2(EngineReplay):
         self._held_gather = self._held_reduce = 0
 
     def step(self) -> None:
-        """AdamW on fp32 shards."""
+        """Run AdamW on fp32 shards."""
         account = self.account
         shard = self._shard(self.trainable)
         self.run_optimizer(shard)
@@ -176,7 +176,7 @@ class Fsdp2(EngineReplay):
 
 
 def group_of(module: str) -> str:
-    """Names the FSDP group of a module: its layer, the embedding, or the tail of norm and head.
+    """Return the FSDP group of a module: its layer, the embedding, or the tail of norm and head.
 
     >>> group_of("model.layers.3.mlp.down_proj"), group_of("model.embed_tokens"), group_of("lm_head")
     ('model.layers.3', 'embedding', 'tail')

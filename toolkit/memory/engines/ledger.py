@@ -1,4 +1,4 @@
-"""A running balance of one device's memory: what lives, for which cause, and the peak of each phase."""
+"""A running balance of one device's memory: live bytes by cause, and the peak of each phase."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PHASES = ("init", "forward", "backward", "step", "save")
 
 @dataclass(slots=True)
 class Peak:
-    """The highest level of a phase, bytes, and what made it up."""
+    """The highest level of a phase, bytes, and its composition by cause."""
 
     allocated_bytes: int = 0
     causes: dict[str, int] = field(default_factory=dict)
@@ -29,25 +29,25 @@ class MemoryLedger:
         self._live: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
-        """Starts a phase: its peak is at least what lives now."""
+        """Start a phase, whose peak is at least the bytes that are live now."""
         self.phase = phase
         self._observe(self.total, ())
 
     def allocate(self, cause: str, size: float) -> None:
-        """Adds a buffer that stays until `free`."""
+        """Add a buffer that is live until `free`."""
         whole = in_blocks(size)
         self._live[cause] = self._live.get(cause, 0) + whole
         self.total += whole
         self._observe(self.total, ())
 
     def free(self, cause: str, size: float) -> None:
-        """Releases `size` bytes of a cause."""
+        """Release `size` bytes of a cause."""
         whole = in_blocks(size)
         self._live[cause] = self._live.get(cause, 0) - whole
         self.total -= whole
 
     def free_all(self, cause: str) -> None:
-        """Releases everything of a cause."""
+        """Release all bytes of a cause."""
         self.total -= self._live.pop(cause, 0)
 
     def held(self, cause: str) -> int:
@@ -56,18 +56,18 @@ class MemoryLedger:
 
     @contextmanager
     def temporary(self, cause: str, size: float) -> Iterator[None]:
-        """Holds a buffer for the length of a block."""
+        """Keep a buffer allocated inside a `with` block."""
         self.allocate(cause, size)
         yield
         self.free(cause, size)
 
     def transient(self, cause: str, size: float) -> None:
-        """Allocates and releases at once."""
+        """Allocate a buffer and release it at once."""
         whole = in_blocks(size)
         self._observe(self.total + whole, ((cause, whole),))
 
     def apply(self, run: Run) -> None:
-        """Replays a traced run."""
+        """Replay a traced run."""
         if run.peak_bytes:
             self._observe(self.total + run.peak_bytes, run.peak)
         for cause, size in run.net:
@@ -77,7 +77,7 @@ class MemoryLedger:
             self._observe(self.total, ())
 
     def live(self) -> dict[str, int]:
-        """Return what lives now, by cause."""
+        """Return the live bytes by cause."""
         return {cause: size for cause, size in self._live.items() if size}
 
     def _observe(self, level: int, extra: tuple[tuple[str, int], ...]) -> None:

@@ -1,4 +1,4 @@
-"""Replays a traced pass under an engine: two optimizer steps, so that what a step leaves behind meets the next pass."""
+"""Replay of a traced pass under an engine, for two optimizer steps: what the first leaves is there in the second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from toolkit.pipeline_schedule import (
     SendGradient,
 )
 
-# Steps after which nothing new appears: states made lazily by the first are there in the second.
+# Steps after which nothing new appears: states that the first makes lazily exist in the second.
 NUM_STEPS = 2
 # Micro-batches that differ: the first of a step, one between, the last.
 MAX_MICRO_STEPS = 3
@@ -38,21 +38,21 @@ NORM_ITEMSIZE = 8
 
 @dataclass(slots=True, kw_only=True)
 class _Sent:
-    """A message that may still be under way: what it alone holds, bytes, and whose output it is, chunk and micro-batch."""
+    """A message that may still be in flight: the bytes that it alone holds, and the chunk and micro-batch of its output."""
 
     size: int
     activation: tuple[int, int] | None = None
 
 
 class EngineReplay(ABC):
-    """An engine as far as memory goes.
+    """The memory behaviour of an engine.
 
     Args:
-        trace: One micro-batch of the model.
-        settings: What the engine's memory depends on.
+        trace: Trace of one micro-batch of the model.
+        settings: Settings that the engine's memory depends on.
         workspace_bytes: cuBLAS workspace of one thread.
         rank: Data-parallel rank.
-        course: What a pipeline's rank does in a step; None without stages.
+        course: Step program of a pipeline's rank; None without stages.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EngineReplay(ABC):
         self._sent: deque[_Sent] = deque()
 
     def run(self) -> MemoryLedger:
-        """Replays initialization and two steps."""
+        """Replay initialization and two steps."""
         self.account.enter("init")
         self.account.allocate("model buffers", self.trace.buffers_bytes)
         self.initialize()
@@ -102,7 +102,7 @@ class EngineReplay(ABC):
     def _pass(self, *, first: bool, last: bool, cold: bool) -> None:
         self.account.enter("forward")
         if cold:
-            # CublasHandlePool.cpp getChosenWorkspaceSize: one for each thread that multiplies, kept for good.
+            # CublasHandlePool.cpp getChosenWorkspaceSize: one for each thread that multiplies, never freed.
             self.account.allocate("cuBLAS workspaces", self._workspace_bytes)
         self.begin_forward()
         self._replay(self.trace.forward)
@@ -132,7 +132,7 @@ class EngineReplay(ABC):
                 self.module(placed.name, fetch=event.kind == "fetch", backward=event.backward)
 
     def _follow(self, course: StepProgram, *, cold: bool) -> None:
-        """Runs the passes of a pipeline's step, and what they leave to its end (engine/grad_reduction.py)."""
+        """Run the passes of a pipeline's step, and what is deferred to its end (engine/grad_reduction.py)."""
         account, threads = self.account, {"forward", "backward"} if cold else set()
         account.enter("forward")
         account.allocate(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
@@ -178,7 +178,7 @@ class EngineReplay(ABC):
         self.begin_forward()
         self._replay(chunk.forward)
         self.account.allocate(LOSS, chunk.reported_bytes)
-        if not chunk.backward:  # an evaluation sends what it gives
+        if not chunk.backward:  # an evaluation sends its output
             self.account.allocate(SENT, chunk.sent_bytes)
 
     @_act.register
@@ -210,7 +210,7 @@ class EngineReplay(ABC):
         self.account.allocate(SENT, chunk.sent_bytes)
 
     def _free_micro_batch(self, action: Forward | Backward | BackwardInput) -> None:
-        """The last pass of a micro-batch through a chunk has been measured, and its tensors go, but for those under way."""
+        """Free the tensors of a micro-batch after its last pass through a chunk, except those in flight."""
         chunk = self.trace.chunks[action.chunk]
         self._replay(chunk.after)
         if not chunk.keeps_received:
@@ -218,12 +218,12 @@ class EngineReplay(ABC):
         self.account.free(RECEIVED, chunk.gradient_bytes)
         for sent in self._sent:
             if sent.activation == (action.chunk, action.micro_batch) and chunk.backward:
-                sent.size = chunk.gradient_bytes  # as large as what it is the gradient of
+                sent.size = chunk.gradient_bytes  # as large as the activation of which it is the gradient
                 self.account.allocate(SENT, sent.size)
 
     @_act.register
     def _send_activation(self, action: SendActivation) -> None:
-        """Until its backward pass the stage holds what it sends, in any case; without one only the message does."""
+        """Send an activation, which the stage keeps until its backward pass; without one only the message holds it."""
         chunk = self.trace.chunks[action.chunk]
         size = 0 if chunk.backward else chunk.sent_bytes
         self._sent.append(_Sent(size=size, activation=(action.chunk, action.micro_batch)))
@@ -235,23 +235,23 @@ class EngineReplay(ABC):
         self._sent_until(MAX_SENDS_IN_FLIGHT)
 
     def _sent_until(self, count: int) -> None:
-        """Lets go of what has been sent, but for the last messages."""
+        """Free what has been sent, except the last `count` messages."""
         while len(self._sent) > count:
             self.account.free(SENT, self._sent.popleft().size)
 
     def _accumulate(self, parameter: Parameter, size: int, course: StepProgram) -> None:
-        """Keeps a gradient until the end of the step; those of later micro-batches are added to it in place."""
+        """Keep a gradient until the end of the step; those of later micro-batches are added to it in place."""
         if parameter.name in self._accumulated:
             self.account.free("gradients", size)
             return
         self._accumulated.add(parameter.name)
         if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE:
             self.account.allocate("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
-            if self.settings.zero_stage < 3:  # a partitioned parameter keeps it: it could not be given another
+            if self.settings.zero_stage < 3:  # a partitioned parameter cannot be assigned another gradient
                 self.account.free("gradients", size)
 
     def _cast_fp32_sums(self, course: StepProgram) -> None:
-        """Sums in fp32 are rounded to gradients, one after the other."""
+        """Round the fp32 sums to gradients, one after the other."""
         for parameter in self.trainable:
             if course.sums_in_fp32 and parameter.itemsize < FP32_ITEMSIZE and parameter.name in self._accumulated:
                 if self.settings.zero_stage < 3:
@@ -259,7 +259,7 @@ class EngineReplay(ABC):
                 self.account.free("gradient sums in fp32", FP32_ITEMSIZE * parameter.numel)
 
     def _reduce_shared(self) -> None:
-        """The gradient that both ends of the pipeline have added up is reduced as those of a backward pass are."""
+        """Reduce the gradient that both ends of the pipeline have summed, as those of a backward pass are reduced."""
         if self.trace.shared not in self._accumulated:
             return
         parameter = self.by_name[self.trace.shared]
@@ -268,12 +268,12 @@ class EngineReplay(ABC):
         self.end_backward(first=False, last=False)
 
     def _unseen_losses(self, course: StepProgram) -> int:
-        """Return the losses of the micro-batches that need not be followed."""
+        """Return the bytes of the losses of the micro-batches that are not replayed."""
         followed = sum(isinstance(action, Forward) and action.chunk == 0 for action in course.actions)
         return max(0, course.num_micro_batches - followed) * sum(chunk.reported_bytes for chunk in self.trace.chunks)
 
     def _end_course(self, course: StepProgram) -> None:
-        """Micro-batches and their losses go."""
+        """Free the micro-batches and their losses."""
         self.account.free(LOSS, self._unseen_losses(course))
         self.account.free(MODEL, course.num_micro_batches * self.trace.chunks[0].batch_bytes)
         for action in course.actions:
@@ -281,12 +281,12 @@ class EngineReplay(ABC):
                 self.account.free(LOSS, self.trace.chunks[action.chunk].reported_bytes)
 
     def keep_gradient(self, size: int) -> None:
-        """Keeps a gradient that has just been allocated; where all are kept already, it was added to its own in place."""
+        """Keep a gradient that was just allocated; where all are kept already, it was added in place."""
         if self.account.held("gradients") > self.gradients_bytes:
             self.account.free("gradients", size)
 
     def run_optimizer(self, numel: int, *, itemsize: int = 4) -> None:
-        """Steps `numel` elements of `itemsize` bytes: the first step makes their moments, which have that type, too."""
+        """Step `numel` elements of `itemsize` bytes; the first step makes their moments, of the same type."""
         settings = self.settings
         moments = settings.state_bytes if settings.optimizer == "adamw_8bit" else settings.state_bytes * itemsize / 4
         if not self.account.held("optimizer state"):
@@ -295,36 +295,36 @@ class EngineReplay(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """From the first parameter to the engine."""
+        """Replay from the first parameter to the finished engine."""
 
     def begin_forward(self) -> None:  # noqa: B027 - most engines do nothing here
-        """Before the forward pass."""
+        """Act before the forward pass."""
 
     def begin_backward(self, *, first: bool, last: bool) -> None:  # noqa: B027 - most engines do nothing here
-        """Before the backward pass of the first, a middle or the last micro-batch."""
+        """Act before the backward pass of the first, a middle or the last micro-batch."""
 
     @abstractmethod
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """A whole gradient of `size` bytes has just been allocated under the cause `gradients`."""
+        """Act on a whole gradient of `size` bytes, which has just been allocated under the cause `gradients`."""
 
     def reduce(self) -> None:
-        """Reduces the gradients that all passes of a pipeline's step have left."""
+        """Reduce the gradients that the passes of a pipeline's step have accumulated."""
         raise TypeError(f"pipelines do not run under {type(self).__name__}")
 
     def finish_reduction(self) -> None:
-        """What is left to do once all passes of a pipeline's step have been reduced."""
+        """Act after all passes of a pipeline's step have been reduced."""
         raise TypeError(f"pipelines do not run under {type(self).__name__}")
 
     def module(self, name: str, *, fetch: bool, backward: bool) -> None:  # noqa: B027 - most engines do nothing here
-        """A module's hook of ZeRO-3 fires."""
+        """Act on a ZeRO-3 hook of a module."""
 
     @abstractmethod
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """After the last gradient."""
+        """Act after the last gradient."""
 
     @abstractmethod
     def step(self) -> None:
-        """The optimizer step."""
+        """Run the optimizer step."""
 
     def save(self) -> None:  # noqa: B027 - most engines do nothing here
-        """A checkpoint: DeepSpeed copies tensors to the host one at a time, and needs nothing of the device."""
+        """Save a checkpoint: DeepSpeed copies tensors to the host one at a time, and allocates nothing on the device."""

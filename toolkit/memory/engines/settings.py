@@ -18,7 +18,7 @@ from toolkit.planning.plan import Plan
 
 OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
 
-# The job's optimizer that each of them is.
+# Optimizer of the job for each kind.
 _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
     "fused_adam": "adamw",
     "torch_adamw": "adamw_torch",
@@ -27,39 +27,39 @@ _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
     "sgd": "sgd",
 }
 
-# Bytes an element.
+# Bytes per element.
 _ITEMSIZES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
-# Bytes a parameter of the temporaries of a step: torch's foreach AdamW holds the square root of the second moments
+# Bytes per parameter of a step's temporaries: torch's foreach AdamW holds the square root of the second moments
 # (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing.
 STEP_BYTES: Mapping[str, int] = {"fused_adam": 0, "torch_adamw": 4, "adamw_8bit": 0, "fused_lion": 0, "sgd": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What the engine's memory depends on.
+    """The settings that the engine's memory depends on.
 
     Args:
-        zero_stage: 0 to 3.
-        itemsize: Bytes a parameter in training precision.
+        zero_stage: ZeRO stage, 0 to 3.
+        itemsize: Bytes per parameter in training precision.
         fp16: Whether that precision is fp16.
         accumulation_itemsize: Bytes of an accumulated gradient element.
         communication_itemsize: Bytes of a reduced gradient element.
         dp_size: Data-parallel ranks.
-        accumulation_steps: Micro-batches an optimizer step.
-        immediate_grad_update: Whether BF16_Optimizer adds each gradient to its fp32 sum as soon as it is there.
-        adds_up_on_host: Whether gradients whose optimizer state is offloaded add up in host memory.
-        optimizer: What steps.
-        momentum: Whether SGD keeps a buffer.
+        accumulation_steps: Micro-batches per optimizer step.
+        immediate_grad_update: Whether BF16_Optimizer adds each gradient to its fp32 sum at once.
+        adds_up_on_host: Whether gradients whose optimizer state is offloaded accumulate in host memory.
+        optimizer: Kind of optimizer.
+        momentum: Whether SGD keeps a momentum buffer.
         contiguous_gradients: Whether gradients are copied into a bucket.
         overlap_comm: Whether a second bucket fills while the first is reduced.
-        offload_optimizer: Where the optimizer's state waits; None for the card.
-        offload_param: Where parameters wait; None for the card.
+        offload_optimizer: Device of the optimizer's state; None for the card.
+        offload_param: Device of the parameters; None for the card.
         low_precision_master: Whether master parameters have the training precision.
         zero_init: Whether the model is built under `zero.Init`.
-        zero: The section as DeepSpeed reads it, for what counts as it is written there.
-        state_offload: Its part on the optimizer's state; DeepSpeed's defaults where there is none.
-        parameter_offload: Its part on parameters; likewise.
+        zero: Section `zero_optimization` as DeepSpeed reads it.
+        state_offload: Its section `offload_optimizer`; DeepSpeed's defaults where there is none.
+        parameter_offload: Its section `offload_param`; likewise.
     """
 
     zero_stage: int
@@ -85,12 +85,12 @@ class EngineSettings:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of optimizer state a parameter, master copy apart."""
+        """Bytes of optimizer state per parameter, without the master copy."""
         return 0 if self.optimizer == "sgd" and not self.momentum else MOMENT_BYTES[_NAMES[self.optimizer]]
 
     @property
     def step_bytes(self) -> int:
-        """Bytes a parameter of the step's temporaries."""
+        """Bytes per parameter of the step's temporaries."""
         return STEP_BYTES[self.optimizer]
 
     @property
@@ -100,10 +100,10 @@ class EngineSettings:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], *, dp_size: int, zero_init: bool = True) -> EngineSettings:
-        """Reads a DeepSpeed configuration that holds no "auto" any more.
+        """Read a DeepSpeed configuration without "auto".
 
         Args:
-            config: As a JSON file has it.
+            config: Configuration as a JSON file has it.
             dp_size: Data-parallel ranks.
             zero_init: Whether a stage-3 model is built under `zero.Init`.
         """
@@ -113,7 +113,7 @@ class EngineSettings:
         parameters = zero.offload_param or OffloadParam()
         itemsize = 2 if keys.fp16.enabled or keys.bf16.enabled else 4
         accumulation, communication = keys.data_types.grad_accum_dtype, keys.communication_data_type
-        # Left out it is one (runtime/config.py _set_batch_related_parameters).
+        # The default is one (runtime/config.py _set_batch_related_parameters).
         accumulation_steps = keys.gradient_accumulation_steps or 1
         return cls(
             zero_stage=zero.stage,
@@ -127,7 +127,7 @@ class EngineSettings:
             adds_up_on_host=accumulation_steps > 1,
             optimizer=_optimizer_kind(keys),
             momentum=bool(keys.optimizer_params.get("momentum", 0.0)),
-            # stage_1_and_2.py sets it under offload, whatever the file says.
+            # stage_1_and_2.py sets it under offload, regardless of the file.
             contiguous_gradients=zero.contiguous_gradients or (zero.stage in (1, 2) and optimizer.device != "none"),
             overlap_comm=zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
             offload_optimizer=_device(optimizer) if zero.stage else None,
@@ -143,7 +143,7 @@ class EngineSettings:
 def engine_settings(
     plan: Plan, deepspeed_config: Mapping[str, Any] | None = None, *, zero_init: bool = True
 ) -> EngineSettings:
-    """Return what the engine's memory depends on, from a DeepSpeed configuration or from the plan's own."""
+    """Return the engine's settings, from a DeepSpeed configuration or from the plan's own."""
     if deepspeed_config is not None:
         return EngineSettings.read(deepspeed_config, dp_size=plan.grid.dp, zero_init=zero_init)
     settings = EngineSettings.read(plan.deepspeed_config(), dp_size=plan.grid.dp, zero_init=zero_init)
@@ -152,12 +152,12 @@ def engine_settings(
     if plan.job.train.optimizer == "adamw_8bit":
         return replace(settings, optimizer="adamw_8bit")
     if plan.job.parallel.strategy != "zero" and settings.optimizer == "fused_adam":
-        return replace(settings, optimizer="torch_adamw")  # DeepSpeed's kernel comes with DeepSpeed alone
+        return replace(settings, optimizer="torch_adamw")  # DDP and FSDP2 do not use DeepSpeed's kernel
     return settings
 
 
 def keeps_frozen_inputs(plan: Plan, settings: EngineSettings) -> bool:
-    """Tells whether linear modules under adapters keep what only a gradient of their frozen weight would need."""
+    """Return whether linear modules under adapters keep inputs that only a gradient of their frozen weight would need."""
     partitioned = settings.zero_stage == 3 and settings.zero.memory_efficient_linear
     return partitioned and plan.job.parallel.strategy == "zero" and plan.job.train.method != "full"
 
@@ -167,7 +167,7 @@ def _device(section: OffloadOptimizer | OffloadParam) -> Literal["cpu", "nvme"] 
 
 
 def _optimizer_kind(keys: DeepSpeedConfig) -> OptimizerKind:
-    """Names what runs for an optimizer section (engine.py _configure_basic_optimizer)."""
+    """Return the optimizer that runs for a section (engine.py _configure_basic_optimizer)."""
     name = str((keys.optimizer and keys.optimizer.type) or "AdamW").lower()
     if name == "lion":
         return "fused_lion"

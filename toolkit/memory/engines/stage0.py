@@ -14,10 +14,10 @@ ALLREDUCE_ELEMENTS = 500_000_000
 
 
 class Stage0(EngineReplay):
-    """Every rank holds everything."""
+    """Stage 0: every rank holds everything."""
 
     def initialize(self) -> None:
-        """The 16-bit model is cloned and flattened, then an fp32 master copy is made and Adam steps once on zeros."""
+        """Clone and flatten the 16-bit model, then make an fp32 master copy and let Adam step once on zeros."""
         account, settings, numel = self.account, self.settings, self.num_trainable
         model = sum(parameter.size for parameter in self.trace.parameters)
         account.allocate("parameters", model)
@@ -38,11 +38,11 @@ class Stage0(EngineReplay):
         return self.settings.optimizer == "fused_adam"
 
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """Stays until the step; a later micro-batch adds to it in place."""
+        """Keep the gradient until the step; a later micro-batch adds to it in place."""
         self.keep_gradient(size)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """Copies of up to 5e8 elements are reduced, by a single rank too (engine.py buffered_allreduce_fallback)."""
+        """Reduce copies of up to 5e8 elements, on a single rank too (engine.py buffered_allreduce_fallback)."""
         if not last:
             return
         most, numel = 0, 0
@@ -54,7 +54,7 @@ class Stage0(EngineReplay):
         self.account.transient("reduction buffer", most * self.settings.communication_itemsize)
 
     def step(self) -> None:
-        """fp32 copies of all gradients, then their flat buffer, while the 16-bit ones are still there."""
+        """Make fp32 copies of all gradients, then their flat buffer, while the 16-bit ones are still live."""
         account, settings, numel = self.account, self.settings, self.num_trainable
         if settings.itemsize == 4:
             self.run_optimizer(numel)

@@ -14,7 +14,7 @@ from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.trace.events import in_blocks
 from toolkit.memory.trace.run import MemoryTrace, Parameter
 
-# stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements a rank.
+# stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements per rank.
 ALIGNMENT = 2
 
 
@@ -45,7 +45,7 @@ def gradient_bytes(trace: MemoryTrace, settings: EngineSettings) -> list[list[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Filled:
-    """A gradient of the bucket; `size` are the bytes that it holds outside of it, under `cause`, being too large for it."""
+    """A gradient in the bucket; one too large for it holds `size` bytes outside of it, under `cause`."""
 
     parameter: Parameter
     cause: str
@@ -53,7 +53,7 @@ class _Filled:
 
 
 class Stage12(EngineReplay):
-    """ZeRO-1 keeps whole gradients until the step's reduction, ZeRO-2 only those of its partition."""
+    """Stages 1 and 2: ZeRO-1 keeps whole gradients until the step's reduction, ZeRO-2 only those of its partition."""
 
     def __init__(self, trace: MemoryTrace, settings: EngineSettings, **of_rank: Any) -> None:
         super().__init__(trace, settings, **of_rank)
@@ -61,12 +61,12 @@ class Stage12(EngineReplay):
         self._owners = {parameter.name: ranks for parameter, ranks in owners(self.trainable, self._partition)}
         self._mine = [parameter for parameter in self.trainable if self._is_mine(parameter)]
         self._mine_bytes = sum(parameter.numel for parameter in self._mine) * settings.itemsize
-        # _use_compact_grad_partition_buffer: the partition's gradients add up in one flat fp32 buffer.
+        # _use_compact_grad_partition_buffer: the partition's gradients accumulate in one flat fp32 buffer.
         self._compact = settings.accumulation_itemsize > settings.itemsize
         self._staged_itemsize = settings.accumulation_itemsize if settings.zero_stage == 1 else settings.itemsize
         self._filled: list[_Filled] = []
         self._elements = 0
-        self._passed: set[str] = set()  # parameters that the pass at hand has given a gradient
+        self._passed: set[str] = set()  # parameters to which the current pass has given a gradient
         self._ready = False
         self._allocated = False
         self._first, self._last = True, True
@@ -75,7 +75,7 @@ class Stage12(EngineReplay):
         return self.rank in self._owners[parameter.name]
 
     def initialize(self) -> None:
-        """The model is flattened on the card: twice its size for a moment (flatten_dense_tensors_aligned)."""
+        """Flatten the model on the card, with a peak of twice its size (flatten_dense_tensors_aligned)."""
         account, settings = self.account, self.settings
         frozen = sum(parameter.size for parameter in self.trace.parameters if not parameter.trainable)
         account.allocate("parameters", frozen + self.num_trainable * settings.itemsize)
@@ -91,17 +91,17 @@ class Stage12(EngineReplay):
         account.transient("gradients in fp32 at the step", master)
 
     def begin_backward(self, *, first: bool, last: bool) -> None:
-        """Notes where in the accumulation the pass stands."""
+        """Record the position of the pass in the accumulation."""
         self._first, self._last = first, last
 
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """ZeRO-2 copies it into a bucket at once, ZeRO-1 keeps it for the last micro-batch's reduction."""
+        """Copy the gradient into a bucket under ZeRO-2, or keep it for the last micro-batch's reduction under ZeRO-1."""
         account, settings = self.account, self.settings
         self._set_up_buckets()
         if settings.zero_stage == 2 or (settings.overlap_comm and self._last):
             self._into_bucket(parameter, "gradients", size)
             return
-        if self._compact:  # ZeRO-1 adds up whole gradients in fp32 (_fill_param_grad_accum_attribute)
+        if self._compact:  # ZeRO-1 accumulates whole gradients in fp32 (_fill_param_grad_accum_attribute)
             whole = parameter.numel * settings.accumulation_itemsize
             if self._first:
                 account.allocate("accumulated gradients", whole)
@@ -109,7 +109,7 @@ class Stage12(EngineReplay):
                 account.transient("accumulated gradients", whole)
             account.free("gradients", size)
         elif not self._first:
-            account.free("gradients", size)  # added in place to what an earlier micro-batch left
+            account.free("gradients", size)  # added in place to that of an earlier micro-batch
 
     def _set_up_buckets(self) -> None:
         if self._ready or not self.settings.contiguous_gradients:
@@ -121,12 +121,12 @@ class Stage12(EngineReplay):
         )
 
     def _into_bucket(self, parameter: Parameter, cause: str, size: int) -> None:
-        """Copies what is held under `cause` into the bucket; a gradient larger than that stays where it is."""
+        """Copy a gradient kept under `cause` into the bucket; one larger than the bucket stays where it is."""
         settings = self.settings
         if self._elements + parameter.numel > settings.zero.reduce_bucket_size:
             self._flush()
         if parameter.numel > settings.zero.reduce_bucket_size and settings.offload_optimizer:
-            self.account.transient("reduction buffer", size)  # a clone, that takes its place
+            self.account.transient("reduction buffer", size)  # a clone that replaces it
         if parameter.numel <= settings.zero.reduce_bucket_size and settings.contiguous_gradients:
             self.account.free(cause, size)
             size = 0
@@ -134,7 +134,7 @@ class Stage12(EngineReplay):
         self._elements += parameter.numel
 
     def _flush(self) -> None:
-        """average_tensor, then copy_grads_in_partition."""
+        """Reduce the bucket and copy its gradients into the partition (average_tensor, then copy_grads_in_partition)."""
         if not self._filled:
             return
         account, settings = self.account, self.settings
@@ -155,8 +155,9 @@ class Stage12(EngineReplay):
         self._filled, self._elements = [], 0
 
     def _reduce_bucket(self, mine: Sequence[Parameter]) -> None:
-        """allreduce_bucket: several slices are flattened into a copy, and cast to the type of communication; then one by one
-        added to the partition's fp32 sums, of which each parameter is a slice of its own; else those of a rank are one slice.
+        """Flatten several slices into a copy and cast it to the communication type, as allreduce_bucket does.
+
+        With the partition's fp32 sums each parameter is a slice, added one by one; otherwise those of a rank are one slice.
         """
         settings = self.settings
         touched = {rank for filled in self._filled for rank in self._owners[filled.parameter.name]}
@@ -171,12 +172,12 @@ class Stage12(EngineReplay):
             self.account.transient("reduction buffer", (cast or flat) + largest * settings.accumulation_itemsize)
 
     def _stays(self, parameter: Parameter) -> bool:
-        """Whether a gradient that was too large for the bucket outlives its reduction: then the end of the pass drops it."""
+        """Return whether a gradient too large for the bucket is kept after its reduction, until the end of the pass."""
         boundary = self.settings.offload_optimizer and self._last
         return self._compact and self.settings.zero_stage == 2 and self._is_mine(parameter) and not boundary
 
     def _keep_or_clear(self, parameter: Parameter) -> None:
-        """reduce_ipg_grads without contiguous_gradients: a gradient of the partition stays as it is, others go."""
+        """Keep a gradient of the partition, and free others, as reduce_ipg_grads does without contiguous_gradients."""
         self.account.free("gradients", parameter.size)
         if self._is_mine(parameter):
             self._allocated = True
@@ -198,19 +199,19 @@ class Stage12(EngineReplay):
             self._allocated = True
 
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """independent_gradient_partition_epilogue; ZeRO-1 reduces only now, and only after the last micro-batch."""
+        """Flush the bucket (independent_gradient_partition_epilogue); ZeRO-1 reduces only here, after the last micro-batch."""
         account = self.account
         if self.settings.zero_stage == 1 and not (self.settings.overlap_comm and last):
             if not last:
                 return
-            # reduce_gradients: what was kept moves into the bucket.
+            # reduce_gradients: the gradients that were kept move into the bucket.
             cause = "accumulated gradients" if self._compact else "gradients"
             for parameter in self.trainable:
                 width = self._staged_itemsize if self._compact else parameter.itemsize
                 self._into_bucket(parameter, cause, parameter.numel * width)
         self._flush()
         self._fill_up(first=first)
-        if not self._compact:  # else it stays, and adds up, until the step
+        if not self._compact:  # else it accumulates until the step
             if self._allocated and not first and account.held("gradient partition") > self._mine_bytes + 512:
                 account.free("gradient partition", self._mine_bytes)  # added into the first micro-batch's
             self._allocated = False
@@ -219,7 +220,7 @@ class Stage12(EngineReplay):
         self._ready = False
 
     def _fill_up(self, *, first: bool) -> None:
-        """get_all_grad_tensors: zeros for parameters without a gradient, as in a pass through a part of the layers."""
+        """Add zeros for parameters without a gradient, as after a pass through some layers only (get_all_grad_tensors)."""
         passed, self._passed = self._passed, set()
         if self.settings.zero_stage == 1 or self._compact or self.settings.offload_optimizer:
             return
@@ -230,7 +231,7 @@ class Stage12(EngineReplay):
             self.account.transient("gradient partition", zeros)
 
     def reduce(self) -> None:
-        """_flush_coalesced_reduction_zero12: as the reduction of one micro-batch, whose gradients are all there."""
+        """Reduce all gradients as those of one micro-batch, as _flush_coalesced_reduction_zero12 does."""
         self._first = self._last = True
         self._set_up_buckets()
         for parameter in self.trainable:
@@ -243,10 +244,10 @@ class Stage12(EngineReplay):
         self._ready = False
 
     def finish_reduction(self) -> None:
-        """finalize_gradient_accumulation_boundary: gradients that have been added up on the host come back once more."""
+        """Copy gradients that were accumulated on the host back once more (finalize_gradient_accumulation_boundary)."""
         if not self.settings.offload_optimizer:
             return
-        if self._compact:  # nor do they leave the card before
+        if self._compact:  # they have not left the card
             largest = max((parameter.numel for parameter in self._mine), default=0)
             self.account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
             return
@@ -256,7 +257,7 @@ class Stage12(EngineReplay):
                 self.account.transient("gradients in fp32 at the step", parameter.numel * 4)
 
     def step(self) -> None:
-        """Flatten, cast, step: 2 + 4 bytes beside the 2 of the gradients, then Adam's states."""
+        """Flatten, cast and step: 2 + 4 bytes in addition to the 2 of the gradients, then Adam's states."""
         account, settings = self.account, self.settings
         self._allocated = False
         if settings.offload_optimizer:
@@ -266,7 +267,7 @@ class Stage12(EngineReplay):
         largest = max((parameter.numel for parameter in self._mine), default=0)
         account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
         flat, master = self._partition * settings.itemsize, self._partition * settings.master_itemsize
-        if self._compact:  # it is what steps
+        if self._compact:  # the optimizer steps on this buffer
             account.free_all("gradient partition")
             account.allocate("gradients in fp32 at the step", master)
         else:

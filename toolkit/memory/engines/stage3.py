@@ -19,13 +19,13 @@ NORM_ELEMENTS = 250_000_000
 
 
 class Stage3(EngineReplay):
-    """Parameters live in partitions of 1/N and, around their use, whole.
+    """Stage 3: parameters live in partitions of 1/N, and whole around their use.
 
     Attributes:
-        modules: Parameters by the module whose hooks gather them: the one that holds them, or a leaf around it.
+        modules: Parameters by the module whose hooks gather them: the one that owns them, or a leaf module around it.
         persistent: Names of parameters that stay whole between uses.
         on_nvme: Names of parameters whose partitions must be read from NVMe before they can be gathered.
-        gathers: Whether a fetch allocates: not on one rank with its partitions on the card (_no_gather_coalesced).
+        gathers: Whether a fetch allocates; it does not on one rank with partitions on the card (_no_gather_coalesced).
         sub_groups: Partition elements of each optimizer sub-group.
     """
 
@@ -59,7 +59,7 @@ class Stage3(EngineReplay):
         self._offloaded = settings.offload_optimizer is not None
 
     def _group(self) -> list[list[Parameter]]:
-        """Parameters of each optimizer sub-group (_create_fp16_sub_groups)."""
+        """Return the parameters of each optimizer sub-group (_create_fp16_sub_groups)."""
         groups: list[list[Parameter]] = [[]]
         partition = 0
         for parameter in self.trainable:
@@ -71,7 +71,7 @@ class Stage3(EngineReplay):
         return groups if groups[-1] else groups[:-1]
 
     def _find_on_nvme(self, groups: Sequence[Sequence[Parameter]]) -> set[str]:
-        """Parameters that wait on NVMe: max_in_cpu elements stay in memory, whole sub-groups first to last.
+        """Return the parameters on NVMe: max_in_cpu elements stay in memory, whole sub-groups first to last.
 
         Source:
             stage3.py _create_fp16_partitions_with_defragmentation, _move_to_flat_buffer.
@@ -86,7 +86,7 @@ class Stage3(EngineReplay):
         return self.by_name.keys() - kept
 
     def initialize(self) -> None:
-        """zero.Init partitions module by module; then master copies, a gradient buffer and the bucket are made."""
+        """Partition module by module as zero.Init does; then make master copies, a gradient buffer and the bucket."""
         account, settings = self.account, self.settings
         largest = max(parameter.size for parameter in self.trace.parameters)
         stored = sum(self._partitions[p.name] * p.itemsize for p in self.trace.parameters)
@@ -95,7 +95,7 @@ class Stage3(EngineReplay):
                 account.allocate("parameter partitions", stored)
             for parameter in self.trace.parameters:
                 self.keep_secondary(parameter)
-            # A head that will be tied is made and partitioned first, as a parameter of its own.
+            # A head that will be tied is first made and partitioned as a parameter of its own.
             tied = max((self._partitions[name] * self.by_name[name].itemsize for _, name in self.trace.tied), default=0)
             account.transient("parameters being partitioned", largest + (0 if settings.offload_param else tied))
         else:
@@ -112,7 +112,7 @@ class Stage3(EngineReplay):
             with account.temporary("master parameters being cast", partition * settings.master_itemsize):
                 account.allocate("master parameters", partition * settings.master_itemsize)
         if self._offloaded:
-            # initialize_optimizer_states leaves an fp32 gradient with each sub-group, on its device.
+            # initialize_optimizer_states leaves an fp32 gradient for each sub-group, on its device.
             account.allocate("gradients in fp32", sum(resident) * settings.master_itemsize)
         else:
             account.transient("gradients in fp32 at the step", self.largest_group * settings.master_itemsize)
@@ -128,7 +128,7 @@ class Stage3(EngineReplay):
         self._fetcher.prepare()
 
     def _resident_groups(self) -> list[int]:
-        """Sub-groups whose optimizer state stays on the card (_create_fp32_partitions: int((1 - ratio) * groups))."""
+        """Return the sub-groups whose optimizer state stays on the card (_create_fp32_partitions: int((1 - ratio) * groups))."""
         if not self._offloaded:
             return self.sub_groups
         if self.settings.offload_optimizer == "nvme":
@@ -147,15 +147,15 @@ class Stage3(EngineReplay):
         return max(self.sub_groups, default=0)
 
     def begin_forward(self) -> None:
-        """reset_step."""
+        """Reset the fetcher, as reset_step does."""
         self._fetcher.begin()
 
     def begin_backward(self, *, first: bool, last: bool) -> None:
-        """Notes whether the step follows."""
+        """Record whether the step follows."""
         self._last = last
 
     def module(self, name: str, *, fetch: bool, backward: bool) -> None:
-        """Gathers what a module needs, or lets go of what nobody needs soon."""
+        """Gather what a module needs, or release what no module needs soon."""
         parameters = self.modules.get(name, [])
         if fetch:
             self._fetcher.fetch(name, parameters)
@@ -164,7 +164,7 @@ class Stage3(EngineReplay):
             self._fetcher.release(name, parameters)
 
     def gradient(self, parameter: Parameter, size: int) -> None:
-        """Goes into the bucket, where a leaf's gradients wait for the last of them (stage3.py reduce_leaf_module_grads)."""
+        """Copy a gradient into the bucket, those of a leaf module once all are there (stage3.py reduce_leaf_module_grads)."""
         leaf = self._leaf_of.get(parameter.name)
         if leaf is None:
             self._into_bucket(parameter, size)
@@ -172,14 +172,14 @@ class Stage3(EngineReplay):
             self._waiting.setdefault(leaf, {})[parameter.name] = size
 
     def _take_waiting(self, leaf: str) -> None:
-        """The backward pass of a leaf has come to its input: its gradients go into the bucket, in the order of parameters."""
+        """Copy a leaf module's gradients into the bucket, in the order of parameters, once its backward pass is over."""
         waiting = self._waiting.pop(leaf, {})
         for parameter in self.modules[leaf] if waiting else ():
             if parameter.name in waiting:
                 self._into_bucket(parameter, waiting[parameter.name])
 
     def _into_bucket(self, parameter: Parameter, size: int) -> None:
-        """__add_grad_to_ipg_bucket: copied into the bucket, or kept whole if larger than it."""
+        """Copy a gradient into the bucket, or keep it whole if it is larger (__add_grad_to_ipg_bucket)."""
         settings = self.settings
         if self._elements and self._elements + parameter.numel > settings.zero.reduce_bucket_size:
             self._flush()
@@ -191,7 +191,7 @@ class Stage3(EngineReplay):
         self._elements += parameter.numel
 
     def _flush(self) -> None:
-        """__avg_scatter_grads: reduce_scatter_coalesced interleaves the partitions in a copy."""
+        """Reduce the bucket: reduce_scatter_coalesced interleaves the partitions in a copy (__avg_scatter_grads)."""
         if not self._filled:
             return
         account, settings, size = self.account, self.settings, self.settings.dp_size
@@ -209,7 +209,7 @@ class Stage3(EngineReplay):
         self._filled, self._elements, self._kept = [], 0, 0
 
     def _offload(self, parameters: list[Parameter]) -> None:
-        """partition_grads with CPU buffers: a device copy of each partition, its norm, its fp32 cast."""
+        """Move gradient partitions to the CPU by a device copy of each, its norm and its fp32 cast (partition_grads)."""
         for parameter in parameters:
             numel = self._partitions[parameter.name]
             with self.account.temporary("gradient partition on its way to the host", numel * self.settings.itemsize):
@@ -219,20 +219,20 @@ class Stage3(EngineReplay):
                     self.account.transient("gradients in fp32 at the step", numel * self.settings.master_itemsize)
 
     def end_backward(self, *, first: bool, last: bool) -> None:
-        """The last bucket, then whatever no hook has released."""
+        """Reduce the last bucket, then release what no hook has released."""
         for leaf in list(self._waiting):
             self._take_waiting(leaf)
         self._flush()
         self._fetcher.end()
 
     def finish_reduction(self) -> None:
-        """finalize_gradient_accumulation_boundary: partitions that have been added up on the host come back once more."""
+        """Copy partitions that were accumulated on the host back once more (finalize_gradient_accumulation_boundary)."""
         self._last = True
         if self._offloaded:
             self._offload(self.trainable)
 
     def step(self) -> None:
-        """One sub-group at a time: 2 + 4 bytes a parameter of it, beside the gradient partition."""
+        """Step one sub-group at a time: 2 + 4 bytes per parameter of it, in addition to the gradient partition."""
         account, settings = self.account, self.settings
         self._fetcher.drop_all()
         if not self._offloaded:
@@ -242,11 +242,11 @@ class Stage3(EngineReplay):
             largest = max((self._partitions[p.name] for p in self.trainable), default=0)
             account.transient("gradient norm in fp64", largest * NORM_ITEMSIZE)
         first_step = not account.held("optimizer state")
-        if self._offloaded:  # the gradients are there already, in fp32
+        if self._offloaded:  # the gradients are on the host already, in fp32
             resident = sum(self._resident_groups())
             if first_step:
                 account.allocate("optimizer state", resident * settings.state_bytes)
-            # What stays on the card is stepped by torch's AdamW (stage3.py backup_optimizer).
+            # torch's AdamW steps what stays on the card (stage3.py backup_optimizer).
             account.transient(
                 "optimizer temporaries", max(self._resident_groups(), default=0) * STEP_BYTES["torch_adamw"]
             )
@@ -266,13 +266,13 @@ class Stage3(EngineReplay):
         self._end_step()
 
     def _end_step(self) -> None:
-        """_post_step: persistent parameters are gathered again, then invalidate_secondary_tensor."""
+        """Gather persistent parameters again, then drop secondary shards (_post_step, invalidate_secondary_tensor)."""
         self._fetcher.restore_persistent()
         self.account.free_all("secondary partitions")
         self._secondary.clear()
 
     def keep_secondary(self, parameter: Parameter) -> None:
-        """hpZ: a parameter that is partitioned leaves a second shard, of 1/hpz, until the step ends.
+        """Keep hpZ's secondary shard of a partitioned parameter, 1/hpz of it, until the step ends.
 
         Source:
             partition_parameters.py _partition_param_sec.
@@ -283,12 +283,12 @@ class Stage3(EngineReplay):
             self.account.allocate("secondary partitions", math.ceil(parameter.numel / size) * parameter.itemsize)
 
     def partition(self, parameter: Parameter) -> int:
-        """Elements of a parameter that each rank stores."""
+        """Return the elements of a parameter that each rank stores."""
         return self._partitions[parameter.name]
 
 
 def _gathered_by(module: str, leaves: Collection[str]) -> str:
-    """Return the leaf around a module, else the module itself (parameter_offload.py iter_params, recurse=z3_leaf_module)."""
+    """Return the leaf module around a module, or itself (parameter_offload.py iter_params, recurse=z3_leaf_module)."""
     parts = module.split(".")
     around = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return next((path for path in around if path in leaves), module)

@@ -1,4 +1,4 @@
-"""What a rank of a plan's pipeline does in one step or in an evaluation, as far as memory goes."""
+"""The program of a pipeline rank in one step or in an evaluation, as far as memory is concerned."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from toolkit.pipeline_schedule import (
 from toolkit.pipeline_schedule.interleaved import round_sizes
 from toolkit.planning.plan import Plan
 
-# Micro-batches beyond those that fill the pipeline: so many show all that a rank does between filling and draining it,
-# and let ZeRO-3 record an order of modules and follow it.
+# Micro-batches beyond those that fill the pipeline: enough to show the steady state of a rank, and for ZeRO-3 to record
+# an order of modules and follow it.
 STEADY = 3
 # Rounds (pipeline_schedule/interleaved.py): the first two fill the pipeline.
 ROUNDS = 4
@@ -33,10 +33,10 @@ class StepProgram:
     """The passes and messages of one step.
 
     Args:
-        actions: Of the rank, in order; of fewer micro-batches than the step has where more repeat the same.
-        num_micro_batches: Of the step, all of which are on the device from its start to its end.
-        reduces_once: Whether gradients stay whole to the end of the step; else they are reduced after each backward pass.
-        sums_in_fp32: Whether whole gradients of 16 bit are added up in fp32 (pipeline_parallel/grads.py).
+        actions: Actions of the rank, in order; of fewer micro-batches than the step has where more would only repeat.
+        num_micro_batches: Micro-batches of the step, all of which are on the device from its start to its end.
+        reduces_once: Whether gradients are reduced at the end of the step, rather than after each backward pass.
+        sums_in_fp32: Whether whole 16-bit gradients are accumulated in fp32 (pipeline_parallel/grads.py).
     """
 
     actions: tuple[Instruction, ...]
@@ -45,7 +45,7 @@ class StepProgram:
     sums_in_fp32: bool = False
 
     def following_phases(self) -> list[str]:
-        """Return for each action the phase that it leaves behind, that of the next compute, as the engine measures it."""
+        """Return the phase after each action, which is that of the next compute, as the engine measures it."""
         found: list[str] = []
         phase = "backward"
         for action in reversed(self.actions):
@@ -55,7 +55,7 @@ class StepProgram:
         return found[::-1]
 
     def peak_in_flight(self, sizes: Sequence[int]) -> int:
-        """Return the most that is held at once, where each chunk holds `sizes` from its forward to its backward pass."""
+        """Return the peak of bytes, where each chunk keeps its `sizes` from its forward to its backward pass."""
         most = level = 0
         for action in self.actions:
             if isinstance(action, Forward):
@@ -67,7 +67,7 @@ class StepProgram:
 
 
 def step_program(plan: Plan, pp_rank: int) -> StepProgram:
-    """Return what a rank of a plan's pipeline does in one step; of fewer micro-batches where these need as much."""
+    """Return the program of a pipeline rank in one step, with fewer micro-batches where these need as much memory."""
     settings = plan.settings
     schedule = build_schedule(
         settings.pipeline_schedule,
@@ -101,7 +101,7 @@ def representative_micro_batches(schedule: PipelineSchedule, *, pp: int, micro_b
 
 
 def evaluation_program(plan: Plan, pp_rank: int) -> StepProgram:
-    """Return what a rank does in an evaluation: one batch after the other goes through its chunks (engine/pipeline.py outputs)."""
+    """Return the program of a rank in an evaluation: batch by batch through its chunks (engine/pipeline.py outputs)."""
     schedule = Schedule(
         name="gpipe", pp=plan.grid.pp, micro_batches=STEADY, virtual_stages=plan.settings.virtual_stages, order=()
     )

@@ -1,1 +1,1 @@
-"""What the kernels of a GPU allocate and save, as stand-ins that run on fake tensors."""
+"""Stand-ins for GPU kernels that allocate and save the same memory on fake tensors."""

@@ -33,18 +33,18 @@ SMALL_SHARED_MEMORY = ((8.6, 8.9), (12.0, 12.1))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What of a card decides which attention kernel runs.
+    """The properties of a card that decide which attention kernel runs.
 
     Args:
-        capability: CUDA compute capability, such as 9.0; 0 for a card that has none of CUDA's fused kernels. AMD's cards
-            of the CDNA kind have flash and memory-efficient attention, but no cuDNN, and are told as 8.0.
+        capability: CUDA compute capability, such as 9.0; 0 for a card that has none of CUDA's fused kernels. AMD's
+            CDNA cards have flash and memory-efficient attention, but no cuDNN, and count as 8.0.
     """
 
     capability: float
 
     @property
     def prefers_cudnn(self) -> bool:
-        """Whether cuDNN's attention comes first (check_prefer_cudnn_attention; wheels of CUDA 13)."""
+        """True if cuDNN's attention comes first (check_prefer_cudnn_attention; wheels of CUDA 13)."""
         return 9.0 <= self.capability < 11.0
 
 
@@ -59,21 +59,21 @@ def choose_kernel(
     causal: bool = True,
     enable_gqa: bool = True,
 ) -> Kernel:
-    """Names the kernel that `scaled_dot_product_attention` runs on a CUDA card when gradients are needed.
+    """Return the kernel that `scaled_dot_product_attention` runs on a CUDA card when gradients are needed.
 
     Args:
-        query: Shape (batch, heads, sequence, width).
-        key: The same; fewer heads for grouped-query attention.
-        value: The same.
-        mask: Boolean or additive.
-        device: The card.
-        dropout: Probability.
-        causal: Whether the upper triangle is masked by flag.
-        enable_gqa: Whether fewer key and value heads may be shared; without it, heads that differ in number are
+        query: Queries, shape (batch, heads, sequence, width).
+        key: Keys of the same shape; fewer heads for grouped-query attention.
+        value: Values of the shape of keys.
+        mask: Boolean or additive mask.
+        device: Card that runs the kernel.
+        dropout: Dropout probability.
+        causal: Whether `is_causal` masks the upper triangle.
+        enable_gqa: Whether query heads may share key and value heads; without it, different numbers of heads are
             broadcast, which no fused kernel does (check_batch_size_and_num_heads_dense).
 
     Source:
-        sdp_utils.cpp select_sdp_backend: the first that can, of cuDNN (Hopper and Blackwell), flash, efficient, math.
+        sdp_utils.cpp select_sdp_backend: the first usable one of cuDNN (Hopper and Blackwell), flash, efficient, math.
     """
     grouped = key.shape[1] != query.shape[1]
     if grouped and not enable_gqa:
@@ -105,7 +105,7 @@ class _Shapes:
     dropout: float
 
     def cudnn(self, device: Device) -> bool:
-        """can_use_cudnn_attention."""
+        """Return whether cuDNN's attention can run (can_use_cudnn_attention)."""
         widths = (self.width, self.value_width)
         small = max(widths) <= CUDNN_MAX_HEAD_DIM or widths == CUDNN_LATENT_HEAD_DIMS
         aligned = self.width % 8 == 0 and self.value_width % 8 == 0
@@ -113,7 +113,7 @@ class _Shapes:
         return device.prefers_cudnn and self.half and small and aligned and (self.dropout * 16).is_integer()
 
     def flash(self, device: Device) -> bool:
-        """can_use_flash_attention."""
+        """Return whether flash attention can run (can_use_flash_attention)."""
         equal = self.width == self.value_width <= FLASH_MAX_HEAD_DIM
         cramped = any(low <= device.capability <= high for low, high in SMALL_SHARED_MEMORY)
         refused = cramped and not (self.width <= 192 or (self.width > 224 and self.dropout == 0))
@@ -121,7 +121,7 @@ class _Shapes:
         return plain and device.capability >= FLASH_MIN_CAPABILITY
 
     def efficient(self, device: Device, dtype: torch.dtype) -> bool:
-        """can_use_mem_efficient_attention; minimum_gemm_alignment."""
+        """Return whether memory-efficient attention can run (can_use_mem_efficient_attention; minimum_gemm_alignment)."""
         tensor_cores = device.capability >= 8.0 or (device.capability >= 7.0 and self.half)
         alignment = (8 if self.half else 4) if tensor_cores else 1
         aligned = self.width % alignment == 0 and self.value_width % alignment == 0
@@ -186,22 +186,22 @@ def _grouped_mm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 @contextlib.contextmanager
 def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
-    """Runs attention, its masks, experts and dropout as a CUDA card would.
+    """Run attention, its masks, experts and dropout as a CUDA card would.
 
     Args:
-        device: The card.
-        packed: Whether documents are kept apart inside a row, so that a mask is always needed.
+        device: Card to imitate.
+        packed: Whether a row has several separated documents, so that a mask is always needed.
     """
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
     find_packed, grouped_mm = masking_utils.find_packed_sequence_indices, functional.grouped_mm
     can_use_grouped_mm = moe._can_use_grouped_mm
     check_installed, liger_cross_entropy = liger.check_installed, liger.liger_cross_entropy
     if not packed:
-        # On real positions it finds one document and gives None; it cannot read fake ones, and assumes several.
+        # On real positions it finds one document and returns None; it cannot read fake ones, and assumes several.
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     functional.scaled_dot_product_attention = _sdpa(device)
     functional.dropout = _dropout
-    liger.check_installed = lambda: None  # nothing of it runs
+    liger.check_installed = lambda: None  # no Liger kernel runs
     liger.liger_cross_entropy = liger_stand_in(sums_in_place=device.capability >= LIGER_IN_PLACE_MIN_CAPABILITY)
     functional.grouped_mm = _grouped_mm(grouped_mm)
     moe._can_use_grouped_mm = lambda *_: device.capability >= GROUPED_MM_MIN_CAPABILITY

@@ -20,7 +20,7 @@ from toolkit.memory.kernels.fake_fused import FusedAttention
 
 NAME = "flash_attention_2"
 
-# What modeling_flash_attention_utils.py lazy_import_flash_attention keeps, of which 5.17 lacks one.
+# Globals that modeling_flash_attention_utils.py lazy_import_flash_attention sets; 5.17 lacks one of them.
 _LOADED = (
     "_loaded_implementation",
     "_flash_fn",
@@ -31,7 +31,7 @@ _LOADED = (
     "_process_flash_kwargs_fn",
     "_process_with_kvcache_kwargs_fn",
 )
-# What of it reads the values of tensors.
+# Its functions that read the values of tensors.
 _REPLACED = ("_lazy_imports", "_get_unpad_data", "_is_packed_sequence", "prepare_fa_kwargs_from_position_ids")
 
 
@@ -45,9 +45,9 @@ def _attend(
     deterministic: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Stands for flash_attn_func (flash_attn/flash_attn_interface.py FlashAttnFunc).
+    """Stand in for flash_attn_func (flash_attn/flash_attn_interface.py FlashAttnFunc).
 
-    transformers passes on what the signature names (modeling_flash_attention_utils.py _lazy_define_process_function).
+    transformers passes only arguments that the signature names (_lazy_define_process_function).
     """
     heads = (tensor.transpose(1, 2) for tensor in (query_BSHD, key_BSHD, value_BSHD))
     return FusedAttention.apply(*heads, None).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]
@@ -63,7 +63,7 @@ def _attend_documents(
     deterministic: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Stands for flash_attn_varlen_func (FlashAttnVarlenFunc)."""
+    """Stand in for flash_attn_varlen_func (FlashAttnVarlenFunc)."""
     return _attend(query_THD[None], key_THD[None], value_THD[None])[0]
 
 
@@ -72,25 +72,25 @@ def _import_stand_ins(*_: Any, **__: Any) -> tuple[Any, ...]:
 
 
 def _unpad_data(attention_mask_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Every token counts: rows may be as long as the batch is wide."""
+    """Return the indices, starts and length of unpadded rows, as if no token were padding."""
     lengths_B = attention_mask_BS.sum(dim=-1, dtype=torch.int32)
     starts_B = functional.pad(torch.cumsum(lengths_B, dim=0, dtype=torch.int32), (1, 0))
     return torch.empty(attention_mask_BS.numel(), dtype=torch.int64), starts_B, attention_mask_BS.shape[-1]
 
 
 def _document_starts(position_ids_BS: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-    """One document: their number changes a few bytes."""
+    """Return the starts and lengths of one document: the number of documents changes a few bytes only."""
     starts = torch.empty(2, dtype=torch.int32)
     return (starts, starts), (position_ids_BS.numel(), position_ids_BS.numel())
 
 
 def _mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> torch.Tensor | None:
-    """Some row is padded (masking_utils.py flash_attention_mask)."""
+    """Return the mask, as if some row were padded (masking_utils.py flash_attention_mask)."""
     return attention_mask
 
 
 def _adjust(original: Any) -> Any:
-    """Asks the model's class for support, but not the machine for the package."""
+    """Return a check that the model's class supports the attention, without a check for the package."""
 
     def adjust(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         if attn_implementation != NAME:
@@ -107,7 +107,7 @@ def _adjust(original: Any) -> Any:
 
 @contextlib.contextmanager
 def traced_flash(*, packed: bool) -> Iterator[None]:
-    """Runs transformers' FlashAttention-2 on fake tensors.
+    """Run transformers' FlashAttention-2 on fake tensors.
 
     Args:
         packed: Whether a row holds several documents.

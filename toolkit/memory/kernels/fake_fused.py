@@ -1,6 +1,6 @@
 """Stand-ins for CUDA kernels whose CPU counterparts save other tensors for the backward pass.
 
-They allocate, save and release what the CUDA kernel does, and compute nothing.
+They allocate, save and release what the CUDA kernels do, and compute nothing.
 B: sequences, H: heads, S: tokens, D: width of a head.
 """
 
@@ -30,7 +30,7 @@ class FusedAttention(torch.autograd.Function):
         value_BHSD: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> Any:
-        """Allocates the output and the log-sum-exp."""
+        """Allocate the output and the log-sum-exp."""
         out_BHSD = _like_layout(query_BHSD, (*query_BHSD.shape[:-1], value_BHSD.shape[-1]))
         logsumexp_BHS = query_BHSD.new_empty(query_BHSD.shape[:-1], dtype=torch.float32)
         saved = [query_BHSD, key_BHSD, value_BHSD, out_BHSD, logsumexp_BHS]
@@ -39,7 +39,7 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Allocates the gradients; 16-bit kernels sum dq in fp32, and dk and dv a query head before the heads' sum."""
+        """Allocate the gradients; 16-bit kernels sum dq in fp32, and make dk and dv per query head before summing heads."""
         query, key, value, out, _, *bias = ctx.saved_tensors
         grad_bias = torch.empty_like(bias[0]) if bias and ctx.needs_input_grad[3] else None
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -53,13 +53,13 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _like_layout(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Allocates an output in the order in which the query lies (cudnn/MHA.cpp alloc_with_matching_layout)."""
+    """Allocate an output with the memory layout of the query (cudnn/MHA.cpp alloc_with_matching_layout)."""
     order = sorted(range(len(shape)), key=query.stride, reverse=True)
     return query.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
 
 
 class GroupedMatmul(torch.autograd.Function):
-    """`grouped_mm` in fp32 and fp16, which CUDA computes group by group and fake tensors refuse.
+    """`grouped_mm` in fp32 and fp16, which CUDA computes group by group and fake tensors do not support.
 
     Source:
         aten/src/ATen/native/cuda/GroupedBlas.cpp _grouped_mm_cuda; torch/_meta_registrations.py _meta_grouped_mm_common.
@@ -67,13 +67,13 @@ class GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Allocates one row of output a row."""
+        """Allocate one row of output per row of input."""
         ctx.save_for_backward(rows, weights, offsets)
         return rows.new_empty((rows.shape[0], weights.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Allocates the gradients that are needed."""
+        """Allocate the gradients that are needed."""
         rows, weights, _ = ctx.saved_tensors
         needs_rows, needs_weights, _ = ctx.needs_input_grad
         return (
@@ -84,26 +84,26 @@ class GroupedMatmul(torch.autograd.Function):
 
 
 class Dropout(torch.autograd.Function):
-    """CUDA's native_dropout keeps a mask of one byte an element (aten/src/ATen/native/cuda/Dropout.cu)."""
+    """CUDA's native_dropout, which keeps a mask of one byte per element (aten/src/ATen/native/cuda/Dropout.cu)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Allocates the mask and the output."""
+        """Allocate the mask and the output."""
         ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
         return torch.empty_like(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        """Allocates the gradient."""
+        """Allocate the gradient."""
         return torch.empty_like(grads[0])
 
 
 def liger_stand_in(*, sums_in_place: bool) -> Callable[..., torch.Tensor]:
-    """Return what stands for `toolkit.modeling.liger.liger_cross_entropy`.
+    """Return a stand-in for `toolkit.modeling.liger.liger_cross_entropy`.
 
     Args:
-        sums_in_place: Whether the head's gradient is summed by products into it, rather than through a product of its
-            own size and that one's fp32 copy.
+        sums_in_place: Whether products are added to the head's gradient in place, rather than through a product of its size
+            and an fp32 copy of that.
     """
 
     def evaluate(
@@ -120,7 +120,7 @@ def liger_stand_in(*, sums_in_place: bool) -> Callable[..., torch.Tensor]:
 
 
 class _LigerLoss(torch.autograd.Function):
-    """Liger's head and cross entropy: both gradients are made in the forward pass and wait for the backward.
+    """Liger's head and cross entropy: both gradients are made in the forward pass and kept for the backward.
 
     Source:
         liger_kernel ops/fused_linear_cross_entropy.py fused_linear_cross_entropy_forward, with accum_dtype=None.
@@ -135,7 +135,7 @@ class _LigerLoss(torch.autograd.Function):
         targets_T: torch.Tensor,
         sums_in_place: bool,
     ) -> torch.Tensor:
-        """Allocates the gradients, the scores of one chunk and, where the sum is not in place, a chunk's own gradient."""
+        """Allocate the gradients, the logits of one chunk and, where the sum is not in place, a chunk's own gradient."""
         (num_tokens, width), num_rows = hidden_TD.shape, len(weight_VD)
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden_TD)
@@ -155,7 +155,7 @@ class _LigerLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Hands the gradients over, scaled in place."""
+        """Return the gradients, scaled in place."""
         return *ctx.saved_tensors, None, None
 
 

@@ -1,4 +1,4 @@
-"""Linear attention and state-space layers, which other packages have kernels for: traced as the machine that trains runs them."""
+"""Linear attention and state-space layers with kernels in other packages, traced as the training machine runs them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from toolkit.units import format_bytes
 
 @dataclass(slots=True, kw_only=True)
 class Recurrence:
-    """What was run where a model may leave a function to another package.
+    """The functions that a model may take from another package, as they were run.
 
     Args:
-        software: Of the machine that trains.
-        missing: Packages that it has not, in whose place transformers' own code ran.
+        software: Software of the training machine.
+        missing: Packages that it lacks, in whose place transformers' own code ran.
         present: Packages that it has, for whose kernels stand-ins ran.
-        contracted: Whether code ran that older versions of transformers do not contract.
+        contracted: Whether an einsum ran that older versions of transformers multiply out.
     """
 
     software: Software
@@ -36,7 +36,7 @@ class Recurrence:
     contracted: bool = False
 
     def describe(self) -> Iterator[str]:
-        """Says what was traced; nothing if there are no such layers."""
+        """Yield what was traced; nothing if there are no such layers."""
         if self.missing:
             yield (
                 f"Linear attention and state-space layers are priced as transformers {self.software.transformers}'s own PyTorch "
@@ -52,10 +52,10 @@ class Recurrence:
 
 @contextlib.contextmanager
 def replaced_kernels(model: nn.Module, software: Software) -> Iterator[Recurrence]:
-    """Runs what a model may leave to another package as the machine that trains does, for the length of a block.
+    """Run functions that a model may take from another package as the training machine does, inside a `with` block.
 
     Yields:
-        What ran by then.
+        Record of what has run.
 
     Source:
         transformers integrations/hub_kernels.py use_kernel_func_from_hub_with_fallback.
@@ -76,19 +76,19 @@ def replaced_kernels(model: nn.Module, software: Software) -> Iterator[Recurrenc
 
 
 def _fallback(value: Any) -> tuple[Callable[..., Any], str, str] | None:
-    """Return the PyTorch code of a function that may be another package's, its name there and the package; None for all others."""
+    """Return the PyTorch code of a function that a package may replace, its name and the package; None for all others."""
     while isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
         around = _closed_over(value)
         package = around.get("package")
         if isinstance(package, str):
-            # In wrapped() it is free; func_name is where the message names it.
+            # A free variable in wrapped(); func_name is that of its message.
             return value.__wrapped__, str(around.get("func_name", value.__name__)), package
         value = value.__wrapped__
     return None
 
 
 def _closed_over(function: FunctionType) -> dict[str, Any]:
-    """Return what a function has from the one around it; a cell may be empty, as after torch.compile's imports."""
+    """Return the closure variables of a function; a cell may be empty, as after torch.compile's imports."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
@@ -118,7 +118,7 @@ def _noting(function: Callable[..., Any], name: str, package: str, seen: Recurre
 
 @contextlib.contextmanager
 def multiplied_out() -> Iterator[None]:
-    """Lets `torch.einsum` of two tensors multiply them out over all indices, and then sum, as transformers before 5.18 does."""
+    """Make `torch.einsum` of two tensors multiply over all indices and then sum, as transformers before 5.18 does."""
     contract = torch.einsum
     torch.einsum = _multiply_out
     try:
@@ -128,7 +128,7 @@ def multiplied_out() -> Iterator[None]:
 
 
 def _multiply_out(equation: str, first: Tensor, second: Tensor) -> Tensor:
-    """Return a contraction of two tensors by way of their product.
+    """Return a contraction of two tensors, computed from their full product.
 
     >>> left, right = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
     >>> torch.equal(_multiply_out("ij,jk->ik", left, right), left @ right)
@@ -149,7 +149,7 @@ def _multiply_out(equation: str, first: Tensor, second: Tensor) -> Tensor:
 
 
 def older_transformers(peak_bytes: int) -> str:
-    """Says what a transformers that multiplies chunks out would need."""
+    """Return a note on what a transformers version that multiplies chunks out would need."""
     return (
         f"with transformers before {CONTRACTS_CHUNKS}, whose own code multiplies each chunk of a Mamba-2 layer out, the peak would "
         f"be {format_bytes(peak_bytes)}; cluster.transformers says which version the cluster has"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-# Elements that share a scale, and scales that share one of their own (double quantization).
+# Elements per scale, and scales per second-level scale (double quantization).
 BLOCK, NESTED_BLOCK = 64, 256
 
 ASSUMPTION = (
@@ -23,7 +23,7 @@ ASSUMPTION = (
 
 
 class Nf4Linear(nn.Linear):
-    """A linear layer of 4 bits a weight: Y = X W^T + b, W unpacked for each product and released."""
+    """A linear layer with 4-bit weights: Y = X W^T + b, where W is unpacked for each product and released."""
 
     def __init__(self, dense: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -38,7 +38,7 @@ class Nf4Linear(nn.Linear):
         self.register_buffer("nested_absmax", nested)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Runs the product on fake tensors; the values of a real one would mean nothing."""
+        """Run the product on fake tensors; its values would be meaningless."""
         out: torch.Tensor = _Nf4Product.apply(input, self.weight, self.out_features)  # type: ignore[no-untyped-call]
         return out if self.bias is None else out + self.bias
 
@@ -56,7 +56,7 @@ class _Nf4Product(torch.autograd.Function):
 
 
 def quantize_linears(model: PreTrainedModel) -> int:
-    """Replaces the linear layers of a model, but for its output projection; gives how many."""
+    """Replace the linear layers of a model, except its output projection, and return how many."""
     head = model.get_output_embeddings()
     found = [
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head

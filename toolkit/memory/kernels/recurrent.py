@@ -1,7 +1,7 @@
-"""Kernels of state-space layers and linear attention, as far as memory goes: what they save, and what they take meanwhile.
+"""Kernels of state-space layers and linear attention, as far as memory is concerned: saved tensors and temporaries.
 
-Each stands for a function that transformers takes from a package where it is installed, has the arguments that transformers
-passes, allocates what the kernel does and computes nothing. None has been held against a card.
+Each stands in for a function that transformers takes from an installed package, has the arguments that transformers
+passes, allocates what the kernel does and computes nothing. None has been compared with a measurement.
 b: sequences, l: tokens, h: heads, p: width of a head, g: groups, n: state, c: chunks, s: tokens of a chunk.
 
 Source:
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Streaming multiprocessors of an H100 or H200: programs of a reduction over heads are split among so many.
+# Streaming multiprocessors of an H100 or H200: programs of a reduction over heads are split among them.
 NUM_MULTIPROCESSORS = 132
-# fla's kernels, of both the delta rule and KDA.
+# Chunk of fla's kernels, of both the delta rule and KDA.
 FLA_CHUNK = 64
-# selective_scan.cpp keeps the state after each stretch of so many tokens.
+# selective_scan.cpp keeps the state after every this many tokens.
 SCAN_STRETCH = 2048
 
-# Returns the result and what is saved for the backward pass; what is allocated beside them is gone when it returns.
+# Returns the result and the saved tensors; other allocations are freed when it returns.
 Forward: TypeAlias = Callable[..., tuple[Tensor, Sequence[Tensor]]]
-# Returns what lives beside the gradients, from what was saved and the gradient of the result.
+# Returns the temporaries that live with the gradients, from the saved tensors and the gradient of the result.
 Backward: TypeAlias = Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]
 
 
@@ -60,7 +60,7 @@ def _call(run: Forward, undo: Backward, *inputs: Any) -> Tensor:
 
 
 def causal_conv1d(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
-    """`causal_conv1d_fn`: the input is saved, the activation is computed anew. hidden_states: (b, channels, l)."""
+    """Stand in for `causal_conv1d_fn`: the input is saved, the activation recomputed. hidden_states: (b, channels, l)."""
 
     def run(given: Tensor, weights: Tensor, biases: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
         return torch.empty_like(given), _tensors(given, weights, biases)
@@ -71,7 +71,7 @@ def causal_conv1d(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = N
 def chunk_scan(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
 ) -> Tensor:
-    """`mamba_chunk_scan_combined`. hidden_states: (b, l, h, p), dt: (b, l, h), B and C: (b, l, g, n)."""
+    """Stand in for `mamba_chunk_scan_combined`. hidden_states: (b, l, h, p), dt: (b, l, h), B and C: (b, l, g, n)."""
 
     def run(*given: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         x, _, _, own_B, *_ = given
@@ -99,13 +99,13 @@ def split_conv1d_scan(
     ngroups: int = 1,
     **_: Any,
 ) -> Tensor:
-    """`mamba_split_conv1d_scan_combined`: convolution, scan, norm and projection in one. zxbcdt: (b, l, 2 h p + 2 g n + h)."""
+    """Stand in for `mamba_split_conv1d_scan_combined`, convolution to projection. zxbcdt: (b, l, 2 h p + 2 g n + h)."""
     heads = D.shape[0]
     width = headdim if headdim is not None else D.shape[1]
     inner = heads * width
 
     def parts(given: Tensor, convolution: Tensor) -> tuple[Tensor, Tensor]:
-        """What the convolution makes: (b, l, h p + 2 g n); and views of it that have the shapes of x and B."""
+        """Return views of the convolution's result, of shape (b, l, h p + 2 g n), with the shapes of x and B."""
         batch, length, _ = given.shape
         mixed = given.new_empty((batch, length, convolution.shape[0]))
         state = (convolution.shape[0] - inner) // (2 * ngroups)
@@ -119,7 +119,7 @@ def split_conv1d_scan(
         rstd = None
         if rmsnorm_weight is not None:
             rstd = given.new_empty(given.shape[0] * given.shape[1] * ngroups, dtype=torch.float32)
-        out = torch.empty_like(scanned.flatten(2))  # gated, beside what it is made of
+        out = torch.empty_like(scanned.flatten(2))  # gated, in addition to its input
         if outproj_weight is not None:
             out = functional.linear(out, outproj_weight, outproj_bias)
         return out, [scanned, *_tensors(given, convolution, *rest, rstd)]
@@ -137,7 +137,7 @@ def split_conv1d_scan(
 
 
 def selective_scan(hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Tensor:
-    """`selective_scan_fn` of Mamba-1. hidden_states and dt: (b, channels, l), A: (channels, n), B and C: (b, n, l)."""
+    """Stand in for `selective_scan_fn` (Mamba-1). hidden_states, dt: (b, channels, l), A: (channels, n), B and C: (b, n, l)."""
     gate = options.get("z")
 
     def run(u: Tensor, delta: Tensor, own_A: Tensor, *rest: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
@@ -147,7 +147,7 @@ def selective_scan(hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
         return gated, _tensors(u, delta, own_A, *rest, states, None if gate is None else out)
 
     def undo(saved: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
-        return [value.new_empty(value.shape, dtype=torch.float32) for value in saved[3:5]]  # dB and dC add up in fp32
+        return [value.new_empty(value.shape, dtype=torch.float32) for value in saved[3:5]]  # dB and dC, summed in fp32
 
     return _call(run, undo, hidden_states, dt, A, B, C, options.get("D"), gate, options.get("delta_bias"))
 
@@ -164,7 +164,7 @@ def mamba_inner(
     *rest: Tensor | None,
     **_: Any,
 ) -> Tensor:
-    """`mamba_inner_fn`: Mamba-1 from the first projection to the last; the convolution and delta are computed anew. xz: (b, 2 d, l)."""
+    """Stand in for `mamba_inner_fn`, Mamba-1 between its projections; convolution and delta are recomputed. xz: (b, 2 d, l)."""
     rank, state = delta_proj_weight.shape[1], A.shape[-1]
 
     def convolved(given: Tensor) -> Tensor:
@@ -202,10 +202,10 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`chunk_gated_delta_rule`, and `chunk_kda`, whose g has a value a channel. query, key: (b, l, h, p), value: (b, l, h, v)."""
+    """Stand in for `chunk_gated_delta_rule`, and `chunk_kda` (g per channel). query, key: (b, l, h, p), value: (b, l, h, v)."""
 
     def states(k: Tensor, v: Tensor) -> Tensor:
-        """One of each chunk: (b, c, h, p, v)."""
+        """Return one state per chunk: (b, c, h, p, v)."""
         batch, length, heads, width = v.shape
         return k.new_empty((batch, math.ceil(length / FLA_CHUNK), heads, k.shape[-1], width))
 
@@ -235,7 +235,7 @@ def gated_delta_rule(
     return _call(run, undo, query, key, value, g, beta), None
 
 
-# By the name of the function in its package.
+# Stand-ins by the name of the function in its package.
 STAND_INS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_conv1d,
     "mamba_chunk_scan_combined": chunk_scan,
@@ -273,7 +273,7 @@ def _shapes(x: Tensor, B: Tensor, chunk_size: int) -> dict[str, tuple[int, ...]]
 
 
 def _scan(x: Tensor, B: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """_mamba_chunk_scan_combined_fwd: gives the output and the sums of dA."""
+    """Return the output and the sums of dA, as _mamba_chunk_scan_combined_fwd does."""
     shapes = _shapes(x, B, chunk_size)
     sums, steps = (x.new_empty(shapes["tokens"], dtype=torch.float32) for _ in range(2))
     states = x.new_empty(shapes["states"], dtype=torch.float32)
@@ -286,7 +286,7 @@ def _scan(x: Tensor, B: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _undo_scan(x: Tensor, B: Tensor, chunk_size: int, *, with_gradients: bool = True) -> list[Tensor]:
-    """_mamba_chunk_scan_combined_bwd at its fullest, when the gradient of the scores is made."""
+    """Return the temporaries of _mamba_chunk_scan_combined_bwd at its peak, when the gradient of the scores is made."""
     shapes = _shapes(x, B, chunk_size)
     tokens = [x.new_empty(shapes["tokens"], dtype=torch.float32) for _ in range(4)]  # dA's sums, dt, ddt, ddA
     # The states and their gradients, then both once more.

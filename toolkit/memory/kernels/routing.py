@@ -1,4 +1,4 @@
-"""Mixture of experts: what a trace supposes of the routing, and what it costs at worst."""
+"""Mixture of experts: what a trace assumes about the routing, and the worst case."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ LOOPED = {
 
 
 class LoopedExperts:
-    """Answers what a loop over experts asks of the routing, which fake tensors do not know.
+    """Results of operations by which a loop over experts reads the routing, which fake tensors do not know.
 
     Such loops take the experts that were hit from `mask.sum(...).nonzero()` and each one's tokens from
-    `torch.where(mask[expert])`, a mask of shape (choices, tokens); or they cut the rows by the list
+    `torch.where(mask[expert])`, a mask of shape (choices, tokens); or they split the rows by the list
     `gates.sum(0).tolist()`, gates of shape (tokens, experts).
 
     Args:
-        config: Of the model.
-        routing: How tokens spread.
+        config: Configuration of the model.
+        routing: How tokens spread over experts.
 
     Source:
         transformers models/dbrx/modeling_dbrx.py DbrxExperts.forward, models/jetmoe/modeling_jetmoe.py
@@ -64,7 +64,7 @@ class LoopedExperts:
         return mask.new_empty((self._rows(mask.shape), mask.ndim), dtype=torch.int64)
 
     def _share_out(self, num_tokens: int, num_experts: int) -> Iterator[int]:
-        """Yield how many rows each expert gets, one expert after the other; what asks has to do with experts."""
+        """Yield how many rows each expert gets, one expert after the other, and record that the routing was read."""
         rows = num_tokens * self._num_choices
         for expert in range(num_experts):
             self.asked = True
@@ -74,7 +74,7 @@ class LoopedExperts:
                 yield rows // num_experts + (expert < rows % num_experts)
 
     def _rows(self, shape: torch.Size) -> int:
-        if len(shape) == 1:  # experts that were hit; one class more than experts stands for none
+        if len(shape) == 1:  # experts that were hit; an additional class means no expert
             experts = shape[0] - (shape[0] - 1 in self._counts)
             self._num_hit = experts if self.routing == "balanced" else min(experts, self._num_choices)
             return self._num_hit
@@ -82,25 +82,25 @@ class LoopedExperts:
 
 
 def assumptions(model: nn.Module, looped: LoopedExperts | None) -> tuple[str, ...]:
-    """Says what the sizes of a mixture of experts suppose; nothing for a dense model."""
+    """Return what the sizes of a mixture of experts assume; nothing for a dense model."""
     if looped is not None and looped.asked:
         return (LOOPED[looped.routing],)
     return (GROUPED,) if runs_grouped(model) else ()
 
 
 def runs_grouped(model: nn.Module) -> bool:
-    """Whether the experts of a model go through transformers' own kernels (`use_experts_implementation`)."""
+    """Return whether the experts of a model go through transformers' own kernels (`use_experts_implementation`)."""
     experts: list[Any] = [module for module in model.modules() if hasattr(module, "_apply_gate")]
     return any(module.config._experts_implementation != "eager" for module in experts)
 
 
 def has_experts(config: PreTrainedConfig) -> bool:
-    """Whether a configuration names a number of experts."""
+    """Return whether a configuration names a number of experts."""
     return bool(_expert_counts(config))
 
 
 def collects_router_logits(config: PreTrainedConfig) -> bool:
-    """Whether the loss needs the router logits of every layer, so that no layer stands for another.
+    """Return whether the loss needs the router logits of every layer, so that no layer can represent another.
 
     Source:
         transformers models/mixtral/modeling_mixtral.py load_balancing_loss_func.
@@ -109,7 +109,7 @@ def collects_router_logits(config: PreTrainedConfig) -> bool:
 
 
 def _expert_counts(config: PreTrainedConfig) -> set[int]:
-    """Return how many experts a layer chooses from, under whatever name."""
+    """Return how many experts a layer chooses from, whatever the name of the key."""
     return {value for name, value in _numbers(config) if name.endswith("experts") and value > 1}
 
 

@@ -1,10 +1,10 @@
-"""A model as ZeRO-3 runs it: marks where DeepSpeed's module hooks fire, and linear modules that keep their input.
+"""A model as ZeRO-3 runs it: marks where DeepSpeed's module hooks run, and linear modules that keep their input.
 
 The marks are made by autograd functions at the same places. Linear modules keep their input even where their weight is frozen.
 
 Source:
     deepspeed runtime/zero/parameter_offload.py _register_deepspeed_module; runtime/zero/linear.py
-    LinearFunctionForZeroStage3, which zero.Init and the engine put in the place of `torch.nn.functional.linear` unless
+    LinearFunctionForZeroStage3, by which zero.Init and the engine replace `torch.nn.functional.linear` unless
     `memory_efficient_linear` is false.
 """
 
@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-# Notes the hook of a module: its path, and whether it gathers (else it lets go).
+# Records a module's hook: its path, and whether it gathers (otherwise it releases).
 Note = Callable[[str, bool], None]
 
 
 def hook_modules(model: nn.Module, note: Note) -> list[Any]:
-    """Marks the hooks of each module that holds parameters, and of leaves; gives the hooks' handles."""
+    """Mark the hooks of each module that owns parameters, and of leaf modules, and return the handles."""
     leaves = tuple(find_leaves(model))
     inside = tuple(f"{leaf}." for leaf in leaves)
     handles = []
@@ -36,7 +36,7 @@ def hook_modules(model: nn.Module, note: Note) -> list[Any]:
 
 
 def find_leaves(model: nn.Module) -> Iterator[str]:
-    """Yield the modules whose parameters, those of their children too, are gathered as one: no hook fires inside them.
+    """Yield the leaf modules, whose parameters are gathered together with those of their children: no hook runs inside them.
 
     Source:
         deepspeed utils/z3_leaf_module.py set_z3_leaf_modules.
@@ -97,7 +97,7 @@ def _after_backward(tensor: torch.Tensor, pending: list[int], notify: Callable[[
 
 
 def _through(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Applies a function to the tensors of a value that require gradients."""
+    """Apply a function to the tensors of a value that require gradients."""
     if isinstance(value, torch.Tensor):
         return function(value) if value.requires_grad else value
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -130,7 +130,7 @@ class _KeepsInput(torch.autograd.Function):
 def linear_modules(*, zero3: bool) -> Iterator[None]:
     """Run linear modules in a block as ZeRO-3 does, or as torch does.
 
-    An engine of stage 3 that lives in this process, or has lived here, has left its own in torch's place, so both are set.
+    A stage-3 engine of this process, past or present, has replaced torch's function by its own, so both are set.
     """
     before = functional.linear
 

@@ -1,1 +1,1 @@
-"""What an estimate says: each rank, the host, the overhead of a GPU, calibration by past runs, pictures."""
+"""The report of an estimate: each rank, the host, the overhead of a GPU, calibration by past runs, and plots."""

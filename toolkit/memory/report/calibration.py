@@ -1,4 +1,4 @@
-"""What runs have taught of a card's context and communicators, which no source code tells; kept by card."""
+"""The memory of a card's context and communicators, learned from runs since no source code tells it; stored by card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.io import parse_json, read_text, write_json
 from toolkit.memory.engines.ledger import PHASES
 from toolkit.units import format_bytes
 
-# Above every card's memory, bytes: 16 TiB.
+# More bytes than any card has: 16 TiB.
 _MOST_BYTES = 2**44
 
 
@@ -35,17 +35,17 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """One run's prediction and measurement, as metrics.jsonl keeps it under `memory`; bytes, of rank 0.
+    """The prediction and measurement of a run, as metrics.jsonl stores them under `memory`; bytes, of rank 0.
 
     Args:
-        gpu: Name in the catalogue.
+        gpu: Name of the card in the catalogue.
         num_ranks: Ranks of the run.
-        predicted: Peak allocated by phase.
-        measured: The same as torch counted it.
+        predicted: Predicted peak of allocated bytes, by phase.
+        measured: The same as torch measured it.
         context_and_nccl_bytes: Predicted memory outside of torch's allocator.
-        reserved_bytes: What torch's allocator held at the end.
-        device_used_bytes: What the driver called used at the end, all processes of the card.
-        num_communicators: NCCL communicators over several ranks that a rank was in.
+        reserved_bytes: Bytes that torch's allocator had reserved at the end.
+        device_used_bytes: Bytes in use according to the driver at the end, of all processes on the card.
+        num_communicators: NCCL communicators over several ranks to which a rank belonged.
     """
 
     gpu: str
@@ -63,16 +63,16 @@ class MeasuredRun:
         return self.device_used_bytes - self.reserved_bytes
 
     def errors(self) -> dict[str, float]:
-        """Return predicted over measured, less one, of each phase and of the peak."""
+        """Return predicted / measured - 1 of each phase and of the peak."""
         phases = {phase: self.predicted[phase] / size - 1 for phase, size in self.measured.items() if size}
         return {"peak": max(self.predicted.values()) / max(self.measured.values()) - 1, **phases}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object that metrics.jsonl keeps."""
+        """Return the object that metrics.jsonl stores."""
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """Says it in words."""
+        """Yield the comparison as lines of text."""
         errors = self.errors()
         yield f"memory of rank 0, predicted and measured: peak {errors['peak']:+.1%}"
         for phase in PHASES:
@@ -86,7 +86,7 @@ class MeasuredRun:
 
 
 def _comparable(run: MeasuredRun) -> MeasuredRun:
-    """Refuses numbers between which no error can be told, and sizes that no card has."""
+    """Refuse numbers that cannot be compared, and sizes that no card has."""
     if not any(run.measured.values()):
         raise ValueError("measured holds no phase with memory")
     if lacking := sorted(run.measured.keys() - run.predicted.keys()):
@@ -103,7 +103,7 @@ _RUN: TypeAdapter[MeasuredRun] = TypeAdapter(Annotated[MeasuredRun, AfterValidat
 
 
 def read_run(path: Path) -> MeasuredRun:
-    """Reads the comparison that a run on GPUs wrote at its end.
+    """Read the comparison that a run on GPUs wrote at its end.
 
     Raises:
         SpecError: METRICS_UNREADABLE, METRICS_NO_MEMORY.
@@ -143,15 +143,15 @@ def read_run(path: Path) -> MeasuredRun:
 def learn(
     runs: Iterable[MeasuredRun], known: Mapping[str, Calibration], *, context_bytes: int
 ) -> dict[str, Calibration]:
-    """Return what runs teach of each card, on top of what was known; the largest figure counts.
+    """Return the calibration of each card, from runs and from what was known; the largest figure counts.
 
     Args:
         runs: Finished runs.
-        known: By card.
-        context_bytes: What a card is taken to need where no run on one card is among them.
+        known: Existing calibrations by card.
+        context_bytes: Context of a card to assume where no run on a single card is among them.
     """
     learned = dict(known)
-    for run in sorted(runs, key=lambda run: run.num_ranks):  # runs on one card first: the others build on them
+    for run in sorted(runs, key=lambda run: run.num_ranks):  # runs on one card first: the others need their context
         before = learned.get(run.gpu, Calibration())
         if run.num_ranks == 1:
             largest = max(run.outside_bytes, before.context_bytes or 0)
@@ -165,7 +165,7 @@ def learn(
 
 
 def load_calibrations(path: Path) -> dict[str, Calibration]:
-    """Reads what `save_calibrations` wrote, by card; nothing is known if there is no such file.
+    """Read what `save_calibrations` wrote, by card; return nothing if there is no such file.
 
     Raises:
         SpecError: CALIBRATION_UNREADABLE.
@@ -185,6 +185,6 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
 
 
 def save_calibrations(path: Path, calibrations: Mapping[str, Calibration]) -> None:
-    """Writes atomically."""
+    """Write calibrations atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {card: asdict(calibration) for card, calibration in sorted(calibrations.items())})

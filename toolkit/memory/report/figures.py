@@ -1,4 +1,4 @@
-"""Pictures of an estimate and of a sweep, as PNG, SVG or a self-contained HTML page.
+"""Plots of an estimate and of a sweep, as PNG, SVG or a self-contained HTML page.
 
 Drawn without pyplot, which keeps global state and looks for a display.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".html")
 
-# Causes that get a colour of their own; the rest are drawn as one.
+# Number of causes with a colour of their own; the rest are drawn as one.
 MAX_CAUSES = 9
 OTHER = "all else"
 
-# Okabe and Ito's colours, told apart by colour-blind readers too, and two greys.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, and two greys.
 _COLOURS = (
     "#0072B2",
     "#E69F00",
@@ -43,7 +43,7 @@ _DPI = 150
 
 
 def check_plot_path(path: Path) -> None:
-    """Refuses a file that could not be drawn, before minutes are spent on it.
+    """Refuse a file that could not be written, before minutes are spent on its content.
 
     Raises:
         SpecError: PLOT_FORMAT, PLOT_FOLDER.
@@ -65,7 +65,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_report(report: MemoryReport, path: Path, *, title: str = "") -> None:
-    """Draws a bar a phase, stacked by cause, for the fullest rank, and what the card leaves to them.
+    """Draw one bar per phase, stacked by cause, for the fullest rank, and the card's memory that is left for them.
 
     Raises:
         SpecError: PLOT_FORMAT, PLOT_FOLDER.
@@ -114,12 +114,12 @@ def plot_heat_map(
     cells: Mapping[tuple[Any, ...], Any],
     title: str,
 ) -> None:
-    """Draws required memory over one or two swept keys, coloured by whether it fits.
+    """Draw required memory over one or two swept keys, coloured by whether it fits.
 
     Args:
-        names: Of the keys: one, or two, the first of them downwards.
-        values: Of each key, in order.
-        cells: For each combination (required GiB or None, whether it fits, whether tightly).
+        names: Names of one or two keys; the first of two is on the vertical axis.
+        values: Values of each key, in order.
+        cells: For each combination (required GiB or None, whether it fits, whether it fits tightly).
 
     Raises:
         SpecError: PLOT_FORMAT, PLOT_FOLDER.
@@ -149,7 +149,7 @@ def plot_heat_map(
 
 
 def new_figure(*, width: float, height: float) -> Figure:
-    """Return an empty figure; sizes in inches."""
+    """Return an empty figure; sizes are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -162,7 +162,7 @@ def _square(column: int, row: int, colour: str) -> Any:
 
 
 def _stacked(report: MemoryReport) -> dict[str, list[float]]:
-    """Return GiB a phase for the largest causes of the fullest rank, and for the rest together."""
+    """Return GiB per phase for the largest causes of the fullest rank, and for the rest together."""
     phases = report.fullest.phases
     largest: dict[str, int] = {}
     for phase in phases.values():
@@ -181,12 +181,12 @@ def _sorted(causes: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def write_figure(figure: Figure, path: Path, *, title: str, table: Sequence[tuple[str, int]]) -> None:
-    """Writes a figure in the format of its file's name.
+    """Write a figure in the format of its file suffix.
 
     Args:
-        figure: What to write.
-        path: As `check_plot_path` accepts it.
-        title: Of an HTML page.
+        figure: Figure to write.
+        path: File that `check_plot_path` accepts.
+        title: Title of an HTML page.
         table: Names and bytes, listed below the figure on an HTML page.
     """
     if path.suffix.lower() == ".png":
@@ -225,7 +225,7 @@ td + td {{ text-align: right; font-variant-numeric: tabular-nums; }}
 
 
 def _svg(figure: Figure) -> str:
-    """Return the picture as SVG: the same estimate gives the same text, without a date and with the same ids."""
+    """Return the figure as SVG; the same estimate gives the same text, without a date and with the same ids."""
     import matplotlib
 
     drawn = io.StringIO()

@@ -13,12 +13,12 @@ from toolkit.units import GIB
 # Resident memory of a training process before its tensors: Python, torch, CUDA's libraries, DeepSpeed. Peak RSS of
 # ranks that keep nothing on the host, torch 2.11: 1.99 to 2.24 GiB.
 PROCESS_BYTES = int(2.0 * GIB)
-# The same while the model is built and the engine made, before the first pass loads kernels and workspaces: peak RSS of
+# The same while the model and the engine are built, before the first pass loads kernels and workspaces: peak RSS of
 # ZeRO-3 ranks without offload, less their partitions, 1.43 to 1.53 GiB.
 PROCESS_START_BYTES = int(1.5 * GIB)
 
 PROCESS = "process"
-# Under this name torch's host allocator keeps page-locked blocks that nothing uses any more.
+# Cause of page-locked blocks that torch's host allocator keeps unused.
 UNUSED = "page-locked, unused"
 
 
@@ -27,10 +27,10 @@ class HostReport:
     """Host memory of the fullest node.
 
     Args:
-        bytes_per_rank: What the rank keeps that keeps most, by cause.
+        bytes_per_rank: Host memory of the rank that needs most, by cause.
         ranks_per_node: Ranks of a node.
         capacity_bytes: RAM of a node; None if unknown.
-        bytes_on_node: What all ranks of the node keep, by cause.
+        bytes_on_node: Host memory of all ranks of the node, by cause.
     """
 
     bytes_per_rank: dict[str, int]
@@ -40,17 +40,17 @@ class HostReport:
 
     @property
     def bytes_per_node(self) -> int:
-        """All ranks of the node together."""
+        """Host memory of all ranks of the node."""
         return sum(self.bytes_on_node.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the node holds it."""
+        """True if the node's RAM is enough."""
         return self.capacity_bytes is None or self.bytes_per_node <= self.capacity_bytes
 
 
 def pinned(size: float) -> int:
-    """Return what torch page-locks for `size` bytes: the next power of two.
+    """Return the bytes that torch page-locks for `size` bytes: the next power of two.
 
     Source:
         aten/src/ATen/core/CachingHostAllocator.h: sizes are rounded by PowerOf2Ceil.
@@ -59,10 +59,10 @@ def pinned(size: float) -> int:
 
 
 class HostMemory:
-    """What a process holds while it is replayed, and the fullest moment.
+    """Host memory of a process while it is replayed, and its peak.
 
     Attributes:
-        peak: The fullest moment, bytes by cause.
+        peak: Bytes at the peak, by cause.
     """
 
     def __init__(self) -> None:
@@ -72,23 +72,23 @@ class HostMemory:
         self.allocate(PROCESS, PROCESS_START_BYTES)
 
     def allocate(self, cause: str, size: float) -> None:
-        """Adds pageable memory that stays until `free`."""
+        """Add pageable memory that is live until `free`."""
         self._live[cause] += int(size)
         self._observe()
 
     def free(self, cause: str, size: float) -> None:
-        """Releases pageable memory."""
+        """Release pageable memory."""
         self._live[cause] -= int(size)
 
     @contextmanager
     def temporary(self, cause: str, size: float) -> Iterator[None]:
-        """Holds pageable memory for the length of a block."""
+        """Keep pageable memory allocated inside a `with` block."""
         self.allocate(cause, size)
         yield
         self.free(cause, size)
 
     def pin(self, cause: str, size: float) -> None:
-        """Takes a page-locked block: an unused one of the same size, or a new one."""
+        """Allocate a page-locked block: an unused one of the same size, or a new one."""
         block = pinned(size)
         if self._unused[block]:
             self._unused[block] -= 1
@@ -97,14 +97,14 @@ class HostMemory:
         self._observe()
 
     def unpin(self, cause: str, size: float) -> None:
-        """Releases a page-locked block, which torch keeps for as long as the process lives."""
+        """Release a page-locked block, which torch keeps for as long as the process lives."""
         block = pinned(size)
         self._live[cause] -= block
         self._live[UNUSED] += block
         self._unused[block] += 1
 
     def start_passes(self) -> None:
-        """The first pass loads kernels and workspaces."""
+        """Add the kernels and workspaces that the first pass loads."""
         self.allocate(PROCESS, PROCESS_BYTES - PROCESS_START_BYTES)
 
     def _observe(self) -> None:

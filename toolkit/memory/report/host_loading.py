@@ -1,7 +1,7 @@
-"""What `from_pretrained` makes of its own on the host, in every rank of a script that does not build its model under zero.Init.
+"""Private host memory of `from_pretrained`, on each rank of a script that does not build its model under zero.Init.
 
-A tensor that the model holds as the file does is mapped from it: pages of the file, one copy for all ranks of a node, given
-up when memory is short. What is cast, or merged from several tensors (the experts of a layer), is the process's own.
+A tensor that the model uses as it is in the file is memory-mapped: one copy for all ranks of a node, evicted when memory
+is short. A tensor that is cast, or merged from several (the experts of a layer), is private to the process.
 
 Source:
     transformers core_model_loading.py convert_and_load_state_dict_in_model, spawn_materialize, MergeModulelist, Concatenate;
@@ -25,7 +25,7 @@ from toolkit.modeling.build import DTYPES, import_architecture, model_config
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys, revert
 from toolkit.planning.plan import Plan
 
-# malloc maps larger blocks for themselves, and gives them back when they are freed; smaller ones may stay with the process
+# malloc maps larger blocks separately, and unmaps them when they are freed; smaller ones may stay with the process
 # (glibc malloc/malloc.c DEFAULT_MMAP_THRESHOLD_MAX, the most that its dynamic threshold grows to).
 MAPPED_BY_ITSELF = 32 * 2**20
 
@@ -37,10 +37,10 @@ class Loading:
     """Private memory of one rank's `from_pretrained`, bytes.
 
     Args:
-        dtype: In which the weights are loaded.
-        kept: Of the weights, once they are loaded.
-        made_meanwhile: Beside them at the fullest moment.
-        left: Freed by then, and still with the process.
+        dtype: Data type in which the weights are loaded.
+        kept: Bytes of the loaded weights.
+        made_meanwhile: Bytes in addition to them at the peak.
+        left: Bytes freed by then that still belong to the process.
     """
 
     dtype: Dtype
@@ -50,11 +50,11 @@ class Loading:
 
     @property
     def peak(self) -> int:
-        """The fullest moment."""
+        """Bytes at the peak."""
         return self.kept + self.made_meanwhile
 
     def replay(self, memory: HostMemory) -> None:
-        """Loads, then moves the model to the card, as the engine does first (engine.py _configure_distributed_model)."""
+        """Load the model, then move it to the card, as the engine does first (engine.py _configure_distributed_model)."""
         weights = "weights loaded by from_pretrained"
         memory.allocate(weights, self.kept)
         with memory.temporary("weights being cast and merged", self.made_meanwhile - self.left):
@@ -63,19 +63,19 @@ class Loading:
 
 
 def checkpoint_dtype(plan: Plan) -> Dtype:
-    """Return the number format of a model's files: that of its config.json, else the run's."""
+    """Return the data type of a model's files: that of its config.json, else that of the run."""
     dtype = getattr(model_config(plan).get_text_config(decoder=True), "dtype", None)
     return _NAMES.get(dtype, plan.settings.dtype) if isinstance(dtype, torch.dtype) else plan.settings.dtype
 
 
 def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
-    """Return what each rank's `from_pretrained` holds.
+    """Return the private memory of each rank's `from_pretrained`.
 
-    What is cast is cast by threads that run ahead of the merging, so that all of it may be there before the first of it goes.
+    Threads cast tensors ahead of the merging, so that all cast tensors may be live before the first is freed.
 
     Args:
-        plan: Whose model is loaded.
-        dtype: That `from_pretrained` is given; that of the files when left out, which is its default, too.
+        plan: Plan whose model is loaded.
+        dtype: Data type passed to `from_pretrained`; by default that of the files, as in transformers.
 
     Raises:
         SpecError: MODEL_CLASS, MODEL_CONFIG_INVALID.
@@ -102,7 +102,7 @@ def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
 
 
 def _distinct_layers(targets: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """Yield the weights of one of the layers that are alike, and how many those are; what lies around the layers is one more."""
+    """Yield the weights of one layer of each kind with the number of such layers, and of the modules around the layers."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, weight in targets.items():
         match = re.match(r".*?\.\d+\.", name)
@@ -120,7 +120,7 @@ def _distinct_layers(targets: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, 
 def _own_bytes(
     group: ConversionGroup, made: Mapping[str, Tensor], tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> int:
-    """Return the bytes of the model's tensors that are no pages of the file."""
+    """Return the bytes of the model's tensors that are not memory-mapped."""
     if group.converter is None and tensors[group.keys[0]].dtype == targets[group.name].dtype:
         return 0
     return sum(value.numel() * targets[name].itemsize for name, value in made.items() if name in targets)
@@ -129,7 +129,7 @@ def _own_bytes(
 def _freed(
     group: ConversionGroup, made: Mapping[str, Tensor], tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> Iterator[int]:
-    """Yield the blocks that a conversion makes and frees: the cast tensors of the files, and what lies between two operations."""
+    """Yield the sizes of blocks that a conversion makes and frees: cast tensors, and results between two operations."""
     if group.converter is None:
         return
     itemsize = targets[group.name].itemsize

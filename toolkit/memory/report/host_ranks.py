@@ -29,11 +29,11 @@ def host_report(
     """Return the host memory of the fullest node.
 
     Args:
-        plan: What will run.
-        traces: Of its model, or of each rank of its pipeline.
-        settings: What the engine's memory depends on.
-        ranks: All of them, whose tensors are host memory on CPU.
-        loaded: What each rank's `from_pretrained` does; None where the model is built under `zero.Init`, or on the card.
+        plan: Plan of the run.
+        traces: Traces of its model, or of each rank of its pipeline.
+        settings: Settings that the engine's memory depends on.
+        ranks: Reports of all ranks, whose tensors are host memory on CPU.
+        loaded: Memory of each rank's `from_pretrained`; None where the model is built under `zero.Init`, or on the card.
     """
     gib = plan.job.cluster.host_memory_gib or (plan.gpu.host.host_memory_gib if plan.gpu.host else None)
     peaks = [0] * plan.grid.pp
@@ -89,12 +89,12 @@ def _host_of_rank(
 
 
 def _replay_whole(memory: HostMemory, trace: MemoryTrace, *, upcast: bool) -> None:
-    """DDP and FSDP2: each process has the whole model before it moves or is sharded.
+    """Replay DDP and FSDP2, where each process has the whole model before it moves or is sharded.
 
     Args:
-        memory: Of the process.
-        trace: The model.
-        upcast: Whether what trains becomes fp32 on the host (accelerate utils/fsdp_utils.py fsdp2_prepare_model).
+        memory: Host memory of the process.
+        trace: Trace of the model.
+        upcast: Whether trained parameters are cast to fp32 on the host (accelerate utils/fsdp_utils.py fsdp2_prepare_model).
     """
     whole = sum(p.numel * (4 if upcast and p.trainable else p.itemsize) for p in trace.parameters)
     with memory.temporary("weights at the start", whole):

@@ -1,4 +1,4 @@
-"""What the ZeRO engines keep on the host, in the order in which they make it.
+"""Host memory of the ZeRO engines, in the order in which they allocate it.
 
 Source: deepspeed runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.__init__ (cpu_offload), runtime/zero/stage3.py
 _create_fp16_partitions_with_defragmentation, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer,
@@ -16,19 +16,19 @@ from toolkit.memory.engines.stage12 import gradient_bytes, partition_numel
 from toolkit.memory.report.host import HostMemory
 from toolkit.memory.trace.run import MemoryTrace
 
-# Pageable memory that is filled first and then copied into a page-locked block.
+# Cause of pageable memory that is filled first and then copied into a page-locked block.
 BEING_PINNED = "being page-locked"
 GRADIENTS = "gradients in fp32"
 PARTITIONS = "parameter partitions"
 
 
 def replay_stage12(memory: HostMemory, trace: MemoryTrace, settings: EngineSettings) -> None:
-    """Replays what stages 1 and 2 offload, to the end of the second step.
+    """Replay the offload of stages 1 and 2, to the end of the second step.
 
     Args:
-        memory: Of a process whose model is built.
-        trace: The model.
-        settings: What the engine's memory depends on.
+        memory: Host memory of a process whose model is built.
+        trace: Trace of the model.
+        settings: Settings that the engine's memory depends on.
     """
     if not settings.offload_optimizer:
         memory.start_passes()
@@ -41,26 +41,26 @@ def replay_stage12(memory: HostMemory, trace: MemoryTrace, settings: EngineSetti
     master = settings.master_itemsize * partition
     staging = settings.itemsize * partition
     hold("master parameters", master)
-    # The pageable copy of the staging buffer is a variable of the constructor, and goes with it.
+    # The pageable copy of the staging buffer is a local variable of the constructor, freed at its end.
     memory.allocate(BEING_PINNED, staging)
     (memory.pin if settings.state_offload.pin_memory else memory.allocate)("parameter staging", staging)
     hold("gradient staging", settings.itemsize * largest)
     hold(GRADIENTS, master)
     memory.free(BEING_PINNED, staging)
     memory.start_passes()
-    if settings.adds_up_on_host and settings.accumulation_itemsize == settings.itemsize:  # else they add up on the card
-        for size in max(gradient_bytes(trace, settings), key=sum):  # of the fullest rank
+    if settings.adds_up_on_host and settings.accumulation_itemsize == settings.itemsize:  # else summed on the card
+        for size in max(gradient_bytes(trace, settings), key=sum):  # those of the fullest rank
             hold("accumulated gradients", size)
     memory.allocate("optimizer state", settings.state_bytes * partition)
 
 
 def replay_stage3(memory: HostMemory, engine: Stage3, settings: EngineSettings) -> None:
-    """Replays what stage 3 keeps on the host, from the partitions of the parameters to the end of the second step.
+    """Replay what stage 3 keeps on the host, from the partitions of the parameters to the end of the second step.
 
     Args:
-        memory: Of a process that is about to partition its model.
-        engine: The same engine on the card.
-        settings: What the engine's memory depends on.
+        memory: Host memory of a process that is about to partition its model.
+        engine: Replay of the same engine on the card.
+        settings: Settings that the engine's memory depends on.
     """
     _partition_parameters(memory, engine, settings)
     if settings.offload_optimizer == "cpu":
@@ -80,12 +80,12 @@ def replay_stage3(memory: HostMemory, engine: Stage3, settings: EngineSettings) 
             with memory.temporary("parameters being cast", settings.itemsize * max(engine.host_groups, default=0)):
                 pass
     elif settings.offload_optimizer == "nvme":
-        # The first step makes a sub-group's moments in common memory, from which they are written out.
+        # The first step makes a sub-group's moments in pageable memory, from which they are written out.
         memory.allocate("optimizer state of a sub-group", settings.state_bytes * engine.largest_group)
 
 
 def _partition_parameters(memory: HostMemory, engine: Stage3, settings: EngineSettings) -> None:
-    """zero.Init puts each partition where it belongs; then those that train become views of one flat buffer."""
+    """Place each partition as zero.Init does; then the trained ones become views of one flat buffer."""
     trained = sum(engine.partition(parameter) * parameter.itemsize for parameter in engine.trainable)
     if settings.offload_param is None:
         with memory.temporary("parameter partitions at the start", trained):  # defragment() sends them through the host
@@ -97,7 +97,7 @@ def _partition_parameters(memory: HostMemory, engine: Stage3, settings: EngineSe
         stored = sum(engine.partition(parameter) * parameter.itemsize for parameter in engine.trace.parameters)
         memory.allocate("parameters kept in memory", min(offload.max_in_cpu * settings.itemsize, stored))
         return
-    # A small one, which stays whole, has its partition on the card.
+    # A persistent parameter has its partition on the card.
     moved = [parameter for parameter in engine.trace.parameters if parameter.name not in engine.persistent]
     sizes = {parameter.name: engine.partition(parameter) * parameter.itemsize for parameter in moved}
     take, release = (memory.pin, memory.unpin) if offload.pin_memory else (memory.allocate, memory.free)
@@ -106,14 +106,14 @@ def _partition_parameters(memory: HostMemory, engine: Stage3, settings: EngineSe
         take(PARTITIONS, size)
     for size in tied:
         release(PARTITIONS, size)
-    memory.pin(PARTITIONS, trained)  # _create_param_groups_fp16_flat_cpu_memory, whatever pin_memory says
+    memory.pin(PARTITIONS, trained)  # _create_param_groups_fp16_flat_cpu_memory, regardless of pin_memory
     for parameter in moved:
         if parameter.trainable:
             release(PARTITIONS, sizes[parameter.name])
 
 
 def _make_optimizer_state(memory: HostMemory, engine: Stage3, settings: EngineSettings) -> None:
-    """Master parameters of the sub-groups that the CPU steps; a gradient for each sub-group, made on the host wherever it goes."""
+    """Make master parameters of the sub-groups that the CPU steps, and a gradient for each sub-group, on the host first."""
     on_card = len(engine.sub_groups) - len(engine.host_groups)
     for group in engine.host_groups:
         master = settings.master_itemsize * group
@@ -130,7 +130,7 @@ def _make_optimizer_state(memory: HostMemory, engine: Stage3, settings: EngineSe
 
 
 def _holder(memory: HostMemory, pins: bool) -> Callable[[str, float], None]:
-    """Return what makes a buffer that stays: pageable, or filled there and then copied into a page-locked block."""
+    """Return the allocator of a lasting buffer: pageable, or filled there and then copied into a page-locked block."""
 
     def hold(cause: str, size: float) -> None:
         if not pins:

@@ -1,8 +1,8 @@
-"""What a card must have beside what torch allocates: the CUDA context, NCCL's buffers, and the allocator's slack.
+"""Memory of a card in addition to what torch allocates: the CUDA context, NCCL's buffers, and the allocator's slack.
 
-These cannot be read off source code: they belong to a driver, a card and a version of NCCL. The figures are those of an
+These cannot be read off source code: they depend on the driver, the card and the version of NCCL. The figures are of an
 H100 SXM with driver 580, torch 2.11 and NCCL 2.28, from `device_used - peak_reserved` of measured runs; `toolkit
-calibrate` replaces them by those of the machine at hand.
+calibrate` replaces them by those of the current machine.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from toolkit.units import GIB
 
 Allocator = Literal["expandable", "native"]
 
-# Device memory outside of torch's allocator at the end of a run on one card: context, loaded kernels, NCCL's start.
+# Device memory outside of torch's allocator at the end of a run on one card: context, loaded kernels, NCCL's base.
 CONTEXT_BYTES = int(1.70 * GIB)
 # The same on two and on four cards, less the above: the first communicator over NVLink.
 COMMUNICATOR_BYTES = int(0.37 * GIB)
-# Each further one, once it has run an all-reduce, an all-gather and a reduce-scatter: eight more, one by one, on two H200
+# Each further communicator, once it has run an all-reduce, an all-gather and a reduce-scatter: eight more, one by one, on two H200
 # (run `communicators-2` of tests/data/cards).
 FURTHER_COMMUNICATOR_BYTES = int(0.475 * GIB)
 
-# Our launches' pages (toolkit.launch.environment). Pages that live tensors fill in part cannot be given back: those of
-# each stream's segment, and where what stays lies between what goes.
+# Page size of our launches (toolkit.launch.environment). Partly used pages cannot be released: those of each stream's
+# segment, and those with live tensors between freed ones.
 PAGE_BYTES = 128 * 2**20
 PARTIAL_PAGES = 4
-# Of the peak, on top of them: room to place large tensors without giving memory back more than once or twice a step.
+# Share of the peak on top of them: room to place large tensors with at most one or two releases of memory per step.
 EXPANDABLE_SLACK = 0.02
 TIGHT_EXPANDABLE = (
     "at exactly the required size the allocator remaps freed pages in most steps, which our launches keep cheap by large "
     "pages; given more memory, runs reserve up to 40 % above their peak"
 )
-# Torch's default allocator cuts blocks to size and cannot join what lies apart: 20 measured runs reserved 5 to 36 % more
-# than they allocated. (The same 8B run: 71 GiB reserved by default, 56 with expandable segments, for 52.5 allocated.)
+# Torch's default allocator splits blocks and cannot merge free ones of different segments: 20 measured runs reserved 5 to
+# 36 % more than they allocated. (The same 8B run: 71 GiB reserved by default, 56 with expandable segments, for 52.5 allocated.)
 NATIVE_SLACK = 0.36
 
 # CublasHandlePool.cpp getChosenWorkspaceSize: 32 MiB from Hopper on, ":4096:2:16:8" before it.
@@ -44,7 +44,7 @@ WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Memory of a card that the model's tensors do not take, bytes."""
+    """Memory of a card outside of the model's tensors, bytes."""
 
     context_and_nccl_bytes: int
     slack_bytes: int
@@ -58,13 +58,13 @@ def workspace_bytes(capability: float) -> int:
 def overhead(
     peak_allocated_bytes: int, *, num_communicators: int, allocator: Allocator, calibration: Calibration | None = None
 ) -> Overhead:
-    """Return what a card must have beside the peak.
+    """Return the memory that a card needs in addition to the peak.
 
     Args:
-        peak_allocated_bytes: What torch allocates at most.
+        peak_allocated_bytes: Peak of the bytes that torch allocates.
         num_communicators: NCCL communicators of more than one rank.
-        allocator: How torch's allocator is set.
-        calibration: What runs have taught of the card.
+        allocator: Setting of torch's allocator.
+        calibration: Figures learned from runs on the card.
     """
     known = calibration or Calibration()
     context = known.context_bytes if known.context_bytes is not None else CONTEXT_BYTES

@@ -1,4 +1,4 @@
-"""From traces to the peaks of each rank: the engine is replayed on each kind of rank, and what surrounds it is added."""
+"""From traces to the peaks of each rank: the engine is replayed on each kind of rank, and the overheads are added."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from toolkit.memory.trace.run import MemoryTrace
 from toolkit.planning.plan import Plan
 from toolkit.topology.grid import Coordinate, Grid
 
-# Ranks differ only in the gradients that their partition touches; so many sizes are told apart, each rounded up.
+# Ranks differ only in the gradients in their partition; at most this many sizes are distinguished, each rounded up.
 MAX_RANK_KINDS = 8
 
 
 def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., EngineReplay]:
-    """Return what wraps the optimizer; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
+    """Return the class of the optimizer wrapper; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
     if strategy != "zero":
         return Ddp if strategy == "ddp" else Fsdp2
     if settings.zero_stage == 0:
@@ -46,11 +46,11 @@ def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Call
 def phases_of_ranks(
     plan: Plan, traces: Traces, settings: EngineSettings, *, evaluation: bool = False
 ) -> dict[tuple[int, int], dict[str, PhaseReport]]:
-    """Return the peak of each phase by pipeline and data-parallel rank; of an engine that runs evaluations, its own phases."""
+    """Return the peak of each phase by pipeline and data-parallel rank; for an evaluation, of its own phases."""
     replayed: dict[tuple[int, StepProgram | None], dict[int, dict[str, PhaseReport]]] = {}
     found: dict[tuple[int, int], dict[str, PhaseReport]] = {}
     for pp_rank, events in enumerate(traces):
-        # Stages in the middle that are alike, and do the same, need the same.
+        # Equal stages in the middle with equal programs need the same.
         key = id(events), _course(plan, pp_rank, evaluation=evaluation)
         if key not in replayed:
             replayed[key] = _phases_of_stage(plan, events, settings, key[1])
@@ -86,15 +86,15 @@ def stage_required_bytes(
     tied: bool,
     calibration: Calibration | None = None,
 ) -> int:
-    """Return what the cards of one pipeline rank must have, were its layers those that were traced.
+    """Return the required memory of the cards of one pipeline rank if it had the traced layers.
 
     Args:
-        plan: What will run, under whatever cut.
-        pp_rank: Which rank of the pipeline.
-        traced: Its layers.
-        evaluated: The same in an evaluation, if the plan has any.
-        tied: Whether the first and the last stage hold one weight.
-        calibration: What was measured on the machine at hand.
+        plan: Plan of the run, with any split into stages.
+        pp_rank: Rank in the pipeline.
+        traced: Trace of the layers.
+        evaluated: Trace of the layers in an evaluation, if the plan has one.
+        tied: Whether the first and the last stage share a weight.
+        calibration: Figures measured on this machine.
     """
     settings = engine_settings(plan)
     phases = _phases_of_stage(plan, traced, settings, _course(plan, pp_rank))
@@ -128,17 +128,17 @@ def rank_report(
     calibration: Calibration | None,
     allocator: Allocator | None,
 ) -> RankReport:
-    """Adds what a card must have besides.
+    """Return the report of a rank: its peaks and the overheads of its card.
 
     Args:
-        plan: What will run.
-        rank: Which rank.
-        phases: Its peaks.
-        settings: What the engine's memory depends on.
-        num_replicas: As in `MemoryTrace`.
-        tied: Whether the first and the last stage of a pipeline hold one weight.
-        calibration: What was measured on the machine at hand.
-        allocator: How torch's allocator is set; as the plan has it when left out.
+        plan: Plan of the run.
+        rank: Global rank.
+        phases: Peaks of its phases.
+        settings: Settings that the engine's memory depends on.
+        num_replicas: Tensor ranks that hold the same key heads.
+        tied: Whether the first and the last stage of a pipeline share a weight.
+        calibration: Figures measured on this machine.
+        allocator: Setting of torch's allocator; by default that of the plan.
     """
     coordinate = plan.grid.coordinate(rank)
     num_communicators = _count_communicators(
@@ -161,12 +161,12 @@ def rank_report(
 
 
 def _count_communicators(grid: Grid, settings: EngineSettings, rank: int, *, num_replicas: int, wraps: bool) -> int:
-    """Counts the NCCL communicators of a rank that have more than one rank: one for each group that differs.
+    """Return the number of NCCL communicators of a rank that span several ranks: one for each distinct group.
 
-    A stage has one to and one from each of its neighbours, for activations, and as many for gradients.
+    A stage has one to and one from each neighbouring stage for activations, and as many for gradients.
 
     Source:
-        toolkit distributed/process_groups.py: a group that holds all ranks is the world's; split_group, of one part likewise;
+        toolkit distributed/process_groups.py: a group of all ranks is the world's, and so is a split into one part;
         distributed/p2p.py; distributed/world.py; distributed/deepspeed_mpu.py.
     """
     kinds = ["world", *(("dp", "tp") if grid.tp > 1 else ())]
@@ -180,7 +180,7 @@ def _count_communicators(grid: Grid, settings: EngineSettings, rank: int, *, num
     channels = 2 * neighbours
     return (
         of_axes + channels + int(replicas) + int(settings.zero.zero_hpz_partition_size > 1)
-    )  # hpZ gathers over groups of its own
+    )  # hpZ gathers over separate groups
 
 
 def replay_ranks(
@@ -191,7 +191,7 @@ def replay_ranks(
     strategy: Strategy = "zero",
     course: StepProgram | None = None,
 ) -> dict[int, MemoryLedger]:
-    """Replays one rank of each kind; gives every data-parallel rank the account of its kind."""
+    """Replay one rank of each kind, and return for every data-parallel rank the ledger of its kind."""
     engine = choose_engine(settings, strategy)
     if course is not None:
         engine = partial(engine, course=course)

@@ -1,4 +1,4 @@
-"""What an estimate says: per rank, per phase, per cause; of the card, the host and the disk."""
+"""The report of an estimate: by rank, phase and cause; of the card, the host and the disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.memory.report.overhead import Allocator
 from toolkit.planning.checkpoint_size import DiskUse
 from toolkit.topology.grid import Coordinate
 
-# Share of a card: with less than it left, another driver, uneven experts or a desktop on the card may take the rest.
+# Share of a card: if less is left, another driver, uneven experts or a desktop session may use it up.
 TIGHT_SHARE = 0.05
 
 
@@ -25,13 +25,13 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank's peaks.
+    """The memory of one rank.
 
     Args:
         rank: Global rank.
-        coordinate: Its place in the grid.
-        phases: `init`, `forward`, `backward`, `step`, `evaluation` if the job has any, `save`.
-        allocator_slack_bytes: What the allocator cannot reuse.
+        coordinate: Its coordinate in the grid.
+        phases: Peaks of `init`, `forward`, `backward`, `step`, `evaluation` if the job has one, and `save`.
+        allocator_slack_bytes: Bytes that the allocator cannot reuse.
         context_and_nccl_bytes: CUDA context, kernels and communicators.
         num_communicators: NCCL communicators among them.
     """
@@ -45,12 +45,12 @@ class RankReport:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """What `torch.cuda.max_memory_allocated()` will show."""
+        """Bytes that `torch.cuda.max_memory_allocated()` will return."""
         return max(phase.allocated_bytes for phase in self.phases.values())
 
     @property
     def required_bytes(self) -> int:
-        """What its card must have."""
+        """Bytes that its card must have."""
         return self.peak_allocated_bytes + self.allocator_slack_bytes + self.context_and_nccl_bytes
 
     @property
@@ -64,17 +64,17 @@ class MemoryReport:
     """An estimate.
 
     Args:
-        ranks: One entry a rank.
-        allocator: How torch's allocator is set.
-        allocator_slack_bytes: What the allocator of the fullest rank cannot reuse.
+        ranks: One entry per rank.
+        allocator: Setting of torch's allocator.
+        allocator_slack_bytes: Bytes that the allocator of the fullest rank cannot reuse.
         context_and_nccl_bytes: CUDA context, kernels and communicators of the fullest rank.
-        gpu_capacity_bytes: Of the card; None for CPU processes.
-        host: The fullest node.
-        disk: What the run keeps on disk.
+        gpu_capacity_bytes: Memory of the card; None for CPU processes.
+        host: Host memory of the fullest node.
+        disk: Disk space of the run.
         num_traced_layers: Layers that were run on fake tensors.
-        num_layers: Layers that they stand for.
-        assumptions: What the estimate takes for granted, one sentence each.
-        num_communicators: NCCL communicators among them.
+        num_layers: Layers of the model that they represent.
+        assumptions: Assumptions of the estimate, one sentence each.
+        num_communicators: NCCL communicators of the fullest rank.
         worst_routing_peak_bytes: Peak of the fullest rank if all tokens choose the same experts; None without experts.
     """
 
@@ -103,7 +103,7 @@ class MemoryReport:
 
     @property
     def limiting_phase(self) -> str:
-        """The phase of that peak."""
+        """Phase of the peak of the fullest rank."""
         return self.fullest.limiting_phase
 
     @property
@@ -113,30 +113,30 @@ class MemoryReport:
 
     @property
     def required_bytes(self) -> int:
-        """What a card must have."""
+        """Bytes that a card must have."""
         return self.peak_allocated_bytes + self.allocator_slack_bytes + self.context_and_nccl_bytes
 
     @property
     def fits_gpu(self) -> bool:
-        """Whether the card holds it."""
+        """True if the card has enough memory."""
         return self.gpu_capacity_bytes is None or self.required_bytes <= self.gpu_capacity_bytes
 
     @property
     def tight(self) -> bool:
-        """Whether it fits, with less than 5 % of the card left."""
+        """True if it fits, with less than 5 % of the card left."""
         capacity = self.gpu_capacity_bytes
         return capacity is not None and self.fits and capacity - self.required_bytes < TIGHT_SHARE * capacity
 
     @property
     def fits(self) -> bool:
-        """Whether card and host hold it."""
+        """True if the card and the host have enough memory."""
         return self.fits_gpu and self.host.fits
 
     def plot(self, path: str | Path) -> None:
-        """Draws phases and causes of the fullest rank as stacked bars, with the card's capacity.
+        """Draw phases and causes of the fullest rank as stacked bars, with the card's capacity.
 
         Raises:
-            SpecError: PLOT_FORMAT when the suffix is none of .png, .svg and .html.
+            SpecError: PLOT_FORMAT when the suffix is not one of .png, .svg and .html.
         """
         from toolkit.memory.report.figures import plot_report  # matplotlib takes a second to import
 

@@ -1,1 +1,1 @@
-"""Many estimates: advice, comparisons, sweeps, choice of GPUs, other cuts of a pipeline."""
+"""Many estimates: advice, comparisons, sweeps, choice of GPUs, other splits of a pipeline."""

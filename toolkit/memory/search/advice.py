@@ -1,4 +1,4 @@
-"""What would save most: each change is made to the job, and the changed job is estimated."""
+"""The changes that save most memory: each is made to the job, and the changed job is estimated."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SMALL_BUCKET = 50_000_000
 # Savings below this are rounding, bytes.
 LEAST_SAVING = 16 * MIB
 
-# Which kinds of change need a trace of their own and cannot lower the peak of which phase: there it holds no tensor of a
-# forward or backward pass, or, in an evaluation, none of a backward pass.
+# Kinds of change that need a trace of their own, and the phases whose peak they cannot lower: those without tensors of a
+# forward or backward pass, or, for an evaluation, of a backward pass.
 _TRACED_KINDS = frozenset({"checkpointing", "attention", "kernels", "loss", "micro batch", "activations", "evaluation"})
 _IDLE_KINDS = {
     **dict.fromkeys(("init", "step", "save"), _TRACED_KINDS),
@@ -36,7 +36,7 @@ _IDLE_KINDS = {
 }
 
 
-# The dearest in speed, and no script but our engine has it: for jobs that only more cards or an offload would make fit.
+# The slowest changes, which only our engine supports: for jobs that otherwise fit only with more cards or an offload.
 TENSOR = "tensor"
 CUT = "partition"
 _COSTLY = ("gpus", "optimizer offload", "parameter offload")
@@ -44,13 +44,13 @@ _COSTLY = ("gpus", "optimizer offload", "parameter offload")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing to change.
+    """One change of a job.
 
     Args:
         kind: Changes of one kind exclude each other; the best of them is shown.
-        values: By dotted key of the job; None leaves a key open.
-        shown: The keys among them that the user has to set; the others hold what the plan had decided.
-        note: What else changes, or "".
+        values: New values by dotted key of the job; None leaves a key open.
+        shown: Keys among them that the user has to set; the others repeat what the plan had decided.
+        note: Side effects of the change, or "".
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Change:
     note: str = ""
 
     def spell(self, file: DeepSpeedFile | None) -> str:
-        """Says what to set: keys of the job, or of the user's own DeepSpeed file where that is their home."""
+        """Return what to set: keys of the job, or of the user's own DeepSpeed file where that sets them."""
         ours = [f"{key}={value_text(self.values[key])}" for key in self.shown]
         return ", ".join(
             ours
@@ -70,15 +70,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """What a change gives, from an estimate of the changed job.
+    """The saving of a change, from an estimate of the changed job.
 
     Args:
         text: What to set.
-        required_bytes: What a card must have then.
-        saved_bytes: Less than before.
-        host_bytes_added: More on each node than before.
-        fits: Whether card and host hold the changed job.
-        tight: Whether they do with little of the card left.
+        required_bytes: Bytes that a card must have after the change.
+        saved_bytes: Bytes saved on the card.
+        host_bytes_added: Bytes added on the host of each node.
+        fits: Whether the changed job fits card and host.
+        tight: Whether it fits with little of the card left.
     """
 
     change: Change
@@ -109,15 +109,15 @@ def find_savings(
     """Return the changes that save most of a card's memory: those that make the job fit first, then the largest.
 
     Args:
-        plan: What the case resolved to.
-        report: Its estimate.
-        at_most: So many.
+        plan: Plan that the case resolved to.
+        report: Estimate of the plan.
+        at_most: Most changes to return.
     """
     best: dict[str, Saving] = {}
-    # What the plan decided stays, so that a saving is that of the change alone.
+    # Decisions of the plan are kept, so that a saving is due to the change alone.
     pinned = case.changed(_decided(plan, case))
-    settled: set[str] = set()  # kinds of which nothing is left to save
-    # Those that need no trace first: they may leave nothing to find to those that do.
+    settled: set[str] = set()  # kinds with nothing left to save
+    # Changes without a new trace first: they may make the others unnecessary.
     for change in sorted((*_recut(estimator, plan, report), *candidates(plan)), key=_order_of_trial):
         if change.kind in settled or _is_idle(change, plan, report):
             continue
@@ -131,7 +131,7 @@ def find_savings(
         ):
             continue
         if case.file is not None and (change.kind == "activations" or change.values.get("train.loss") == "chunked"):
-            continue  # no keys of DeepSpeed: our own loop does it
+            continue  # done by our own loop, not by a key of DeepSpeed
         outcome = estimator.attempt(pinned, change.values)
         if outcome.report is None:
             continue
@@ -139,7 +139,7 @@ def find_savings(
         if change.kind == "micro batch":
             saving = _largest_that_fits(estimator, case, pinned, plan=plan, report=report, smallest=saving)
         if change.kind == "loss" and 10 * _loss_bytes(outcome.report) <= saving.saved_bytes:
-            settled.add("loss")  # no other way to compute it saves more than what is left of it
+            settled.add("loss")  # no other loss saves more than what is left
         known = best.get(change.kind)
         if saving.saved_bytes >= LEAST_SAVING and (known is None or _order(saving) < _order(known)):
             best[change.kind] = saving
@@ -147,7 +147,7 @@ def find_savings(
 
 
 def _recut(estimator: Estimator, plan: Plan, report: MemoryReport) -> Iterator[Change]:
-    """Cuts a pipeline otherwise, where its fullest stage does not fit: layers go to stages that have room."""
+    """Yield another split of a pipeline whose fullest stage does not fit: layers move to stages that have room."""
     found = None if report.fits_gpu else rebalance_partition(estimator, plan)
     if found is not None:
         yield _one(CUT, "parallel.partition", list(found))
@@ -162,7 +162,7 @@ def _fits_cheaply(savings: Iterable[Saving]) -> bool:
 
 
 def _bound(change: Change, report: MemoryReport) -> float:
-    """Return what a change can save at most, bytes: of one to the passes, all that they hold at the peak, and its slack."""
+    """Return the most bytes that a change can save: for a change to the passes, all their memory at the peak, with its slack."""
     if change.kind not in _TRACED_KINDS:
         return math.inf
     rank = report.fullest
@@ -173,7 +173,7 @@ def _bound(change: Change, report: MemoryReport) -> float:
 
 
 def _order(saving: Saving) -> tuple[bool, bool, int]:
-    """What fits comes first, and of that another cut, which costs nothing; then the largest."""
+    """Return a sort key: changes that fit first, among them another split, which costs nothing; then the largest."""
     return (not saving.fits, not (saving.fits and saving.change.kind == CUT), -saving.saved_bytes)
 
 
@@ -190,7 +190,7 @@ def _saving(change: Change, changed: MemoryReport, case: Scenario, report: Memor
 
 
 def _is_idle(change: Change, plan: Plan, report: MemoryReport) -> bool:
-    """Whether a change cannot lower the peak, for it lies in a phase that has nothing of it: no trace is made then."""
+    """Return whether a change cannot lower the peak because its phase has none of the memory: no trace is made then."""
     phase = report.limiting_phase
     if change.kind in _IDLE_KINDS.get(phase, ()) or (change.kind == "loss" and _loss_bytes(report) < LEAST_SAVING):
         return True
@@ -199,7 +199,7 @@ def _is_idle(change: Change, plan: Plan, report: MemoryReport) -> bool:
     return (
         change.kind == "micro batch"
         and phase == "evaluation"
-        and plan.job.train.per_device_eval_batch_size is not None  # else it follows the micro batch
+        and plan.job.train.per_device_eval_batch_size is not None  # otherwise it follows the micro batch
     )
 
 
@@ -208,7 +208,7 @@ def _largest_that_fits(
 ) -> Saving:
     """Return the largest micro batch that makes the job fit, where one of one sequence does.
 
-    Memory grows about linearly with the micro batch: on that line the largest two are estimated, and one has to fit.
+    Memory grows about linearly with the micro batch: the two largest that fit by that line are estimated, and one must fit.
     """
     batch, capacity = plan.settings.batch, report.gpu_capacity_bytes
     if report.fits or not smallest.fits or capacity is None or smallest.saved_bytes <= 0:
@@ -224,7 +224,7 @@ def _largest_that_fits(
 
 
 def candidates(plan: Plan) -> Iterator[Change]:
-    """Yield every change that leaves the task as it is: the model, the sequence and the global batch."""
+    """Yield every change that preserves the task: the model, the sequence length and the global batch."""
     settings = plan.settings
     if settings.gradient_checkpointing < 1:
         yield _one("checkpointing", "train.gradient_checkpointing", True)
@@ -254,7 +254,7 @@ def _one(kind: str, key: str, value: Any) -> Change:
 
 
 def _kernel_packages(plan: Plan) -> Iterator[Change]:
-    """Installs the packages whose kernels the model's layers would use."""
+    """Yield the installation of packages whose kernels the model's layers would use."""
     software = Software.of(plan)
     missing = set(missing_kernels(plan, software).values())
     if missing:
@@ -264,7 +264,7 @@ def _kernel_packages(plan: Plan) -> Iterator[Change]:
 
 
 def _loss_bytes(report: MemoryReport) -> int:
-    """Return the loss's part in the peak."""
+    """Return the bytes of the loss in the peak."""
     rank = report.fullest
     return rank.phases[rank.limiting_phase].causes.get(LOSS, 0)
 
@@ -275,13 +275,13 @@ def _higher_stages(plan: Plan) -> Iterator[Change]:
         values: dict[str, Any] = {"parallel.zero_stage": stage}
         if strategy != "zero":
             values = {"parallel.strategy": "zero", **values}
-        # In a pipeline weights would be gathered for each pass of each micro-batch: no replacement for a milder stage.
+        # In a pipeline weights would be gathered for each pass of each micro-batch: no substitute for a lower stage.
         kind = "zero 3" if stage == 3 and plan.grid.pp > 1 else "zero"
         yield Change(kind=kind, values=values, shown=tuple(values))
 
 
 def _micro_batch(plan: Plan, size: int) -> Change:
-    """Sets the micro batch, and the accumulation so that the global batch stays."""
+    """Return a change of the micro batch, with the accumulation that keeps the global batch."""
     batch = plan.settings.batch
     values = {
         "train.per_device_train_batch_size": size,
@@ -306,14 +306,14 @@ def _offloads(plan: Plan) -> Iterator[Change]:
 
 
 def _offload_kind(profile: OffloadProfile) -> str:
-    """Tells apart what moves: the optimizer's state alone is a milder change than the parameters too."""
+    """Return the kind of an offload: that of the optimizer's state alone is a smaller change than with the parameters."""
     if profile.activations:
         return "activations"
     return "parameter offload" if profile.parameters else "optimizer offload"
 
 
 def _more_tensor_ranks(plan: Plan) -> Iterator[Change]:
-    """Twice as many ranks share a layer; each takes twice the micro-batches, so that the global batch stays."""
+    """Yield twice as many tensor ranks, with twice the micro-batches each, so that the global batch stays."""
     size = 2 * plan.grid.tp
     if plan.on_cpu or not plan.settings.zero_stage or plan.job.cluster.gpus_per_node % size:
         return

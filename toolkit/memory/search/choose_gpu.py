@@ -1,4 +1,4 @@
-"""For each card of the catalogue the smallest number of them on which a job fits."""
+"""The smallest number of each card of the catalogue on which a job fits."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ MAX_NODES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """So many cards, on so many machines."""
+    """A number of cards, on a number of machines."""
 
     nodes: int
     gpus_per_node: int
 
     @property
     def total(self) -> int:
-        """Cards of all machines."""
+        """Number of cards on all machines."""
         return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A card, the fewest of them that hold the job, and what came of these.
+    """A card, the fewest of them on which the job fits, and the outcome for that number.
 
     Args:
-        count: The fewest that do, or the most that were tried.
-        outcome: Of that count.
-        batch: The job's batch there.
-        wanted: Sequences an optimizer step that the job asks for.
+        count: Fewest cards that fit the job, or the most that were tried.
+        outcome: Outcome for that count.
+        batch: Batch of the job on that count.
+        wanted: Sequences per optimizer step that the job asks for.
     """
 
     gpu: Gpu
@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def kept(self) -> str:
-        """Says what the job keeps of its batch."""
+        """Part of its batch that the job keeps, in words."""
         batch = self.batch
         if batch.train == self.wanted:
             return f"{batch.train} in all, as {batch.micro} × {batch.accumulation} a rank"
@@ -59,11 +59,11 @@ class Choice:
 
     @property
     def total_memory_bytes(self) -> int:
-        """Of all cards together."""
+        """Memory of all cards together, bytes."""
         return self.count.total * (self.gpu.memory_bytes or 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choice as a JSON object; the counts are None where the job fits on none that were tried."""
+        """Return the choice as a JSON object; the counts are None where the job fits on none of those tried."""
         figures, fits = self.outcome.to_dict(), self.outcome.fits
         required, capacity = figures["required_bytes"], self.gpu.memory_bytes
         return {
@@ -82,7 +82,7 @@ class Choice:
 
 
 def read_gpus(text: str) -> tuple[Gpu, ...]:
-    """Reads `all` or a list of names.
+    """Read `all` or a list of names.
 
     Raises:
         SpecError: GPU_UNKNOWN for each name that the catalogue lacks; GPU_NO_MEMORY for `cpu`, whose memory is the host's.
@@ -114,12 +114,12 @@ def read_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def choose_gpus(estimator: Estimator, case: Scenario, *, plan: Plan, gpus: Sequence[Gpu]) -> Iterator[Choice]:
-    """Finds the smallest count for each card, by bisection: more cards never need more memory each.
+    """Find the smallest count for each card, by bisection: with more cards, none needs more memory.
 
-    Counts on which the global batch stays come first; only where the job fits on none of these, the others are tried.
+    Counts that keep the global batch are tried first; the others only where the job fits on none of these.
 
     Args:
-        plan: What the case resolved to.
+        plan: Plan that the case resolved to.
     """
     for gpu in gpus:
         found = counts(gpu, tensor=plan.grid.tp, pipeline=plan.grid.pp)
@@ -138,12 +138,12 @@ def choose_gpus(estimator: Estimator, case: Scenario, *, plan: Plan, gpus: Seque
 
 
 def counts(gpu: Gpu, *, tensor: int = 1, pipeline: int = 1) -> tuple[Count, ...]:
-    """Return the counts that are tried, ascending: what one rents, as far as tensor groups of a size fill its machines.
+    """Return the counts that are tried, ascending: usual offers, of which tensor groups fill the machines.
 
-    With stages, as far as each of them has as many cards.
+    With pipeline stages, only counts that give each stage equally many cards.
 
-    Powers of two of one machine, then 2 to 16 whole machines: of the card's usual size, or of 8 where it is usually rented
-    alone. No number of cards comes twice: one machine is taken before several.
+    Powers of two on one machine, then 2 to 16 whole machines of the card's usual size, or of 8 cards where it is usually
+    rented alone. Each number of cards appears once, on one machine where possible.
     """
     usual = gpu.host.gpus_per_node if gpu.host else COMMON_GPUS_PER_NODE
     a_node = usual if usual > 1 else COMMON_GPUS_PER_NODE
@@ -156,9 +156,9 @@ def counts(gpu: Gpu, *, tensor: int = 1, pipeline: int = 1) -> tuple[Count, ...]
 
 
 def batch_on(plan: Plan, count: Count) -> Batch:
-    """Return the batch of a job on so many cards: its global batch, or the nearest that its own micro batch allows.
+    """Return the batch of a job on a count of cards: its global batch, or the nearest that its micro batch allows.
 
-    A micro batch that the job leaves open becomes smaller where that keeps the global batch.
+    A micro batch that the job leaves open is reduced where that keeps the global batch.
     """
     wanted, micro = plan.settings.batch.train, plan.settings.batch.micro
     dp_size = max(1, count.total // (plan.grid.tp * plan.grid.pp))
@@ -201,12 +201,12 @@ def _try(estimator: Estimator, case: Scenario, plan: Plan, gpu: Gpu, count: Coun
         "train.train_batch_size": None,
     }
     if gpu.name != case.gpu.name:
-        values["cluster.host_memory_gib"] = None  # it was that of the other card's machine
+        values["cluster.host_memory_gib"] = None  # it was that of a machine with the other card
     outcome = estimator.attempt(case, values)
     parallel = case.job.parallel
     open_stage = case.file is None and parallel.strategy == "zero" and parallel.zero_stage is None
     if not outcome.fits and open_stage and outcome.plan is not None and outcome.plan.settings.zero_stage < 3:
-        # The default weighs the state alone; where activations then do not fit, stage 3 may.
+        # The default stage depends on the state alone; where activations then do not fit, stage 3 may.
         sharded = estimator.attempt(case, {**values, "parallel.zero_stage": 3})
         if sharded.report is not None and (count.total > 1 or sharded.fits):
             outcome = sharded

@@ -20,14 +20,14 @@ _NAME = re.compile(
     r"(?P<suffixes>(?:-(?:offload|full-offload|no-checkpointing|checkpointing))*)"
 )
 
-# What a suffix sets.
+# Keys that a suffix sets.
 _SUFFIXES: dict[str, dict[str, Any]] = {
     "offload": {"parallel.offload": "optimizer-cpu"},
     "full-offload": {"parallel.offload": "full-cpu"},
     "checkpointing": {"train.gradient_checkpointing": True},
     "no-checkpointing": {"train.gradient_checkpointing": False},
 }
-# Which stages have the partitions that an offload moves (planning/offload.py PROFILES).
+# Stages that have the partitions which an offload moves (planning/offload.py PROFILES).
 _STAGES_OF = {"offload": ("zero1", "zero2", "zero3"), "full-offload": ("zero3",)}
 
 
@@ -36,7 +36,7 @@ class Strategy:
     """A named strategy.
 
     Args:
-        values: By dotted key of the job.
+        values: Values by dotted key of the job.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A strategy and what came of it.
+    """A strategy and its outcome.
 
     Args:
-        full_name: The name with the job's stage, tensor ranks and stages where it leaves them to the job.
+        full_name: Name with the job's ZeRO stage, tensor ranks and pipeline stages where the strategy leaves them open.
     """
 
     strategy: Strategy
@@ -57,10 +57,10 @@ class Compared:
 
 
 def read_strategies(text: str) -> tuple[Strategy, ...]:
-    """Reads `zero2,zero3-offload,…`.
+    """Read `zero2,zero3-offload,…`.
 
     Raises:
-        SpecError: COMPARE_STRATEGY for each name that is none.
+        SpecError: COMPARE_STRATEGY for each name that is not one.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -72,7 +72,7 @@ def read_strategies(text: str) -> tuple[Strategy, ...]:
 
 
 def compare(estimator: Estimator, case: Scenario, strategies: Sequence[Strategy]) -> Iterator[Compared]:
-    """Estimates the job under each strategy; all else stays as the job has it."""
+    """Estimate the job under each strategy, with all other values of the job unchanged."""
     for strategy in strategies:
         values = dict(strategy.values)
         parallel = case.job.parallel
@@ -80,7 +80,7 @@ def compare(estimator: Estimator, case: Scenario, strategies: Sequence[Strategy]
             isinstance(parallel.partition, tuple)
             and values.get("parallel.pipeline", parallel.pipeline) != parallel.pipeline
         ):
-            values["parallel.partition"] = None  # it lists the layers of other stages
+            values["parallel.partition"] = None  # it lists the layers for another number of stages
         outcome = estimator.attempt(case, values)
         if outcome.problems:
             problems = tuple(_with_remedy(problem, strategy.name, case) for problem in outcome.problems)
@@ -89,7 +89,7 @@ def compare(estimator: Estimator, case: Scenario, strategies: Sequence[Strategy]
 
 
 def full_name(name: str, job: Job, plan: Plan) -> str:
-    """Completes a strategy's name by what it leaves to the job: `zero3-tp2-pp2` for `zero3` where the job has both."""
+    """Complete a strategy's name by what it leaves to the job: `zero3-tp2-pp2` for `zero3` where the job has both."""
     parts = _parts(name)
     assert parts is not None
     if parts.base in ("ddp", "fsdp2"):
@@ -107,7 +107,7 @@ def _named(base: str, *, tensor: int, pipeline: int, suffixes: Sequence[str], at
 
 
 def _with_remedy(problem: Problem, name: str, case: Scenario) -> Problem:
-    """Says how to name the strategy without the job's other axis, where the two do not fit its cards."""
+    """Return the problem, with a name for the strategy without the job's other axis where both do not fit its cards."""
     parts, parallel = _parts(name), case.job.parallel
     assert parts is not None
     kept = [
@@ -127,7 +127,7 @@ def _with_remedy(problem: Problem, name: str, case: Scenario) -> Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What a name says; None where it leaves a size to the job."""
+    """The parts of a strategy's name; None where it leaves a size to the job."""
 
     base: str | None
     tensor: int | None
@@ -160,7 +160,7 @@ def _strategy(name: str) -> Strategy:
     if base is not None:
         values["parallel.strategy"] = "zero" if base.startswith("zero") else base
         values["parallel.zero_stage"] = int(base[-1]) if base.startswith("zero") else None
-    whole = base in ("ddp", "fsdp2")  # they know neither tensor ranks nor stages
+    whole = base in ("ddp", "fsdp2")  # they have neither tensor ranks nor pipeline stages
     if parts.tensor is not None or whole:
         values["parallel.tensor"] = parts.tensor or 1
         if values["parallel.tensor"] == 1:

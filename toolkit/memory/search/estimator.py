@@ -1,4 +1,4 @@
-"""Many estimates of one job, changed a little each time: a trace is made once for all that differ in the engine alone."""
+"""Many estimates of variants of one job: those that differ in the engine alone share a trace."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from toolkit.planning.plan import Plan
 
 
 class Estimator:
-    """Estimates cases and keeps their traces.
+    """An estimator of cases that caches their traces.
 
     Args:
-        calibrations: What was measured on the machine at hand, by card.
+        calibrations: Figures measured on this machine, by card.
         notify: Called with one line before each trace, the slow part.
-        other_allocator: A setting of torch's allocator that the user has made, and launches leave.
+        other_allocator: Setting of torch's allocator that the user has made, and that launches keep.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Estimator:
         return len(self._traces)
 
     def estimate(self, case: Scenario) -> MemoryReport:
-        """Estimates one case.
+        """Estimate one case.
 
         Raises:
             PlanError: The job does not resolve, or its model cannot be traced.
@@ -62,7 +62,7 @@ class Estimator:
         return self.estimate_plan(case.plan(), case)
 
     def estimate_plan(self, plan: Plan, case: Scenario) -> MemoryReport:
-        """Estimates a plan that `case` resolved to."""
+        """Estimate a plan that `case` resolved to."""
         calibration = self._calibrations.get(plan.gpu.name)
         report, notes = report_of(plan, case, trace=self._trace, calibration=calibration), []
         if calibration is not None:
@@ -74,7 +74,7 @@ class Estimator:
         return replace(report, assumptions=(*report.assumptions, *notes))
 
     def attempt(self, case: Scenario, changes: Mapping[str, Any] | None = None) -> Outcome:
-        """Estimates a case, with other values under dotted keys of its job, or says why that cannot be done."""
+        """Estimate a case, with changed values by dotted key of its job, or return the problems."""
         plan = None
         try:
             changed = case.changed(changes) if changes else case
@@ -84,7 +84,7 @@ class Estimator:
             return Outcome(plan=plan, problems=error.problems)
 
     def stages(self, plan: Plan) -> StageRequirements:
-        """Return what the stages of a plan's pipeline need, under any cut."""
+        """Return the requirements of the stages of a plan's pipeline, for any split."""
         tracer = partial(self._tracer, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan)))
         return StageRequirements(
             plan,
@@ -116,13 +116,13 @@ class Estimator:
 
 
 class StageRequirements:
-    """What a stage of a plan's pipeline needs of its card, by its layers.
+    """The memory that a stage of a plan's pipeline needs, by its layers.
 
     Args:
-        plan: What will run, under whatever cut.
-        tracer: Of its stages.
-        evaluated: Of its stages in an evaluation, if the plan has any.
-        calibration: What was measured on the machine at hand.
+        plan: Plan of the run, with any split into stages.
+        tracer: Tracer of its stages.
+        evaluated: Tracer of its stages in an evaluation, if the plan has one.
+        calibration: Figures measured on this machine.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class StageRequirements:
 
     @property
     def layers_are_alike(self) -> bool:
-        """Whether a stage's need depends on the number of its layers alone."""
+        """True if a stage's need depends on the number of its layers alone."""
         return self._tracer.layers_are_alike
 
     def required_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Return what the cards of a stage must have that holds the layers start … stop - 1."""
+        """Return the bytes that a card needs for a stage with the layers start … stop - 1."""
         part = StagePart(chunks=(range(start, stop),), num_layers=sum(self._plan.settings.partition))
         key = stage, self._tracer.kind(part)
         if key not in self._known:
@@ -159,7 +159,7 @@ class StageRequirements:
 
 
 def _written_out(plan: Plan, options: TraceOptions) -> TraceOptions:
-    """Return options with the machine's software and always ZeRO-3's marks: one trace serves every stage (with adapters, all but the third)."""
+    """Return options with the machine's software and ZeRO-3's marks, so that stages share a trace (with adapters, all but 3)."""
     return {"software": Software.of(plan), **options, "marks_modules": True}
 
 
@@ -169,7 +169,7 @@ def _key(plan: Plan, options: TraceOptions) -> str:
 
 
 def trace_key(plan: Plan) -> str:
-    """Names all that a trace depends on: plans of one key differ in the engine alone, and in how a pipeline is cut."""
+    """Return a key of all that a trace depends on: plans with one key differ only in the engine and the split of a pipeline."""
     settings, job = plan.settings, plan.job
     parts = {
         "model": plan.model.to_dict(),
@@ -195,7 +195,7 @@ def trace_key(plan: Plan) -> str:
 
 
 def _kernels(gpu: Gpu) -> tuple[str | bool, ...]:
-    """Tells the cards apart between which torch's fused attention can differ.
+    """Return a key of cards between which torch's fused attention can differ.
 
     Source:
         aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: every comparison of a device's capability there.

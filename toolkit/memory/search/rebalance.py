@@ -1,4 +1,4 @@
-"""Another cut of a pipeline: that under which every stage fits its card, and the slowest is as fast as it then can be."""
+"""Another split of a pipeline, with which every stage fits its card, and the slowest is as fast as possible."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def rebalance_partition(estimator: Estimator, plan: Plan) -> tuple[int, ...] | None:
-    """Return the layers of each stage under which all of them fit; None where no cut does, or the plan's own does.
+    """Return the layers of each stage with which all stages fit; None where no split fits, or the plan's own does.
 
-    Chunks of virtual stages share a card, so that no chunk can be judged by itself: such pipelines are left as they are.
+    Chunks of virtual stages share a card, so that no chunk can be judged alone: such pipelines are not changed.
     """
     capacity = plan.gpu.memory_bytes
     if plan.grid.pp == 1 or plan.settings.virtual_stages > 1 or capacity is None:
@@ -34,13 +34,13 @@ def rebalance_partition(estimator: Estimator, plan: Plan) -> tuple[int, ...] | N
 
 
 class _Room:
-    """What stages need, as far as a search must know: of like layers only how many a stage holds at most.
+    """The memory that stages need, as far as a search must know; of equal layers only the most that a stage can hold.
 
     Args:
-        stages: What they need.
-        num_layers: Of the model.
-        num_stages: Of the pipeline.
-        capacity_bytes: Of a card.
+        stages: Requirements of the stages.
+        num_layers: Layers of the model.
+        num_stages: Stages of the pipeline.
+        capacity_bytes: Memory of a card.
     """
 
     def __init__(self, stages: StageRequirements, *, num_layers: int, num_stages: int, capacity_bytes: int) -> None:
@@ -49,7 +49,7 @@ class _Room:
         self._most: dict[int, int] = {}
 
     def bytes_of(self, stage: int, start: int, stop: int) -> float:
-        """Return the bytes of a stage that holds the layers start … stop - 1; of like layers, too few or too many."""
+        """Return the bytes of a stage with the layers start … stop - 1; of equal layers, 0 if they fit, else twice the card's."""
         if not self._stages.layers_are_alike:
             return float(self._stages.required_bytes(stage, start, stop))
         if stage not in self._most:
@@ -57,7 +57,7 @@ class _Room:
         return 0.0 if stop - start <= self._most[stage] else 2.0 * self._capacity
 
     def _find_most(self, stage: int) -> int:
-        """Return the most layers that a stage can hold, by bisection: more of them never take less."""
+        """Return the most layers that a stage can hold, by bisection: more layers never need less."""
         fits, fails = 0, self._num_layers - self._num_stages + 2
         while fails - fits > 1:
             middle = (fits + fails) // 2

@@ -1,4 +1,4 @@
-"""Every combination of some values of a job, estimated: what fits, and where it stops to fit."""
+"""Every combination of some values of a job, estimated: which of them fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.memory.scenario import Outcome, Scenario
 if TYPE_CHECKING:
     from toolkit.memory.search.estimator import Estimator
 
-# Combinations of one sweep: each may need a trace, which takes seconds.
+# Most combinations of one sweep: each may need a trace, which takes seconds.
 MAX_COMBINATIONS = 100
 
 
@@ -28,7 +28,7 @@ class Axis:
 
     Args:
         key: Dotted key of the job.
-        values: As YAML reads them.
+        values: Values as YAML reads them.
     """
 
     key: str
@@ -36,20 +36,20 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """The key without its section."""
+        """Key without its section."""
         return self.key.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """One combination and what came of it."""
+    """One combination and its outcome."""
 
     values: dict[str, Any]
     outcome: Outcome
 
 
 def read_axes(options: Sequence[str]) -> tuple[Axis, ...]:
-    """Reads `per_device_train_batch_size=1,2,4`; the key is one of train or parallel, with or without its section.
+    """Read `per_device_train_batch_size=1,2,4`; the key is one of train or parallel, with or without its section.
 
     Raises:
         SpecError: SWEEP_SYNTAX, SWEEP_KEY, SWEEP_SIZE.
@@ -72,7 +72,7 @@ def read_axes(options: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def sweep(estimator: Estimator, case: Scenario, axes: Sequence[Axis]) -> Iterator[SweepRow]:
-    """Estimates each combination, the last axis fastest."""
+    """Estimate each combination, the last axis fastest."""
     for combination in itertools.product(*(axis.values for axis in axes)):
         values = {axis.key: value for axis, value in zip(axes, combination, strict=True)}
         yield SweepRow(values=values, outcome=estimator.attempt(case, values))

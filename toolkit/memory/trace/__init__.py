@@ -1,1 +1,1 @@
-"""One training step of a model on fake tensors: what is allocated, when, and for which layer."""
+"""One training step of a model on fake tensors, recorded with each allocation, its time and its layer."""

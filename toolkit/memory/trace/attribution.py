@@ -1,4 +1,4 @@
-"""Attributes each allocation to the module that is executing."""
+"""Attribution of each allocation to the module that is executing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKWARD = "backward temporaries"
 EMBEDDINGS = "embeddings"
 RECEIVED = "received from other stages"
 SENT = "being sent to other stages"
-LAYERS = "layers: "  # what each cause inside a layer begins with
+LAYERS = "layers: "  # prefix of each cause inside a layer
 
 _LAYER = "layers: residual stream and norms"
 _ATTENTION = "layers: attention"
@@ -27,22 +27,22 @@ _HEADS = ("lm_head", "embed_out", "score", "classifier", "cls", "qa_outputs")
 
 
 def of_passes(causes: Mapping[str, int]) -> int:
-    """Return how much of some causes a forward or backward pass holds, bytes; the rest is the engine's."""
+    """Return the bytes of causes that belong to a forward or backward pass; the rest are the engine's."""
     names = (MODEL, LOSS, BACKWARD, EMBEDDINGS, RECEIVED, SENT)
     return sum(size for cause, size in causes.items() if cause in names or cause.startswith(LAYERS))
 
 
 class AttributionStack:
-    """The causes of the modules that run, innermost last."""
+    """The causes of the running modules, innermost last."""
 
     def __init__(self) -> None:
         self.backward = False
-        self.in_loss = False  # the backward pass has not come to the head's input yet
+        self.in_loss = False  # the backward pass has not reached the head's input yet
         self._running: list[str] = []
 
     @property
     def now(self) -> str:
-        """What a tensor that is born now belongs to."""
+        """Cause of tensors that are allocated now."""
         if self._running:
             return self._running[-1]
         if not self.backward:
@@ -50,15 +50,15 @@ class AttributionStack:
         return LOSS if self.in_loss else BACKWARD
 
     def push(self, cause: str) -> None:
-        """Enters a module."""
+        """Enter a module."""
         self._running.append(cause)
 
     def pop(self) -> None:
-        """Leaves it."""
+        """Leave a module."""
         self._running.pop()
 
     def hook(self, module: nn.Module, cause: str) -> list[Any]:
-        """Reports what a module's forward pass allocates under a cause; gives the hooks' handles."""
+        """Attribute what a module's forward pass allocates to a cause, and return the handles of the hooks."""
         return [
             module.register_forward_pre_hook(lambda *_: self.push(cause), prepend=True),
             module.register_forward_hook(lambda *_: self.pop(), always_call=True),
@@ -66,11 +66,11 @@ class AttributionStack:
 
 
 def cause_of(name: str, module: nn.Module, *, within: str | None) -> str | None:
-    """Names the cause under which a module's tensors are reported; None leaves the enclosing one.
+    """Return the cause under which a module's tensors are reported; None keeps the enclosing one.
 
     Args:
-        name: Path in the model.
-        module: The module.
+        name: Path of the module in the model.
+        module: Module to attribute to.
         within: Path inside its layer, "" for the layer itself; None outside the layers.
     """
     if within is None:

@@ -1,7 +1,7 @@
-"""What a traced forward and backward pass did to memory, as data: torch-free, replayed under any engine.
+"""The memory events of a traced forward and backward pass, as data without torch, replayed under any engine.
 
-A pass is a sequence of runs and marks. Between two marks the engine does nothing of its own, so of all allocations and
-releases there only two things matter: how high memory stood at most, by cause, and what was left at the end.
+A pass is a sequence of runs and marks. Between two marks the engine does nothing of its own, so that of the allocations
+and releases there only two things matter: the peak of memory, by cause, and what was left at the end.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-# What a mark says. `fetch` and `release` are DeepSpeed's module hooks of ZeRO-3 (runtime/zero/parameter_offload.py),
+# Kinds of marks. `fetch` and `release` are DeepSpeed's module hooks of ZeRO-3 (runtime/zero/parameter_offload.py),
 # `gradient` is the moment at which autograd has stored a parameter's whole gradient.
 MarkKind = Literal["fetch", "release", "gradient"]
 
-# Whose code runs: stack and position among its traced layers; None outside the layers.
+# Layer that runs: stack and position among its traced layers; None outside the layers.
 LayerRef = tuple[int, int] | None
 
 # CUDACachingAllocator.cpp kMinBlockSize: every block is a multiple of this, bytes.
@@ -22,21 +22,21 @@ BLOCK_BYTES = 512
 
 
 def in_blocks(size: float) -> int:
-    """Return what the allocator takes for `size` bytes: whole blocks."""
+    """Return the bytes that the allocator takes for `size` bytes: whole blocks."""
     return -(-int(size) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One parameter of the whole model; tied weights are one.
+    """One parameter of the whole model; tied weights are one parameter.
 
     Args:
         name: Path in the model.
-        numel: Elements.
-        itemsize: Bytes an element.
+        numel: Number of elements.
+        itemsize: Bytes per element.
         trainable: Whether it has a gradient.
-        module: Path of the module that holds it.
-        dense_numel: Elements over all tensor ranks, each counted once, padding not at all.
+        module: Path of the module that owns it.
+        dense_numel: Elements over all tensor ranks, without replicas and padding.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.numel * self.itemsize
 
 
@@ -57,9 +57,9 @@ class Run:
     """Allocations and releases between two marks.
 
     Args:
-        peak_bytes: Highest level over the start of the run; 0 if it only fell.
-        peak: What made up that level, by cause, relative to the start of the run.
-        net: What the run left behind, by cause.
+        peak_bytes: Peak above the level at the start of the run; 0 if the level only fell.
+        peak: Composition of the peak by cause, relative to the start of the run.
+        net: Bytes that the run left allocated, by cause.
     """
 
     peak_bytes: int
@@ -72,12 +72,12 @@ class Marker:
     """A moment at which an engine may act.
 
     Args:
-        kind: What happens.
-        name: Parameter of a `gradient`, module of a `fetch` or `release`, relative to its layer if it lies in one.
-        layer: Index of the decoder layer that owns it, relative to the layer being traced; None outside the layers.
-        size: Bytes of the gradient.
+        kind: Kind of the mark.
+        name: Parameter of a `gradient`, module of a `fetch` or `release`, relative to its layer if it is in one.
+        layer: Index of the decoder layer that owns the name, relative to the traced layer; None outside the layers.
+        size: Bytes of a gradient.
         backward: Whether a `fetch` or `release` belongs to the backward pass.
-        place: The layer that owns it where the mark was noted outside of that layer's list; it then stands for itself.
+        place: Layer that owns the name, if the mark was recorded outside of that layer's list; it then represents itself.
     """
 
     kind: MarkKind
@@ -90,12 +90,12 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The release of memory that was allocated elsewhere than where it is released: its number is not its segment's.
+    """The release of memory that another segment allocated, so that it does not repeat as often as its own segment.
 
     Args:
-        cause: Of the memory.
-        size: Bytes.
-        birth: Where it was allocated.
+        cause: Cause of the memory.
+        size: Size in bytes.
+        birth: Layer that allocated it.
     """
 
     cause: str
@@ -109,7 +109,7 @@ TracedEvent = Run | Marker | Release
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEvent:
-    """An event of a whole model: the mark's names are absolute, the run is as traced."""
+    """An event of a whole model: names of marks are absolute, runs are as traced."""
 
     event: Event
     name: str = ""
@@ -120,18 +120,18 @@ class ChunkTrace:
     """The passes of one micro-batch through a chunk of a pipeline's rank.
 
     Args:
-        forward: From the received hidden states to those that are sent on, or to the loss.
-        backward: From the gradient of these to that of the former.
-        after: Then all is let go, but for what `weights` needs.
-        weights: The gradients of weights that come apart, of a backward pass in two halves.
-        keeps_received: Whether `weights` needs what was received.
-        received_bytes: Hidden states that it receives; 0 for the first stage.
-        gradient_bytes: The gradient that it receives; 0 for the last stage.
-        sent_bytes: What `forward` or `backward` leave to be sent: the gradient of what was received, or in an evaluation
-            the hidden states.
-        reported_bytes: The loss that `forward` leaves until the end of the step.
-        batch_bytes: One micro-batch, of which all of a step are on the device.
-        host_copies: Bytes of each layer input that waits in pinned host memory for its backward pass.
+        forward: Events from the received hidden states to those that are sent, or to the loss.
+        backward: Events from the gradient of the output to that of the received hidden states.
+        after: Events that then free everything, except what `weights` needs.
+        weights: Events of the weight gradients, where a backward pass has two halves.
+        keeps_received: Whether `weights` needs the received hidden states.
+        received_bytes: Bytes of the received hidden states; 0 for the first stage.
+        gradient_bytes: Bytes of the received gradient; 0 for the last stage.
+        sent_bytes: Bytes that `forward` or `backward` leave to be sent: the gradient of what was received, or in an
+            evaluation the hidden states.
+        reported_bytes: Bytes of the loss that `forward` leaves until the end of the step.
+        batch_bytes: Bytes of one micro-batch; all micro-batches of a step are on the device.
+        host_copies: Bytes of each layer input that is kept in pinned host memory for its backward pass.
     """
 
     forward: tuple[ResolvedEvent, ...]
@@ -149,29 +149,29 @@ class ChunkTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrace:
-    """The memory events of one micro-batch, for the whole model; where tensor ranks share it, of one of them.
+    """The memory events of one micro-batch for the whole model; with tensor parallelism, on one rank.
 
-    Of a rank of a pipeline, parameters are its own, and passes are listed by chunk.
+    For a rank of a pipeline, the parameters are the rank's own, and passes are listed by chunk.
 
     Args:
-        parameters: In the order of `named_parameters`.
-        tied: Modules that hold a parameter which is listed under another module's name, and that name.
-        buffers_bytes: Buffers of the model.
-        forward: From the batch on the device to the loss, logits dropped.
-        backward: From the loss to the last gradient.
-        after: Once the optimizer has stepped and the loss is dropped.
+        parameters: Parameters in the order of `named_parameters`.
+        tied: Modules with a parameter that is listed under another module's name, and that name.
+        buffers_bytes: Bytes of the model's buffers.
+        forward: Events from the batch on the device to the loss, with the logits freed.
+        backward: Events from the loss to the last gradient.
+        after: Events after the optimizer's step, when the loss is freed.
         num_traced_layers: Layers that ran.
-        num_layers: Layers that they stand for.
-        host_copies: Bytes of each layer input that waits in pinned host memory for its backward pass.
-        assumptions: What of the data or the installation the sizes suppose, as sentences.
-        has_experts: Whether tokens choose experts.
-        depends_on_routing: Whether what they choose changes the sizes.
-        contracts: Whether code of transformers ran that versions before 5.18 do not contract (`linear_attention`).
+        num_layers: Layers that they represent.
+        host_copies: Bytes of each layer input that is kept in pinned host memory for its backward pass.
+        assumptions: Assumptions about the data or the installation, as sentences.
+        has_experts: Whether the model is a mixture of experts.
+        depends_on_routing: Whether the routing of tokens changes the sizes.
+        contracts: Whether an einsum of transformers ran that versions before 5.18 multiply out (`linear_attention`).
         leaves: Paths of modules whose parameters, those of their children too, ZeRO-3 gathers as one.
         num_replicas: Tensor ranks that hold the same key heads.
         chunks: Passes of each chunk of a pipeline's rank, in place of `forward`, `backward` and `after`.
-        copies: Parameters that another stage holds too, and that are exported with that one.
-        shared: The parameter that the other end of the pipeline holds too.
+        copies: Parameters that another stage has too, and that are exported with that stage.
+        shared: Parameter that the other end of the pipeline has too.
     """
 
     parameters: tuple[Parameter, ...]
@@ -196,7 +196,7 @@ class MemoryTrace:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects allocations, releases and marks, and folds what lies between two marks into one run."""
+    """A recorder of allocations, releases and marks, which merges what lies between two marks into one run."""
 
     events: list[TracedEvent] = field(default_factory=list)
     _level: dict[str, int] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class Recorder:
     _peak_total: int = 0
 
     def change(self, cause: str, size: int) -> None:
-        """Notes `size` bytes allocated for `cause`; negative when they are released."""
+        """Record `size` bytes allocated for `cause`; negative when they are released."""
         self._level[cause] = self._level.get(cause, 0) + size
         self._total += size
         if self._total > self._peak_total:
@@ -213,7 +213,7 @@ class Recorder:
             self._peak = dict(self._level)
 
     def note(self, event: Marker | Release) -> None:
-        """Ends the current run and notes what follows it."""
+        """End the current run and record what follows it."""
         self._flush()
         self.events.append(event)
 
@@ -223,14 +223,14 @@ class Recorder:
         self._level, self._peak, self._total, self._peak_total = {}, {}, 0, 0
 
     def take(self) -> list[TracedEvent]:
-        """Ends the current run and gives the events since the last call."""
+        """End the current run and return the events since the last call."""
         self._flush()
         taken, self.events = self.events, []
         return taken
 
 
 def join(events: Iterable[ResolvedEvent]) -> list[ResolvedEvent]:
-    """Folds runs that no mark separates into one; those without any effect disappear."""
+    """Merge runs that no mark separates into one; runs without any effect disappear."""
     joined: list[ResolvedEvent] = []
     last: Run | None = None
     for placed in events:
@@ -249,7 +249,7 @@ def join(events: Iterable[ResolvedEvent]) -> list[ResolvedEvent]:
 
 
 def held(events: Iterable[ResolvedEvent]) -> dict[str, int]:
-    """Return what runs leave behind, by cause, bytes."""
+    """Return the bytes that runs leave allocated, by cause."""
     level: dict[str, int] = {}
     for placed in events:
         if isinstance(placed.event, Run):

@@ -1,8 +1,8 @@
-"""From the trace of a pruned model to that of the whole: traced layers repeated for all that they stand for.
+"""From the trace of a pruned model to that of the whole model, by repeating traced layers for all that they represent.
 
-All of it is exact: a segment is what each of its layers does, but for memory that crosses between the layers and what
-surrounds them. What all layers share is released once, by the layer that needs it last; what each layer hands out
-beyond its neighbours, such as router logits, is released as often as there are layers.
+This is exact: a segment is what each of its layers does, except for memory that crosses between the layers and their
+surroundings. What all layers share is released once, by the layer that needs it last; what each layer passes beyond its
+neighbours, such as router logits, is released as often as there are layers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def expand(segments: Sequence[Segment], stacks: Sequence[LayerStack], *, backwar
     """Return the events of the whole model.
 
     Args:
-        segments: Of the pruned model, in the order in which they ran.
-        stacks: Its layers.
+        segments: Segments of the pruned model, in the order in which they ran.
+        stacks: Layers of the pruned model.
         backward: Whether the layers run from last to first.
     """
     return tuple(join(_stretch(segments, stacks, backward=backward)))
@@ -78,7 +78,7 @@ def _layers(
 ) -> Iterator[ResolvedEvent]:
     stack = stacks[at]
     order = range(stack.num_layers)
-    # The last of the layers that share something lets go of it: in the backward pass that is the first layer.
+    # Something that layers share is released by the last of them to run: in the backward pass by the first layer.
     final = {position: layer for layer, position in enumerate(stack.stands_for)}
     if backward:
         final = {position: layer for layer, position in reversed(list(enumerate(stack.stands_for)))}
@@ -95,13 +95,13 @@ def _layers(
             else:
                 yield ResolvedEvent(event)
     for position, events in mine.items():
-        if position not in final:  # a layer that gives others their neighbour may be the one that lets go
+        if position not in final:  # a layer traced as a neighbour of others may be the one that releases it
             shared = (event for event in events if isinstance(event, Release))
             yield from (_released(event, _count(event.birth, stacks)) for event in shared)
 
 
 def _placed(mark: Marker, stacks: Sequence[LayerStack], at: int | None, layer: int) -> ResolvedEvent:
-    """Return a mark its absolute name, which says all that its place among the traced layers did."""
+    """Return a mark with its absolute name, which replaces its place among the traced layers."""
     return ResolvedEvent(replace(mark, place=None), _name(mark, stacks, at, layer))
 
 
@@ -127,7 +127,7 @@ def _count(birth: LayerRef, stacks: Sequence[LayerStack]) -> int:
 
 
 def expand_parameters(model: Any, stacks: Sequence[LayerStack]) -> tuple[Parameter, ...]:
-    """Return the whole model's parameters in its own order: a layer's are those of the layer that stands for it."""
+    """Return the whole model's parameters in its own order: a layer's are those of the layer that represents it."""
     shards = parameter_shards(model)
     named = ((name, _parameter(parameter, shards.get(name))) for name, parameter in model.named_parameters())
     return tuple(
@@ -173,7 +173,7 @@ def _repeated(named: Iterable[tuple[str, T]], stacks: Sequence[LayerStack]) -> I
 
 
 def _parameter(parameter: torch.Tensor, shard: Shard | None) -> Parameter:
-    """Describes a parameter, but for its place."""
+    """Return a parameter without its path."""
     numel = parameter.numel()
     return Parameter(
         name="",

@@ -1,4 +1,4 @@
-"""A model that cannot be traced: which module stands in the way, and what can be done."""
+"""Errors of models that cannot be traced: the module at fault, and the fix."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 from toolkit.errors import PlanError, SpecError, first_line
 
-# torch/_subclasses/fake_tensor.py: what fake tensors raise where code asks for the values of a tensor.
+# torch/_subclasses/fake_tensor.py: raised by fake tensors where code reads the values of a tensor.
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
 def trace_failed(error: BaseException, model: nn.Module | None, *, backward: bool = False) -> PlanError:
-    """Return the problem of an exception that was raised while a model ran on fake tensors.
+    """Return the error for an exception that was raised while a model ran on fake tensors.
 
     Args:
-        error: As raised.
-        model: What ran; None if it could not even be built.
+        error: Exception as raised.
+        model: Model that ran; None if it could not even be built.
         backward: Whether the backward pass had begun.
     """
     module = "" if model is None else _deepest_module(error, model)
@@ -50,7 +50,7 @@ def _deepest_module(error: BaseException, model: nn.Module) -> str:
 
 
 def unknown_architecture(error: Exception, name: str, *, trust_remote_code: bool) -> SpecError:
-    """Return the problem of a configuration that transformers has no model for."""
+    """Return the error of a configuration for which transformers has no model."""
     reason = error.problems[0].message if isinstance(error, SpecError) else first_line(error)
     return SpecError.of(
         code="MODEL_CLASS",

@@ -23,22 +23,22 @@ from toolkit.tensor_parallel.tables import tp_plan_for
 
 
 def build_empty(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Builds the whole model without storage."""
+    """Build the whole model without storage."""
     with no_init_weights(), torch.device("meta"):
         return construct(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def shard(model: Any, *, tp_group: dist.ProcessGroup, sequence_parallel: bool = False) -> int:
-    """Makes the pruned model one rank's part, without storage, as `modeling.build` does; gives what `MemoryTrace.num_replicas` is."""
+    """Shard the pruned model for one tensor rank, without storage, as `modeling.build` does, and return `num_replicas`."""
     styles = tp_plan_for(model)
     apply_tensor_parallel(model, styles, tp_group=tp_group, sequence_parallel=sequence_parallel)
     for layer in decoder_layers(model):
-        layer._z3_leaf = True  # type: ignore[assignment]  # as gather_as_one does; to import DeepSpeed takes seconds
+        layer._z3_leaf = True  # type: ignore[assignment]  # as gather_as_one does; importing DeepSpeed takes seconds
     return max(1, tp_group.size() // styles.heads.key_value)
 
 
 def on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantized: bool) -> Any:
-    """Return the pruned model storage on the fake device, then adapters, in the order of `modeling.build`."""
+    """Give the pruned model storage on the fake device and then adapters, in the order of `modeling.build`, and return it."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     checkpointed = [layer for layer in layers if layer.gradient_checkpointing]
     for layer in checkpointed:
@@ -57,7 +57,7 @@ def on_fake_device(model: Any, dtype: torch.dtype, lora: Lora | None, *, quantiz
 
 
 def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces meta parameters and buffers by fake ones; what is shared stays shared."""
+    """Replace meta parameters and buffers by fake ones; shared ones stay shared."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -76,7 +76,7 @@ def _materialize(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def in_adapters(model: nn.Module, stack: LayerStack) -> LayerStack:
-    """Return a stack's path inside adapters, which wrap the model."""
+    """Return a stack with its path inside adapters, which wrap the model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and (name == stack.prefix or name.endswith(f".{stack.prefix}")):
             return replace(stack, prefix=name)

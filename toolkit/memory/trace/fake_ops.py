@@ -1,4 +1,4 @@
-"""Answers to code that asks for the values of tensors, which fake ones do not have."""
+"""Results of operations that read the values of tensors, which fake tensors do not have."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ collectives: Any = torch.ops._c10d_functional
 
 
 class FakeOpRule(Protocol):
-    """Return the result of an operation from its arguments; NotImplemented where it has nothing to say."""
+    """Return the result of an operation from its arguments; NotImplemented where the rule does not apply."""
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
 
 
 def disable_layer_dropout(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Lets every layer run where some may be dropped by chance, and counts over a known number of classes.
+    """Run every layer where some may be dropped at random, and count over a known number of classes.
 
     Source:
         transformers models/opt/modeling_opt.py (layerdrop), models/mixtral/modeling_mixtral.py
@@ -36,10 +36,10 @@ def disable_layer_dropout(function: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 def inplace_collectives(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return collectives that write to their input, and the wait for one, the memory of their input, as they have it.
+    """Return the input of collectives that write to it, and of the wait for one, since the result shares its memory.
 
-    Of `wait_tensor` fake tensors would make another one. On the host (but not on a card) ranks draw the seed of their own
-    dropout.
+    For `wait_tensor`, fake tensors would allocate another one. On the host (but not on a card) ranks draw the seed of
+    their own dropout.
 
     Source:
         torch csrc/distributed/c10d/Functional.cpp; toolkit tensor_parallel/rng.py.

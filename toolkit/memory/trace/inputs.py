@@ -1,4 +1,4 @@
-"""The batch that a model is traced on, as the collator would give it, and the loss that follows.
+"""The batch on which a model is traced, as the collator would make it, and the loss.
 
 B: sequences of a micro batch, S: tokens of a sequence.
 """
@@ -25,12 +25,12 @@ PADDED = (
 def make_batch(
     *, micro_batch: int, sequence_length: int, packing: Packing, flatten: bool
 ) -> tuple[Batch, torch.Tensor]:
-    """Makes inputs and labels of the shapes and types of a full batch.
+    """Make inputs and labels of the shapes and types of a full batch.
 
     Args:
-        micro_batch: Sequences.
-        sequence_length: Tokens of a sequence.
-        packing: Which of `attention_mask` and `position_ids` goes with the tokens, as `toolkit.data.collate` has it.
+        micro_batch: Sequences per micro-batch.
+        sequence_length: Tokens per sequence.
+        packing: Kind of packing, which decides between `attention_mask` and `position_ids` as in `toolkit.data.collate`.
         flatten: Whether `separated` rows are joined end to end.
 
     Returns:
@@ -53,10 +53,10 @@ def loss_of(
     """Return the loss that the engine differentiates.
 
     Args:
-        outputs: Of the model.
-        labels: As `make_batch` makes them.
-        config: Of the model.
-        tp_group: Ranks over which the vocabulary lies; None where logits are whole.
+        outputs: Outputs of the model.
+        labels: Labels that `make_batch` returned.
+        config: Configuration of the model.
+        tp_group: Ranks over which the vocabulary is sharded; None where logits are whole.
     """
     vocab_size = config.get_text_config(decoder=True).vocab_size
     loss = token_loss(outputs, labels, cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size))

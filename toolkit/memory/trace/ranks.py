@@ -11,12 +11,12 @@ from toolkit.memory.trace.run import MemoryTrace, StageTracer, TraceOptions, sta
 from toolkit.modeling.build import stage_part
 from toolkit.planning.plan import Plan
 
-# One of the whole model, or one of each rank of a pipeline.
+# One trace of the whole model, or one for each rank of a pipeline.
 Traces: TypeAlias = Sequence[MemoryTrace]
 
 
 def trace_plan(plan: Plan, **options: Unpack[TraceOptions]) -> MemoryTrace:
-    """Traces the whole model of a plan on its card.
+    """Trace the whole model of a plan on its card.
 
     Raises:
         PlanError: TRACE_FAILED.
@@ -25,11 +25,11 @@ def trace_plan(plan: Plan, **options: Unpack[TraceOptions]) -> MemoryTrace:
 
 
 def trace_ranks(plan: Plan, *, tracer: StageTracer | None = None, **options: Unpack[TraceOptions]) -> Traces:
-    """Traces the model of a plan, or each rank of its pipeline.
+    """Trace the model of a plan, or each rank of its pipeline.
 
     Args:
-        plan: What runs.
-        tracer: Of the same model, batch and checkpointing under any cut.
+        plan: Plan of the run.
+        tracer: Tracer of the same model, batch and checkpointing, with any split into stages.
         options: As in `TraceOptions`.
 
     Raises:

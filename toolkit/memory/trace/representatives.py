@@ -1,4 +1,4 @@
-"""Which decoder layers are alike, and the fewest of them whose trace stands for all."""
+"""The kinds of decoder layers, and the fewest layers whose trace represents all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LayerStack:
 
     Args:
         prefix: Path of the list, such as `model.layers`.
-        kept: Original indices of the layers that are traced, ascending.
-        stands_for: For each original layer, the position among `kept` of the layer that represents it.
+        kept: Original indices of the traced layers, ascending.
+        stands_for: For each original layer, the position in `kept` of the layer that represents it.
         first: Original index of the first layer; above 0 for a stage of a pipeline.
         offset: Position of the first traced layer in the list of the traced model.
     """
@@ -33,23 +33,23 @@ class LayerStack:
 
     @property
     def num_layers(self) -> int:
-        """Layers that the traced ones stand for: of the whole model, or of a stage."""
+        """Layers that the traced ones represent: of the whole model, or of a stage."""
         return len(self.stands_for)
 
     def count(self, position: int) -> int:
-        """Return how many layers a traced one represents; 0 if it only gives others their neighbour."""
+        """Return how many layers a traced one represents; 0 if it is only traced as a neighbour of others."""
         return self.stands_for.count(position)
 
 
 def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[LayerStack]:
-    """Finds the layer lists of a model and how few of their layers must be traced.
+    """Find the layer lists of a model and how few of their layers must be traced.
 
-    A layer stands for another if both have the same structure and so have their neighbours: memory handed from layer
+    A layer represents another if both have the same structure and so have their neighbours: memory passed from layer
     to layer depends on no more.
 
     Args:
-        model: A Hugging Face model; no storage is needed.
-        all_layers: Keeps every layer.
+        model: Hugging Face model; no storage is needed.
+        all_layers: Whether to keep every layer.
     """
     stacks: list[LayerStack] = []
     for name, layers in _layer_lists(model):
@@ -63,17 +63,17 @@ def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[LayerStac
 
 
 def kinds_of(model: nn.Module, layers: nn.ModuleList) -> list[Hashable]:
-    """Return what tells the layers of a list apart: their structure, and what the configuration's lists say of them."""
+    """Return the kind of each layer of a list: its structure, and its entries in the configuration's lists."""
     numbering = _numbering(layers)
     types = layer_types(model, len(layers))
     return [(_structure(layer, numbering), types[index]) for index, layer in enumerate(layers)]
 
 
 def select_representatives(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return few layers among which every layer finds its like between like neighbours.
+    """Return few layers among which each layer has an equal one with equal neighbours.
 
-    The kept layers are the original sequence with loops cut out: what lies between two layers that are alike, with
-    like neighbours, can go if nothing in it is seen there for the first time.
+    The kept layers are the original sequence with loops removed: what lies between two equal layers with equal
+    neighbours is left out if none of it appears there for the first time.
 
     Returns:
         The indices to keep, ascending, and for each index the position of its representative among them. The first
@@ -88,7 +88,7 @@ def select_representatives(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], 
     contexts = [tuple(ends[index : index + 3]) for index in range(len(kinds))]
     kept: list[int] = []
     first: dict[Hashable, int] = {}
-    newest = -1  # position of the last context that was seen for the first time
+    newest = -1  # position of the last context that appeared for the first time
     for index, context in enumerate(contexts):
         if context not in first:
             kept.append(index)
@@ -103,7 +103,7 @@ def select_representatives(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], 
 
 
 def prune_layers(model: nn.Module, stacks: Sequence[LayerStack]) -> None:
-    """Leaves only the kept layers in a model, and only their entries in their configuration's lists."""
+    """Keep only the traced layers in a model, and only their entries in the configuration's lists."""
     for stack in stacks:
         if len(stack.kept) == stack.num_layers:
             continue
@@ -121,7 +121,7 @@ def prune_layers(model: nn.Module, stacks: Sequence[LayerStack]) -> None:
 
 
 def _config_of(model: nn.Module, path: str) -> Any:
-    """Return the configuration of the innermost module around a path that has one."""
+    """Return the configuration of the innermost module on a path that has one."""
     parts = path.split(".")
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     return next((module.config for module in reversed(around) if hasattr(module, "config")), None)
@@ -139,7 +139,7 @@ def _layer_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
 
 
 def _numbering(layers: nn.ModuleList) -> Numbering:
-    """Finds the attributes that count with the layers, such as `layer_idx`: they do not make layers differ."""
+    """Find the attributes that number the layers, such as `layer_idx`: they do not make layers differ."""
     shifts: dict[tuple[str, str], list[int]] = {}
     for index, layer in enumerate(layers):
         for key, value in _plain(layer):
@@ -150,7 +150,7 @@ def _numbering(layers: nn.ModuleList) -> Numbering:
 
 
 def _plain(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield the plain attributes of a layer's modules."""
+    """Yield the attributes of plain type of a layer's modules."""
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, bool | int | float | str) and name != "training":
@@ -158,7 +158,7 @@ def _plain(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def _structure(layer: nn.Module, numbering: Numbering) -> Hashable:
-    """Describes a layer: its modules, their plain attributes, and the shapes of their parameters."""
+    """Return the structure of a layer: its modules, their plain attributes, and the shapes of their parameters."""
     modules = tuple((path, type(module)) for path, module in layer.named_modules())
     plain = tuple((key, value) for key, value in _plain(layer) if key not in numbering)
     tensors = tuple(
@@ -185,7 +185,7 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def layer_types(model: nn.Module, count: int) -> list[tuple[str, ...]]:
-    """Return what the configuration's lists say of each layer."""
+    """Return the entries of each layer in the configuration's lists."""
     lists = [
         value
         for config in _configs(model)

@@ -1,4 +1,4 @@
-"""One run of a model on fake tensors, of all its layers or of few, and what it gives for the whole model or a stage."""
+"""One run of a model on fake tensors, with all or few of its layers, and the resulting trace of the model or a stage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from toolkit.pipeline_parallel.zero_bubble_backward import split_backward
 
 @contextlib.contextmanager
 def tensor_group(size: int) -> Iterator[dist.ProcessGroup | None]:
-    """Yield a group of tensor ranks, beside any real groups of this process; None for one rank."""
+    """Yield a fake group of tensor ranks, independent of real groups of this process; None for one rank."""
     if size == 1:
         yield None
         return
@@ -52,7 +52,7 @@ def tensor_group(size: int) -> Iterator[dist.ProcessGroup | None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps fake tensors from logging the stack of an operation that they cannot run: the error says it."""
+    """Keep fake tensors from logging the stack of an operation that they cannot run, which the error has too."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -67,28 +67,28 @@ class TraceSpec:
     """What to trace.
 
     Args:
-        micro_batch: Sequences.
-        sequence_length: Tokens of a sequence.
+        micro_batch: Sequences per micro-batch.
+        sequence_length: Tokens per sequence.
         flatten: Whether a micro-batch of separated documents is one row.
-        tp_group: Ranks that share each layer, of which one is traced: all have shards of the same sizes.
-        dtype: Of the parameters.
+        tp_group: Tensor-parallel group, of which one rank is traced: all have shards of the same sizes.
+        dtype: Data type of the parameters.
         fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
         fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
-        packing: As in `data.packing`: with `none` rows are padded and have a mask.
+        packing: Value of `data.packing`; with `none`, rows are padded and have a mask.
         checkpointing: Share of the layers that recompute, 0 to 1.
-        offload_inputs: Whether the inputs of those wait in host memory.
+        offload_inputs: Whether the inputs of those layers are kept in host memory.
         loss: How a causal language model computes its loss.
-        kernels: Which compute norms and gated activations; all are traced as `eager`.
-        lora: Adapters; None trains everything.
+        kernels: Kernels of norms and gated activations; all are traced as `eager`.
+        lora: LoRA section; None trains all parameters.
         quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
         marks_modules: Whether to mark the hooks of ZeRO-3.
         keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
-        routing: How tokens spread over experts that run one after the other; others do not depend on it.
-        evaluation: Runs forward alone, without gradients and in evaluation mode.
+        routing: How tokens spread over experts that run in a loop; others do not depend on it.
+        evaluation: Whether to run the forward pass alone, without gradients and in evaluation mode.
         trust_remote_code: Whether the model's own code may run.
-        sequence_parallel: Whether tensor ranks also hold pieces of the sequence between the sharded layers.
-        splits_backward: Whether a stage gives the gradients of weights apart from those of its input.
-        software: Of the machine that trains; what is installed here when left out.
+        sequence_parallel: Whether tensor ranks also hold shards of the sequence between the sharded layers.
+        splits_backward: Whether a stage computes the gradients of weights separately from those of its input.
+        software: Software of the training machine; by default what is installed here.
     """
 
     micro_batch: int
@@ -115,12 +115,12 @@ class TraceSpec:
     software: Software = field(default_factory=Software.here)
 
     def trace(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> MemoryTrace | None:
-        """Traces all layers, or few; gives None where few cannot stand for all."""
+        """Trace all layers, or few; return None where few cannot represent all."""
         ran = self.run(config, part=part, all_layers=all_layers)
         return ran.expanded(ran.stacks)
 
     def run(self, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> TraceRun:
-        """Runs the layers that are traced; `config` is changed."""
+        """Run the layers that are traced; modifies `config`."""
         model: Any = None
         tracing: LayerSegmenter | None = None
         try:
@@ -135,7 +135,7 @@ class TraceSpec:
             info = None if small is None else split_model(full, small)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model = on_fake_device(full, self.dtype, self.lora, quantized=self.quantized)
-                with unset_fake_temporarily():  # they look at numbers, or make modules without storage
+                with unset_fake_temporarily():  # they read values, or make modules without storage
                     if self.fp8 is not None:
                         apply_fp8(model, self.fp8, emulate=self.fp8_emulated)
                     left = find_fusable(model).left if self.kernels == "liger" else ()
@@ -159,7 +159,7 @@ class TraceSpec:
                     for chunk in range(1 if small is None else len(small.chunks)):
                         tracing = LayerSegmenter(model, stacks, marked=self.marks_modules, answers=answers)
                         ends = None if small is None else self._ends(model, small, chunk)
-                        running, around = tracing, ends  # each step keeps its own
+                        running, around = tracing, ends  # each step binds its own
                         step = partial(self._step, model, running)
                         if small is not None and around is not None:
                             step = partial(self._stage_step, model, running, around, small, chunk)
@@ -193,7 +193,7 @@ class TraceSpec:
     def _prune(
         self, full: Any, part: StagePart | None, *, all_layers: bool
     ) -> tuple[list[LayerStack], StagePart | None]:
-        """Leaves few layers, of which some recompute; of a pipeline's rank, its own and what its passes meet of others."""
+        """Keep few layers, some of which recompute; for a pipeline's rank, its own and those of others that its passes use."""
         checkpoint = partial(
             apply_gradient_checkpointing, fraction=self.checkpointing, offload_inputs=self.offload_inputs
         )
@@ -207,9 +207,9 @@ class TraceSpec:
         return stacks, None
 
     def _needs_input_gradient(self, part: StagePart | None) -> bool:
-        """Whether the first layer's input has a gradient though its embedding is frozen; both then outlive the pass.
+        """Return whether the first layer's input has a gradient despite a frozen embedding; both then outlive the pass.
 
-        Under checkpointing transformers' gradient_checkpointing_enable does so, in scripts of Trainer or Accelerate;
+        Under checkpointing, transformers' gradient_checkpointing_enable does so, with Trainer or Accelerate;
         `toolkit train`, which alone runs pipelines, needs it under ZeRO-3 with tensor ranks (modeling.build build_model).
         """
         if self.lora is None:
@@ -219,7 +219,7 @@ class TraceSpec:
         return part is None and bool(self.checkpointing)
 
     def _step(self, model: Any, tracing: LayerSegmenter) -> torch.Tensor:
-        """Runs the model on one micro-batch and gives the loss."""
+        """Run the model on one micro-batch and return the loss."""
         inputs, labels = self._batch()
         outputs = model(**inputs) if self.loss == "full" else model(**inputs, labels=labels)
         with tracing.loss():
@@ -236,7 +236,7 @@ class TraceSpec:
         )
 
     def _ends(self, model: Any, part: StagePart, chunk: int) -> StageBoundary:
-        """Makes a micro-batch and what other stages send for it."""
+        """Return a micro-batch with what other stages send for it."""
         inputs, labels = self._batch()
         batch = {**inputs, "labels": labels}
         hidden = partial(torch.empty, hidden_shape(model, batch), dtype=hidden_dtype(model))
@@ -251,7 +251,7 @@ class TraceSpec:
     def _stage_step(
         self, model: Any, tracing: LayerSegmenter, ends: StageBoundary, part: StagePart, chunk: int
     ) -> torch.Tensor:
-        """Runs a chunk, as toolkit engine/pipeline.py does; gives the loss, or what is sent on."""
+        """Run a chunk, as toolkit engine/pipeline.py does, and return the loss, or what is sent to the next stage."""
         given = {name: value for name, value in ends.batch.items() if name != "labels" or self.loss != "full"}
         outputs = forward_stage(model, given, chunk=chunk, received=ends.received)
         if not part.is_last(chunk):
@@ -273,13 +273,13 @@ class TraceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRun:
-    """What a run of few layers noted, to be repeated for all that they stand for.
+    """The record of a run of few layers, to be repeated for all that they represent.
 
     Args:
-        model: That ran.
-        stacks: Its layers.
-        runs: For each chunk of a pipeline's rank, or for the whole model, what was noted and what its neighbours gave.
-        noted: Fields of the `MemoryTrace` that are the same for all layers.
+        model: Model that ran.
+        stacks: Layers of the model.
+        runs: For each chunk of a pipeline's rank, or for the whole model, its segments and the data of its neighbours.
+        noted: Fields of `MemoryTrace` that do not depend on the number of layers.
     """
 
     model: Any
@@ -288,9 +288,9 @@ class TraceRun:
     noted: Mapping[str, Any]
 
     def expanded(self, stacks: Sequence[LayerStack]) -> MemoryTrace | None:
-        """Repeats the traced layers for those that they stand for; None if they did not run in order or it does not add up.
+        """Return the trace of all layers; None if they did not run in order or allocations and releases do not match.
 
-        It does not add up where layers hand memory to others than their neighbours.
+        They do not match where layers pass memory to others than their neighbours.
         """
         few = any(len(stack.kept) < stack.num_layers for stack in stacks)
         passes = []
@@ -358,7 +358,7 @@ def _size(tensor: torch.Tensor | None) -> int:
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the modules that share a parameter with one that comes before them, and the parameter's name there."""
+    """Yield the modules that share a parameter with an earlier one, and the parameter's name there."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)

@@ -1,7 +1,7 @@
-"""Runs the model that will be trained, on fake tensors, and notes what its forward and backward passes do to memory.
+"""Traces of a model on fake tensors, which record what its forward and backward passes do to memory.
 
-No weights are read, nothing is computed and no GPU is needed. Only as many decoder layers run as have different
-structure or neighbours; the others repeat what these do.
+No weights are read, nothing is computed and no GPU is needed. Only decoder layers with
+different structure or neighbours run; the others repeat what these do.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["MemoryTrace", "Parameter", "trace", "trace_model"]
 
 
 class TraceOptions(TypedDict, total=False):
-    """What a trace depends on beside the plan and its card.
+    """Options of a trace in addition to the plan and its card.
 
     Args:
-        marks_modules: Whether to mark the hooks of ZeRO-3, which changes no figure of the lower stages; by default if the
-            plan's stage is 3.
+        marks_modules: Whether to mark the hooks of ZeRO-3, which changes no figure of lower stages; by default if the plan's
+            stage is 3.
         keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
         routing: How tokens spread over experts.
-        evaluation: Traces a micro-batch of validation data: no gradients.
-        software: Of the machine that trains; what the plan says of it when left out.
+        evaluation: Whether to trace a micro-batch of validation data, without gradients.
+        software: Software of the training machine; by default that of the plan.
     """
 
     marks_modules: bool
@@ -54,10 +54,10 @@ class TraceOptions(TypedDict, total=False):
 
 
 def trace(plan: Plan, *, device: Device, all_layers: bool = False, **options: Unpack[TraceOptions]) -> MemoryTrace:
-    """Traces one micro-batch of a plan without stages.
+    """Trace one micro-batch of a plan without a pipeline.
 
     Args:
-        plan: What runs.
+        plan: Plan of the run.
         device: Card, which decides on kernels.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
         options: As in `TraceOptions`.
@@ -73,7 +73,7 @@ def trace(plan: Plan, *, device: Device, all_layers: bool = False, **options: Un
 
 
 def stage_tracer(plan: Plan, *, device: Device, **options: Unpack[TraceOptions]) -> StageTracer:
-    """Return what traces the stages of a plan's model, whatever their cut; arguments and errors are those of `trace`."""
+    """Return a tracer of the stages of a plan's model, for any split; arguments and errors are those of `trace`."""
     return StageTracer(_config(plan), device=device, **_requested_of(plan, options))
 
 
@@ -90,7 +90,7 @@ def _config(plan: Plan) -> PreTrainedConfig:
 
 
 def _requested_of(plan: Plan, options: TraceOptions) -> dict[str, Any]:
-    """Return what `trace_model` takes of a plan, but for the model's configuration and the card."""
+    """Return the arguments of `trace_model` for a plan, except the model's configuration and the card."""
     train, settings, data = plan.job.train, plan.settings, plan.job.data
     return {
         "micro_batch": settings.per_device_eval_batch_size if options.get("evaluation") else settings.batch.micro,
@@ -126,7 +126,7 @@ def trace_model(
     all_layers: bool = False,
     **request: Any,
 ) -> MemoryTrace:
-    """Traces one micro-batch of any causal language model that transformers builds from a configuration.
+    """Trace one micro-batch of any causal language model that transformers builds from a configuration.
 
     >>> from transformers import LlamaConfig
     >>> tiny = LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=12, vocab_size=64)
@@ -135,10 +135,10 @@ def trace_model(
     (12, 3)
 
     Args:
-        config: Of the model; it is left as it is.
+        config: Configuration of the model; it is not modified.
         device: Card, which decides on kernels.
         attention: `eager`, `sdpa` or `flash_attention_2`.
-        tensor: Ranks that share each layer.
+        tensor: Number of tensor ranks.
         part: The layers of a pipeline's rank; None for the whole model.
         all_layers: Traces every layer instead of those that differ: slow, and the same.
         request: As in `TraceSpec`.
@@ -161,7 +161,7 @@ def trace_model(
 def _requested(
     config: PreTrainedConfig, *, device: Device, attention: str = "sdpa", tensor: int = 1, **values: Any
 ) -> Iterator[tuple[PreTrainedConfig, TraceSpec]]:
-    """Yield a copy of a configuration and what traces it, where kernels are a card's and tensor ranks are there."""
+    """Yield a copy of a configuration and what to trace, inside a context with the card's kernels and fake tensor ranks."""
     own = copy.deepcopy(config)
     own._attn_implementation = attention
     packed = values.get("packing") == "separated"
@@ -171,11 +171,11 @@ def _requested(
 
 @final
 class StageTracer:
-    """Traces stages of one model, and runs anew only what none before it has run.
+    """A tracer of the stages of one model, which runs only what no earlier stage has run.
 
     Args:
-        config: Of the model; it is left as it is.
-        options: All of `trace_model`, but for `part` and `all_layers`.
+        config: Configuration of the model; it is not modified.
+        options: Arguments of `trace_model`, except `part` and `all_layers`.
     """
 
     def __init__(self, config: PreTrainedConfig, **options: Any) -> None:
@@ -186,19 +186,19 @@ class StageTracer:
 
     @property
     def num_runs(self) -> int:
-        """Stages that ran on fake tensors so far."""
+        """Number of stages that have run on fake tensors."""
         return len(self._runs)
 
     @property
     def layers_are_alike(self) -> bool:
-        """Whether all layers have one structure, and recompute or do not."""
+        """True if all layers have one structure, and either all recompute or none does."""
         return len(set(self._kinds)) == 1 and self._options["checkpointing"] in (0, 1)
 
     def trace(self, part: StagePart) -> MemoryTrace:
-        """Traces a rank's part; parts of one kind have one trace, whose names are those of the first of them.
+        """Trace a rank's part; parts of one kind share a trace, whose names are those of the first of them.
 
         Raises:
-            PlanError: As `trace_model`.
+            PlanError: As of `trace_model`.
         """
         key = self.kind(part)
         if key not in self._traces:
@@ -206,7 +206,7 @@ class StageTracer:
         return self._traces[key]
 
     def kind(self, part: StagePart) -> Hashable:
-        """Return what tells a rank's part apart: those of one kind need the same memory."""
+        """Return the kind of a rank's part: parts of one kind need the same memory."""
         return part.first, part.last, tuple(tuple(self._kinds[index] for index in chunk) for chunk in part.chunks)
 
     def _make(self, part: StagePart) -> MemoryTrace:
@@ -222,7 +222,7 @@ class StageTracer:
             with self._requested() as (config, request):
                 self._runs[key] = request.run(config, part=part, all_layers=False)
         ran = self._runs[key]
-        # Adapters lie around the model, and with them the path of its layers.
+        # Adapters wrap the model, which changes the path of its layers.
         stacks = [replace(own, prefix=there.prefix) for own, there in zip(pruned.stacks, ran.stacks, strict=True)]
         made = ran.expanded(stacks)
         if made is not None:
@@ -236,14 +236,14 @@ class StageTracer:
         return _requested(self._config, **self._options)
 
     def _recompute(self, part: StagePart) -> list[bool]:
-        """Says of each layer whether it recomputes where this rank holds it (modeling.checkpointing)."""
+        """Return for each layer whether it recomputes on this rank (modeling.checkpointing)."""
         own = [index for chunk in part.chunks for index in chunk]
         share = self._options["checkpointing"]
         chosen = {own[index] for index in evenly_spaced(len(own), share)} if share else set()
         return [index in chosen for index in range(part.num_layers)]
 
     def _read_layers(self) -> tuple[str, list[int], list[Hashable]]:
-        """Return the path of the layers, a number for the kind of each, and what the configuration says of each."""
+        """Return the path of the layers, the number of each one's kind, and its entries in the configuration."""
         with self._requested() as (config, request):
             model = build_empty(config, dtype=request.dtype, trust_remote_code=request.trust_remote_code)
             prefix = find_layers(model)

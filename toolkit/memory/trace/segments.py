@@ -1,4 +1,4 @@
-"""One run of a pruned model, cut into segments: what precedes the layers, each layer, what follows."""
+"""One run of a pruned model, split into segments: before the layers, each layer, and after the layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGra
 
 @dataclass(slots=True)
 class Segment:
-    """What happened while one layer, or what surrounds the layers, ran."""
+    """The events while one layer, or the code around the layers, ran."""
 
     owner: LayerRef
     events: list[TracedEvent] = field(default_factory=list)
@@ -32,16 +32,16 @@ class Segment:
 
 @dataclass(slots=True)
 class StageBoundary:
-    """What the passes of a stage have at its ends.
+    """The inputs and outputs of a stage's passes at its boundary.
 
     Attributes:
-        received: Hidden states of the stage before; None for the first stage.
-        gradient: Of the hidden states that the stage gives; None for the last stage.
-        reported: The loss as it is reported, once the forward pass has run; of the last stage.
-        sends_on: Whether what the forward pass gives is sent to another stage.
-        batch: The micro-batch.
-        sent_bytes: Of the gradient of `received`, or without a backward pass of the hidden states.
-        reported_bytes: Of `reported`.
+        received: Hidden states of the previous stage; None for the first stage.
+        gradient: Gradient of the hidden states that the stage outputs; None for the last stage.
+        reported: Loss that the last stage reports, after the forward pass.
+        sends_on: Whether the output of the forward pass is sent to another stage.
+        batch: Micro-batch of the passes.
+        sent_bytes: Bytes of the gradient of `received`, or without a backward pass of the hidden states.
+        reported_bytes: Bytes of `reported`.
         keeps_received: Whether the second half of the backward pass needs `received`.
     """
 
@@ -56,12 +56,12 @@ class StageBoundary:
 
     @property
     def given(self) -> list[torch.Tensor]:
-        """What was there before the passes."""
+        """Tensors that exist before the passes."""
         return [tensor for tensor in (self.received, self.gradient, *self.batch.values()) if tensor is not None]
 
 
 class Locator:
-    """Where a path of the pruned model lies."""
+    """A map from paths of the pruned model to layers."""
 
     def __init__(self, stacks: Sequence[LayerStack]) -> None:
         self._stacks = stacks
@@ -78,13 +78,13 @@ class Locator:
 
 
 class LayerSegmenter:
-    """Runs a model on fake tensors and cuts what it does to memory into segments.
+    """A run of a model on fake tensors that splits its memory events into segments.
 
     Args:
-        model: With storage on the fake device, in training mode.
-        stacks: Its layers, by paths of this model.
+        model: Model with storage on the fake device, in training mode.
+        stacks: Layers of the model, with its paths.
         marked: Whether the hooks of ZeRO-3 are marked.
-        answers: What answers operations that ask for values; what none answers, the model must do without.
+        answers: Rules for operations that read values; an operation without one fails.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class LayerSegmenter:
         ends: StageBoundary | None = None,
         gradients: WeightGradStore | None = None,
     ) -> None:
-        """Runs forward and backward.
+        """Run forward and backward.
 
         Args:
-            step: Runs the model on a batch that it makes, and gives the loss, or what a stage of a pipeline sends on.
-            backward: Whether the backward pass follows; without it no gradients are prepared for either.
-            ends: What a stage of a pipeline has of its neighbours, which is not counted; what it sends back or reports
-                is handed over to it.
-            gradients: Of weights, which come in a second half of the backward pass; None where it is whole.
+            step: Function that runs the model on its own batch and returns the loss, or the output of a pipeline stage.
+            backward: Whether the backward pass follows; without it autograd is off.
+            ends: Tensors from neighbouring pipeline stages, which are not counted; what the stage sends back or reports is
+                handed over to it.
+            gradients: Store of weight gradients for a second half of the backward pass; None where it is not split.
         """
         ends = ends or StageBoundary()
         self.tracker.ignore([*self._model.parameters(), *self._model.buffers(), *ends.given])
@@ -150,7 +150,7 @@ class LayerSegmenter:
                         ends.sent_bytes = self.tracker.hand_over(ends.received.grad)
                     self._switch(None)
                     self._running = self.after
-                del root  # and with it the graph: a script holds it through the optimizer step
+                del root  # and with it the graph, which a script keeps through the optimizer step
                 self._close()
                 ends.keeps_received = any(_share(delayed.input, ends.received) for delayed in waiting)
                 self._run_weights(waiting)
@@ -160,7 +160,7 @@ class LayerSegmenter:
 
     @torch.no_grad()
     def _run_weights(self, waiting: deque[DeferredWeightGrad]) -> None:
-        """Computes the gradients that have waited (toolkit pipeline_parallel/zero_bubble_backward.py accumulate)."""
+        """Compute the deferred gradients (toolkit pipeline_parallel/zero_bubble_backward.py accumulate)."""
         self._running = self.weights
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         while waiting:
@@ -176,7 +176,7 @@ class LayerSegmenter:
 
     @contextlib.contextmanager
     def _inputs_on_host(self) -> Iterator[None]:
-        """Sends layer inputs that wait in host memory out of what is counted: on fake tensors both are CPU memory."""
+        """Exclude layer inputs that are kept in host memory from the count: on fake tensors both are CPU memory."""
         move = checkpointing._HostCopy.move_to_host
 
         def uncounted(held: Any) -> None:
@@ -192,13 +192,13 @@ class LayerSegmenter:
 
     @contextlib.contextmanager
     def loss(self) -> Iterator[None]:
-        """Reports what is allocated in a block under the loss."""
+        """Attribute what is allocated inside a `with` block to the loss."""
         self._causes.push(LOSS)
         yield
         self._causes.pop()
 
     def _switch(self, owner: LayerRef) -> None:
-        """Ends the current segment and starts another."""
+        """End the current segment and start another."""
         self._close()
         if self._causes.backward and owner is not None:
             self._causes.in_loss = False
@@ -211,14 +211,14 @@ class LayerSegmenter:
 
     @property
     def in_backward(self) -> bool:
-        """Whether the backward pass has begun."""
+        """True if the backward pass has begun."""
         return self._causes.backward
 
     @property
     def in_order(self) -> bool:
-        """Whether the layers of each list that ran at all ran once each, one list after the other.
+        """True if each layer that ran at all ran once, in order, one list after the other.
 
-        Only then can one layer stand for another.
+        Only then can one layer represent another.
         """
         expected = [
             (index, position)
@@ -250,10 +250,10 @@ class LayerSegmenter:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient(name)))
 
     def _end_of_loss(self, module: nn.Module, args: Any) -> None:
-        """A head takes its input: when that has its gradient, the backward pass of the loss is over.
+        """Register the end of the loss on a head's input: once that has its gradient, the loss's backward pass is over.
 
-        A model that is given labels computes its loss while its frame still holds that input, which matters where the
-        head is frozen and keeps nothing itself.
+        A model that receives labels computes its loss while its frame still holds that input, which matters where the head
+        is frozen and saves nothing itself.
         """
         tensor = _first_tensor(args)
         if tensor is not None and tensor.requires_grad:
@@ -261,7 +261,7 @@ class LayerSegmenter:
             tensor.register_hook(lambda _: setattr(self._causes, "in_loss", False))  # type: ignore[no-untyped-call]
 
     def _leave_layers(self, module: nn.Module, args: Any) -> None:
-        """A module outside the layers runs: only now has the last layer's call let go of its arguments."""
+        """End the last layer when a module outside the layers runs: only then has its call released its arguments."""
         if self._owner is not None and not self._inside and not self._causes.backward:
             self._switch(None)
 
@@ -290,7 +290,7 @@ class LayerSegmenter:
 
     def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
-            if parameter.grad is None:  # its weight's product waits: torch calls this all the same
+            if parameter.grad is None:  # the weight gradient is deferred, but torch calls this hook
                 return
             size = self.tracker.hand_over(parameter.grad)
             parameter.grad = None
@@ -308,7 +308,7 @@ class LayerSegmenter:
         if self._owner is not None and self._owner[0] == stack:
             self._recorder.note(Marker(kind, rest, position - self._owner[1], size, backward))
             return
-        # Outside of the layers: the first and last layers stand for themselves.
+        # Outside of the layers: the first and last layers represent themselves.
         self._recorder.note(Marker(kind, rest, None, size, backward, (stack, position)))
 
 

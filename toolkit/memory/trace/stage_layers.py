@@ -1,4 +1,4 @@
-"""The layers of a pipeline's rank: how few of them, and of the layers of others, its trace must have."""
+"""The layers of a pipeline's rank, and the few of them and of other ranks' layers that its trace needs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from toolkit.pipeline_parallel.decoder_layout import find_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """Which layers of a model a stage's trace has.
+    """The layers of a model in a stage's trace.
 
     Args:
-        kept: Original indices, ascending: the stage's own, and some of other stages, which are met and not run.
-        stacks: One for each chunk.
+        kept: Original indices, ascending: the stage's own, and some of other stages, which exist and do not run.
+        stacks: One stack per chunk.
         part: The rank's part of the pruned model.
     """
 
@@ -29,16 +29,16 @@ class Pruned:
 
 
 def choose(prefix: str, kinds: Sequence[Hashable], types: Sequence[Hashable], part: StagePart) -> Pruned:
-    """Chooses layers: of each chunk few that stand for all, and of other stages as many as decide what a pass computes.
+    """Choose few layers of each chunk that represent all, and those of other stages that affect what a pass computes.
 
-    These are the ones at which hidden states enter and leave, and one of each kind that the configuration lists, since
-    models make a mask and rotary tables for each kind that they have anywhere.
+    The latter are those where hidden states enter and leave, and one of each kind that the configuration lists, since
+    models make a mask and rotary tables for each kind that they have.
 
     Args:
         prefix: Path of the list of layers.
-        kinds: Of all layers, what tells them apart.
-        types: Of all layers, what the configuration says of them.
-        part: The rank's layers.
+        kinds: Kind of each layer of the model.
+        types: Entries of each layer in the configuration.
+        part: Layers of the rank.
     """
     shortened = [select_representatives([kinds[index] for index in chunk]) for chunk in part.chunks]
     own = [[chunk.start + index for index in kept] for chunk, (kept, _) in zip(part.chunks, shortened, strict=True)]
@@ -53,14 +53,14 @@ def choose(prefix: str, kinds: Sequence[Hashable], types: Sequence[Hashable], pa
 
 
 def choose_all(prefix: str, part: StagePart) -> Pruned:
-    """Keeps every layer."""
+    """Return a choice of all layers."""
     own = [list(chunk) for chunk in part.chunks]
     others = {index for index in range(part.num_layers) if not part.holds(index)}
     return _pruned(prefix, part, own, [tuple(range(len(chunk))) for chunk in part.chunks], others)
 
 
 def prune_to_part(model: nn.Module, part: StagePart, *, all_layers: bool) -> tuple[list[LayerStack], StagePart]:
-    """Leaves in a model, which is whole, only what a stage's trace needs; gives its layers, and the part to cut out of it."""
+    """Prune a whole model to what a stage's trace needs, and return its layers and the rank's part of it."""
     prefix = find_layers(model)
     layers: Any = model.get_submodule(prefix)
     chosen = choose_all(prefix, part)

@@ -1,4 +1,4 @@
-"""Watches every storage that a fake forward and backward pass allocates and releases."""
+"""A tracker of every storage that a forward and backward pass on fake tensors allocates and releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from toolkit.memory.trace.events import LayerRef, Recorder, Release, in_blocks
 from toolkit.memory.trace.fake_ops import FakeOpRule
 
-# Bytes that a CUDA kernel takes for its first argument beside the result, which is all that fake tensors show:
+# Bytes that a CUDA kernel, given its first argument, allocates in addition to its result, which fake tensors do not show:
 # grad * output (cuda/SoftMax.cu softmax_backward_cuda_out), isneginf of the scores (transformers/attention.cpp
 # _safe_softmax), the exponentials (ReduceOps.cpp logsumexp_out_impl).
 WITHIN_CALL: Mapping[Any, Callable[[torch.Tensor], int]] = {
@@ -35,15 +35,15 @@ class _Storage:
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes allocations and releases in a recorder, each under the cause that holds at its birth.
+    """A dispatch mode that records allocations and releases, each under its cause at allocation.
 
-    Storages that exist before, such as parameters, are not counted.
+    Storages that existed before, such as parameters, are not counted.
 
     Args:
-        recorder: What notes them.
-        cause: Gives the cause of what is allocated now.
-        owner: Gives the layer that runs now.
-        answers: What answers operations that ask for values, in order; what none answers, fake tensors must do.
+        recorder: Recorder of the events.
+        cause: Function that returns the current cause of allocations.
+        owner: Function that returns the running layer.
+        answers: Rules for operations that read values, in order; fake tensors run an operation without one.
 
     Source:
         torch/distributed/_tools/mem_tracker.py watches storages through weak references in the same way.
@@ -67,11 +67,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: torch need not guard each of the thousands of calls."""
+        """Return False, since nothing is compiled here: torch need not guard each of thousands of calls."""
         return False
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves the storages of `tensors` out."""
+        """Exclude the storages of `tensors` from the count."""
         for tensor in tensors:
             self._note(tensor.untyped_storage(), cause="", size=0)
 
@@ -79,7 +79,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # float8 with its scale: what it does to the two comes here by itself
+            return NotImplemented  # float8 with its scale: its operations on the two are dispatched here separately
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
         result = NotImplemented
@@ -100,13 +100,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _pass_through(self, size: int) -> None:
-        """Notes what a call takes beside its result and releases before it returns."""
+        """Record what a call allocates in addition to its result and releases before it returns."""
         cause = self._cause()
         self._recorder.change(cause, size)
         self._recorder.change(cause, -size)
 
     def hand_over(self, tensor: torch.Tensor) -> int:
-        """Stops counting a tensor's storage, which an engine takes over; gives its bytes."""
+        """Stop counting a tensor's storage, which an engine takes over, and return its bytes."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         if entry is None or not entry.size:
             return tensor.nbytes
@@ -117,7 +117,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def host(self) -> Iterator[None]:
-        """Leaves out what a block allocates: it lies in host memory."""
+        """Exclude what a `with` block allocates, which is in host memory."""
         self._on_host = True
         yield
         self._on_host = False
@@ -147,7 +147,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._subtract(entry)
 
     def _subtract(self, entry: _Storage) -> None:
-        """Notes a release; one that its segment does not do in each layer that it stands for is noted apart."""
+        """Record a release; one that does not repeat in each layer that its segment represents is recorded separately."""
         now = self._owner()
         if _is_local(entry.birth, now):
             self._recorder.change(entry.cause, -entry.size)
@@ -156,7 +156,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_local(birth: LayerRef, now: LayerRef) -> bool:
-    """Whether each layer releases what its like neighbour, or itself, has allocated."""
+    """Return whether each layer releases what it, or its equal neighbour, has allocated."""
     if birth is None or now is None:
         return birth is now
     return birth[0] == now[0] and abs(birth[1] - now[1]) <= 1

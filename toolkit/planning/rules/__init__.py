@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
     *estimate_only.RULES,
 )
 
-# Rules that hold in addition for a plan that is to run.
+# Additional rules for a plan that is to run.
 RUN_RULES: tuple[Rule, ...] = estimate_only.RUN_RULES
 
 __all__ = ["RULES", "RUN_RULES", "Rule"]
