@@ -7,9 +7,9 @@ import sys
 from contextlib import suppress
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    # `python -m` puts the working directory first, where a queue.py or random.py of the user's would pass for the standard
-    # library's. This package is loaded already, and its modules are found by it.
-    with suppress(OSError):  # the folder is gone, and `main` says so
+    # `python -m` puts the working directory first, where a queue.py or random.py of the user would shadow the standard
+    # library's. This package is already loaded, and finds its modules without that entry.
+    with suppress(OSError):  # the folder was deleted, which `main` reports
         if sys.path[:1] == [os.getcwd()]:  # noqa: PTH109 - pathlib would load modules by that path
             del sys.path[0]
 

@@ -1,4 +1,4 @@
-"""Arguments of the public functions, held against their type hints: a wrong one is an error like any other."""
+"""Checks of the arguments of public functions against their type hints; a wrong one is a `SpecError`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class AtLeast:
-    """The least value that an argument may have, beside its type in an Annotated hint."""
+    """Smallest value that an argument may have, next to its type in an Annotated hint."""
 
     value: int
 
@@ -29,17 +29,17 @@ NotNegative = Annotated[int, AtLeast(0)]
 # Longest excerpt of a wrong value that an error repeats, characters.
 _SHOWN_CHARACTERS = 80
 _NAMES = {type(None): "None", bool: "True or False", int: "an int", float: "a number", str: "a str"}
-# Collections by members: neither a str, which is one of characters, nor a mapping, which is one of its keys, is meant.
+# Collections that exclude str, a collection of characters, and mappings, collections of keys.
 _COLLECTIONS: dict[Any, str] = {Sequence: "a list", Iterable: "a list", list: "a list", tuple: "a tuple"}
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Has a function refuse arguments that are not of its type hints, before it does anything.
+    """Make a function check its arguments against its type hints before it runs.
 
-    Where a hint has Path, a str or Path must be one that a file system can have.
+    For a hint with Path, a str or Path must be one that a file system supports.
 
     Raises:
-        SpecError: ARGUMENT for each, with its name, its type and what is expected.
+        SpecError: ARGUMENT for each wrong argument, with its name, its type and what is expected.
     """
     signature = inspect.signature(function)
 
@@ -48,7 +48,7 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return function(*args, **kwargs)  # Python's own error says what is missing or unknown
+            return function(*args, **kwargs)  # Python's own TypeError names what is missing or unknown
         raise_all(SpecError, _problems(function, signature, given))
         return function(*args, **kwargs)
 
@@ -56,15 +56,15 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def each_fitting(function: Callable[..., Any], name: str, values: Iterable[R]) -> Iterator[R]:
-    """Yield the members of an argument that can be gone through only once, each held against the function's hint.
+    """Yield the members of an argument that can be iterated only once, each checked against the function's hint.
 
     Raises:
-        SpecError: ARGUMENT, at the first that does not fit, or where nothing can be gone through.
+        SpecError: ARGUMENT, at the first member that does not fit, or if the argument is not iterable.
     """
     hint = _hints(function)[name]
     try:
         members = iter(values)
-    except TypeError:  # a tensor of no dimension has __iter__ all the same
+    except TypeError:  # a 0-d tensor has __iter__, too
         raise SpecError(_wrong(function, name, values, f"Give {_described(hint)}")) from None
     for member in members:
         if not _fits(member, get_args(hint)[0]):
@@ -73,10 +73,10 @@ def each_fitting(function: Callable[..., Any], name: str, values: Iterable[R]) -
 
 
 def shown(value: object) -> str:
-    """Return the beginning of a value's repr, or its type where it has none."""
+    """Return the beginning of a value's repr, or its type if repr fails."""
     try:
         text = repr(value)
-    except Exception:  # whatever a class of someone's own may raise
+    except Exception:  # the repr of a user's class may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
@@ -142,12 +142,12 @@ def _entries_fit(value: Mapping[Any, Any], key_hint: Any, value_hint: Any) -> bo
 
 def _all_fit(value: Any, inner: tuple[Any, ...]) -> bool:
     if not isinstance(value, Sequence):
-        return True  # whose members are not to be used up here
+        return True  # an iterator, which must not be consumed here
     return all(_fits(each, inner[0]) for each in value)
 
 
 def _described(hint: Any) -> str:
-    """Return what a hint takes: "a Job, a Plan or a path (str or Path)"."""
+    """Return what a hint accepts, in words: "a Job, a Plan or a path (str or Path)"."""
     members = _members(hint)
     if Path in members and str in members:
         members = [member for member in members if member not in (str, Path)]

@@ -1,4 +1,4 @@
-"""Errors that a person can act on: each names the key, the value, the rule and the fix.
+"""Errors that the user can act on: each names the key, the value, the rule and the fix.
 
 A check never stops at the first fault: it collects `Problem`s and raises them together.
 `docs/errors.md` explains every code; a test keeps both sets equal.
@@ -13,26 +13,26 @@ from typing import Any, ClassVar, Self
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 
-# What would break a line in two, or have a terminal obey: control characters, separators, halves of surrogate pairs and
-# the marks that turn the direction of what follows.
+# Characters that break lines or that terminals interpret: control characters, separators, lone surrogates and marks of
+# text direction.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
 
 
 def one_line(text: str) -> str:
-    """Put text that others wrote on one line: line breaks become spaces, what a terminal would obey is spelled out."""
+    """Return foreign text on one line: line breaks become spaces, characters that terminals interpret are escaped."""
     joined = _LINE_BREAK.sub(" ", text.strip())
     return _UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), joined)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One fault in what a person wrote, or in what a run met.
+    """One fault in the user's input, or one that occurred in a run.
 
     Args:
-        code: Stable upper-case name, a row of docs/errors.md.
-        key: Path of the offending key (`train.sequence_length`), a file, or "" when neither applies.
-        message: `<name>=<got> <breaks which rule>: <why>`, without a full stop; made one line, as `fix` is.
+        code: Stable upper-case name, listed in docs/errors.md.
+        key: Path of the offending key (`train.sequence_length`), a file, or "" if neither applies.
+        message: `<name>=<got> <breaks which rule>: <why>`, without a full stop; put on one line, like `fix`.
         fix: What to do, with the exact valid values, without a full stop.
         source: Library file and function that would reject or ignore it, or "".
     """
@@ -66,7 +66,7 @@ class ToolkitError(Exception):
     """Base of every error that is shown without a stack trace.
 
     Args:
-        problems: What is wrong; at least one.
+        problems: One or more problems.
     """
 
     exit_code: ClassVar[int] = 2
@@ -79,7 +79,7 @@ class ToolkitError(Exception):
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The codes of all problems, in order."""
+        """Codes of all problems, in order."""
         return tuple(problem.code for problem in self.problems)
 
     @classmethod
@@ -92,11 +92,11 @@ class ToolkitError(Exception):
 
 
 class SpecError(ToolkitError):
-    """What a person wrote cannot be read: YAML, a key, a type, a missing file."""
+    """The user's input cannot be read: YAML, a key, a type, a missing file."""
 
 
 class PlanError(ToolkitError):
-    """The job is readable, but no sound plan follows from it."""
+    """The job is readable, but no valid plan follows from it."""
 
 
 class DataError(ToolkitError):
@@ -104,11 +104,11 @@ class DataError(ToolkitError):
 
 
 class CheckpointError(ToolkitError):
-    """A checkpoint is absent, incomplete, damaged or of another shape."""
+    """A checkpoint is missing, incomplete, corrupt or of another shape."""
 
 
 class CheckError(ToolkitError):
-    """A check that a person asked for did not pass."""
+    """A check that the user requested failed."""
 
     exit_code = 1
 
@@ -120,12 +120,12 @@ class RunError(ToolkitError):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says first, without a full stop; its class where it says nothing."""
+    """Return the first line of a library's error, without a full stop; its class if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def raise_all(error: type[ToolkitError], problems: Iterable[Problem]) -> None:
-    """Raise one error with every problem, or return if there is none."""
+    """Raise one error with all problems, or return if there are none."""
     found = tuple(problems)
     if found:
         raise error(*found)

@@ -1,4 +1,4 @@
-"""Files on disk: those that are whole or absent, those that others wrote, and plain files that lie inside one folder."""
+"""Files on disk: atomic writes, reads of foreign files, and reads of regular files inside one folder."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Above every manifest and configuration: that of a checkpoint of 10,000 ranks has some 30,000 files, 130 bytes each.
+# Larger than any manifest or configuration: a checkpoint of 10,000 ranks has about 30,000 files, of 130 bytes each.
 MAX_TEXT_BYTES = 64 * 2**20
-# Bytes of a text that others wrote and a person names, which are read: some times the largest published tokenizer.json.
+# Largest foreign text file that is read, in bytes: several times the largest published tokenizer.json.
 MAX_FOREIGN_BYTES = 256 * 2**20
 
 _TOO_DEEP = "lists or objects are nested too deep"
-# Kinds of entries that a read would wait on, or never come to the end of.
+# Kinds of entries on which a read would block or never end.
 _KINDS = ((stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"))
 
 
 def write_text(path: Path, text: str, *, sync: bool = False) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Args:
-        path: Replaced if it is a file; a character device such as a terminal or /dev/null is written to and stays one.
-        text: Written as UTF-8.
-        sync: Forces it to disk.
+        path: Path to write; a file is replaced, a character device such as a terminal or /dev/null is written to.
+        text: Text to write as UTF-8.
+        sync: Whether to force the file to disk.
 
     Raises:
-        OSError: It cannot be written, or is a pipe, a socket or a disk, which a file may not take the place of.
+        OSError: If it cannot be written, or is a pipe, a socket or a block device, which a file must not replace.
     """
     if (mode := _special_mode(path)) is not None:
         if not stat.S_ISCHR(mode):
             raise OSError(errno.EINVAL, "is no file", str(path))
         path.write_text(text, encoding="utf-8")
         return
-    # Ranks of several machines may write one file at once, where neither process id nor host name is unique.
+    # Ranks of several machines may write one file concurrently, and neither process id nor host name is unique.
     partial = path.parent / f".{path.name}.{secrets.token_hex(8)}"  # with_name refuses "." and "/", which are folders
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -53,10 +53,10 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
 
 
 def _special_mode(path: Path) -> int | None:
-    """The mode of what lies at a path and is neither a file nor a folder; None for these and for nothing."""
+    """Return the mode of a special file at a path; None for regular files, folders and missing paths."""
     try:
         mode = path.stat().st_mode
-    except (OSError, ValueError):  # writing says why, where it matters
+    except (OSError, ValueError):  # writing reports the reason if it matters
         return None
     return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else mode
 
@@ -64,27 +64,27 @@ def _special_mode(path: Path) -> int | None:
 def write_json(
     path: Path, value: Any, *, sync: bool = False, sort_keys: bool = False, ensure_ascii: bool = False
 ) -> None:
-    """Write a value as indented JSON, whole or not at all.
+    """Write a value as indented JSON, atomically.
 
     Args:
-        path: Replaced if it exists.
-        value: What `json` can write.
-        sync: Forces the file to disk.
-        sort_keys: Orders the keys of every object.
-        ensure_ascii: Escapes all else, so that text with lone surrogates, as of undecodable paths, can be written.
+        path: Path to write; a file is replaced.
+        value: Value that `json` can serialise.
+        sync: Whether to force the file to disk.
+        sort_keys: Whether to sort the keys of every object.
+        ensure_ascii: Whether to escape non-ASCII characters, so that lone surrogates of undecodable paths can be written.
     """
     text = json.dumps(value, indent=2, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
     write_text(path, f"{text}\n", sync=sync)
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder at a path, or the nearest one above it."""
+    """Return the folder at a path, or the nearest existing one above it."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 @contextmanager
 def made_folder(path: Path) -> Iterator[None]:
-    """Make a folder and those above it for a block, after which those of them that are empty go again."""
+    """Make a folder and its parents for a block; afterwards, remove those of them that are empty."""
     absent = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def made_folder(path: Path) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Force a folder's entries to disk, so that a rename survives a power cut."""
+    """Force a folder's entries to disk, so that a rename survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -118,7 +118,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse one JSON object; raises as `parse_json` does, and ValueError for another value."""
+    """Parse one JSON object; raises like `parse_json`, and ValueError for any other value."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not an object")
@@ -134,11 +134,11 @@ def parse_json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> str:
-    """Read a file of UTF-8 text to its end, if that comes: a device has none, and a pipe that nobody writes to is empty.
+    """Read a UTF-8 text file without blocking: a pipe without a writer is empty, and an endless device is too large.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not UTF-8, or larger than `max_bytes`.
+        OSError: If it cannot be read.
+        ValueError: If it is not UTF-8, or larger than `max_bytes`.
     """
     with open(path, "rb", opener=_open_at_once) as file:
         os.set_blocking(file.fileno(), True)
@@ -149,7 +149,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> str:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for the other end, should it be a pipe."""
+    """Open a file without blocking if it is a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -163,7 +163,7 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_FOREIGN_BYTES) -> dict[
 
 
 def read_plain_object(folder: Path, name: str) -> dict[str, Any]:
-    """Read a plain file inside a folder that holds one JSON object.
+    """Read a regular file inside a folder that holds one JSON object.
 
     Raises:
         OSError, ValueError: It cannot be read, is not JSON in UTF-8, or holds another value.
@@ -172,15 +172,15 @@ def read_plain_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """The path of a plain file inside a folder, whatever links lead to it.
+    """Return the path of a regular file inside a folder, with links resolved.
 
     Args:
-        folder: What the file must lie in.
-        name: Relative to it.
+        folder: Folder that must contain the file.
+        name: Path of the file relative to the folder.
 
     Raises:
-        OSError: It is missing, lies outside, or is no plain file: a pipe or a device would be read without end.
-        ValueError: The name can be no file's.
+        OSError: If it is missing, lies outside, or is not a regular file: a pipe or a device could be read without end.
+        ValueError: If the name is not a valid file name.
     """
     path = folder / name
     mode = path.stat().st_mode
@@ -193,19 +193,19 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def open_plain(folder: Path, name: str) -> BinaryIO:
-    """Open a plain file inside a folder for reading; raises as `plain_file` does."""
+    """Open a regular file inside a folder for reading; raises like `plain_file`."""
     file = open(plain_file(folder, name), "rb", opener=_open_at_once)  # noqa: SIM115 - the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # something else has taken its place meanwhile
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # it has been replaced meanwhile
         file.close()
         raise OSError("is no plain file")
     return file
 
 
 def read_plain(folder: Path, name: str, *, max_bytes: int) -> bytes:
-    """Read a plain file inside a folder.
+    """Read a regular file inside a folder.
 
     Raises:
-        OSError: As `plain_file`, or it is larger than `max_bytes`.
+        OSError: As in `plain_file`, or if it is larger than `max_bytes`.
     """
     with open_plain(folder, name) as file:
         content = file.read(max_bytes + 1)

@@ -1,4 +1,4 @@
-"""Units as people read them. GiB is 2**30 bytes and is printed as GiB."""
+"""Formatting of quantities with units. GiB is 2**30 bytes and is printed as GiB."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a size in the largest binary unit that keeps at least one whole digit.
+    """Return a size in the largest binary unit in which it is at least 1.
 
     >>> format_bytes(85_017_493_504)
     '79.18 GiB'
@@ -20,7 +20,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a count with a decimal suffix, as parameter counts are spoken of.
+    """Return a count with a decimal suffix, as is usual for parameter counts.
 
     >>> format_count(8_030_261_248)
     '8.03 B'

@@ -1,10 +1,10 @@
-"""The installed version, read when asked for: package metadata costs a start tens of milliseconds."""
+"""The installed version, read on demand, since package metadata takes tens of milliseconds to load."""
 
 from __future__ import annotations
 
 
 def installed_version() -> str:
-    """Return the distribution's version, or `0+unknown` in a source tree that was never installed."""
+    """Return the version of the installed distribution, or `0+unknown` in a source tree that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

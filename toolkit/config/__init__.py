@@ -1,1 +1,1 @@
-"""The job: its schema, the loader of job files, and problems with the keys that they are about."""
+"""The job: its schema, the loader of job files, and problems that name the keys they are about."""

@@ -1,4 +1,4 @@
-"""An Accelerate configuration in place of a job: recognised, and told where each of its lines goes in one."""
+"""Accelerate configurations given in place of a job: recognised, and refused with the equivalent job keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.errors import SpecError
 
-# accelerate commands/config/config_args.py ClusterConfig: no job and no DeepSpeed file has a key of these names.
+# accelerate commands/config/config_args.py ClusterConfig: neither a job nor a DeepSpeed file has keys of these names.
 _MARKS = ("compute_environment", "distributed_type")
 _STRATEGIES: Mapping[str, str] = {"DEEPSPEED": "zero", "MULTI_GPU": "ddp", "FSDP": "fsdp2"}
 _OFFLOADS: Mapping[tuple[Any, Any], str] = {
@@ -21,15 +21,15 @@ _PRECISIONS: Mapping[str, str] = {"no": "fp32", "False": "fp32", "fp16": "fp16",
 
 
 def is_accelerate_file(document: Mapping[str, Any]) -> bool:
-    """Return whether a mapping is what `accelerate config` writes."""
+    """Return whether a mapping is a configuration that `accelerate config` wrote."""
     return any(mark in document for mark in _MARKS)
 
 
 def refuse_accelerate_file(document: Mapping[str, Any], *, name: str) -> None:
-    """Refuse a file of Accelerate where a job is asked for.
+    """Refuse an Accelerate configuration where a job is expected.
 
     Raises:
-        SpecError: ACCELERATE_FILE, with what its lines are in a job.
+        SpecError: ACCELERATE_FILE, with the equivalent job keys, if the document is one.
     """
     if not is_accelerate_file(document):
         return
@@ -44,7 +44,7 @@ def refuse_accelerate_file(document: Mapping[str, Any], *, name: str) -> None:
 
 
 def job_sections(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the sections of a job that say what a configuration of Accelerate says of training."""
+    """Return the sections of a job that are equivalent to the training settings of an Accelerate configuration."""
     deepspeed = _section(document, "deepspeed_config")
     nodes, processes = document.get("num_machines"), document.get("num_processes")
     cards = None

@@ -1,4 +1,4 @@
-"""The kinds of value that a job's keys take: numbers that the libraries below can hold, words and paths that are usable."""
+"""The types of values of a job's keys: numbers that the underlying libraries can represent, usable words and paths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
-# Counts of steps, sequences and tokens: what a 32-bit integer holds, as the libraries below keep some of them.
+# Counts of steps, sequences and tokens: the range of a 32-bit integer, in which some libraries store them.
 MAX_COUNT = 2**31 - 1
-# numpy.random.seed, which transformers.set_seed calls, takes no larger one.
+# numpy.random.seed, which transformers.set_seed calls, accepts no larger one.
 MAX_SEED = 2**32 - 1
-# Far above any machine: a typing error, which would keep the arithmetic of ranks busy for hours.
+# Far above any machine: a larger number is a typing error, with which the arithmetic over ranks would run for hours.
 MAX_GPUS_PER_NODE = 1024
 MAX_NODES = 65_536
 # Smallest normal and largest number of IEEE 754 binary32: past them training would compute with 0 or infinity.
@@ -29,7 +29,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's reader of a type, made once: that takes milliseconds."""
+    """Return pydantic's TypeAdapter of a type, cached, since building one takes milliseconds."""
     return _adapter_of(kind)
 
 
@@ -51,7 +51,7 @@ def _in_float32(value: float) -> float:
 
 
 def _at_home(value: Any) -> Any:
-    """Write a leading ~ out, as a shell does before a program sees it; a home that nobody has stays as it is written."""
+    """Expand a leading ~ as a shell does; the home of an unknown user stays as it is written."""
     if not isinstance(value, str | Path) or not str(value).startswith("~"):
         return value
     try:
@@ -67,7 +67,7 @@ def _of_somebody(value: Path) -> Path:
 
 
 def _written(value: Any) -> Any:
-    """Return a path as the text that a job file would hold."""
+    """Return a path as text, as in a job file."""
     return str(value) if isinstance(value, Path) else value
 
 
@@ -90,7 +90,7 @@ def _printable(value: str) -> str:
 
 
 def _nameable(value: Any) -> Any:
-    """Refuse what no file system can name, before a call trips over it."""
+    """Refuse names and paths that no file system supports."""
     try:
         path = _printable(str(value)).encode()
     except UnicodeEncodeError:
@@ -113,7 +113,7 @@ def _is_capability(value: str) -> str:
 
 
 def reporters(value: Any) -> Any:
-    """Read `train.report_to`: one name, a list of them or `none`, as TrainingArguments takes them."""
+    """Normalise `train.report_to`: one name, a list of names or `none`, as in TrainingArguments."""
     given = [value] if isinstance(value, str) else value
     if given == ["none"]:
         return ()
@@ -126,7 +126,7 @@ def reporters(value: Any) -> Any:
 
 
 def optimizer_named(value: Any) -> Any:
-    """Read the names that TrainingArguments has for torch's AdamW in its fused form and for bitsandbytes' of 8 bit."""
+    """Map TrainingArguments' names of fused torch AdamW and of 8-bit bitsandbytes AdamW to ours."""
     return _OPTIMIZERS.get(value, value) if isinstance(value, str) else value
 
 
@@ -152,11 +152,11 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED), BeforeValidator(_not_a_bool)]
 PositiveNumber = Annotated[
     float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_float32), BeforeValidator(_not_a_bool)
 ]
-# 0 turns these off, and what rounds to 0 does no harm.
+# 0 turns these off, and a value that rounds to 0 does no harm.
 NonNegativeNumber = Annotated[float, Field(ge=0, le=MAX_FLOAT32, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(_not_a_bool)]
 
-# Orders in which a pipeline's stages work through the micro-batches of a step; `toolkit.pipeline_schedule` builds them.
+# Orders in which pipeline stages process the micro-batches of a step; `toolkit.pipeline_schedule` builds them.
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]

@@ -1,8 +1,8 @@
-"""The job file as pydantic models: what a person writes, frozen, with unknown keys refused.
+"""The job file as frozen pydantic models: what the user writes, with unknown keys refused.
 
-Every default here is "not given" (`None`) where the right value depends on the rest of the job;
-`toolkit.planning.resolve` fills it and records why. Names mirror `transformers.TrainingArguments` and
-`trl.SFTConfig` where the meaning is the same; `toolkit.config.other_names` lists those of other tools that are read too.
+Every default here is "not given" (`None`) if the right value depends on the rest of the job;
+`toolkit.planning.resolve` fills it in and records why. Names are those of `transformers.TrainingArguments` and
+`trl.SFTConfig` if the meaning is the same; `toolkit.config.other_names` lists names of other tools that are also read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Packing = Literal["wrapped", "separated", "none"]
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
 LossOn = Literal["all", "completion", "assistant"]
 Reporter = Literal["tensorboard"]
-# As TrainingArguments takes them; `reporters` reads it.
+# As in TrainingArguments; `reporters` reads it.
 Reporters = Literal["tensorboard", "none"] | tuple[Literal["tensorboard", "none"], ...]
 Offload = Literal[
     "none",
@@ -68,7 +68,7 @@ Offload = Literal[
     "activations-cpu",
 ]
 
-# How pydantic tells the forms of `cluster.gpu` apart; neither is a key.
+# Tags by which pydantic distinguishes the forms of `cluster.gpu`; neither is a key.
 NAME_TAG, CARD_TAG = "<name>", "<card>"
 
 
@@ -143,7 +143,7 @@ class Cluster(Section):
 
     @property
     def num_ranks(self) -> int:
-        """World size: one process a card."""
+        """World size: one process per card."""
         return self.gpus_per_node * self.nodes
 
 
@@ -363,7 +363,7 @@ class Job(Section):
 
         Args:
             path: YAML in UTF-8.
-            overrides: What `--set` takes: `train.sequence_length=8192`.
+            overrides: Overrides in the form of `--set`: `train.sequence_length=8192`.
 
         Raises:
             SpecError: With every unreadable, unknown, duplicate or mistyped key.
@@ -374,16 +374,16 @@ class Job(Section):
 
     @checks_arguments
     def with_(self, *changes: str | Mapping[str, Any], **sections: Any) -> Job:
-        """Return a job with other values, checked like a job file; this one stays as it is.
+        """Return a job with changed values, checked like a job file; this one is not changed.
 
             job.with_("train.learning_rate=1e-4", "parallel.zero_stage=3")
             job.with_({"train.learning_rate": 1e-4, "data.eval": None})
             job.with_(train={"learning_rate": 1e-4}, parallel=tk.Parallel(zero_stage=3), model="llama-3.1-8b")
 
         Args:
-            changes: What `--set` takes, or values by dotted key. A mapping as a value changes the keys that it names and
-                leaves the others of its section; None leaves a key open.
-            sections: The same for whole sections; one that is made, such as `tk.Train(...)`, takes the old one's place.
+            changes: Overrides in the form of `--set`, or values by dotted key. A mapping as a value changes the keys that it
+                names and leaves the others of its section; None unsets a key.
+            sections: The same for whole sections; a section object, such as `tk.Train(...)`, replaces the old one.
 
         Raises:
             SpecError: As for a job file; SET_SYNTAX for a key that leads through a value.
@@ -393,7 +393,7 @@ class Job(Section):
         return change_job(self, (*changes, sections))
 
     def checked(self) -> Job:
-        """Return an equal job, every value of which has been checked again, however it came to be there.
+        """Return an equal job, every value of which has been validated again, however it was set.
 
         Raises:
             SpecError: As for a job file.

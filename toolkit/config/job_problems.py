@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a job, in the words of those who write it."""
+"""pydantic's validation errors of a job, in terms of the job file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.config.schema import known_keys, own_key, path_of, section_below
 from toolkit.config.suggestions import nearest_key
 from toolkit.errors import Problem
 
-# What pydantic says of a form, as people who write YAML know it.
+# pydantic's names of types, in the terms of YAML.
 _FORMS = {
     "tuple_type": "input should be a list, such as [a, b]",
     "too_short": "give at least one",
@@ -27,15 +27,15 @@ def problems_of(error: ValidationError, kind: type[BaseModel] = Job, given: Any 
     """Return one problem for each key, although pydantic reports each member of a union and each item of a list.
 
     Args:
-        error: Of a job, or of a section of it that was made by itself.
-        kind: Which.
-        given: What it was to be made of.
+        error: Error of a job, or of a section that was built on its own.
+        kind: Class of that job or section.
+        given: Input that was validated.
     """
     place = path_of(kind)
     details: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         value = detail["input"]
-        # A list whose items are wrong counts as empty, too; an array has a length, but no truth of its own.
+        # A list whose items are invalid also counts as empty; an array has a length, but no truth value.
         if detail["type"] == "too_short" and isinstance(value, Sized) and len(value):
             continue
         details.setdefault(_key((*place, *detail["loc"])), []).append(detail)
@@ -44,7 +44,7 @@ def problems_of(error: ValidationError, kind: type[BaseModel] = Job, given: Any 
         if twins := _twins(key, found[0], given):
             problems.append(twins)
             continue
-        # The member whose type fits knows what is wrong with the value; that others take another type is beside it.
+        # The union member whose type fits reports what is wrong with the value; type errors of the others are irrelevant.
         exact = [detail for detail in found if detail["type"] in ("value_error", "too_short")]
         first, *others = (_problem(key, detail) for detail in exact or found)
         fixes = dict.fromkeys([first.fix, *(f"{other.fix[0].lower()}{other.fix[1:]}" for other in others)])
@@ -82,7 +82,7 @@ def _problem(key: str, detail: Any) -> Problem:
 
 
 def _key(location: tuple[int | str, ...]) -> str:
-    """Return the dotted path of a pydantic location, without the union members and item numbers that end it."""
+    """Return the dotted path of a pydantic location, without trailing union members and item numbers."""
     section: type[BaseModel] | None = Job
     parts: list[str] = []
     for part in location:
@@ -96,7 +96,7 @@ def _key(location: tuple[int | str, ...]) -> str:
 
 
 def _twins(key: str, detail: Any, given: Any) -> Problem | None:
-    """Return the problem that one key is given under two names: pydantic reads one and knows nothing of the other."""
+    """Return the problem that one key is given under two names: pydantic reads one and reports the other as unknown."""
     section, _, leaf = key.rpartition(".")
     own = own_key(key)
     name = own.rpartition(".")[2]
@@ -136,7 +136,7 @@ def _unknown_key(key: str, value: Any) -> Problem:
 
 
 def _ours(name: str, known: list[str]) -> str | None:
-    """Return what to write in place of another tool's name, which stands where it is not read."""
+    """Return what to write in place of another tool's name that is not read at its position."""
     own = next((own for own, others in OTHER_NAMES.items() if name in others), None)
     if own is None:
         return REFUSED_NAMES.get(name)

@@ -1,4 +1,4 @@
-"""The JSON Schema of a job file, for editors, which complete its keys and check its values while one writes."""
+"""The JSON Schema of a job file, with which editors complete its keys and check its values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from toolkit.config.section import Section
 def job_json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a job file.
 
-    It refuses two spellings that the reader takes: a number in quotes, and null for a key that is left open. What rests on
-    several keys, on the model or on the machine is left to `toolkit validate`.
+    It refuses two spellings that the loader accepts: a number in quotes, and null for a key that is not set. Rules about
+    several keys, the model or the machine are left to `toolkit validate`.
     """
     schema = Job.model_json_schema(schema_generator=_JobSchema)
     return {

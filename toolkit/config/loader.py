@@ -1,4 +1,4 @@
-"""Reads a job file strictly: duplicate keys, foreign names and numbers written as strings are errors with a fix."""
+"""Strict loader of job files: duplicate keys, unknown names and wrong types are errors with a fix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.config.section import Section
 from toolkit.config.yaml_text import load_yaml, parse_value
 from toolkit.errors import SpecError
 
-# "8" in quotes where a number is asked for; what a person means is a number.
+# "8" in quotes where a number is expected: the user means a number.
 _NUMBER = re.compile(r"^[+-]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][+-]?\d+)?$", re.ASCII)
 
 
@@ -45,9 +45,9 @@ def load_document(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     return document
 
 
-# Sections that may be written as a name alone.
+# Sections that may be given as a name alone.
 _NAMED = ("model", "cluster.gpu")
-_MAX_DEPTH = 32  # levels of a key; DeepSpeed's deepest has five
+_MAX_DEPTH = 32  # levels of a dotted key; DeepSpeed's deepest has five
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
@@ -68,7 +68,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def change_job(job: Job, changes: Iterable[str | Mapping[str, Any]]) -> Job:
-    """Do what `Job.with_` says."""
+    """Return a changed job, as documented for `Job.with_`."""
     document = job.written()
     for change in changes:
         if isinstance(change, str):
@@ -86,7 +86,7 @@ def _apply_values(
         if depth > _MAX_DEPTH:
             raise _bad_key(str(key), f"a value of {depth} levels")
         own = own_key(str(key), section)
-        # Two names of one key in one mapping both stay, and are told as in a job file.
+        # Two names of one key in one mapping are both kept, and reported as in a job file.
         node, leaf, within = _place(document, key, section, given=f"{key}={shown(value)}", renames=own not in given)
         given.add(own)
         if value is None:
@@ -103,9 +103,9 @@ def _apply_values(
 def _place(
     document: dict[str, Any], key: str, section: type[BaseModel] | None, *, given: str, renames: bool = True
 ) -> tuple[dict[str, Any], str, type[BaseModel] | None]:
-    """Return what holds a dotted key, made where it is absent, the key's last word, and the section that it stands in.
+    """Return the mapping of a dotted key, created if absent, the key's last component, and the class of its section.
 
-    What stands there under another name of the same key takes the name that is given: a change is no second value.
+    A value under another name of the same key is renamed to the given name, so that a change replaces it.
     """
     if not isinstance(key, str) or not all(key.split(".")) or key.count(".") > _MAX_DEPTH:
         raise _bad_key(str(key), given)
@@ -161,7 +161,7 @@ def parse_job(document: Mapping[str, Any]) -> Job:
 
 
 def _numbers_from_strings(value: Any, annotation: Any) -> Any:
-    """Turn "1e-4" and "8" into numbers where the schema asks for a number; leave all else unchanged."""
+    """Turn "1e-4" and "8" into numbers where the schema expects a number; leave all else unchanged."""
     if isinstance(value, Section) and type(value) is section_of(annotation):
         value = value.written()
     if isinstance(value, dict):
@@ -174,6 +174,6 @@ def _numbers_from_strings(value: Any, annotation: Any) -> Any:
             for key, item in value.items()
         }
     if isinstance(value, str) and wants_number(annotation) and _NUMBER.match(text := value.strip()):
-        number = float(text)  # exact for every whole number that a key allows
+        number = float(text)  # exact for every integer that a key allows
         return int(number) if number.is_integer() else number
     return value

@@ -1,4 +1,4 @@
-"""What other tools call the keys of a job: a name that means the same is read as ours, any other is refused with ours.
+"""Names of a job's keys in other tools: a name with the same meaning is read as ours, others are refused with a hint.
 
 Sources: transformers TrainingArguments; trl SFTConfig and ModelConfig; DeepSpeed's configuration and launcher; accelerate's
 configuration; vLLM EngineArgs; Megatron-LM training/arguments.py; LLaMA-Factory's cutoff_len; peft.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import AliasChoices
 
-# By a key's own name, of which there is one in all sections: names that are read in its section.
+# Names that are read in a key's section, by the key's own name, which is unique among all sections.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model": ("model_name_or_path",),
     "nodes": ("num_nodes",),
@@ -56,6 +56,6 @@ REFUSED_NAMES: dict[str, str] = {
 
 
 def names_of_field(name: str) -> str | AliasChoices:
-    """Return the names under which a field is read, its own first, as pydantic takes them."""
+    """Return the names under which a field is read, its own first, as a pydantic alias."""
     others = OTHER_NAMES.get(name, ())
     return AliasChoices(name, *others) if others else name

@@ -1,4 +1,4 @@
-"""What lies at a path that a job names: one way to ask, and one error where the system will not say."""
+"""The kind of file at a path that a job names, with one error if the system refuses to tell."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SHOWN_CHARACTERS = 120
 
 
 def path_kind(path: Path, *, key: str) -> PathKind:
-    """Ask the file system what lies at a path; links are followed.
+    """Return the kind of file at a path; links are followed.
 
     Args:
-        path: Where to look.
+        path: Path to check.
         key: Key of the job that named it, for the error.
     Returns:
-        `other` is a pipe, a socket or a device; `absent` is nothing at all, or something below a file.
+        The kind; `other` is a pipe, a socket or a device; `absent` also means a path below a file.
     Raises:
-        SpecError: PATH_UNREADABLE, where the system refuses to look: a path that is too long, a folder that may not be
-            entered, links in a circle, a zero byte. `Path.exists` and its kin raise for some of these and say no to others.
+        SpecError: PATH_UNREADABLE, if the system refuses: a path that is too long, a folder without permission, circular
+            links, a zero byte. `Path.exists` and similar methods raise for some of these and return False for others.
     """
     try:
         mode = path.stat().st_mode
@@ -38,17 +38,17 @@ def path_kind(path: Path, *, key: str) -> PathKind:
 
 
 def is_file(path: Path, *, key: str) -> bool:
-    """Return whether a plain file lies there; raises as `path_kind`."""
+    """Return whether a path is a regular file; raises like `path_kind`."""
     return path_kind(path, key=key) == "file"
 
 
 def is_folder(path: Path, *, key: str) -> bool:
-    """Return whether a folder lies there; raises as `path_kind`."""
+    """Return whether a path is a folder; raises like `path_kind`."""
     return path_kind(path, key=key) == "folder"
 
 
 def num_bytes(path: Path, *, key: str) -> int:
-    """Add up the plain files at or below a path, bytes; raises as `path_kind`."""
+    """Return the total size of the regular files at or below a path, in bytes; raises like `path_kind`."""
     below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     try:
         return sum(file.stat().st_size for file in (path, *below) if is_file(file, key=key))
@@ -57,7 +57,7 @@ def num_bytes(path: Path, *, key: str) -> int:
 
 
 def shown(path: Path | str) -> str:
-    """Return a path for an error: the beginning of a long one."""
+    """Return a path for an error message; a long one is shortened to its beginning."""
     text = str(path)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 

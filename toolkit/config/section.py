@@ -1,4 +1,4 @@
-"""The base of every part of a job: frozen, unknown keys refused, whatever is wrong with it told as a job file's faults are."""
+"""The base of every section of a job: frozen, unknown keys refused, errors reported like those of a job file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toolkit.errors import SpecError
 
 
 class Section(BaseModel):
-    """Base of every part of a job, written in YAML or made in Python.
+    """Base of every section of a job, written in YAML or built in Python.
 
     Raises:
         SpecError: KEY_UNKNOWN, KEY_OTHER_TOOL, KEY_MISSING or KEY_VALUE for each key that is wrong, whether the section is
-            made by its name, by `model_validate` or inside another; JOB_FROZEN when an attribute is set later.
+            built by its constructor, by `model_validate` or inside another; JOB_FROZEN if an attribute is set later.
     """
 
     model_config = ConfigDict(
@@ -37,13 +37,13 @@ class Section(BaseModel):
                     raise _by_position(type(self), positional)
                 super().__init__(**values)
 
-        # What pydantic asks to know that values may be checked without calling this (pydantic main.py BaseModel.__init__):
-        # so it goes on after a section that is wrong, and all faults of a job are told at once.
+        # Lets pydantic validate without calling this (pydantic main.py BaseModel.__init__), so that it continues after an
+        # invalid section, and all errors of a job are reported together.
         __init__.__pydantic_base_init__ = True
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """Make a section from a mapping; options are pydantic's."""
+        """Build a section from a mapping; options are pydantic's."""
         with _told_as_problems(cls, obj):
             return super().model_validate(obj, **options)
 
@@ -52,9 +52,9 @@ class Section(BaseModel):
             super().__setattr__(name, value)
 
     def written(self) -> dict[str, Any]:
-        """Return what was written of the section, as a mapping that `model_validate` takes.
+        """Return the values that were set in the section, as a mapping that `model_validate` accepts.
 
-        What got into it past all checks, as by `model_copy(update=...)`, is there too, whatever it is.
+        Unchecked values, such as those of `model_copy(update=...)`, are included.
         """
         known = type(self).model_fields
         return {
@@ -75,7 +75,7 @@ def _told_as_problems(kind: type[Section], given: Any) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        from toolkit.config.job_problems import problems_of  # which needs the sections to be there
+        from toolkit.config.job_problems import problems_of  # which imports the sections
 
         raise SpecError(*problems_of(error, kind, given)) from None
 

@@ -1,33 +1,33 @@
-"""Which known name a mistyped one was meant to be."""
+"""Suggestions of the known name that a mistyped one was meant to be."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-# Similarity (difflib's ratio) from which a name is a slip of another one and no word of its own. `moe` and `model` have
-# 0.75, `streaming` and `train` 0.71; a letter too many, missing or wrong leaves 0.8 and more of words of five letters.
+# Similarity (difflib's ratio) from which a name counts as a misspelling of another. `moe` and `model` have 0.75, `streaming`
+# and `train` 0.71; one additional, missing or wrong letter leaves at least 0.8 in words of five letters.
 SLIP = 0.78
-# Letters from which the beginning of a name stands for it: `overlap` for `overlap_comm`.
+# Length from which a prefix of a name stands for it: `overlap` for `overlap_comm`.
 _MIN_BEGINNING = 5
 
 
 def nearest(name: str, known: Iterable[str], *, n: int = 1) -> list[str]:
-    """Return the known names that `name` is a slip of, best first; none when it is merely another word.
+    """Return the known names that `name` is a misspelling of, best first; empty if there are none.
 
     Args:
-        name: As written; upper and lower case are the same.
-        known: The names to choose from.
-        n: How many at most.
+        name: Name as written; case is ignored.
+        known: Known names.
+        n: Largest number of names to return.
     """
     scored = [(_likeness(name.lower(), candidate.lower()), candidate) for candidate in known]
     return _best([(score, 0.0, candidate) for score, candidate in scored], n)
 
 
 def nearest_key(path: str, known: Iterable[str], *, n: int = 1) -> list[str]:
-    """The same for dotted paths: the last word decides, since a section that two keys share does not make them alike.
+    """Return what `nearest` does for dotted paths, by their last components: a common section does not make keys similar.
 
-    Among equals the whole path does.
+    Ties are decided by the whole path.
     """
     leaf, whole = _leaf(path.lower()), path.lower()
     return _best([(_likeness(leaf, _leaf(key.lower())), _ratio(whole, key.lower()), key) for key in known], n)

@@ -1,4 +1,4 @@
-"""Strict YAML: duplicate keys, aliases that explode and files that are no mapping are errors with a fix."""
+"""Strict YAML: duplicate keys, exploding aliases and files that are not a mapping are errors with a fix."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from toolkit.config.suggestions import nearest
 from toolkit.errors import SpecError
 from toolkit.io import read_text
 
-# Bytes of a file that are read: a thousand times what jobs and configurations take, and /dev/zero ends.
+# Largest file, in bytes: a thousand times the size of jobs and configurations; also bounds reads of /dev/zero.
 _MAX_FILE_BYTES = 2**20
-# Values of a document once its aliases are written out: a few lines of nested aliases can stand for billions.
+# Most values of a document with its aliases expanded: a few lines of nested aliases can stand for billions.
 _MAX_VALUES = 100_000
 
-# YAML 1.1 without its numbers of base 8 (010 is 8) and base 60 (1:30 is 90), which nobody means, and with the 5e8 and
-# 1e-4 of YAML 1.2.
+# YAML 1.1 without its numbers of base 8 (010 is 8) and base 60 (1:30 is 90), which are never meant, and with the 5e8
+# and 1e-4 of YAML 1.2.
 _NUMBER_FORMS = {
     "tag:yaml.org,2002:int": r"[-+]?(?:0b[0-1_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$",
     "tag:yaml.org,2002:float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$"
@@ -28,7 +28,7 @@ _NUMBER_FORMS = {
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a mapping with the same key twice, and reads numbers as people do."""
+    """SafeLoader that refuses a mapping with duplicate keys, and reads numbers as users mean them."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own name and form
         first: [(tag, re.compile(_NUMBER_FORMS[tag]) if tag in _NUMBER_FORMS else form) for tag, form in forms]
@@ -36,7 +36,7 @@ class _StrictLoader(yaml.SafeLoader):
     }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Checked here and not on construction: by then `<<` may have copied the keys of another mapping into this one.
+        # Checked here and not in construction, when `<<` may have copied the keys of another mapping into this one.
         node = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
@@ -62,7 +62,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Read one YAML mapping.
+    """Read a YAML file whose top level is a mapping.
 
     Raises:
         SpecError: FILE_NOT_FOUND, FILE_UNREADABLE, YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE or
@@ -72,11 +72,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_named(path: Path, *, kind: str) -> str:
-    """Read a file of text that a user named.
+    """Read a text file that the user named.
 
     Args:
-        path: Of the file.
-        kind: What it should be, for the error.
+        path: Path of the file.
+        kind: Kind of file that is expected, for the error.
 
     Raises:
         SpecError: FILE_NOT_FOUND, FILE_UNREADABLE.
@@ -97,7 +97,7 @@ def read_named(path: Path, *, kind: str) -> str:
 
 
 def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
-    """Parse YAML text whose top level is a mapping; `name` stands for it in errors.
+    """Parse YAML text whose top level is a mapping; `name` names it in errors.
 
     Raises:
         SpecError: YAML_SYNTAX, YAML_KEY, YAML_DUPLICATE, YAML_RECURSIVE, YAML_NOT_MAPPING.
@@ -125,7 +125,7 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
 
 
 def parse_value(text: str, *, name: str) -> Any:
-    """Parse any YAML value; whatever the parser trips over is a YAMLError or a SpecError."""
+    """Parse any YAML value; every failure is a YAMLError or a SpecError."""
     try:
         loader = _StrictLoader(text)
         loader.name = name
@@ -138,7 +138,7 @@ def parse_value(text: str, *, name: str) -> Any:
             value = None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
-        # As deep as this is what emit can write; an escape can spell half of a surrogate pair, which nothing can.
+        # Values must be writable: not nested too deeply, and without the lone surrogates that escapes can spell.
         json.dumps(value, default=str, ensure_ascii=False).encode()
     except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
         # SafeLoader lets the errors of chr(), int(), datetime() and its table of booleans through.
@@ -149,7 +149,7 @@ def parse_value(text: str, *, name: str) -> Any:
 
 
 def _count_values(node: yaml.Node, counted: dict[int, int], *, name: str) -> int:
-    """Count the values below a node as often as aliases repeat them; `counted` keeps each node's own count."""
+    """Count the values below a node with aliases expanded; `counted` caches the count of each node."""
     key = id(node)
     if (known := counted.get(key)) is not None:
         if not known:
@@ -157,7 +157,7 @@ def _count_values(node: yaml.Node, counted: dict[int, int], *, name: str) -> int
         return known
     if isinstance(node, yaml.ScalarNode):
         return 1
-    counted[key] = 0  # being counted: to meet it again is to be inside it
+    counted[key] = 0  # marks a node being counted: meeting it again means a cycle
     parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
     counted[key] = 1 + sum(_count_values(part, counted, name=name) for part in parts)
     return counted[key]

@@ -16,7 +16,7 @@ from toolkit.dataset_inspection.chat_template import (
 )
 from toolkit.errors import DataError, raise_all
 
-# A template is a program: what rendering one raises, by its own word (`raise_exception`) or by a slip in it.
+# Exceptions from rendering a template, raised by the template itself (`raise_exception`) or by a mistake in it.
 TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -29,21 +29,21 @@ TEMPLATE_FAULTS = (
 
 
 def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -> None:
-    """Set `tokenizer.chat_template` to what `data.chat_template` names; it is then saved and exported with it.
+    """Set `tokenizer.chat_template` to what `data.chat_template` names; it is then saved and exported with the tokenizer.
 
     Args:
-        tokenizer: A `transformers` tokenizer, changed in place; untouched where the job names no template.
+        tokenizer: A `transformers` tokenizer, changed in place; unchanged if the job names no template.
         data: The job's data section.
-        base: Folder that a relative path starts from; the working directory when None.
+        base: Folder that a relative path starts from; the working directory if None.
     Raises:
-        DataError: DATA_CHAT_TEMPLATE_FILE, if there is none, or it is not valid Jinja.
+        DataError: DATA_CHAT_TEMPLATE_FILE, if the file does not exist, or is not valid Jinja.
     """
     name = data.chat_template
     if name is None:
         return
     template = read_chat_template(name, base=base)
     raise_all(DataError, template_problems(name, template))
-    if name == CHATML and _begins_texts(tokenizer):  # apply_chat_template adds no mark by itself
+    if name == CHATML and _begins_texts(tokenizer):  # apply_chat_template does not add the BOS token itself
         template = "{{ bos_token }}" + template
     tokenizer.chat_template = template
     try:
@@ -51,7 +51,7 @@ def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -
     except RecursionError:
         raise DataError(chat_template_problem(name, "it is nested too deep")) from None
     except TEMPLATE_FAULTS:
-        pass  # it may want other conversations than this one
+        pass  # the template may require other conversations than this one
 
 
 def _begins_texts(tokenizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Tokenising conversations: what the chat template renders, and a mark on each token that the loss counts."""
+"""Tokenisation of conversations: the text that the chat template renders, and a mark on each token in the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from toolkit.dataset_inspection.chat_messages import (
 from toolkit.dataset_inspection.chat_template import refused_problem
 from toolkit.errors import DataError, first_line
 
-# Jinja's block marks, with the whitespace control that templates in use carry.
+# The Jinja block tag, with optional whitespace control.
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # (start, stop) in characters of a rendered conversation.
 Spans = list[tuple[int, int]]
@@ -34,8 +34,8 @@ class ChatTokeniser:
 
     Args:
         tokenizer: A `transformers` tokenizer with a chat template.
-        loss_on: `all`, or `assistant`: what the assistant says alone. Messages that say of themselves that they are not to be
-            learned never are.
+        loss_on: `all`, or `assistant` for assistant messages alone. Messages whose own keys exclude them from the loss never
+            count.
     """
 
     tokenizer: Any
@@ -45,12 +45,12 @@ class ChatTokeniser:
         """Tokenise a record of `messages` and, if it has them, `tools`.
 
         Args:
-            record: Whose messages are sound (`record_fault`).
-            index: Of the record, from 0, for errors.
+            record: Record with valid messages (`record_fault`).
+            index: Index of the record, from 0, for errors.
         Returns:
-            Token ids, and 1 for each that counts, else 0.
+            Token ids, and 1 for each token in the loss, else 0.
         Raises:
-            DataError: DATA_TYPE; DATA_CHAT_TEMPLATE, if the template does not render it or answers cannot be found in it;
+            DataError: DATA_TYPE; DATA_CHAT_TEMPLATE, if the template does not render it or answers cannot be located;
                 DATA_CHAT_DROPPED, if the template leaves out a part of it; DATA_SLOW_TOKENIZER.
         """
         where = f"record {index + 1} of the data"
@@ -64,7 +64,7 @@ class ChatTokeniser:
         left_out = {at for at, message in enumerate(record["messages"]) if is_left_out(message)}
         try:
             return self._tokenise(for_template(record["messages"]), tools, left_out, where=where)
-        except TEMPLATE_FAULTS as error:  # many templates demand that roles alternate, or know no system message
+        except TEMPLATE_FAULTS as error:  # many templates require alternating roles, or have no system message
             raise DataError(refused_problem(first_line(error), where=where)) from error
 
     def _tokenise(
@@ -93,7 +93,7 @@ class ChatTokeniser:
         return rendered
 
     def _blocks(self, messages: Messages, tools: Any, upto: int) -> Spans:
-        """Return what a template marks with `{% generation %}` in the first messages."""
+        """Return the spans that a template marks with `{% generation %}` in the first messages."""
         if not upto:
             return []
         _, [blocks] = render_jinja_template(
@@ -108,7 +108,7 @@ class ChatTokeniser:
     def _blocks_of(
         self, messages: Messages, tools: Any, blocks: Spans, chosen: Collection[int], *, where: str
     ) -> Spans:
-        """Return the blocks that are of some messages: those by which a conversation that ends with the message has more."""
+        """Return the blocks of some messages: those added when the conversation is extended by the message."""
         found: Spans = []
         for at in sorted(chosen):
             before, after = (len(self._blocks(messages, tools, upto)) for upto in (at, at + 1))
@@ -138,7 +138,7 @@ def _overlaps(token: tuple[int, int], spans: Iterable[tuple[int, int]]) -> bool:
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """Return the template that `apply_chat_template` uses, or None when the tokenizer has none."""
+    """Return the template that `apply_chat_template` uses, or None if the tokenizer has none."""
     try:
         template: str = tokenizer.get_chat_template()
     except (ValueError, AttributeError):
@@ -147,16 +147,16 @@ def chat_template(tokenizer: Any) -> str | None:
 
 
 def message_spans(messages: Messages, render: Callable[..., str], chosen: Collection[int]) -> Spans:
-    """Find some messages, end marks included, in a rendered conversation.
+    """Find the spans of some messages, end tokens included, in a rendered conversation.
 
-    A turn starts where the conversation before it ends; what the assistant says, where that is opened for it.
+    A turn starts where the conversation before it ends; an assistant turn, after the generation prompt.
 
     Args:
         messages: The conversation.
-        render: `render(n)` gives the text of the first n messages; it takes `add_generation_prompt`.
+        render: `render(n)` returns the text of the first n messages; it accepts `add_generation_prompt`.
         chosen: Indices of the messages.
     Returns:
-        (start, stop) in characters of `render(len(messages))`, one a chosen message.
+        (start, stop) in characters of `render(len(messages))`, one per chosen message.
     Raises:
         DataError: DATA_CHAT_TEMPLATE, if the template rewrites earlier turns so that they cannot be found.
     """
@@ -180,9 +180,9 @@ def message_spans(messages: Messages, render: Callable[..., str], chosen: Collec
 
 
 def _stop_by_content(whole: str, closed: str, message: dict[str, Any], start: int) -> int | None:
-    """Find a turn's end by its content and the end mark after it.
+    """Find the end of a turn by its content and the end token after it.
 
-    Templates of reasoning models wrap the last turn otherwise than earlier ones, so `closed` is no prefix of `whole`.
+    Templates of reasoning models render the last turn differently from earlier ones, so `closed` is not a prefix of `whole`.
     """
     said = (message.get("content") or "").split("</think>")[-1].strip()
     at = whole.find(said, start)

@@ -1,4 +1,4 @@
-"""Collating: rows of a packed data set become the tensors of one micro-batch."""
+"""Collation of rows of a packed data set into the tensors of one micro-batch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MicroBatch = dict[str, torch.Tensor]
 class Collator:
     """Stacks rows into int64 tensors of shape (batch, sequence).
 
-    `wrapped`: input_ids and labels. `separated`: also position_ids, which restart at each document; the model keeps
-    documents apart by them, given no attention_mask and no cache. `none`: also attention_mask; rows are padded to
-    the longest, in multiples of 8, at most sequence_length.
+    `wrapped`: input_ids and labels. `separated`: also position_ids, which restart at each document; from them the
+    model derives a block-diagonal mask, if given no attention_mask and no cache. `none`: also attention_mask; rows are
+    padded to the longest, in multiples of 8, at most sequence_length.
 
     Args:
-        packing: Of the rows.
-        sequence_length: Tokens a full row.
+        packing: Packing of the rows.
+        sequence_length: Tokens of a full row.
         pad_token_id: Token that fills a row.
-        flatten: Joins `separated` rows end to end, shape (1, batch * sequence): flash attention reads documents off
-            position_ids only in a batch of one.
+        flatten: Whether to concatenate `separated` rows, shape (1, batch * sequence): flash attention derives documents
+            from position_ids only in a batch of one.
 
     Source:
         transformers, masking_utils.find_packed_sequence_indices; modeling_flash_attention_utils._is_packed_sequence.
@@ -50,7 +50,7 @@ class Collator:
         )
 
     def __call__(self, rows: Sequence[dict[str, np.ndarray]]) -> MicroBatch:
-        """Collate at least one row."""
+        """Collate one or more rows."""
         if self.packing != "none":
             batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
             if self.flatten and self.packing == "separated":

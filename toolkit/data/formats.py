@@ -1,4 +1,4 @@
-"""Tokenising: a document becomes token ids and a mark on each token that the loss counts."""
+"""Tokenisation of documents into token ids and a mark on each token in the loss."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.dataset_inspection.formats import Format, loss_on_problem, record_fault
 from toolkit.errors import DataError, Problem
 
-# Column of conversations from several files, each as JSON.
+# Column of conversations as JSON, used if several files have different keys.
 CONVERSATION = "conversation"
 
 
 @runtime_checkable
 class TransformersTokenizer(Protocol):
-    """By what a `transformers` tokenizer is known here; its attributes are made when they are asked for."""
+    """The interface of a `transformers` tokenizer that is checked; its attributes are created on access."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -32,12 +32,12 @@ class TransformersTokenizer(Protocol):
 class Tokeniser:
     """Turns a batch of records into `input_ids` and `targets`, for `datasets.Dataset.map`.
 
-    text: tokens, end mark. prompt_completion: prompt, completion, end mark. messages: the chat template, which sets
-    its own end marks. Tokens that the tokenizer adds in front (`bos`) are kept. Empty documents give no tokens.
+    text: tokens, EOS. prompt_completion: prompt, completion, EOS. messages: the chat template, which has its own end
+    tokens. A BOS token that the tokenizer adds is kept. Empty documents give no tokens.
 
     Args:
         tokenizer: A `transformers` tokenizer.
-        format: Of the records.
+        format: Format of the records.
         loss_on: `all`, `completion` or `assistant`.
     """
 
@@ -46,7 +46,7 @@ class Tokeniser:
     loss_on: str
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
-        """Tokenise; `targets` holds 1 for each token that counts, else 0.
+        """Tokenise a batch; `targets` has 1 for each token in the loss, else 0.
 
         Raises:
             DataError: DATA_TYPE, naming the record; those of `ChatTokeniser`.
@@ -81,7 +81,7 @@ class Tokeniser:
                 documents.append(([], []))
                 continue
             if whole[: len(prompt)] != prompt:
-                # A token spans the boundary, which the model will never see at inference.
+                # A token would span the boundary, which the model never sees at inference.
                 completion = self.tokenizer(record["completion"], add_special_tokens=False, verbose=False)
                 whole = prompt + completion["input_ids"]
             ids = self._end(whole)
@@ -94,7 +94,7 @@ class Tokeniser:
         return encoded
 
     def _open(self, ids: list[int]) -> list[int]:
-        """Take off the end mark that some tokenizers add by themselves: the prompt goes on."""
+        """Remove the EOS token that some tokenizers add, since the completion follows the prompt."""
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def _end(self, ids: list[int]) -> list[int]:
@@ -102,7 +102,7 @@ class Tokeniser:
 
 
 def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
-    """Check that the tokenizer can turn this format into documents.
+    """Check that the tokenizer supports a format.
 
     Raises:
         DataError: DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE, DATA_LOSS_ON, DATA_SLOW_TOKENIZER, TOKENIZER_INVALID.

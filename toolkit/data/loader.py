@@ -1,7 +1,7 @@
-"""Loading: which rows each optimizer step takes, by arithmetic alone, and the loaders that fetch them.
+"""Which rows each optimizer step takes, by arithmetic alone, and the loaders that fetch them.
 
-The order depends on the seed and the number of rows, never on how many ranks share the work: 8 GPUs and 4 see the same
-rows in a step.
+The order depends on the seed and the number of rows, not on the number of ranks: 8 GPUs and 4 see the same rows
+in a step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from toolkit.modeling.loss import IGNORED
 StepBatch = list[MicroBatch]
 Collate = Callable[[Sequence[dict[str, np.ndarray]]], MicroBatch]
 _Item = TypeVar("_Item")
-_JOIN_SECONDS = 10.0  # a fetch in flight ends well within it
+_JOIN_SECONDS = 10.0  # a running fetch ends well within this time
 
 
 def num_steps(num_sequences: int, train_batch_size: int, epochs: float) -> int:
-    """Return the optimizer steps of so many epochs, the last one filled from the next epoch.
+    """Return the number of optimizer steps of some epochs; the last one is filled up from the next epoch.
 
     >>> num_steps(10, 4, 1), num_steps(10, 4, 2), num_steps(30, 3, 0.1)
     (3, 5, 1)
@@ -38,7 +38,7 @@ def num_steps(num_sequences: int, train_batch_size: int, epochs: float) -> int:
 
 
 class EpochOrder:
-    """The endless stream of rows, one permutation an epoch; keeps the permutation that it last used.
+    """The endless stream of rows, one permutation per epoch; caches the permutation that it last used.
 
     Step s of a run takes positions [s * train_batch_size, (s + 1) * train_batch_size).
     """
@@ -66,15 +66,15 @@ class StepLoader:
     """Iterates over optimizer steps; each item holds this rank's micro-batches, one fetched ahead by a thread.
 
     Args:
-        dataset: Rows.
+        dataset: Data set of packed rows.
         collate: Turns rows into tensors.
-        train_batch_size: Rows a step over all ranks.
-        micro_batch_size: Rows a forward pass.
-        gradient_accumulation_steps: Micro-batches a step and rank.
-        dp_rank: This rank among those that see different data.
-        dp_size: How many these are.
-        seed: Draws the order.
-        start_step: First step to give: the number of steps done.
+        train_batch_size: Rows per step over all ranks.
+        micro_batch_size: Rows per forward pass.
+        gradient_accumulation_steps: Micro-batches per step and rank.
+        dp_rank: Data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        seed: Seed of the order.
+        start_step: First step to yield: the number of completed steps.
         num_steps: Steps of the whole run, those before start_step included.
     Raises:
         DataError: DATA_BATCH, if the sizes do not multiply to train_batch_size.
@@ -129,17 +129,17 @@ class StepLoader:
 
 
 class EvalLoader:
-    """Iterates over every row exactly once over all ranks, in order, as micro-batches.
+    """Iterates in order over micro-batches of all rows, each of which is on exactly one rank.
 
-    All ranks get the same number of micro-batches of the same number of rows, so that their collectives match; what
-    is missing at the end is filled with a row whose labels are all -100.
+    All ranks get the same number of micro-batches of the same number of rows, so that their collectives match; missing
+    rows at the end are filled with a row whose labels are all -100.
 
     Args:
-        dataset: Rows; at least one.
+        dataset: Data set of at least one packed row.
         collate: Turns rows into tensors.
-        micro_batch_size: Rows a forward pass.
-        dp_rank: This rank among those that see different data.
-        dp_size: How many these are.
+        micro_batch_size: Rows per forward pass.
+        dp_rank: Data-parallel rank.
+        dp_size: Number of data-parallel ranks.
     """
 
     def __init__(
@@ -171,9 +171,9 @@ class EvalLoader:
 
 
 def prefetch(items: Iterator[_Item]) -> Iterator[_Item]:
-    """Make the next item in a thread while the last one is in use.
+    """Compute the next item in a thread while the last one is in use.
 
-    What the thread raises is raised here. Closing the iterator early, or dropping it, ends the thread.
+    Exceptions of the thread are raised here. Closing or dropping the iterator early ends the thread.
     """
     ready: queue.Queue[tuple[bool, _Item | BaseException | None]] = queue.Queue(maxsize=1)
     closed = threading.Event()
@@ -212,5 +212,5 @@ def prefetch(items: Iterator[_Item]) -> Iterator[_Item]:
 
 
 def _pinned(batch: MicroBatch) -> MicroBatch:
-    """Pin host memory, so that the copy to the GPU can overlap with work there."""
+    """Return a batch in pinned host memory, so that its copy to the GPU can overlap with computation."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if torch.cuda.is_available() else batch

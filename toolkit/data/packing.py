@@ -1,4 +1,4 @@
-"""Packing: which pieces of which documents make each sequence of a fixed length."""
+"""Packing of documents, or parts of them, into sequences of a fixed length."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ ROUND_TO = 8  # tokens: bf16 tensor cores want matrix sizes in multiples of 8 (N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What packing made of the documents.
+    """Statistics of the packing of documents.
 
     Args:
-        documents: Documents that hold a token.
-        sequences: Rows to train on.
-        tokens: Tokens in them, padding left out.
-        target_tokens: Tokens that the loss counts.
-        truncated: Documents that do not fit a row: cut short (`none`), split (`separated`), or cut where a row ends
-            (`wrapped`).
-        dropped_tokens: Tokens in no row: cut off (`none`), after the last full row (`wrapped`), or in a dropped row.
-        dropped_documents: Documents without a token, left out.
-        dropped_sequences: Rows left out because the loss would count nothing in them.
-        padding_fraction: Share of the rows that is padding; for `none`, where a row is padded to the longest of its
-            micro-batch, the least it can be: each row alone, padded to a multiple of 8.
+        documents: Number of documents with at least one token.
+        sequences: Number of rows to train on.
+        tokens: Number of tokens in them, without padding.
+        target_tokens: Number of tokens in the loss.
+        truncated: Number of documents that do not fit a row: truncated (`none`), split (`separated`), or split where a row
+            ends (`wrapped`).
+        dropped_tokens: Number of tokens in no row: truncated (`none`), after the last full row (`wrapped`), or in a dropped
+            row.
+        dropped_documents: Number of documents without a token, which are left out.
+        dropped_sequences: Number of rows that are left out because no token of theirs is in the loss.
+        padding_fraction: Share of padding in the rows; for `none`, where a row is padded to the longest of its micro-batch,
+            a lower bound: each row alone, padded to a multiple of 8.
     """
 
     documents: int
@@ -45,12 +46,12 @@ class DataReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """Stretches of the token store, row by row.
+    """Token ranges of the store, row by row.
 
     Args:
-        starts: First token of each piece, int64.
+        starts: First token of each range, int64.
         stops: One past its last token, int64.
-        rows: Row r consists of pieces rows[r] to rows[r + 1]; int64, shape (sequences + 1,).
+        rows: Row r consists of ranges rows[r] to rows[r + 1], excluded; int64, shape (sequences + 1,).
     """
 
     starts: np.ndarray
@@ -59,10 +60,10 @@ class Pieces:
 
 
 class PackedDataset:
-    """Sequences of a token store under one kind of packing; a row is built when it is asked for.
+    """Sequences of a token store under one kind of packing; rows are built on access.
 
-    Labels stand under their own token (the model shifts them), and the first label of every piece is -100, so
-    that `(labels != -100).sum()` is the number of tokens that the loss counts.
+    Labels have the positions of their own tokens (the model shifts them), and the first label of every range is -100, so
+    that `(labels != -100).sum()` is the number of tokens in the loss.
     """
 
     def __init__(self, store: TokenStore, *, packing: Packing, sequence_length: int, pad_token_id: int) -> None:
@@ -81,7 +82,7 @@ class PackedDataset:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return row `index`: `input_ids` and `labels`, and for `separated` also `position_ids`; int64.
 
-        `wrapped` and `separated` rows have sequence_length tokens, `none` rows at most so many.
+        `wrapped` and `separated` rows have sequence_length tokens, `none` rows at most that many.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row={index} is not in 0 to {len(self) - 1}")
@@ -127,21 +128,21 @@ class PackedDataset:
 
 
 def wrap(offsets: np.ndarray, sequence_length: int) -> Pieces:
-    """Join all documents and cut every `sequence_length` tokens; what is left at the end is dropped."""
+    """Join all documents and cut every `sequence_length` tokens; the rest at the end is dropped."""
     starts = np.arange(int(offsets[-1]) // sequence_length, dtype=np.int64) * sequence_length
     return Pieces(starts=starts, stops=starts + sequence_length, rows=np.arange(len(starts) + 1))
 
 
 def truncate(offsets: np.ndarray, sequence_length: int) -> Pieces:
-    """Make each document a row, cut short where it is longer than `sequence_length`."""
+    """Make each document a row, truncated to `sequence_length`."""
     starts = offsets[:-1]
     return Pieces(starts=starts, stops=np.minimum(offsets[1:], starts + sequence_length), rows=np.arange(len(offsets)))
 
 
 def separate(offsets: np.ndarray, sequence_length: int) -> Pieces:
-    """Fit whole documents into rows, longest first, each into the fullest row that has room (best fit decreasing).
+    """Pack whole documents into rows, longest first, each into the fullest row with room (best-fit decreasing).
 
-    A document longer than a row is split into full rows and a rest. Documents of a row keep the file's order, and
+    A document longer than a row is split into full rows and a remainder. Documents of a row keep the file's order, and
     rows are ordered by their first document.
 
     Source:
@@ -172,8 +173,8 @@ _PACKERS = {"wrapped": wrap, "separated": separate, "none": truncate}
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the row of each length; rows are numbered as they open."""
-    rooms: list[int] = []  # sorted, each the room left in at least one row
+    """Return the row of each length; rows are numbered in the order in which they are opened."""
+    rooms: list[int] = []  # sorted, each the remaining room of at least one row
     rows_by_room: dict[int, list[int]] = {}
     assigned, num_rows = [], 0
     for length in lengths:
@@ -196,10 +197,10 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def _targets_by_row(targets: np.ndarray, pieces: Pieces) -> np.ndarray:
-    """Count the targets of each row, the first token of each piece left out: nothing before it predicts it."""
+    """Count the targets of each row without the first token of each range, which no earlier token predicts."""
     counts = np.zeros(len(pieces.starts), np.int64)
     counted = np.flatnonzero(pieces.stops - pieces.starts > 1)
-    counted = counted[np.argsort(pieces.starts[counted])]  # in file order, so that the array is read once
+    counted = counted[np.argsort(pieces.starts[counted])]  # in file order, so that the array is read sequentially
     if len(counted):
         bounds = np.stack([pieces.starts[counted] + 1, pieces.stops[counted]], axis=1).ravel()
         inside = bounds[:-1] if bounds[-1] == len(targets) else bounds

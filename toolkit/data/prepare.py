@@ -1,4 +1,4 @@
-"""The way from a job's data section to packed training and validation sequences."""
+"""Preparation of packed training and validation sequences from a job's data section."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from toolkit.errors import DataError, Problem, raise_all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """Sequences ready for the loaders; `train.report` and `eval.report` say what became of the documents.
+    """Sequences ready for the loaders; `train.report` and `eval.report` have the statistics of packing.
 
-    `warnings` names what the sources hold and nothing reads.
+    `warnings` names columns and message keys that nothing reads.
     """
 
     train: PackedDataset
@@ -49,18 +49,18 @@ def prepare(
 ) -> PreparedData:
     """Load, tokenise and pack; a second call with the same inputs opens the token files of the first.
 
-    Every rank gives the same result. Call it on the main rank first: the others then find the files in `cache_dir`.
+    Every rank gets the same result. Call it on the main rank first: the others then find the files in `cache_dir`.
 
     Args:
         data: The job's data section.
-        tokenizer: A `transformers` tokenizer; it takes the template of `data.chat_template`, and keeps it.
-        sequence_length: Tokens a row.
-        seed: Draws what `validation_fraction` holds out.
+        tokenizer: A `transformers` tokenizer; its template is set to that of `data.chat_template`.
+        sequence_length: Tokens per row.
+        seed: Seed of the documents that `validation_fraction` holds out.
         cache_dir: Folder for Arrow and token files; shared by ranks or not.
-        train_batch_size: Sequences an optimizer step takes over all ranks: there must be as many.
-        vocab_size: Rows of the model's embedding; token ids are not checked when None.
-        base: Folder that relative paths start from; the working directory when None.
-        num_proc: Processes that tokenise; this one when None.
+        train_batch_size: Sequences per optimizer step over all ranks; the data must have at least as many.
+        vocab_size: Rows of the model's embedding; token ids are not checked if None.
+        base: Folder that relative paths start from; the working directory if None.
+        num_proc: Number of processes that tokenise; this process if None.
         progress: Whether to show progress bars.
     Raises:
         DataError: Every problem of `check_data`; DATA_HUB, DATA_REVISION, DATA_READ, DATA_NO_EOS, DATA_NO_CHAT_TEMPLATE,
@@ -96,7 +96,7 @@ def prepare(
 
 
 def _padding(tokenizer: Any, vocab_size: int | None) -> int:
-    """Any token serves, since no loss counts it and no token attends to it; `pad_token` reads best."""
+    """Return the id of the padding token: any works, as it is neither in the loss nor attended to; `pad_token` reads best."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None and (vocab_size is None or token < vocab_size):
             return int(token)
@@ -104,7 +104,7 @@ def _padding(tokenizer: Any, vocab_size: int | None) -> int:
 
 
 def _vocabulary_problems(store: TokenStore, tokenizer: Any, vocab_size: int | None, *, part: str) -> list[Problem]:
-    """Compare ids that occur: published tokenizers may be longer than their model by tokens that text never gives."""
+    """Check the ids that occur: published tokenizers may have more tokens than the model, which never occur in text."""
     if vocab_size is None or store.max_token < vocab_size:
         return []
     message = (

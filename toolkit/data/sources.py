@@ -1,4 +1,4 @@
-"""Reading: files, saved folders and hub ids become one `datasets.Dataset` of documents in a known format."""
+"""Loading of files, saved folders and hub ids as one `datasets.Dataset` of documents in a known format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from toolkit.dataset_inspection.layouts import ALPACA_CHAT, Layout, unread_colum
 from toolkit.errors import DataError, Problem
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Raised when what a layout is turned into changes: cached files of earlier versions then lie idle.
+# Increased when the conversion of a layout changes: cached files of earlier versions are then not used.
 _LAYOUT_VERSION = 2
 _BUILDERS = {"jsonl": "json", "json": "json", "txt": "text", "csv": "csv", "parquet": "parquet"}
 
@@ -48,7 +48,7 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """What the sources of a job hold: a `Dataset` to train on, one to validate on, and what is read by nothing."""
+    """The documents of a job: a `Dataset` to train on, one to validate on, and warnings of what is not read."""
 
     train: Any
     eval: Any | None
@@ -61,14 +61,14 @@ def load_documents(
 ) -> Documents:
     """Load the training and validation documents, in file order.
 
-    One line of a .txt file is one document; its blank lines are dropped when they are tokenised.
+    Each line of a .txt file is one document; blank lines are dropped in tokenisation.
 
     Args:
         data: The job's data section.
-        facts: What `check_data` found.
-        seed: Draws which documents `validation_fraction` holds out.
-        cache_dir: Where `datasets` keeps the Arrow files.
-        template: Text of the chat template; keys of messages that it mentions are read.
+        facts: Result of `check_data`.
+        seed: Seed of the documents that `validation_fraction` holds out.
+        cache_dir: Folder in which `datasets` stores the Arrow files.
+        template: Text of the chat template; message keys that it mentions are read.
     Returns:
         Both data sets, in one format and in our own columns.
     Raises:
@@ -93,10 +93,10 @@ def load_documents(
 
 
 def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the rows that are held out; both parts stay in file order.
+    """Draw the validation rows; both parts stay in file order.
 
     Returns:
-        Row numbers held out (at least one, the fraction rounded), and all others.
+        Row numbers of the validation part (the rounded fraction, at least one), and all others.
     Raises:
         DataError: DATA_TOO_SMALL, if there are fewer than two rows.
     """
@@ -112,8 +112,8 @@ def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[np.ndarray
 def shuffled(num_rows: int, *, seed: int, stream: int) -> np.ndarray:
     """Return a permutation of `range(num_rows)` that depends on its arguments alone.
 
-    It sorts raw 64-bit words of PCG64: numpy keeps those the same across versions, which it does not promise of
-    `Generator.permutation` (NEP 19).
+    It sorts raw 64-bit words of PCG64: numpy keeps those stable across versions, which it does not guarantee
+    for `Generator.permutation` (NEP 19).
     """
     keys = np.random.PCG64(np.random.SeedSequence([seed, stream])).random_raw(num_rows)
     return np.argsort(keys, kind="stable")
@@ -182,7 +182,7 @@ def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Pat
 
 
 def _as_text(documents: Any, *, cache_dir: Path) -> Any:
-    """Make one column of JSON out of conversations, whose keys differ from file to file where tables cannot."""
+    """Convert conversations to one column of JSON, since their keys may differ between files, unlike those of a table."""
 
     def written(record: dict[str, Any], _: int) -> dict[str, str]:
         return {CONVERSATION: json.dumps(dict(record), ensure_ascii=False, default=str)}
@@ -191,7 +191,7 @@ def _as_text(documents: Any, *, cache_dir: Path) -> Any:
 
 
 def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str, cache_dir: Path) -> Any:
-    """Map records to other columns, kept in a file that is called after what they were and what `kind` makes of them."""
+    """Map records to other columns, cached in a file that is named by a hash of the input and of `kind`."""
     parts = (str(_LAYOUT_VERSION), documents._fingerprint, *kind)
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def _mapped(documents: Any, function: Callable[..., Any], *kind: str, desc: str,
         with_indices=True,
         remove_columns=documents.column_names,
         cache_file_name=str(cache_dir / f"{kind[0]}-{fingerprint}.arrow"),
-        new_fingerprint=fingerprint,  # else of the function, which is another one in each call
+        new_fingerprint=fingerprint,  # else a hash of the function, which differs in each call
         desc=desc,
     )
 
@@ -218,22 +218,22 @@ def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache
         if source.kind == "csv":
             options |= _csv_options(source.columns)
         if source.kind == "txt":
-            options["encoding"] = "utf-8-sig"  # the mark that may begin a file is no part of its first document
+            options["encoding"] = "utf-8-sig"  # a byte order mark is not part of the first document
         with wide_cells(), warnings.catch_warnings():
-            # `_csv_options` gives both, which agree.
+            # `_csv_options` returns both, and they agree.
             warnings.filterwarnings("ignore", "Both a converter and dtype were specified")
             return datasets.load_dataset(_BUILDERS[source.kind], **options)
     except DataError:
         raise
-    except Exception as error:  # libraries below raise dozens of types here, and each means: it cannot be read
+    except Exception as error:  # the libraries raise dozens of types here, all of which mean that it cannot be read
         raise DataError(_load_problem(source, error, key=key)) from error
 
 
 def _csv_options(columns: Sequence[str]) -> dict[str, Any]:
-    """Has pandas take every cell as it stands: by itself it would turn "12" into a number and "NA" into nothing.
+    """Return options with which pandas keeps every cell as text: by default it turns "12" into a number and "NA" into NaN.
 
-    Its own parser moves cells to other columns after a bare carriage return; its engine `python` is the csv module, as in
-    `toolkit.dataset_inspection.files`.
+    Its default parser shifts cells to other columns after a bare carriage return; its `python` engine uses the csv
+    module, like `toolkit.dataset_inspection.files`.
     """
     return {
         "features": datasets.Features({column: datasets.Value("string") for column in columns}),
@@ -248,11 +248,11 @@ def _as_it_stands(cell: Any) -> Any:
 
 
 def _load_hub(name: str, data: Data, *, key: str, split: str) -> Any:
-    """Load a hub data set, and make sure that it is of the revision that the job names.
+    """Load a hub data set, and check that it has the revision that the job names.
 
     Source:
-        datasets load.py CachedDatasetModuleFactory: when the hub cannot be reached, whatever revision was cached last is
-        taken, with a warning in the log.
+        datasets load.py CachedDatasetModuleFactory: if the hub is out of reach, the revision that was cached last is used,
+        with a warning in the log.
     """
     commit = data.revision
     if commit is not None and not _COMMIT.fullmatch(commit):
@@ -262,7 +262,7 @@ def _load_hub(name: str, data: Data, *, key: str, split: str) -> Any:
             message, fix = f"{key}={name} has no revision {commit}", "Name a branch, tag or commit of it"
             raise DataError.of(code="DATA_REVISION", key="data.revision", message=message, fix=fix) from None
     documents = datasets.load_dataset(name, data.name, split=split, revision=commit)
-    # The cache has a folder a commit (datasets builder.py _relative_data_dir).
+    # The cache has one folder per commit (datasets builder.py _relative_data_dir).
     found = {Path(file["filename"]).parent.name for file in documents.cache_files}
     if commit is not None and found - {commit}:
         raise DataError.of(

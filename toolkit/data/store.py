@@ -1,4 +1,4 @@
-"""Keeping: tokenised documents as flat arrays on disk, memory-mapped by every rank."""
+"""Store of tokenised documents as flat arrays on disk, memory-mapped by every rank."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import numpy as np
 from toolkit.data.chats import chat_template
 from toolkit.data.formats import Tokeniser
 
-_LAYOUT_VERSION = 2  # raised when the files below, or what goes into them, change
+_LAYOUT_VERSION = 2  # increased when the files below or their content change
 _COLUMNS = ("input_ids", "targets")
 _READ_ROWS = 1000  # documents taken from Arrow at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStore:
-    """All documents end to end.
+    """All documents, concatenated.
 
     Args:
         tokens: Token ids, int32, shape (tokens,).
-        targets: 1 where the loss counts the token, uint8, shape (tokens,).
+        targets: 1 for tokens in the loss, else 0; uint8, shape (tokens,).
         offsets: Document d is `tokens[offsets[d]:offsets[d + 1]]`; int64, shape (documents + 1,).
-        max_token: Largest token id; -1 when there is none.
-        num_empty: Documents left out because they held no token.
+        max_token: Largest token id; -1 if there are no tokens.
+        num_empty: Number of documents that are left out because they have no token.
     """
 
     tokens: np.ndarray
@@ -40,14 +40,14 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
-        """Documents that hold a token."""
+        """Number of documents with at least one token."""
         return len(self.offsets) - 1
 
 
 def tokenise(documents: Any, tokeniser: Tokeniser, *, cache_dir: Path, num_proc: int | None) -> TokenStore:
     """Tokenise a `Dataset`, or open what an earlier call with the same inputs left in `cache_dir`.
 
-    The folder is written aside and renamed when complete, so ranks that race or die leave no half of it.
+    The folder is written under a temporary name and renamed when complete, so ranks that race or die leave no partial one.
     """
     folder = cache_dir / f"tokens-{_key(documents, tokeniser)}"
     if not (folder / "meta.json").is_file():
@@ -92,7 +92,7 @@ def _key(documents: Any, tokeniser: Tokeniser) -> str:
 
 
 def _without_state(vocabulary: str) -> str:
-    """Take out what a call with padding or truncation leaves behind in a fast tokenizer."""
+    """Return a fast tokenizer's JSON without the state that a call with padding or truncation leaves in it."""
     content = json.loads(vocabulary)
     return json.dumps({name: value for name, value in content.items() if name not in ("padding", "truncation")})
 
@@ -106,7 +106,7 @@ def _write(documents: Any, tokeniser: Tokeniser, scratch: Path, *, num_proc: int
         remove_columns=documents.column_names,
         features=datasets.Features({name: datasets.Sequence(datasets.Value("int32")) for name in _COLUMNS}),
         cache_file_name=str(scratch / "mapped.arrow"),
-        new_fingerprint=scratch.name,  # hashing the tokenizer would give another value after its first call
+        new_fingerprint=scratch.name,  # the hash of the tokenizer changes after its first call
         desc="Tokenising",
     )
     store = scratch / "store"

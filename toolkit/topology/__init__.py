@@ -1,4 +1,4 @@
-"""Which rank sits where: the grid of ranks, its groups, and their place on the nodes."""
+"""The grid of ranks, its process groups, and their placement on nodes."""
 
 from toolkit.topology.grid import AXES, KINDS, Axis, Coordinate, Grid
 from toolkit.topology.placement import GroupKind, Placement, place

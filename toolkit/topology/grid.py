@@ -1,7 +1,7 @@
 """The grid of ranks: pipeline × data × tensor, and the ranks of every group. Arithmetic only.
 
-Ranks count row by row through (pp, dp, tp), so tensor neighbours are adjacent and land on one node, and pipeline
-stages are farthest apart: the traffic of a stage boundary is the smallest. DeepSpeed's
+Ranks are numbered in row-major order over (pp, dp, tp), so the ranks of a tensor group are adjacent and lie on one node, and
+pipeline stages are farthest apart: the traffic of a stage boundary is the smallest. DeepSpeed's
 `PipeModelDataParallelTopology` (deepspeed/runtime/pipe/topology.py) numbers ranks in the same way.
 """
 
@@ -17,7 +17,7 @@ from toolkit.errors import PlanError, Problem, raise_all
 Axis = Literal["pp", "dp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 
-# The kinds of group that something in the toolkit uses, by name, with the axes a group extends over.
+# The kinds of group that the toolkit uses, by name, with the axes that a group extends over.
 KINDS: dict[str, tuple[Axis, ...]] = {
     "tp": ("tp",),
     "dp": ("dp",),
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Axis, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Coordinate:
-    """Place of a rank on each axis, from 0."""
+    """Index of a rank on each axis, from 0."""
 
     pp: int
     dp: int
@@ -58,9 +58,9 @@ class Grid:
     stage  (0, 1, 2, 3) (4, 5, 6, 7)
 
     Args:
-        pp: Pipeline stages.
-        dp: Data-parallel replicas, over which ZeRO shards.
-        tp: Ranks that share each layer.
+        pp: Number of pipeline ranks.
+        dp: Number of data-parallel ranks, over which ZeRO shards.
+        tp: Number of tensor ranks, which share each layer.
 
     Raises:
         PlanError: GRID_SIZE, if a size is below 1.
@@ -87,7 +87,7 @@ class Grid:
 
     @classmethod
     def from_world(cls, *, world_size: int, pp: int = 1, tp: int = 1) -> Grid:
-        """Build the grid that fills `world_size` ranks; what pipeline and tensor leave over is data-parallel.
+        """Build the grid that fills `world_size` ranks; the data-parallel size is world_size / (pp × tp).
 
         >>> Grid.from_world(world_size=16, pp=2, tp=4)
         Grid(pp=2, dp=2, tp=4)
@@ -113,7 +113,7 @@ class Grid:
         return self.pp * self.dp * self.tp
 
     def size(self, *kinds: str) -> int:
-        """Ranks of one group of a kind.
+        """Return the number of ranks in a group of a kind.
 
         >>> Grid(pp=2, dp=4, tp=8).size("model")
         16
@@ -124,26 +124,26 @@ class Grid:
         return result
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return the coordinate of a rank; ValueError outside 0 … world_size - 1."""
+        """Return the coordinate of a rank; raise ValueError outside 0 … world_size - 1."""
         self._check(rank)
         stage, within = divmod(rank, self.dp * self.tp)
         return Coordinate(pp=stage, dp=within // self.tp, tp=within % self.tp)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Return the rank at a coordinate; ValueError if it lies outside the grid."""
+        """Return the rank at a coordinate; raise ValueError if it lies outside the grid."""
         for axis in AXES:
             if not 0 <= getattr(coordinate, axis) < self._size(axis):
                 raise ValueError(f"{coordinate} lies outside {self}")
         return (coordinate.pp * self.dp + coordinate.dp) * self.tp + coordinate.tp
 
     def groups(self, *kinds: str) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of one kind: ranks that differ only in their place on the named axes.
+        """Return all groups of one kind: ranks that differ only in their index on the named axes.
 
         Args:
-            kinds: Axes (`"pp"`, `"dp"`, `"tp"`), in any order, or names of `KINDS`; also joined, as in `"dp-tp"`.
+            kinds: Axes (`"pp"`, `"dp"`, `"tp"`), in any order, or keys of `KINDS`; also joined, as in `"dp-tp"`.
 
         Returns:
-            Groups by the coordinates they share, row by row; the ranks of a group ascend. Each rank is in one group.
+            Groups in row-major order of their common coordinates; the ranks of a group ascend. Each rank is in one group.
         """
         axes = _axes(kinds)
         offsets = self._offsets(axes)
@@ -151,7 +151,7 @@ class Grid:
         return tuple(tuple([base + offset for offset in offsets]) for base in bases)
 
     def group_of(self, rank: int, *kinds: str) -> tuple[int, ...]:
-        """Return the group of one kind that holds `rank`, without building the others.
+        """Return the group of one kind that contains `rank`, without building the others.
 
         >>> Grid(pp=2, dp=2, tp=2).group_of(5, "dp", "tp")
         (4, 5, 6, 7)
@@ -166,7 +166,7 @@ class Grid:
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
     def describe(self) -> str:
-        """Name the axes that a model is cut along, and the data-parallel one; empty where every rank has all of it.
+        """Return the axes that split a model, and the data-parallel one, as text; empty if every rank has the whole model.
 
         >>> Grid(pp=2, dp=1, tp=4).describe(), Grid(dp=8).describe()
         ('pipeline 2 × data 1 × tensor 4', '')
@@ -177,7 +177,7 @@ class Grid:
         return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
 
     def describe_rank(self, rank: int) -> str:
-        """Name a rank, with its place where ranks share a model.
+        """Return the name of a rank, with its coordinate if ranks share a model.
 
         >>> Grid(pp=2, tp=2).describe_rank(3), Grid(pp=2, dp=2).describe_rank(1), Grid(dp=4).describe_rank(3)
         ('rank 3 (pipeline rank 1, tensor rank 1)', 'rank 1 (pipeline rank 0, data rank 1)', 'rank 3')
@@ -194,7 +194,7 @@ class Grid:
         return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
 
     def _offsets(self, axes: tuple[Axis, ...]) -> list[int]:
-        """Distances from the first rank of a group to each of its ranks; axes outermost first, so they ascend."""
+        """Return the distances from the first rank of a group to each of its ranks; axes outermost first, so they ascend."""
         offsets = [0]
         for axis in axes:
             steps = range(0, self._size(axis) * self._stride(axis), self._stride(axis))
@@ -207,7 +207,7 @@ class Grid:
 
 
 def _axes(kinds: Iterable[str]) -> tuple[Axis, ...]:
-    """Resolve kinds to axes, outermost first."""
+    """Return the axes of some kinds, outermost first."""
     named: set[str] = set()
     for kind in kinds:
         parts = [kind] if kind in KINDS else kind.split("-")
@@ -221,7 +221,7 @@ def _axes(kinds: Iterable[str]) -> tuple[Axis, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending; for fixes that list the valid sizes.
+    """Return all divisors of a number, ascending; error messages list them as the valid sizes.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

@@ -1,4 +1,4 @@
-"""Between which stages of a pipeline messages leave their node."""
+"""Stage boundaries of a pipeline, and which of their messages cross the network."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Boundary:
 
     Args:
         start: Coordinate of the earlier stage.
-        stop: Coordinate of the later one; 0 behind the last, where virtual stages go round.
-        num_links: Pairs of ranks that exchange hidden states and their gradients.
-        over_network: Those of them that lie on two nodes.
+        stop: Coordinate of the later one; 0 after the last rank, if virtual stages wrap around.
+        num_links: Number of pairs of ranks that exchange hidden states and their gradients.
+        over_network: Number of those pairs that lie on two nodes.
     """
 
     start: int
@@ -27,11 +27,11 @@ class Boundary:
 
 
 def boundaries(placement: Placement, *, goes_round: bool = False) -> tuple[Boundary, ...]:
-    """Return the boundaries of a pipeline, first to last; none without one.
+    """Return the boundaries of a pipeline, first to last; empty without a pipeline.
 
     Args:
-        placement: Ranks on nodes.
-        goes_round: Whether the last rank sends to the first, as under virtual stages.
+        placement: Placement of ranks on nodes.
+        goes_round: Whether the last rank sends to the first, as with virtual stages.
     """
     grid = placement.grid
     if grid.pp == 1:
@@ -48,7 +48,7 @@ def boundaries(placement: Placement, *, goes_round: bool = False) -> tuple[Bound
 
 
 def describe_boundaries(found: Sequence[Boundary]) -> tuple[str, ...]:
-    """Return a line for each run of neighbouring boundaries that are alike.
+    """Return one line for each run of neighbouring boundaries that are alike.
 
     >>> from toolkit.topology import Grid, place
     >>> for line in describe_boundaries(boundaries(place(Grid(pp=4, tp=2), num_nodes=2, gpus_per_node=4))):

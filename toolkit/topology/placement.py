@@ -1,4 +1,4 @@
-"""Puts the ranks of a grid on nodes, and says which groups talk over the network."""
+"""Placement of the ranks of a grid on nodes, and which groups communicate over the network."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from toolkit.topology.grid import KINDS, Grid, divisors, join
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupKind:
-    """How the groups of one kind lie on the nodes.
+    """The placement of the groups of one kind on nodes.
 
     Args:
-        kind: Name, as in `KINDS`.
-        size: Ranks of a group.
-        num_groups: Groups of this kind.
-        max_nodes: Nodes that the widest of them touches.
+        kind: Name of the kind, as in `KINDS`.
+        size: Number of ranks in a group.
+        num_groups: Number of groups of this kind.
+        max_nodes: Largest number of nodes that one of them spans.
     """
 
     kind: str
@@ -59,39 +59,39 @@ class Placement:
     gpus_per_node: int
 
     def node(self, rank: int) -> int:
-        """Node of a rank, from 0."""
+        """Return the node of a rank, from 0."""
         return rank // self.gpus_per_node
 
     def local_rank(self, rank: int) -> int:
-        """Place of a rank on its node, from 0: `LOCAL_RANK`."""
+        """Return the index of a rank on its node, from 0: `LOCAL_RANK`."""
         return rank % self.gpus_per_node
 
     def nodes(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Nodes that hold these ranks, ascending."""
+        """Return the nodes of some ranks, ascending."""
         return tuple(sorted({rank // self.gpus_per_node for rank in ranks}))
 
     def kind(self, *kinds: str) -> GroupKind:
-        """Describe one kind of group, named as in `Grid.groups`."""
+        """Return the placement of one kind of group, named as in `Grid.groups`."""
         groups = self.grid.groups(*kinds)
         widest = max(len({rank // self.gpus_per_node for rank in group}) for group in groups)
         return GroupKind(kind="-".join(kinds), size=len(groups[0]), num_groups=len(groups), max_nodes=widest)
 
     def describe(self) -> tuple[GroupKind, ...]:
-        """Describe every kind of `KINDS`."""
+        """Return the placement of every kind of `KINDS`."""
         return tuple(self.kind(kind) for kind in KINDS)
 
 
 def place(grid: Grid, num_nodes: int, gpus_per_node: int) -> Placement:
-    """Put a grid on nodes.
+    """Place the ranks of a grid on nodes.
 
     Args:
-        grid: The ranks.
-        num_nodes: Machines, 1 or more.
-        gpus_per_node: Devices of each, 1 or more; each runs one rank.
+        grid: Grid of ranks.
+        num_nodes: Number of machines, at least 1.
+        gpus_per_node: Number of devices of each, at least 1; each runs one rank.
 
     Raises:
-        PlanError: GRID_WORLD, if there are more or fewer ranks than devices; TP_SPANS_NODES, if a tensor group lies
-            on two nodes.
+        PlanError: GRID_WORLD, if there are more or fewer ranks than devices; TP_SPANS_NODES, if a tensor group
+            spans two nodes.
     """
     if num_nodes < 1 or gpus_per_node < 1:
         raise ValueError(f"num_nodes={num_nodes} and gpus_per_node={gpus_per_node} must be 1 or more")
@@ -113,7 +113,7 @@ def _problems(grid: Grid, num_nodes: int, gpus_per_node: int) -> Iterable[Proble
             if fits
             else f"Set pipeline × tensor to one of {join(divisors(num_devices))}",
         )
-    # Tensor groups are aligned runs of tp ranks: the first to cross is the one that holds the first node's end.
+    # Tensor groups are aligned runs of tp ranks: the first that spans nodes is the one at the end of the first node.
     if num_nodes > 1 and gpus_per_node % grid.tp:
         first = gpus_per_node // grid.tp * grid.tp
         group = range(first, first + grid.tp)

@@ -14,7 +14,7 @@ HEADER = ("rank", "node", "local", "pp", "dp", "tp", "tp group", "dp group", "pp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One rank: where it runs, its coordinate, and the ranks of each of its groups."""
+    """One rank: its node and local rank, its coordinate, and the ranks of each of its groups."""
 
     rank: int
     node: int
@@ -25,14 +25,14 @@ class Row:
     pp_group: tuple[int, ...]
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, in the order of `HEADER`."""
+        """Return the row as text, in the order of `HEADER`."""
         place = self.coordinate
         numbers = (self.rank, self.node, self.local_rank, place.pp, place.dp, place.tp)
         return (*map(str, numbers), *map(format_ranks, (self.tp_group, self.dp_group, self.pp_group)))
 
 
 def rows(placement: Placement) -> list[Row]:
-    """Return one row a rank, in rank order; ranks of one group share its tuple.
+    """Return one row per rank, in rank order; the ranks of a group share one tuple.
 
     >>> from toolkit.topology import Grid, place
     >>> for row in (HEADER, *(row.cells() for row in rows(place(Grid(pp=2, dp=2, tp=2), num_nodes=2, gpus_per_node=4)))):
@@ -66,7 +66,7 @@ def rows(placement: Placement) -> list[Row]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return evenly spaced ranks briefly.
+    """Return evenly spaced ranks as short text.
 
     >>> format_ranks((3,)), format_ranks((0, 1, 2, 3)), format_ranks((0, 4, 8))
     ('3', '0-3', '0,4,8')
@@ -84,8 +84,8 @@ def to_dict(placement: Placement) -> dict[str, Any]:
     """Return the placement as the object that `toolkit topology --json` prints.
 
     Returns:
-        `grid` (sizes), `world_size`, `num_nodes`, `gpus_per_node`, `ranks` (one object a rank), and `groups`: for each
-        kind its `size`, `num_groups`, `inside_node`, `max_nodes` and `ranks`, a list a group.
+        `grid` (sizes), `world_size`, `num_nodes`, `gpus_per_node`, `ranks` (one object per rank), and `groups`: for each
+        kind its `size`, `num_groups`, `inside_node`, `max_nodes` and `ranks`, one list per group.
     """
     grid = placement.grid
     return {
