@@ -59,15 +59,15 @@ def build_model(
 ) -> nn.Module:
     """Build the plan's model on this rank, ready for the engine.
 
-    Under ZeRO-3 each parameter is partitioned as its module is made, and tensor ranks and stages hold their parts from the
-    start, so no rank ever holds the whole model.
+    Under ZeRO-3 each parameter is partitioned when its module is built, and tensor ranks and stages allocate only their
+    parts, so the whole model is never in the memory of one rank.
 
     Args:
-        plan: What to build.
-        device: Where parameters live.
-        weights: Folder of safetensors; None draws the weights from `train.seed`.
-        world: This rank's groups; None for a process alone.
-        on_progress: Called with tensors done and tensors in all while weights load.
+        plan: Resolved plan.
+        device: Device of the parameters.
+        weights: Folder of safetensors; None to draw the weights from `train.seed`.
+        world: Process groups of this rank; None for a single process.
+        on_progress: Called with the number of loaded tensors and their total while weights load.
 
     Returns:
         A `PreTrainedModel`, or a `peft.PeftModel` around one.
@@ -76,9 +76,9 @@ def build_model(
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
         PlanError: ATTENTION_PACKAGE, MODEL_BUILD, LORA_TARGETS, LORA_DROPOUT_EXPERTS, CHECKPOINTING_LAYERS,
             LOSS_ARCHITECTURE, LOSS_LIGER_HEAD, LOSS_LIGER_PACKAGE, FP8_PACKAGE, FP8_CAPABILITY, FP8_LAYERS,
-            KERNELS_PACKAGE, KERNELS_MODEL; with tensor ranks those of `apply_tensor_parallel`, with stages those of
+            KERNELS_PACKAGE, KERNELS_MODEL; with tensor ranks also those of `apply_tensor_parallel`, with stages those of
             `split_model`.
-        CheckpointError: The weights do not fit the model.
+        CheckpointError: If the weights do not fit the model.
     """
     if plan.job.train.loss == "liger":
         check_installed()
@@ -111,7 +111,7 @@ def build_model(
 
 
 def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: World) -> None:
-    """Make a model on the meta device this rank's part of it, with storage and nothing in it yet."""
+    """Reduce a model on the meta device to this rank's part, and allocate it without initialising it."""
     if world.tp_group is not None:
         apply_tensor_parallel(
             model, tp_plan_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
@@ -128,16 +128,17 @@ def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, worl
 
 
 def stage_part(plan: Plan, pp_rank: int) -> StagePart:
-    """Return the layers of a rank of the pipeline: those of every pp-th stage from its own on."""
+    """Return the layers of a pipeline rank: those of every pp-th stage, starting with its first."""
     held = layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)[pp_rank]
     return StagePart(chunks=held.chunks, num_layers=held.num_layers)
 
 
 def _mark(plan: Plan, model: Any, *, world: World) -> None:
-    """Tell the engine what this rank counts, and register the hooks that sum gradients on the current parameters."""
+    """Mark the parameters that this rank counts in the gradient norm, and register the hooks that sum gradients."""
     if world.tp_group is not None:
         if plan.settings.zero_stage == 3 and plan.job.train.method == "lora":
-            # Above a frozen embedding no input of the first layer would have a gradient, and the leaf's hook fire early.
+            # After a frozen embedding no input of the first layer would require a gradient, and the leaf's hook would
+            # fire early.
             model.enable_input_require_grads()
         register_gradient_sums(model)
         mark_parameters(model, tp_group=world.tp_group)
@@ -148,7 +149,7 @@ def _mark(plan: Plan, model: Any, *, world: World) -> None:
 
 
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
-    """Apply adapters, float8 products, kernels, checkpointing, the loss and compilation to a built model, in that order."""
+    """Apply adapters, float8, kernels, checkpointing, the loss and compilation to a built model, in this order."""
     train, settings = plan.job.train, plan.settings
     model.config.use_cache = False
     adapted: Any = model
@@ -170,18 +171,18 @@ def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
 
 
 def model_config(plan: Plan) -> PreTrainedConfig:
-    """Return the transformers configuration of the plan's model, with the plan's attention.
+    """Return the transformers configuration of the plan's model, with the attention implementation of the plan.
 
     Raises:
-        SpecError: MODEL_CLASS; MODEL_CONFIG_INVALID for values that transformers refuses and planning does not read.
+        SpecError: MODEL_CLASS; MODEL_CONFIG_INVALID for values that transformers refuses and that planning does not read.
     """
     try:
         config = _read_config(plan)
     except ToolkitError:
         raise
-    except Exception as error:  # a class that reads what others wrote raises anything
+    except Exception as error:  # a class that reads foreign input may raise anything
         if isinstance(error, ValueError) and not isinstance(error, StrictDataclassError):
-            raise  # of an unknown type of model
+            raise  # an unknown model type
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
         raise SpecError.of(
             code="MODEL_CONFIG_INVALID",
@@ -213,9 +214,8 @@ def _read_config(plan: Plan) -> PreTrainedConfig:
 def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
     """Import the modeling code of a configuration, before anything patches `nn.Module`.
 
-    `zero.Init` wraps the constructor of each class that is defined while it is active and puts the bare one back at
-    its end, without the decorators that came on top: a second Mixtral in the process would have experts without a
-    config.
+    `zero.Init` wraps the constructor of each class that is defined while it is active and restores the original at its
+    end, without the decorators applied in between: a second Mixtral in the process would have experts without a config.
 
     Raises:
         SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
@@ -229,17 +229,17 @@ def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = F
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SpecError(no_class(config.model_type))
     else:
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # looked up is imported
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the lookup imports the class
 
 
 def construct_for(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the plan's causal LM under whatever contexts the caller has entered; its weights are not drawn."""
+    """Construct the plan's causal LM under the contexts that the caller has entered; its weights are not drawn."""
     with no_init_weights():
         return construct(config, dtype=DTYPES[plan.settings.dtype], trust_remote_code=plan.job.model.trust_remote_code)
 
 
 def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Make the causal LM of a configuration, in `dtype`, under whatever contexts the caller has entered."""
+    """Construct the causal LM of a configuration, in `dtype`, under the contexts that the caller has entered."""
     try:
         return AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=config._attn_implementation, trust_remote_code=trust_remote_code
@@ -261,7 +261,7 @@ def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Compile each decoder layer on its own: identical layers share one compilation.
+    """Compile each decoder layer separately, so that identical layers share one compilation.
 
     Source:
         torch tutorial "Reducing torch.compile cold start compilation time with regional compilation".
@@ -273,10 +273,10 @@ def compile_layers(model: nn.Module) -> int:
 
 
 def gather_as_one(model: nn.Module) -> None:
-    """Has ZeRO-3 gather a decoder layer when it is called: of columns that read one input, the first computes for all.
+    """Make ZeRO-3 gather each decoder layer as one: of columns that read one input, the first computes for all.
 
-    Not the attention alone: the hook by which DeepSpeed learns that a gathered module's gradients are there sees positional
-    inputs only, and transformers calls attention by keyword.
+    The unit is not just the attention, since DeepSpeed's hook for the gradients of a gathered module sees only positional
+    inputs, and transformers calls attention by keyword.
 
     Source:
         deepspeed utils/z3_leaf_module.py; runtime/zero/stage3.py, leaf modules; torch nn/modules/module.py
@@ -302,6 +302,6 @@ def _partitioned(plan: Plan, dp_group: Any) -> Iterator[None]:
         return
     import deepspeed
 
-    # No dtype= here: _set_dtype then turns fp32 into bf16 where fp16 is not supported; the configuration says it.
+    # No dtype= here: _set_dtype would turn fp32 into bf16 if fp16 is not supported; the configuration sets the dtype.
     with deepspeed.zero.Init(data_parallel_group=dp_group, config_dict_or_path=plan.deepspeed_config()):
         yield

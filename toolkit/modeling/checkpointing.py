@@ -1,4 +1,4 @@
-"""Gradient checkpointing of all layers or a share of them, and layer inputs that wait in host memory."""
+"""Gradient checkpointing of all layers or a share of them, and offloading of their inputs to host memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def apply_gradient_checkpointing(model: nn.Module, *, fraction: float, offload_i
     Args:
         model: Hugging Face model.
         fraction: Share of the layers, 0 to 1; the chosen ones are spread evenly over the depth.
-        offload_inputs: Keeps the input of each chosen layer in pinned host memory until its backward pass.
+        offload_inputs: Whether to keep the input of each chosen layer in pinned host memory until its backward pass.
 
     Returns:
         Number of layers that recompute.
 
     Raises:
-        PlanError: CHECKPOINTING_LAYERS when the model has no layers that can recompute.
+        PlanError: CHECKPOINTING_LAYERS if the model has no layers that can recompute.
 
     Source:
         arXiv 1604.06174; transformers modeling_layers.py GradientCheckpointingLayer.
@@ -65,24 +65,24 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def _checkpoint_with_input_on_host(function: Callable[..., Any], hidden_BSD: torch.Tensor, *inputs: Any) -> Any:
-    """Recompute `function` from a host copy of its first input.
+    """Run `function` with checkpointing, recomputing it from a host copy of its first input.
 
-    The gradient flows through the graph of the first forward pass; the recomputation only refills that graph's saved
-    tensors (torch.utils.checkpoint, use_reentrant=False), so a detached copy serves it.
+    The gradient flows through the graph of the first forward pass; the recomputation only restores that graph's saved
+    tensors (torch.utils.checkpoint, use_reentrant=False), so a detached copy is sufficient.
     """
     held = _HostCopy(hidden_BSD)
 
     def run(_: torch.Tensor, *rest: Any) -> Any:
         return function(held.take(), *rest)
 
-    # An empty tensor tells checkpoint() which device's random state to keep, without keeping the input alive.
+    # An empty tensor tells checkpoint() which device's random state to save, without keeping the input alive.
     output = checkpoint(run, hidden_BSD.new_empty(0), *inputs, use_reentrant=False)
     held.move_to_host()
     return output
 
 
 class _HostCopy:
-    """A tensor on its device until `move_to_host`, and copied back at each `take` after."""
+    """A tensor that stays on its device until `move_to_host`, and is copied back at each later `take`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -93,7 +93,7 @@ class _HostCopy:
     def take(self) -> torch.Tensor:
         if not self._on_host:
             return self._tensor
-        # copy=True also on CPU: what is recomputed must not alias what is kept.
+        # copy=True also on CPU: the recomputation must not alias the saved input.
         tensor = self._tensor.to(self._device, non_blocking=True, copy=True)
         return tensor.requires_grad_(self._requires_grad)
 

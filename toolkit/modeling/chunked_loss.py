@@ -1,8 +1,8 @@
-"""A causal language model that gives its loss without its logits, whatever its architecture.
+"""A causal language model of any architecture that computes its loss without all logits.
 
-The model's own forward pass runs with its head taken out, which notes what the head would have been given; the head is
-then called once, on its own, with the targets. So ZeRO-3 gathers the head as it does for any module, adapters stay where
-they are, and all that the model computes besides, such as a router's loss, is kept.
+The model's own forward pass runs with its head replaced by a placeholder that records the head's input; the head is then
+called once, with the targets. So ZeRO-3 gathers the head like any module, adapters stay in place, and everything else
+that the model computes, such as a router's loss, is kept.
 
 B: sequences of a micro batch, S: tokens of a sequence, D: width, V: vocabulary.
 """
@@ -26,24 +26,24 @@ from toolkit.modeling import liger
 from toolkit.modeling.linear_cross_entropy import LogitMap, chunked_cross_entropy, linear_cross_entropy
 from toolkit.modeling.loss import IGNORED
 
-# Head outputs on which it is seen what a model does to them; several sizes and both signs tell scaling and capping apart.
+# Head outputs for testing what a model does to them; different magnitudes and signs distinguish scaling from capping.
 PROBE = (-41.0, -7.5, -0.5, 0.0, 0.25, 3.0, 19.0, 64.0)
 PROBE_TOLERANCE = 1e-5
 
-# Head, hidden states and targets to the loss.
+# Maps head, hidden states and targets to the loss.
 HeadLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def apply_loss(model: Any, loss: Loss) -> None:
-    """Make a model that is called with `labels` give the summed loss instead of logits; `full` leaves it as it is.
+    """Make a model that is called with `labels` return the summed loss instead of logits; `full` leaves it unchanged.
 
     Args:
         model: A `PreTrainedModel`, or a `peft.PeftModel` around one; adapters must be in place.
-        loss: Way to compute it.
+        loss: Value of `train.loss`.
 
     Raises:
-        PlanError: LOSS_ARCHITECTURE where the model does not end in one head whose output is scaled or capped at most;
-            LOSS_LIGER_HEAD for a head that Liger's kernel cannot take; LOSS_LIGER_PACKAGE.
+        PlanError: LOSS_ARCHITECTURE if the model does not end in one head whose output is at most scaled or capped;
+            LOSS_LIGER_HEAD for a head that Liger's kernel does not support; LOSS_LIGER_PACKAGE.
     """
     if loss == "full":
         return
@@ -72,22 +72,22 @@ def apply_loss(model: Any, loss: Loss) -> None:
 
 
 def find_logit_map(model: PreTrainedModel, head_path: str, loss: Loss) -> LogitMap:
-    """Find what a model does to its head's output, by running its outermost forward pass alone on known numbers.
+    """Find the map from a head's output to the logits, by running the model's outermost forward pass on known numbers.
 
     Args:
-        model: On any device, meta included: none of its weights is read.
-        head_path: Name of the head among its own modules.
-        loss: For the error.
+        model: Model on any device, meta included: its weights are not read.
+        head_path: Module name of the head.
+        loss: Value of `train.loss`, for the error.
 
     Raises:
-        PlanError: LOSS_ARCHITECTURE where it is neither nothing nor a factor nor a cap.
+        PlanError: LOSS_ARCHITECTURE if the map is not the identity, a factor or a cap.
     """
     given = torch.tensor(PROBE)
     with _without_head(model, head_path, answer=given.view(1, 1, -1), alone=True) as taken, torch.no_grad():
         try:
             outputs = model.forward(input_ids=torch.zeros((1, 1), dtype=torch.int64))
             seen = outputs.logits.float().flatten()
-        except Exception as error:  # any model code: what it needs besides its head cannot be known
+        except Exception as error:  # any model code, which may need more than its head
             raise _refused(
                 model, loss, f"its forward pass cannot be told from its head's: {first_line(error)}"
             ) from error
@@ -108,19 +108,19 @@ def _is_cap(name: str, value: Any) -> bool:
 
 
 class _Taken(nn.Module):
-    """Stands in a head's place: notes what it is given and answers with no scores."""
+    """Placeholder for a head: records its input and returns no logits."""
 
     _head: Any
 
     def __init__(self, head: Any, answer: torch.Tensor | None) -> None:
         super().__init__()
         self.inputs: list[torch.Tensor] = []
-        object.__setattr__(self, "_head", head)  # not as a module: the engine must find it in one place alone
+        object.__setattr__(self, "_head", head)  # not as a submodule: the engine must find the head in only one place
         self._answer = answer
 
     @property
     def weight(self) -> Any:
-        """The head's, for models that ask for its type."""
+        """The head's weight, for models that read its dtype."""
         return self._head.weight
 
     def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class _Taken(nn.Module):
 
 
 class _Absent(nn.Module):
-    """Stands for all of a model but its head: called, it gives one token's hidden state."""
+    """Placeholder for all of a model but its head: returns the hidden state of one token."""
 
     _absent: nn.Module
 
@@ -156,7 +156,7 @@ class _AbsentOutput(MoeModelOutputWithPast):  # type: ignore[misc]
 def _without_head(
     model: PreTrainedModel, path: str, *, answer: torch.Tensor | None = None, alone: bool = False
 ) -> Iterator[_Taken]:
-    """Take the head out of a model for a block, and, with `alone`, all else too."""
+    """Replace the head of a model by a placeholder for a block and, with `alone`, all other modules too."""
     before = dict(model._modules)
     taken = _Taken(before[path], answer)
     model._modules[path] = taken
@@ -197,7 +197,7 @@ def _head_loss(head: Any, mapped: LogitMap, loss: Loss) -> HeadLoss:
 
 
 def _trained_linear(head: Any) -> nn.Linear | None:
-    """Return the linear layer that a head is, or that peft trains in its place (`modules_to_save`); else None."""
+    """Return the linear layer of a head, or the one that peft trains in its place (`modules_to_save`); else None."""
     if hasattr(head, "modules_to_save"):
         head = head.modules_to_save[head.active_adapters[0]]
     return head if type(head) is nn.Linear else None
@@ -210,7 +210,7 @@ def _forward_with_targets(
     mapped: LogitMap | None = None,
     fused: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the loss where targets are given: inside the head's own call ZeRO-3 has gathered its weights."""
+    """Return the loss if targets are given: inside the head's own call ZeRO-3 has gathered its weights."""
     if targets_T is None or fused is None:
         return functional.linear(hidden, self.weight, self.bias)
     return fused(hidden, self.weight, self.bias, targets_T, mapped)

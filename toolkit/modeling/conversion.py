@@ -1,8 +1,8 @@
-"""Between checkpoint keys and model keys: the one file that touches how transformers 5 converts weights.
+"""Conversion between checkpoint keys and model keys; only this module uses the weight conversion of transformers 5.
 
-Since version 5 a model may store weights otherwise than its checkpoints do (the experts of a layer are one stacked
-parameter, the files keep one tensor an expert). transformers converts in `core_model_loading.py` from rules in
-`conversion_mapping.py`; here the same rules are applied a group at a time, so that no whole model is held.
+Since version 5 a model may store weights differently from its checkpoints (the experts of a layer are one stacked
+parameter, the files have one tensor per expert). transformers converts in `core_model_loading.py` by rules in
+`conversion_mapping.py`; here the same rules are applied group by group, so that the whole model is never in memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from toolkit.tensor_parallel.layout import Layout, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionGroup:
-    """Checkpoint tensors that become model tensors together.
+    """Checkpoint tensors that are converted to model tensors together.
 
     Args:
-        name: Model key, the first one when several come out.
-        sources: Checkpoint key and the rule's pattern it matches, in the order the rule stacks them.
-        converter: The rule of transformers, or `None` where the key is at most renamed.
+        name: Model key, the first one if there are several.
+        sources: Checkpoint keys with the rule's pattern that each matches, in the order in which the rule stacks them.
+        converter: Rule of transformers, or `None` if the key is at most renamed.
     """
 
     name: str
@@ -51,15 +51,15 @@ class ConversionGroup:
 def group_checkpoint_keys(
     model: nn.Module, keys: Iterable[str], targets: Mapping[str, Tensor]
 ) -> tuple[tuple[ConversionGroup, ...], tuple[str, ...]]:
-    """Sort checkpoint keys into groups that convert together.
+    """Group checkpoint keys that are converted together.
 
     Args:
         model: A transformers model, on any device.
         keys: Keys of the checkpoint.
-        targets: Model key to a tensor of the full shape (meta will do).
+        targets: Tensors of the full shape by model key; meta tensors suffice.
     Returns:
         The groups in natural order, and the keys that belong to no tensor of the model. Keys saved from the base
-        model (without its prefix), and the reverse, are matched as `from_pretrained` matches them.
+        model (without its prefix), and the reverse, are matched as in `from_pretrained`.
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -87,13 +87,13 @@ def group_checkpoint_keys(
 def convert_group(
     model: nn.Module, group: ConversionGroup, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Turn the tensors of one group into model tensors; on meta tensors it gives their shapes.
+    """Convert the tensors of one group to model tensors; meta tensors are converted to meta tensors.
 
     Args:
-        model: The model; read for its config only.
-        group: From `group_checkpoint_keys`.
-        tensors: Checkpoint key to tensor; must hold `group.keys`.
-        targets: Model key to a tensor of the full shape: under ZeRO-3 the model itself holds empty ones.
+        model: Model, of which only the config is read.
+        group: Group from `group_checkpoint_keys`.
+        tensors: Tensors by checkpoint key, at least those of `group.keys`.
+        targets: Tensors of the full shape by model key: under ZeRO-3 those of the model itself are empty.
     """
     if group.converter is None:
         return {group.name: tensors[group.keys[0]]}
@@ -106,16 +106,16 @@ def convert_group(
 
 
 def source_shards(group: ConversionGroup, shard: Shard) -> dict[str, Shard] | None:
-    """Return how to cut a group's checkpoint tensors so that they convert to the shard of its only model tensor.
+    """Return how to shard a group's checkpoint tensors so that they convert to the shard of its only model tensor.
 
-    Stacking and joining are known to commute with a cut: of experts stacked along a new dim, each is cut along the dim
-    behind; of tensors joined along the dim that is cut, each is one part of the layout.
+    Stacking and concatenation commute with sharding: of experts stacked along a new dim, each is sharded along the next dim;
+    of tensors concatenated along the sharded dim, each is one part of the layout.
 
     Args:
-        group: From `group_checkpoint_keys`.
-        shard: Of the model tensor.
+        group: Group from `group_checkpoint_keys`.
+        shard: Shard of the model tensor.
     Returns:
-        Checkpoint key to its cut; `None` for a rule that does anything else.
+        Shards by checkpoint key; `None` for a rule with any other operation.
     """
     if group.converter is None:
         return {group.keys[0]: shard}
@@ -130,7 +130,7 @@ def source_shards(group: ConversionGroup, shard: Shard) -> dict[str, Shard] | No
 
 
 def _before(operation: Any, cuts: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Return the cuts of what goes into an operation, by pattern, from those of what comes out; none where not known."""
+    """Return the shards of an operation's inputs, by pattern, from those of its outputs; empty if not known."""
     shard = next(iter(cuts.values()))
     if type(operation) is MergeModulelist and 0 <= operation.dim < shard.dim:
         return {pattern: replace(cut, dim=cut.dim - 1) for pattern, cut in cuts.items()}
@@ -145,24 +145,24 @@ def _before(operation: Any, cuts: Mapping[str, Shard]) -> dict[str, Shard]:
 
 
 def revert(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Turn model tensors into what `save_pretrained` writes: checkpoint keys, one tensor an expert.
+    """Convert model tensors to those that `save_pretrained` writes: checkpoint keys, one tensor per expert.
 
     Args:
-        model: The model, or its twin on the meta device.
-        tensors: Model key to tensor; all of one group of `group_model_keys`.
+        model: Model, or its twin on the meta device.
+        tensors: Tensors by model key; all of one group of `group_model_keys`.
     """
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def group_model_keys(model: nn.Module, metas: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
-    """Sort model keys into the smallest groups that `revert` can take one after the other.
+    """Group model keys into the smallest groups that `revert` can convert one by one.
 
-    A key stands alone if reverting it by itself gives the same tensors as reverting its layer as a whole; otherwise
-    its layer is one group.
+    A key is its own group if reverting it by itself gives the same tensors as reverting its layer as a whole; otherwise its
+    layer is one group.
 
     Args:
-        model: The model, or its twin on the meta device.
-        metas: Model key to meta tensor.
+        model: Model, or its twin on the meta device.
+        metas: Meta tensors by model key.
     """
     rules = get_model_conversion_mapping(model, add_legacy=False)
     if not any(isinstance(rule, WeightConverter) for rule in rules):
@@ -183,18 +183,18 @@ def _split_layer(model: nn.Module, keys: Sequence[str], metas: Mapping[str, Tens
     for key in keys:
         try:
             alone |= {name: value.shape for name, value in revert(model, {key: metas[key]}).items()}
-        except Exception:  # a rule that needs several tensors fails on one; what it raises is its own affair
+        except Exception:  # a rule that needs several tensors fails on one, with any exception
             return [tuple(keys)]
     return [(key,) for key in keys] if alone == whole else [tuple(keys)]
 
 
 def natural_key(key: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key that puts `layers.2` before `layers.10`, so that experts are stacked in order."""
+    """Return a sort key that puts `layers.2` before `layers.10`, so that experts are stacked in order."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)|\.", key) if part)
 
 
 class _FullShapes:
-    """Stands for the model where a rule asks for a parameter's size: under ZeRO-3 the model's own are empty."""
+    """Stand-in for the model when a rule reads a parameter's size: under ZeRO-3 those of the model are empty."""
 
     def __init__(self, model: nn.Module, targets: Mapping[str, Tensor]) -> None:
         self._model = model

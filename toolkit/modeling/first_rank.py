@@ -1,4 +1,4 @@
-"""What one rank does for all: the others get its result, or its failure, so that none is left waiting."""
+"""Actions of one rank for all: the others get its result or its exception, so that none is left waiting."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def agree(
     device: torch.device | None = None,
     keep: bool = False,
 ) -> Any:
-    """Run `action` on the group's first rank; its result, or its failure, becomes every rank's.
+    """Run `action` on the group's first rank; every rank gets its result, or raises its exception.
 
     Args:
-        action: What to run; `None` on the other ranks.
-        group: The ranks; all when left out.
-        tp_group: Ranks whose groups run actions of their own at the same time: a failure of one is everyone's.
-        device: Where the tensors of `tp_group`'s collectives live.
-        keep: The result stays on the first rank, the others get an empty mapping.
+        action: Function to run; `None` on the other ranks.
+        group: Ranks that share the result; all if None.
+        tp_group: Ranks whose groups run their own actions at the same time: an exception of one is raised on all.
+        device: Device of the tensors in the collectives of `tp_group`.
+        keep: Whether the result stays on the first rank, while the others get an empty mapping.
     """
     result: Any = {}
     failure: BaseException | None = None
     if action is not None:
         try:
             result = action()
-        except Exception as error:  # raised below, on every rank: one that raised alone would leave the others waiting
+        except Exception as error:  # raised below, on every rank: if one raised alone, the others would wait forever
             failure = error
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         message = [(_portable(failure), None if keep else result)]
@@ -57,7 +57,7 @@ def agree(
 def _of_any(
     failure: BaseException | None, group: dist.ProcessGroup, device: torch.device | None
 ) -> BaseException | None:
-    """Return this rank's failure, else that of another rank; what it was is sent only where there is one."""
+    """Return this rank's exception, else that of another rank; exceptions are sent only if there is one."""
     failed = all_reduce(torch.tensor([failure is not None], dtype=torch.int32, device=device), group=group, op="max")
     if not failed.item():
         return None

@@ -1,4 +1,4 @@
-"""Float8 products in the decoder layers, through the optional package torchao; parameters stay in bf16."""
+"""Float8 matrix products in the decoder layers, through the optional package torchao; parameters stay in bf16."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _ROUTERS = frozenset({"gate", "wg", "router"})
 
 
 def check_installed() -> None:
-    """Import the package.
+    """Import torchao.
 
     Raises:
-        PlanError: FP8_PACKAGE when it, or what is used of it, cannot be imported.
+        PlanError: FP8_PACKAGE if it, or the part that is used, cannot be imported.
     """
     try:
         import torchao.float8  # noqa: F401
 
         import toolkit.modeling.fp8_linear  # noqa: F401
-    except Exception as error:  # a package built for another torch fails in ways of its own
+    except Exception as error:  # a package built for another torch may raise anything
         raise PlanError(TORCHAO.problem(first_line(error))) from None
 
 
 def check_device(device: torch.device) -> None:
-    """Compare the card at hand with what float8 products need; a CPU emulates them.
+    """Check that a device supports float8 products; a CPU emulates them.
 
     Raises:
-        PlanError: FP8_CAPABILITY.
+        PlanError: FP8_CAPABILITY if it does not.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return
@@ -64,19 +64,19 @@ def check_device(device: torch.device) -> None:
 def apply_fp8(model: nn.Module, fp8: Fp8, *, emulate: bool) -> int:
     """Make the linear layers inside the decoder layers compute in float8.
 
-    Parameters stay the same objects under the same names. Left as they are: the output projection, embeddings, stacked
-    experts, routers, adapters, and layers of which a size is no multiple of 16.
+    Parameters stay the same objects under the same names. Unchanged are the output projection, embeddings, stacked experts,
+    routers, adapters, and layers with a size that is not a multiple of 16.
 
     Args:
         model: A Hugging Face model, or a `peft.PeftModel` around one.
-        fp8: The recipe.
-        emulate: Multiplies the rounded values in fp32, for devices without float8 kernels.
+        fp8: Section of the job with the recipe.
+        emulate: Whether to multiply the rounded values in fp32, for devices without float8 kernels.
 
     Returns:
-        Number of layers that do.
+        Number of converted layers.
 
     Raises:
-        PlanError: FP8_PACKAGE; FP8_LAYERS when there is no such layer.
+        PlanError: FP8_PACKAGE; FP8_LAYERS if there is no such layer.
 
     Source:
         arXiv 2209.05433; torchao float8/README.md.
@@ -105,7 +105,7 @@ def apply_fp8(model: nn.Module, fp8: Fp8, *, emulate: bool) -> int:
 
 @contextlib.contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
-    """Run a model in its parameters' own type for a while, as whoever loads its weights will."""
+    """Run a model in the dtype of its parameters for a block, as users of the exported weights will."""
     layers = list(fp8_layers(model))
     for layer in layers:
         layer.in_fp8 = False
@@ -117,9 +117,9 @@ def without_fp8(model: nn.Module) -> Iterator[None]:
 
 
 def fp8_layers(model: nn.Module) -> Iterator[Fp8Linear]:
-    """Yield the layers that `apply_fp8` has made."""
+    """Yield the layers that `apply_fp8` converted."""
     for module in model.modules():
-        if hasattr(module, "in_fp8"):  # the class cannot be named: its module needs torchao, and no other model has one
+        if hasattr(module, "in_fp8"):  # the class cannot be imported here: its module needs torchao
             yield cast("Fp8Linear", module)
 
 

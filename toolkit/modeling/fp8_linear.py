@@ -1,4 +1,4 @@
-"""A linear layer whose three products run in float8: torchao's casts and kernels under an autograd function of our own.
+"""A linear layer whose three products run in float8: torchao's casts and kernels in our own autograd function.
 
 T: tokens, K: features in, N: features out. Importing this module needs the package torchao.
 """
@@ -14,21 +14,21 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
-# Sizes that float8 kernels want of a product's inner dimension (aten/src/ATen/native/cuda/ScaledBlas.cpp _scaled_mm_cuda).
+# Alignment of a product's inner dimension in float8 kernels (aten/src/ATen/native/cuda/ScaledBlas.cpp _scaled_mm_cuda).
 ALIGNMENT = 16
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]
-    """Y = X W^T + b, with X, W and dY rounded to float8 for each product; parameters and results keep their type.
+    """Linear layer Y = X W^T + b, with X, W and dY rounded to float8 for each product; parameters and output keep their dtype.
 
     Attributes:
-        in_fp8: False runs the product in the parameters' own type.
+        in_fp8: Whether to use float8; if False, products run in the dtype of the parameters.
     """
 
     in_fp8: bool = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Run the product."""
+        """Return the output of the layer."""
         if not self.in_fp8:
             return functional.linear(input, self.weight, self.bias)
         output: torch.Tensor = _Fp8Product.apply(input, self.weight, self.linear_mm_config, self.config)  # type: ignore[no-untyped-call]
@@ -37,11 +37,11 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
 
 @torch._dynamo.allow_in_graph
 class _Fp8Product(torch.autograd.Function):
-    """Y = X W^T; dX = dY W; dW = dY^T X.
+    """The products Y = X W^T; dX = dY W; dW = dY^T X.
 
-    Differs from torchao's own function in three ways. The parameter itself is saved, where a view of it would keep each
-    gathered weight of ZeRO-3 alive from the forward pass to the backward pass. What is frozen gets no gradient computed,
-    and keeps nothing for it. Any number of tokens goes: rows of zeros fill them up for the product over tokens.
+    It differs from torchao's own function in three ways. The parameter itself is saved, since a view of it would keep each
+    gathered weight of ZeRO-3 alive from the forward pass to the backward pass. For frozen weights or inputs no gradient is
+    computed and nothing saved. Any number of tokens works: they are padded with zeros for the product over tokens.
 
     Source:
         arXiv 2209.05433; torchao float8/float8_linear.py matmul_with_hp_or_float8_args; deepspeed runtime/zero/linear.py
@@ -52,7 +52,7 @@ class _Fp8Product(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight_NK: torch.Tensor, products: LinearMMConfig, config: Float8LinearConfig
     ) -> torch.Tensor:
-        """Keep the input and the parameter for the gradients that are needed."""
+        """Compute the output, and save the tensors for the gradients that are needed."""
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(input if needs_weight else None, weight_NK if needs_input else None)
         ctx.products, ctx.config, ctx.shape = products, config, input.shape
@@ -79,7 +79,7 @@ class _Fp8Product(torch.autograd.Function):
             if missing:
                 grad_TN, input_TK = (functional.pad(rows, (0, 0, 0, missing)) for rows in (grad_TN, input_TK))
             kind = config.cast_config_grad_output_for_grad_weight
-            # One scale a tensor is the same along either side.
+            # With one scale per tensor the rounding is the same along either dimension.
             if held is None or missing or not _is_tensorwise(kind) or kind != config.cast_config_grad_output:
                 held = cast(grad_TN, kind, GemmInputRole.GRAD_OUTPUT, dim=0)
             input_TK = cast(input_TK, config.cast_config_input_for_grad_weight, GemmInputRole.INPUT, dim=0)
@@ -88,14 +88,14 @@ class _Fp8Product(torch.autograd.Function):
 
 
 class _Cast:
-    """Rounds a matrix to float8 as a recipe says; leaves one that the recipe does not round."""
+    """Cast of matrices to float8 by a recipe; matrices that the recipe does not round are returned unchanged."""
 
     def __init__(self, products: LinearMMConfig, config: Float8LinearConfig) -> None:
         self._products = products
         self._config = config
 
     def __call__(self, matrix: torch.Tensor, kind: CastConfig, role: GemmInputRole, *, dim: int) -> torch.Tensor:
-        """Return the matrix in float8, with one scale, or one along `dim`, which is that of the product's sum."""
+        """Return the matrix in float8, with one scale, or scales along `dim`, over which the product sums."""
         if kind.scaling_type is ScalingType.DISABLED:
             return matrix
         rounded: torch.Tensor = hp_tensor_to_float8_dynamic(

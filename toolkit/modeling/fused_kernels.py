@@ -1,9 +1,9 @@
-"""Liger's Triton kernels in the place of norms and gated activations, module by module.
+"""Replacement of norms and gated activations by Liger's Triton kernels, module by module.
 
-What a module computes is found by running its class's own forward pass on known numbers, in fp32 and in bf16, where each
-place of rounding shows: a module that does not give the numbers of a formula below, to the last bit in bf16, is left as it
-is. Rotary embeddings are left too: they are functions of transformers' modules, so that a kernel would serve every model of
-the process.
+The formula of a module is found by running its class's own forward pass on known numbers, in fp32 and in bf16, where every
+rounding shows: a module that does not match one of the formulas below, to the last bit in bf16, is left unchanged. Rotary
+embeddings are not replaced: they are functions in modules of transformers, so a kernel would apply to every model of the
+process.
 
 D: features, F: features between gate and output.
 
@@ -38,21 +38,21 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 _SEPARATE, _JOINED = frozenset({"gate_proj", "up_proj", "down_proj"}), frozenset({"gate_up_proj", "down_proj"})
 _DTYPES = (torch.bfloat16, torch.float32)
-# Norms differ in fp32 by how they take the root, in the last bits; in bf16 by where they round, in a quarter of the numbers.
+# Norms differ in fp32 by how they take the root, in the last bits; in bf16 by where they round, in a quarter of the values.
 _FP32_TOLERANCE = 1e-6
 _PROBE_WIDTH = 64
-# Sizes of a probe's rows: at the smallest ε weighs as much as the mean square, the largest passes any limit of a clamp.
+# Magnitudes of a probe's rows: at the smallest ε is as large as the mean square, the largest exceeds any clamp.
 _PROBE_SCALES = (1e-3, 0.5, 4.0, 400.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RMSNorm:
-    """y = (o + w)·x / √(mean x² + ε), by Liger's names.
+    """RMS norm y = (o + w)·x / √(mean x² + ε), with Liger's names.
 
     Args:
-        offset: o.
-        casting: `llama` rounds x / √… to the input's type and multiplies it by w in that; `gemma` rounds at the end alone.
-        epsilon: ε.
+        offset: Offset o of the weight.
+        casting: `llama` rounds x / √… to the dtype of the input and multiplies by w in it; `gemma` rounds only at the end.
+        epsilon: Constant ε.
     """
 
     offset: float
@@ -60,7 +60,7 @@ class RMSNorm:
     epsilon: float
 
     def of(self, x_D: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """Compute it with torch's operations."""
+        """Compute the norm with torch's operations."""
         wide_D = x_D.float()
         wide_D = wide_D * torch.rsqrt(wide_D.square().mean(-1, keepdim=True) + self.epsilon)
         if self.casting == "llama":
@@ -70,11 +70,11 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gated:
-    """y = down(act(g)·u), with g = gate(x) and u = up(x): SwiGLU (arXiv 2002.05202) or GEGLU.
+    """Gated layer y = down(act(g)·u), with g = gate(x) and u = up(x): SwiGLU (arXiv 2002.05202) or GEGLU.
 
     Args:
-        activation: act.
-        joined: Whether one layer gives g and u, the halves of its output.
+        activation: Name of the activation act.
+        joined: Whether g and u are the halves of one layer's output.
     """
 
     activation: Activation
@@ -87,12 +87,12 @@ class Gated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusable:
-    """What of a model Liger's kernels can compute.
+    """The modules of a model that Liger's kernels can compute.
 
     Args:
         norms: Norms by name.
         gated: Gated feed-forward layers by name.
-        left: Classes of norms, gated layers and experts that compute something else and stay as they are.
+        left: Classes of norms, gated layers and experts that compute something else and are not replaced.
     """
 
     norms: dict[str, RMSNorm]
@@ -101,22 +101,22 @@ class Fusable:
 
 
 def apply_kernels(model: nn.Module, kernels: Kernels) -> Fusable:
-    """Let Liger's kernels compute a model's RMS norms and gated activations; `eager` leaves it as it is.
+    """Replace a model's RMS norms and gated activations by Liger's kernels; `eager` leaves it unchanged.
 
-    Only these modules' own `forward` changes, no class: other models stay as they are, and a deep copy runs its own. Linear
-    layers, adapters around them, and shards are called as before. The kernel of a gated activation writes gradients over its
-    inputs, so that a graph can be run backward once (liger_kernel ops/swiglu.py swiglu_backward).
+    Only the `forward` of these module instances changes, no class: other models are unaffected, and a deep copy runs its own.
+    Linear layers, adapters around them, and shards are called as before. The kernel of a gated activation overwrites its
+    inputs with gradients, so a graph can be run backward only once (liger_kernel ops/swiglu.py swiglu_backward).
 
     Args:
-        model: A `PreTrainedModel`, or a `peft.PeftModel` around one, dense or a tensor rank's part; adapters and float8 layers
-            must be in place.
-        kernels: Which to use.
+        model: A `PreTrainedModel`, or a `peft.PeftModel` around one, dense or a tensor rank's part; adapters and float8
+            layers must be in place.
+        kernels: Value of `train.kernels`.
 
     Returns:
-        What was found; under `eager` nothing is sought.
+        The modules that were found; none under `eager`.
 
     Raises:
-        PlanError: KERNELS_PACKAGE; KERNELS_MODEL when nothing of the model can be replaced.
+        PlanError: KERNELS_PACKAGE; KERNELS_MODEL if no module can be replaced.
     """
     if kernels == "eager":
         return Fusable(norms={}, gated={}, left=())
@@ -130,13 +130,13 @@ def apply_kernels(model: nn.Module, kernels: Kernels) -> Fusable:
 
 
 def find_fusable(model: nn.Module) -> Fusable:
-    """Find what Liger's kernels can compute, without them.
+    """Find the modules that Liger's kernels can compute, without importing them.
 
     Args:
-        model: On any device, meta included: none of its weights is read.
+        model: Model on any device, meta included: its weights are not read.
 
     Raises:
-        PlanError: KERNELS_MODEL when there is nothing.
+        PlanError: KERNELS_MODEL if there are none.
     """
     norms: dict[str, RMSNorm] = {}
     gated: dict[str, Gated] = {}
@@ -165,7 +165,7 @@ def find_fusable(model: nn.Module) -> Fusable:
 
 def _is_sought(module: nn.Module) -> bool:
     is_norm = "norm" in type(module).__name__.lower() and not module._modules
-    names = {*module._modules, *module._parameters}  # experts keep matrices in the place of layers
+    names = {*module._modules, *module._parameters}  # experts have matrices instead of layers
     return is_norm or names >= _SEPARATE or names >= _JOINED
 
 
@@ -212,14 +212,14 @@ def _is_gated(module: nn.Module, gated: Gated, dtype: torch.dtype) -> bool:
 
 
 class _Reversed(nn.Module):
-    """Stands for a layer whose output differs from that of the one beside it."""
+    """Stand-in for a layer whose output differs from that of its sibling."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.flip(-1)
 
 
 def _probe(dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of numbers of several sizes and both signs, none of them round. Shape (4, width)."""
+    """Return rows of different magnitudes and both signs, not exactly representable. Shape (4, width)."""
     row_D = torch.sin(torch.arange(_PROBE_WIDTH, device="cpu") * 2.3 + 0.7)
     return (torch.tensor(_PROBE_SCALES, device="cpu").unsqueeze(-1) * row_D).to(dtype)
 
@@ -227,15 +227,15 @@ def _probe(dtype: torch.dtype) -> torch.Tensor:
 def _run_alone(
     module: nn.Module, x: torch.Tensor, *, parameters: dict[str, Any], modules: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Run the forward pass of a module's class, as in training, with other parameters and layers; None where it cannot."""
-    if "forward" in vars(module):  # someone has changed it already
+    """Run the forward pass of a module's class, as in training, with other parameters and layers; None if it fails."""
+    if "forward" in vars(module):  # it has been changed already
         return None
     alone = copy.copy(module)
     alone.__dict__.update(_parameters=parameters, _modules=modules, training=True)
     try:
         with torch.no_grad():
             given: torch.Tensor | None = type(module).forward(alone, x)
-    except Exception:  # any model code: what it needs beside its input cannot be known
+    except Exception:  # any model code, which may need more than its input
         return None
     return given
 
@@ -247,14 +247,14 @@ def _is_same(given: torch.Tensor | None, expected: torch.Tensor, *, tolerance: f
 
 
 def _replace(module: nn.Module, forward: Forward) -> None:
-    module.forward = MethodType(forward, module)  # bound anew to each deep copy
+    module.forward = MethodType(forward, module)  # bound again to each deep copy
 
 
 def _norm_forward(norm: RMSNorm) -> Forward:
     from liger_kernel.ops import LigerRMSNormFunction
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        # Not in place: behind a norm that ends a branch, the gradient is also that of what it is added to.
+        # Not in place: after a norm that ends a branch, the residual uses the same gradient tensor.
         return LigerRMSNormFunction.apply(x, self.weight, norm.epsilon, norm.offset, norm.casting, False)  # type: ignore[no-any-return]
 
     return forward
@@ -273,7 +273,7 @@ def _gated_forward(gated: Gated) -> Forward:
 
     def joined_silu(self: Any, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_up_proj(x)
-        # The kernel gives the gradient of rows, without what they were batched by.
+        # The kernel returns the gradient as rows, without the batch dimensions.
         product = LigerFusedGateUpSiLUMulFunction.apply(both.flatten(0, -2))
         return self.down_proj(product.unflatten(0, both.shape[:-1]))  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Random weights that do not depend on how the model is sharded, and buffers that no checkpoint holds."""
+"""Random weights that do not depend on how the model is sharded, and buffers that checkpoints do not contain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.modeling.local_shard import LocalShard
 
-_DONE = "_is_hf_initialized"  # transformers.initialization leaves a tensor alone that has this attribute
+_DONE = "_is_hf_initialized"  # transformers.initialization skips tensors with this attribute
 
 
 @torch.no_grad()
@@ -30,25 +30,25 @@ def initialize_weights(
     modules: frozenset[str] | None = None,
     dense: PreTrainedModel | None = None,
 ) -> None:
-    """Draw every weight by the architecture's own rule, from a seed of its own for each module.
+    """Draw every weight by the architecture's own rule, with a separate seed for each module.
 
     The seed of a module is a hash of `seed` and the module's name, so the full model is the same at every ZeRO stage,
-    tensor size and number of ranks on one type of device. The random state of the process is left as it was. Tied
-    weights stay tied and keep the draw of the module that comes first; buffers are filled as `initialize_buffers` does.
+    tensor size and number of ranks on one type of device. The random state of the process is restored. Tied weights stay
+    tied and keep the values of the first module; buffers are filled as by `initialize_buffers`.
 
     Of a sharded or cut model each rank draws whole weights, but those of one decoder layer at a time, and keeps its
     part; what lies on other stages is not drawn.
 
     Args:
-        model: A model whose storage is allocated (`allocate`) or partitioned (`deepspeed.zero.Init`).
+        model: Model whose storage is allocated (`allocate`) or partitioned (`deepspeed.zero.Init`).
         seed: Any integer.
-        modules: Names of the modules to draw; all when left out.
-        dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded or
-            `split_model` cut.
+        modules: Names of the modules to draw; all if None.
+        dense: Whole model on the meta device, with its tied weights; required for a model that was sharded by
+            `apply_tensor_parallel` or split by `split_model`.
     Collectives:
-        Under ZeRO-3 one all-gather and one broadcast a module (of a sharded model, a weight); otherwise none.
+        Under ZeRO-3 one all-gather and one broadcast per module (per weight of a sharded model); otherwise none.
     Raises:
-        ValueError: If the model is sharded or cut and `dense` is left out.
+        ValueError: If the model is sharded or split and `dense` is None.
     Source:
         transformers, modeling_utils.py, PreTrainedModel.initialize_weights.
     """
@@ -87,7 +87,7 @@ def _draw_apart(
 
 
 def _own_weights(unit: list[tuple[str, nn.Module, Any]]) -> dict[str, nn.Parameter]:
-    """Return the weights of some modules themselves, by name in the model."""
+    """Return the direct weights of some modules, by name in the model."""
     return {key: weight for name, module, _ in unit for key, weight in module.named_parameters(name, recurse=False)}
 
 
@@ -119,7 +119,7 @@ def _draw_unit(
 
 
 def _draw(name: str, module: nn.Module, owner: Any, *, seed: int, kept: Iterable[Tensor]) -> None:
-    """Draw a module's weights by the rule of the model that owns it, but those that keep their values."""
+    """Draw a module's weights, except `kept` ones, by the rule of the model that owns it."""
     seed_draws(module_seed(seed, name))
     with _marked_done(kept):
         owner._init_weights(module)
@@ -130,8 +130,8 @@ def initialize_buffers(model: PreTrainedModel) -> None:
     """Fill the buffers that checkpoints leave out (rotary frequencies, embedding scales), and no weight.
 
     They are computed when a model is constructed, so `to_empty` loses them, and `zero.Init` rounds them to the dtype
-    of the weights: the dtype that the constructor gives is restored. An architecture whose `_init_weights` does not
-    know its buffer (code from the hub, mostly) is constructed once more, without its weights.
+    of the weights: the dtype of the constructor is restored. An architecture whose `_init_weights` does not fill its
+    buffers (mostly code from the hub) is constructed once more, without its weights.
 
     Source:
         transformers, modeling_utils.py, PreTrainedModel._init_weights.
@@ -157,7 +157,7 @@ def initialize_buffers(model: PreTrainedModel) -> None:
 
 
 def tie_weights(model: PreTrainedModel) -> None:
-    """Make tied weights one parameter again where `to_empty` or `zero.Init` has parted them."""
+    """Tie weights again that `to_empty` or `zero.Init` has untied."""
     for target, source in tied_keys(model).items():
         if model.get_parameter(target) is not model.get_parameter(source):
             model.tie_weights()
@@ -165,21 +165,21 @@ def tie_weights(model: PreTrainedModel) -> None:
 
 
 def tied_keys(model: nn.Module) -> dict[str, str]:
-    """Tied weights as the config declares them: key that `save_pretrained` drops, to the key that it keeps."""
+    """Return the tied weights of the config: keys that `save_pretrained` drops, mapped to those that it keeps."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def module_seed(seed: int, name: str) -> int:
-    """A 63-bit seed of its own for each module; the same on every machine and Python version."""
+    """Return a separate 63-bit seed for each module; the same on every machine and Python version."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def seed_draws(seed: int) -> None:
-    """Seed the CPU's generator and, if CUDA has been started, those of the cards.
+    """Seed the CPU's generator and, if CUDA is initialised, those of the GPUs.
 
-    For each kind of device that has not been, `torch.manual_seed` keeps a call to make later and the stack that led to
-    it: some milliseconds for every module of a model, and memory for as long as the process lives.
+    For each kind of device that is not, `torch.manual_seed` queues a call with its stack trace: some milliseconds for every
+    module of a model, and memory for the life of the process.
 
     Source:
         torch, cuda/__init__.py, _lazy_call.
@@ -190,10 +190,10 @@ def seed_draws(seed: int) -> None:
 
 
 def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Under ZeRO-3 makes the full weights available; on leaving, rank 0's values are partitioned again.
+    """Gather the full weights under ZeRO-3 for a block; on exit, the values of rank 0 are partitioned again.
 
     Collectives:
-        An all-gather on entering and a broadcast on leaving, of the ZeRO-3 weights among those given.
+        An all-gather on entry and a broadcast on exit, of the ZeRO-3 weights among those given.
     Source:
         deepspeed, runtime/zero/partition_parameters.py, GatheredParameters.
     """
@@ -207,7 +207,7 @@ def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
 
 
 def _units(model: nn.Module) -> Callable[[tuple[str, nn.Module, Any]], str]:
-    """Return the name of what a module is drawn with: its decoder layer, since some rules reach below their module."""
+    """Return the name of a module's unit: its decoder layer, since some rules also draw weights of submodules."""
     layers = {name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
     def unit_of(member: tuple[str, nn.Module, Any]) -> str:
@@ -240,7 +240,7 @@ def _materialized(
 
 
 class _NothingElsewhere(TorchFunctionMode):
-    """Refuses to write to a weight that has no storage: a rule that reaches out of its unit would be lost."""
+    """Refuses writes to weights without storage, where the result of a rule outside its unit would be lost."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -276,7 +276,7 @@ class _GatherIfTouched(TorchFunctionMode):
 def _children_first(
     module: nn.Module, name: str = "", owner: nn.Module | None = None
 ) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Every module after its children, with the model whose `_init_weights` rules it."""
+    """Yield every module after its children, with the model whose `_init_weights` applies to it."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child_name, child in module.named_children():
         yield from _children_first(child, f"{name}.{child_name}" if name else child_name, owner)
@@ -285,7 +285,7 @@ def _children_first(
 
 @contextmanager
 def _marked_done(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep transformers' initialisation off these tensors."""
+    """Make transformers' initialisation skip some tensors for a block."""
     marked = [tensor for tensor in tensors if not getattr(tensor, _DONE, False)]
     for tensor in marked:
         setattr(tensor, _DONE, True)
@@ -297,7 +297,7 @@ def _marked_done(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _fill(module: nn.Module, rule: Callable[[nn.Module], None], buffers: Mapping[str, Tensor]) -> list[str]:
-    """Apply the rule over two different contents; a buffer that then differs was not set by it."""
+    """Apply the rule to two different contents; return the buffers that then differ, which it does not set."""
     for buffer in buffers.values():
         buffer.zero_()
     rule(module)
@@ -316,7 +316,7 @@ def _restore_buffer_dtypes(model: PreTrainedModel) -> None:
     modules = dict(model.named_modules())
     for name, buffer in twin.named_buffers():
         module, _, key = name.rpartition(".")
-        buffers = modules[module]._buffers if module in modules else {}  # else of another stage
+        buffers = modules[module]._buffers if module in modules else {}  # else the module is on another stage
         present = buffers.get(key)
         if present is not None and present.dtype != buffer.dtype:
             buffers[key] = present.to(buffer.dtype)
@@ -333,7 +333,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _construct_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers as the architecture's constructor computes them; its weights stay on the meta device."""
+    """Return the buffers that the architecture's constructor computes; its weights stay on the meta device."""
     with no_init_weights(), init_empty_weights(include_buffers=False), _default_dtype(model.dtype):
         return dict(type(model)(model.config).named_buffers())
 

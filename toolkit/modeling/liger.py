@@ -1,4 +1,4 @@
-"""The optional package liger-kernel, and its Triton kernel of head and cross entropy."""
+"""The optional package liger-kernel, and its Triton kernel for head and cross entropy."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from toolkit.modeling.loss import IGNORED
 
 
 def check_installed() -> None:
-    """Import the package for its loss.
+    """Import liger-kernel for its loss.
 
     Raises:
-        PlanError: LOSS_LIGER_PACKAGE when it, or Triton, cannot be imported.
+        PlanError: LOSS_LIGER_PACKAGE if it, or Triton, cannot be imported.
     """
     import_for(LIGER)
 
 
 def import_for(package: Package) -> None:
-    """Import the package for what an entry of the optional packages says.
+    """Import liger-kernel for the use that an entry of the optional packages describes.
 
     Raises:
-        PlanError: The entry's code when it, or Triton, cannot be imported.
+        PlanError: The code of the entry, if liger-kernel or Triton cannot be imported.
     """
     try:
         import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
@@ -38,14 +38,14 @@ def liger_cross_entropy(
     targets_T: torch.Tensor,
     mapped: LogitMap,
 ) -> torch.Tensor:
-    """Do what `linear_cross_entropy` does, with Liger's kernel, whose gradients are computed in the forward pass.
+    """Return what `linear_cross_entropy` does, by Liger's kernel, which computes gradients in the forward pass.
 
     Source:
         liger_kernel transformers/fused_linear_cross_entropy.py LigerFusedLinearCrossEntropyLoss.
     """
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    # (c x) Wᵀ + c b = c (x Wᵀ + b): the kernel has a cap, but no factor.
+    # (c x) Wᵀ + c b = c (x Wᵀ + b): the kernel supports a cap, but no factor.
     if mapped.scale != 1:
         hidden_TD = hidden_TD * mapped.scale
         bias_V = None if bias_V is None else bias_V * mapped.scale

@@ -16,34 +16,34 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.modeling.loss import IGNORED
 
-# Scores that live at once: 6 to 8 bytes each in 16 bit with their fp32 copy, so some 250 MiB; products of this size keep
-# a card busy.
+# Logits in memory at a time: 6 to 8 bytes each in 16 bits with their fp32 copy, so about 250 MiB; products of this size
+# keep a GPU busy.
 BLOCK_ELEMENTS = 2**25
-# Rows of the head below which a product no longer fills a card, whatever the number of tokens.
+# Rows of the head below which a product does not use a whole GPU, whatever the number of tokens.
 LEAST_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitMap:
-    """What a model does to its head's output: z → cap · tanh(scale · z / cap), or scale · z without a cap.
+    """Map of a head's output to the logits: z → cap · tanh(scale · z / cap), or scale · z without a cap.
 
     Args:
-        scale: Factor, as Cohere and Granite have it.
-        cap: Bound, as Gemma 2 has it (arXiv 2408.00118, section 2).
+        scale: Factor, as in Cohere and Granite.
+        cap: Bound, as in Gemma 2 (arXiv 2408.00118, section 2).
     """
 
     scale: float = 1.0
     cap: float | None = None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the scores in fp32."""
+        """Return the mapped logits in fp32."""
         scores = logits.float()
         if self.scale != 1:
             scores = scores * self.scale
         return scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap
 
     def pull_back(self, gradient: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the head's output from that of the scores, in place."""
+        """Return the gradient of the head's output from that of the mapped logits, in place."""
         if self.cap is not None:
             gradient.mul_(1 - (scores / self.cap) ** 2)
         return gradient.mul_(self.scale) if self.scale != 1 else gradient
@@ -56,21 +56,21 @@ def linear_cross_entropy(
     targets_T: torch.Tensor,
     mapped: LogitMap,
 ) -> torch.Tensor:
-    """Sum the cross entropy of `hidden_TD @ weight_VD.T + bias_V`, of which one block of the vocabulary exists at a time.
+    """Return the summed cross entropy of `hidden_TD @ weight_VD.T + bias_V`, computed by blocks of the vocabulary.
 
-    The vocabulary is cut, not the tokens: so each row of the head's gradient is one product, rounded once, as without
-    blocks. That of `hidden_TD` adds one product a block, in fp32. The backward pass computes the scores again, and has
-    no derivative of its own.
+    The vocabulary is split, not the tokens: so each row of the head's gradient is one product, rounded once, as without
+    blocks. The gradient of `hidden_TD` sums one product per block, in fp32. The backward pass recomputes the logits, and is
+    not differentiable.
 
     Args:
-        hidden_TD: What the head takes. Shape (tokens, width).
-        weight_VD: The head. Shape (vocabulary, width).
-        bias_V: Its bias, or None.
-        targets_T: Class of each token, -100 where nothing is to be learned.
-        mapped: What the model does to the head's output.
+        hidden_TD: Input of the head. Shape (tokens, width).
+        weight_VD: Weight of the head. Shape (vocabulary, width).
+        bias_V: Bias of the head, or None.
+        targets_T: Class of each token, -100 for tokens outside the loss.
+        mapped: Map of the head's output to the logits.
 
     Returns:
-        Scalar fp32.
+        Scalar in fp32.
     """
     return _LinearCrossEntropy.apply(hidden_TD, weight_VD, bias_V, targets_T, mapped)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -78,17 +78,16 @@ def linear_cross_entropy(
 def chunked_cross_entropy(
     head: Any, hidden_TD: torch.Tensor, targets_T: torch.Tensor, mapped: LogitMap, *, vocab_size: int
 ) -> torch.Tensor:
-    """Sum the cross entropy of any head, of which the scores of one chunk of tokens exist at a time.
+    """Return the summed cross entropy of any head, computed by chunks of tokens.
 
-    For heads that are more than one linear layer, such as LoRA around one: each chunk is computed again in the backward
-    pass.
+    For heads that are more than one linear layer, such as LoRA around one: each chunk is recomputed in the backward pass.
 
     Args:
-        head: Module that gives scores of shape (tokens, vocabulary).
-        hidden_TD: What the head takes. Shape (tokens, width).
-        targets_T: Class of each token, -100 where nothing is to be learned.
-        mapped: What the model does to the head's output.
-        vocab_size: Scores a token, which set the tokens of a chunk.
+        head: Module that returns logits of shape (tokens, vocabulary).
+        hidden_TD: Input of the head. Shape (tokens, width).
+        targets_T: Class of each token, -100 for tokens outside the loss.
+        mapped: Map of the head's output to the logits.
+        vocab_size: Number of logits per token, from which the chunk size follows.
 
     Returns:
         Scalar fp32.
@@ -152,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _log_sum(scores_Tv: torch.Tensor) -> torch.Tensor:
-    """Return `scores_Tv.logsumexp(1)` without its copy, and overwrite the scores."""
+    """Return `scores_Tv.logsumexp(1)` without making a copy; the logits are overwritten."""
     top_T = scores_Tv.amax(dim=1)
     return scores_Tv.sub_(top_T[:, None]).exp_().sum(dim=1).log_().add_(top_T)
 
@@ -167,7 +166,7 @@ def _block_gradient(
     factor_T1: torch.Tensor,
     rows: slice,
 ) -> torch.Tensor:
-    """Return the gradient of the head's output for one block, fp32: softmax less one at the target, times the factor."""
+    """Return the gradient of the head's output for one block in fp32: (softmax - one-hot target) times the factor."""
     scores_Tv = mapped.apply(_logits(hidden_TD, weight_VD, bias_V, rows))
     keeps_scores = mapped.cap is not None
     shifted_Tv = scores_Tv - log_sum_T[:, None] if keeps_scores else scores_Tv.sub_(log_sum_T[:, None])
@@ -182,13 +181,13 @@ def _logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tens
 
 
 def _inside(targets_T: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which targets lie in a block, and their place there; 0 for the others."""
+    """Return a mask of the targets in a block, and their index in it; 0 for the others."""
     inside_T = (targets_T >= rows.start) & (targets_T < rows.stop)
     return inside_T, torch.where(inside_T, targets_T - rows.start, 0)
 
 
 def _blocks(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
-    """Cut the vocabulary so that the scores of a block have at most `BLOCK_ELEMENTS`, unless that makes it too narrow."""
+    """Yield blocks of the vocabulary with at most `BLOCK_ELEMENTS` logits each, unless that makes them too narrow."""
     num_rows = len(weight_VD)
     size = max(LEAST_ROWS, BLOCK_ELEMENTS // max(1, len(hidden_TD)))
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))

@@ -1,4 +1,4 @@
-"""The part of a whole model that this rank of a tensor group or a pipeline holds: taken from whole tensors, or read by itself."""
+"""The part of a model that this rank of a tensor group or pipeline owns: sliced from whole tensors, or read on its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from toolkit.tensor_parallel.layout import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard:
-    """Which weights of the whole model this rank holds, and which part of each.
+    """Which weights of the whole model this rank owns, and which part of each.
 
     Args:
-        shards: Key of the whole model to how that weight is cut; the others are whole.
-        tp_group: Ranks that hold the other parts; `None` where no weight is cut.
-        own_keys: Key of the whole model to the key of this rank's model that has its values: another one for the head of a
-            tied model without its embedding. `None` where the rank has all.
+        shards: Shards by key of the whole model; other weights are whole.
+        tp_group: Ranks that have the other shards; `None` if no weight is sharded.
+        own_keys: Keys of this rank's model by key of the whole model with the same values; they differ for the head of a
+            tied model without its embedding. `None` if the rank has all weights.
     """
 
     shards: Mapping[str, Shard]
@@ -34,10 +34,10 @@ class LocalShard:
 
     @classmethod
     def of(cls, model: nn.Module, dense: nn.Module | None) -> LocalShard:
-        """Find what a model, made by `apply_tensor_parallel`, `split_model` or both, holds of its dense twin.
+        """Find the part of its dense twin in a model after `apply_tensor_parallel`, `split_model` or both.
 
         Raises:
-            ValueError: If the model is sharded or cut and has no twin.
+            ValueError: If the model is sharded or split and has no twin.
         """
         shards, is_cut = parameter_shards(model), stage_info(model) is not None
         if not shards and not is_cut:
@@ -55,7 +55,7 @@ class LocalShard:
         )
 
     def local_key(self, key: str) -> str | None:
-        """Return this rank's key for a key of the whole model; `None` where another rank has it."""
+        """Return this rank's key for a key of the whole model; `None` if another rank has it."""
         return key if self.own_keys is None else self.own_keys.get(key)
 
     def take(self, key: str, whole: Tensor) -> Tensor:
@@ -75,17 +75,17 @@ class LocalShard:
         dense: nn.Module,
         targets: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Read this rank's part of what a group of checkpoint tensors becomes.
+        """Read this rank's part of the model tensors that a group of checkpoint tensors converts to.
 
-        Only the part's own bytes are read, unless the group converts in a way that slices do not survive: such a group
-        is read whole.
+        Only the bytes of the part are read, unless the conversion of the group does not commute with slicing: such a group is
+        read whole.
 
         Args:
-            files: The checkpoint.
-            group: Its tensors that convert together.
-            keys: Model keys to give.
-            dense: The whole model, read for its config only.
-            targets: Model key to a meta tensor of the whole shape.
+            files: Tensors of the checkpoint.
+            group: Checkpoint tensors that are converted together.
+            keys: Model keys to return.
+            dense: Whole model, of which only the config is read.
+            targets: Meta tensors of the whole shape by model key.
         """
         cuts = self._source_shards(files, group, keys, dense=dense, targets=targets)
         if cuts is None:
@@ -105,7 +105,7 @@ class LocalShard:
         dense: nn.Module,
         targets: Mapping[str, Tensor],
     ) -> dict[str, Shard] | None:
-        """Return how to cut each tensor of a group; `None` where it must be read whole. Both ways are tried on shapes."""
+        """Return how to slice each tensor of a group; `None` if it must be read whole. Both are tried on meta tensors."""
         cut = [key for key in keys if key in self.shards]
         if not cut or len(keys) > 1:
             return None
@@ -132,7 +132,7 @@ class LocalShard:
 
 
 def _own_keys(model: nn.Module, dense: nn.Module) -> dict[str, str]:
-    """Find a cut model's key for each key of its twin; ends of a tie in the twin are one weight of the model, at most."""
+    """Return a split model's key for each key of its twin; tied keys of the twin are at most one weight of the model."""
     info = stage_info(model)
     assert info is not None, "the model is cut"
     held = model.state_dict(keep_vars=True)

@@ -24,13 +24,15 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
     """Freeze the model and add adapters in its own precision.
 
     Args:
-        seed: Draws the A matrices; B starts at zero, so the model's outputs do not change.
+        model: Model to adapt, in place.
+        lora: Section of the job with the adapters.
+        seed: Seed of the A matrices; B starts at zero, so the model's outputs do not change.
 
     Returns:
         A `peft.PeftModel`.
 
     Raises:
-        PlanError: LORA_TARGETS when `lora.target_modules` matches nothing that can be adapted; LORA_SAVE when
+        PlanError: LORA_TARGETS if `lora.target_modules` matches nothing that can be adapted; LORA_SAVE if
             `lora.modules_to_save` matches nothing; LORA_DROPOUT_EXPERTS for dropout on stacked experts.
 
     Source:
@@ -60,7 +62,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
                 # peft would cast adapters of 16-bit models to fp32; the engine keeps its own fp32 master copy.
                 adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
             if stage_info(model) is not None:
-                # The configuration that is saved is of the whole adapter, not of this rank's layers.
+                # The saved configuration is that of the whole adapter, not of this rank's layers.
                 adapted.active_peft_config.exclude_modules = None
                 adapted.active_peft_config.target_modules = targets if isinstance(targets, str) else set(targets)
             shard_adapters(adapted)
@@ -81,7 +83,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
 
 
 def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
-    """Return the targets as peft reads them: its `all-linear` would pass over our sharded layers."""
+    """Return the targets in peft's form, with `all-linear` expanded, since peft's own would skip sharded layers."""
     if not isinstance(targets, str):
         return list(targets)
     sharded = any(isinstance(module, ShardedLinear) for module in model.modules())
@@ -92,7 +94,7 @@ def _resolved_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) ->
 
 
 def _on_other_stages(model: PreTrainedModel) -> list[str] | None:
-    """Name what stands in a cut model for modules of other stages, which have their adapters there."""
+    """Return the names of modules of a split model that other stages own and adapt; None for a whole model."""
     info = stage_info(model)
     return None if info is None else list(info.absent)
 
@@ -102,12 +104,12 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
-    """Return the last part of each linear layer's name, once."""
+    """Return the distinct last components of the names of linear layers."""
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
 
 
 def _unmatched(model: PreTrainedModel, lora: Lora) -> Iterator[Problem]:
-    """`modules_to_save` that peft would silently pass over."""
+    """Yield the entries of `modules_to_save` that peft would ignore silently."""
     names = [name for name, _ in model.named_modules() if name]
     for wanted in lora.modules_to_save:
         if not any(name.endswith(wanted) for name in names):

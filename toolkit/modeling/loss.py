@@ -1,4 +1,4 @@
-"""The loss: next-token cross entropy, summed over the tokens that count.
+"""The loss: next-token cross entropy, summed over the targets.
 
 B: sequences of a micro batch, S: tokens of a sequence, V: vocabulary, or this rank's part of it.
 """
@@ -14,29 +14,29 @@ from torch.nn import functional
 
 from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-# Logits and labels to the summed loss.
+# Maps logits and labels to the summed loss.
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-IGNORED = -100  # label that torch.nn.functional.cross_entropy leaves out (its ignore_index)
+IGNORED = -100  # label that torch.nn.functional.cross_entropy ignores (its ignore_index)
 
 
 def count_targets(labels_BS: torch.Tensor) -> torch.Tensor:
-    """Count the labels that some position predicts, as an int64 scalar on the labels' device."""
+    """Return the number of labels that a position predicts, as an int64 scalar on the labels' device."""
     return (labels_BS[:, 1:] != IGNORED).sum()
 
 
 def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Sum the cross entropy of each next token, in fp32.
+    """Return the summed cross entropy of next tokens, in fp32.
 
     Args:
-        logits_BSV: Scores. Shape (batch, sequence, vocabulary), any floating dtype.
-        labels_BS: Token ids at their own positions, -100 where nothing is to be learned. Shape (batch, sequence).
+        logits_BSV: Logits. Shape (batch, sequence, vocabulary), any floating dtype.
+        labels_BS: Token ids at their own positions, -100 for tokens outside the loss. Shape (batch, sequence).
 
     Returns:
-        Scalar fp32. Divide by `count_targets` for the mean.
+        Scalar in fp32. Divide by `count_targets` for the mean.
 
     Source:
-        transformers loss/loss_utils.py ForCausalLMLoss: the labels are shifted, not the logits, which spares a copy
+        transformers loss/loss_utils.py ForCausalLMLoss: the labels are shifted, not the logits, which avoids a copy
         of the largest tensor.
     """
     shifted_BS = shifted(labels_BS)
@@ -49,30 +49,30 @@ def summed_cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> t
 
 
 def shifted(labels_BS: torch.Tensor) -> torch.Tensor:
-    """Shift labels: each position gets that of the next one, and the last position none. Shape (batch, sequence)."""
+    """Return shifted labels: each position gets that of the next one, the last one -100. Shape (batch, sequence)."""
     return functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
 
 
 def token_loss(
     outputs: Any, labels_BS: torch.Tensor, *, cross_entropy: CrossEntropy = summed_cross_entropy
 ) -> torch.Tensor:
-    """Return the summed cross entropy of a model's outputs: from its logits, or as it computed it from the labels itself.
+    """Return the summed cross entropy of a model's outputs: from its logits, or as the model computed it from the labels.
 
     Args:
-        outputs: Of a model that was called without labels, or, under `fused_loss.apply_loss`, with them.
-        labels_BS: As `summed_cross_entropy` takes them.
-        cross_entropy: Computes it from logits; `cross_entropy_over` where ranks hold parts of the vocabulary.
+        outputs: Outputs of a model that was called without labels or, after `chunked_loss.apply_loss`, with them.
+        labels_BS: Labels as in `summed_cross_entropy`.
+        cross_entropy: Loss of logits; that of `cross_entropy_over` if the vocabulary is sharded.
     """
     own = getattr(outputs, "loss", None)
     return own if own is not None else cross_entropy(outputs.logits, labels_BS)
 
 
 def cross_entropy_over(tp_group: dist.ProcessGroup | None, *, vocab_size: int) -> CrossEntropy:
-    """Return what computes `summed_cross_entropy` of logits whose vocabulary lies on the ranks of a group.
+    """Return the function that computes `summed_cross_entropy` of logits whose vocabulary is sharded over a group.
 
     Args:
-        tp_group: Those ranks; None where the logits are whole.
-        vocab_size: Of the whole model, without padding.
+        tp_group: Ranks of the group; None if the logits are whole.
+        vocab_size: Vocabulary size of the whole model, without padding.
     """
     if tp_group is None:
         return summed_cross_entropy

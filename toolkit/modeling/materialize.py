@@ -1,4 +1,4 @@
-"""Storage for a model that was made on the meta device, whole or partitioned, with all that its weights carry."""
+"""Allocation of a model from the meta device, whole or partitioned, that keeps attributes and hooks of its weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def allocate(
     dp_group: dist.ProcessGroup | None = None,
     mpu: Any = None,
 ) -> None:
-    """Allocate each weight and buffer of a meta model on `device`, with nothing in it yet.
+    """Allocate each weight and buffer of a meta model on `device`, uninitialised.
 
-    Weights that modules share stay one. What has been set on a weight stays on it, its hooks too, which `to_empty`
-    would lose: they sum the gradients of what several ranks of a tensor group hold.
+    Weights that modules share stay shared. Attributes and hooks of weights are kept, which `to_empty` would lose: the hooks
+    sum the gradients of weights that several ranks of a tensor group have.
 
     Args:
-        model: On the meta device, sharded or not.
-        device: Where it is to live.
+        model: Model on the meta device, sharded or not.
+        device: Device to allocate on.
         zero_config: DeepSpeed configuration whose ZeRO-3 partitions the weights, one module after the other, as if the
-            model had been built under `deepspeed.zero.Init`; when left out each rank holds them all.
-        dp_group: Ranks that share each weight under ZeRO-3; all when left out.
-        mpu: What tells DeepSpeed of the tensor groups.
+            model had been built under `deepspeed.zero.Init`; if None each rank has whole weights.
+        dp_group: Ranks over which ZeRO-3 partitions each weight; all if None.
+        mpu: Model-parallel unit that DeepSpeed asks for the tensor groups.
     Collectives:
         Under ZeRO-3 a broadcast of each weight over `dp_group`.
     Source:
@@ -55,14 +55,14 @@ def allocate(
 def _zero_init(config: Mapping[str, Any], dp_group: dist.ProcessGroup | None, mpu: Any) -> Any:
     import deepspeed
 
-    # Given a module, here one without weights, it replaces the linear product as it does for a model built inside it.
+    # Given a module, here one without weights, it patches the linear function as it does for a model built inside it.
     return deepspeed.zero.Init(
         module=nn.Module(), data_parallel_group=dp_group, config_dict_or_path=dict(config), mpu=mpu
     )
 
 
 def _weight_like(weight: nn.Parameter, device: torch.device, partition: Any) -> nn.Parameter:
-    # zero.Init has one dtype for all floating-point weights, that of the training.
+    # zero.Init has one dtype for all floating-point weights, that of training.
     dtype = partition.dtype if partition is not None and weight.is_floating_point() else weight.dtype
     made = nn.Parameter(torch.empty_like(weight, dtype=dtype, device=device), requires_grad=weight.requires_grad)
     made.__dict__.update(weight.__dict__)

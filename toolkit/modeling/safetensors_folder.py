@@ -1,4 +1,4 @@
-"""The safetensors of a saved model: which tensors there are, and their values when asked for."""
+"""The safetensors files of a saved model: the list of tensors, and their values on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit.errors import CheckpointError, Problem
 from toolkit.io import read_json_object
 
-_SHOWN = 8  # keys a message names before it counts the rest
+_SHOWN = 8  # number of keys that a message names before it counts the rest
 DTYPES = {  # safetensors' names, README "Format"
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,11 +32,11 @@ DTYPES = {  # safetensors' names, README "Format"
 
 
 class SafetensorsFolder:
-    """The tensors of a saved model by key, read when asked for.
+    """The tensors of a saved model by key, read on demand.
 
     Args:
-        folder: Holds `model.safetensors`, or shards and their index.
-        stem: `model`, or `adapter_model` for what peft saves.
+        folder: Folder with `model.safetensors`, or shards and their index.
+        stem: Stem of the file name: `model`, or `adapter_model` for adapters saved by peft.
     Raises:
         CheckpointError: WEIGHTS_BIN, WEIGHTS_ABSENT, WEIGHTS_CORRUPT.
     """
@@ -58,11 +58,11 @@ class SafetensorsFolder:
             raise CheckpointError(corrupt(index, f"names {some(lost)}, which its shards do not hold"))
 
     def read(self, key: str) -> Tensor:
-        """Map one tensor from its file; its pages are read when they are used."""
+        """Return one tensor, memory-mapped from its file; its pages are read on access."""
         return self._file_of[key].get_tensor(key)  # type: ignore[no-any-return]
 
     def read_ranges(self, key: str, *, dim: int, ranges: Sequence[range]) -> Tensor:
-        """Read some ranges of one tensor along a dim, joined in their order, and no other byte of it."""
+        """Read some ranges of one tensor along a dim, concatenated in their order, and no other bytes of it."""
         view = self._file_of[key].get_slice(key)
         before = (slice(None),) * dim
         pieces = [view[(*before, slice(each.start, each.stop))] for each in ranges if len(each)]
@@ -105,7 +105,7 @@ def _no_weights(folder: Path) -> Problem:
 
 
 def corrupt(path: Path, what: str) -> Problem:
-    """The problem of a file that cannot be used as it is."""
+    """Return the problem WEIGHTS_CORRUPT of a file that cannot be used."""
     return Problem(
         code="WEIGHTS_CORRUPT", key=str(path), message=f"{path} {what}", fix="Download or export the checkpoint again"
     )
@@ -120,6 +120,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def some(keys: Sequence[str]) -> str:
-    """The first few of many keys, for a message."""
+    """Return the first few of many keys, for a message."""
     rest = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + rest

@@ -1,7 +1,7 @@
-"""LoRA around layers whose features lie on the ranks of a tensor group.
+"""LoRA around layers whose features are sharded over a tensor group.
 
-y = x·Wᵀ + s·(x·Aᵀ)·Bᵀ. Around columns A is whole and B is cut as the layer's output is; each rank's B asks for its own part
-of the gradient of x·Aᵀ, which is summed. Around a row A is cut as the layer's input is, each rank's x·Aᵀ is a partial sum,
+y = x·Wᵀ + s·(x·Aᵀ)·Bᵀ. Around columns A is whole and B is sharded like the layer's output; each rank's B computes a part of
+the gradient of x·Aᵀ, which is summed. Around a row A is sharded like the layer's input, each rank's x·Aᵀ is a partial sum,
 and B is whole.
 
 Source:
@@ -31,12 +31,12 @@ from toolkit.tensor_parallel.grad_sync import sum_gradients
 from toolkit.tensor_parallel.layout import Shard
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
 
-# For `LoraConfig._register_custom_module`: peft's own adapter of linear layers fits ours, whose sizes are this rank's.
+# For `LoraConfig._register_custom_module`: peft's own adapter of linear layers fits ours, whose sizes are those of this rank.
 ADAPTED_BY = {ColumnParallelLinear: LoraLinear, RowParallelLinear: LoraLinear}
 
 
 def shard_adapters(model: nn.Module) -> None:
-    """Make the adapters around sharded layers shards themselves, with the collectives that they need.
+    """Shard the adapters around sharded layers, with the collectives that they need.
 
     Args:
         model: A `peft.PeftModel` whose sharded layers were adapted by `ADAPTED_BY`.
@@ -62,10 +62,10 @@ def shard_adapters(model: nn.Module) -> None:
 
 
 def _read_by_columns(a: nn.Module, base: ColumnParallelLinear) -> None:
-    """Let each rank's B read what A gives of the columns' input.
+    """Feed the output of A on the columns' input to each rank's B, with the collectives of its gradient.
 
-    Of an input that was gathered from pieces, each rank's shards ask for a part of the gradient, which is summed where it
-    was gathered; A's own gradient is such a part, too.
+    If the input was gathered from shards of the sequence, each rank computes a part of its gradient, which is summed where it
+    was gathered; the gradient of A is such a partial sum, too.
     """
     group = base.tp_group
     if base.reads == "whole":
@@ -77,7 +77,7 @@ def _read_by_columns(a: nn.Module, base: ColumnParallelLinear) -> None:
 
 
 def _give_to_row(a: nn.Module, b: nn.Module, base: RowParallelLinear) -> None:
-    """Sum what the ranks' shards of A give of the row's input; pieces of it are read by a B whose gradient is then a part."""
+    """Sum the outputs of the shards of A; with sequence parallelism B reads a shard, so its gradient is summed, too."""
     group = base.tp_group
     if not base.sequence_parallel:
         _on_output(a, partial(reduce_from_region, tp_group=group))
@@ -95,7 +95,7 @@ def _on_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def draw_adapters(model: nn.Module, *, seed: int) -> None:
-    """Draw the A matrices of linear adapters, each from a seed of its own, so that the whole is the same on any number of ranks.
+    """Draw the A matrices of linear adapters from separate seeds, so that they are the same on any number of ranks.
 
     Source:
         peft tuners/lora/layer.py reset_lora_parameters.
@@ -124,12 +124,12 @@ def _linear_adapters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _cut(module: Any, shard: Shard) -> None:
-    """Note that a linear layer of peft's, made with this rank's sizes, is a shard."""
+    """Record that a linear layer of peft, built with this rank's sizes, is a shard."""
     module.shards = {"weight": shard}
 
 
 class _SumReplicas:
-    """Sums the gradient of output features that several ranks hold, of which each has seen its own readers alone."""
+    """Hook that sums the gradient of replicated output features, of which each rank has seen only its own consumers."""
 
     def __init__(self, base: ColumnParallelLinear) -> None:
         self._ranges, self._group = base.spec.replicated, base.spec.replica_group

@@ -1,7 +1,7 @@
-"""Loads safetensors into a model, a few tensors at a time, whichever way its parameters are sharded.
+"""Loads safetensors into a model, a few tensors at a time, however its parameters are sharded.
 
-One rank reads, converts and broadcasts, so a checkpoint crosses the file system once and no rank ever holds the
-whole model on the host.
+One rank reads, converts and broadcasts, so a checkpoint is read once and the whole model is never in the host memory of a
+rank.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from toolkit.modeling.initialization import gathered, initialize_buffers, initia
 from toolkit.modeling.local_shard import LocalShard
 from toolkit.modeling.safetensors_folder import SafetensorsFolder, corrupt, some
 
-_BATCH_BYTES = 128 * 2**20  # tensors that cross in one go: enough to hide a collective's latency, little on the host
+_BATCH_BYTES = 128 * 2**20  # tensors sent together: enough to hide a collective's latency, little host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What was loaded.
+    """Summary of what was loaded.
 
     Args:
-        num_tensors: Model tensors that got a value from the checkpoint, tied ones once.
-        num_bytes: Their size in the checkpoint, bytes.
+        num_tensors: Number of model tensors that were loaded from the checkpoint, tied ones counted once.
+        num_bytes: Their size in the checkpoint, in bytes.
         tied: Keys that share the weight of another key.
         initialized: Keys that the architecture lets a checkpoint leave out; drawn at random.
     """
@@ -50,9 +50,9 @@ class Schedule:
     """Which checkpoint tensors fill which model tensors, found from file headers alone.
 
     Args:
-        batches: Groups that cross together, each with the model keys it fills.
+        batches: Groups that are sent together, each with the model keys that it fills.
         problems: Everything that does not fit.
-        report: What loading will have done.
+        report: Summary of the loading.
     """
 
     batches: tuple[tuple[tuple[ConversionGroup, tuple[str, ...]], ...], ...] = ()
@@ -70,24 +70,24 @@ def load_pretrained(
 ) -> LoadReport:
     """Fill a model from a folder that `save_pretrained` wrote, and initialise its buffers.
 
-    The group's first rank reads, of a sharded or cut model only what the group holds; each value is cast to the dtype of the
-    parameter it fills. Host memory beyond the model: one batch of tensors (128 MiB, or the largest group that converts
+    The group's first rank reads, for a sharded or split model only the part of the group; each value is cast to the dtype of
+    its parameter. Host memory beyond the model: one batch of tensors (128 MiB, or the largest group that converts
     together) on the reading rank.
 
     Args:
-        model: Allocated by `allocate`, or built under `deepspeed.zero.Init` (ZeRO-3), on every rank.
+        model: Model allocated by `allocate`, or built under `deepspeed.zero.Init` (ZeRO-3), on every rank.
         folder: Local folder with `model.safetensors` or shards and their index.
-        group: Ranks that hold this same model or the same shards of it, whole or partitioned; all ranks when left out.
-        dense: The whole model on the meta device, with its ties; for a model that `apply_tensor_parallel` has sharded or
-            `split_model` cut.
-        progress: Called on each rank with tensors done and tensors in all.
+        group: Ranks with the same model or the same shards of it, whole or partitioned; all ranks if None.
+        dense: Whole model on the meta device, with its tied weights; required for a model that was sharded by
+            `apply_tensor_parallel` or split by `split_model`.
+        progress: Called on each rank with the number of loaded tensors and their total.
     Collectives:
-        A broadcast of each tensor over `group` (ZeRO 0 to 2), or an all-gather and a broadcast over the ZeRO group. Of a
-        sharded model also an all-reduce of 4 bytes a batch over the tensor group.
+        A broadcast of each tensor over `group` (ZeRO 0 to 2), or an all-gather and a broadcast over the ZeRO group. For a
+        sharded model also an all-reduce of 4 bytes per batch over the tensor group.
     Raises:
         CheckpointError: On every rank, with all problems at once: WEIGHTS_ABSENT, WEIGHTS_BIN, WEIGHTS_CORRUPT,
             WEIGHTS_MISSING, WEIGHTS_UNEXPECTED, WEIGHTS_SHAPE, WEIGHTS_DTYPE, WEIGHTS_TIED.
-        ValueError: If the model is sharded or cut and `dense` is left out, or `group` while there are other ranks.
+        ValueError: If the model is sharded or split and `dense` is None, or `group` is None with several ranks.
     """
     part = LocalShard.of(model, dense)
     is_part = part.tp_group is not None or (part.own_keys is not None and dist.is_initialized())
@@ -118,12 +118,12 @@ def load_pretrained(
 def plan_loading(
     model: PreTrainedModel, metas: Mapping[str, Tensor], *, held: Callable[[str], bool] = lambda key: True
 ) -> Schedule:
-    """Plan how a checkpoint fills a model, and find everything that does not fit, without reading a value.
+    """Plan how a checkpoint fills a model, and find everything that does not fit, without reading any values.
 
     Args:
-        model: The model, or its twin on the meta device.
-        metas: Checkpoint key to meta tensor, as in `SafetensorsFolder.metas`.
-        held: Whether a key is of this rank; of the others it is only found out whether they fit.
+        model: Model, or its twin on the meta device.
+        metas: Meta tensors by checkpoint key, as in `SafetensorsFolder.metas`.
+        held: Returns whether this rank owns a model key; other keys are only checked.
     """
     targets = full_shapes(model)
     aliases = _aliases(model, targets)
@@ -134,7 +134,7 @@ def plan_loading(
     for group in groups:
         try:
             converted = convert_group(model, group, metas, targets)
-        except Exception as error:  # whatever a conversion rule raises, it is about this checkpoint
+        except Exception as error:  # any exception of a conversion rule is a problem of this checkpoint
             problems.append(_unconvertible(group, error))
             filled.setdefault(aliases.get(group.name, group.name), group.name)
             continue
@@ -157,7 +157,7 @@ def plan_loading(
 
 
 def full_shapes(model: nn.Module) -> dict[str, Tensor]:
-    """Key to meta tensor of everything a checkpoint of the model holds, whole even under ZeRO-3."""
+    """Return meta tensors by key of everything in a checkpoint of the model, with full shapes even under ZeRO-3."""
     return {
         key: torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
         for key, value in model.state_dict(keep_vars=True).items()
@@ -167,7 +167,7 @@ def full_shapes(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(slots=True)
 class _Reader:
-    """The reading rank's side: plans from the headers, then gives the values of one batch after the other."""
+    """Reader on the first rank: plans from the file headers, then returns the values batch by batch."""
 
     model: PreTrainedModel
     path: Path
@@ -203,7 +203,7 @@ class _Reader:
         return own
 
     def _differing_ties(self) -> Iterator[Problem]:
-        """A checkpoint may hold both ends of a tie, as old ones do; then they must be equal."""
+        """Yield problems of tied weights: an old checkpoint may contain both tensors, which must then be equal."""
         groups, _ = group_checkpoint_keys(self.model, self.files.metas, self.targets)
         group_of = {group.name: group for group in groups if group.converter is None}
         for target, source in tied_keys(self.model).items():
@@ -239,7 +239,7 @@ def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, grou
 
 
 def _gatherable(targets: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-    """Return what may be gathered at once: all, or one where each waits on NVMe and takes one of a few swap buffers.
+    """Return the sets that can be gathered together: all weights, or single ones if they are on NVMe with few swap buffers.
 
     Source:
         deepspeed, runtime/swap_tensor/partitioned_param_swapper.py, AsyncPartitionedParameterSwapper.swap_in.
@@ -265,7 +265,7 @@ def _batch(
 
 
 def _aliases(model: nn.Module, targets: Mapping[str, Tensor]) -> dict[str, str]:
-    """Keys whose tensor is another key's, to that other key."""
+    """Return the keys that share the tensor of another key, mapped to that key."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
@@ -275,7 +275,7 @@ def _aliases(model: nn.Module, targets: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _ignored(model: PreTrainedModel) -> list[str]:
-    """Patterns of keys that a checkpoint may hold in vain.
+    """Return the patterns of unexpected checkpoint keys that are ignored.
 
     Source:
         transformers, modeling_utils.py, PreTrainedModel._adjust_missing_and_unexpected_keys.
