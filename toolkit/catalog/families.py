@@ -24,7 +24,7 @@ class Linear(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Parameters of it."""
+        """Number of its parameters."""
         return self.outputs * (self.inputs + self.bias)
 
 
@@ -46,7 +46,7 @@ class Layer(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Parameters of it."""
+        """Number of its parameters."""
         return sum(linear.numel for linear in self.linears) + self.norms + self.experts + self.router
 
 

@@ -153,7 +153,7 @@ def names_without_target(
     Returns:
         The names; empty if some module is a target, or only building the model can tell.
     Raises:
-        SpecError: As `count_lora_parameters`.
+        SpecError: As in `count_lora_parameters`.
     """
     if target_modules == "all-linear" or (known := _known(config)) is None:
         return ()
@@ -190,7 +190,7 @@ def lora_layers(config: Mapping[str, Any], target_modules: str | tuple[str, ...]
     Returns:
         The layers and ends with adapters, or None if `count_lora_parameters` returns None.
     Raises:
-        SpecError: As `count_lora_parameters`.
+        SpecError: As in `count_lora_parameters`.
     """
     if (known := _known(config)) is None:
         return None

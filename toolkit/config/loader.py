@@ -36,7 +36,7 @@ def load_document(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Read the YAML of a job file and apply overrides; its keys are not checked yet.
 
     Raises:
-        SpecError: As `load_yaml` does; ACCELERATE_FILE where it is a configuration of Accelerate; SET_SYNTAX.
+        SpecError: As in `load_yaml`; ACCELERATE_FILE if it is a configuration of Accelerate; SET_SYNTAX.
     """
     document = load_yaml(path)
     refuse_accelerate_file(document, name=str(path))

@@ -19,7 +19,7 @@ ALIGNMENT = 16
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]
-    """Linear layer Y = X W^T + b, with X, W and dY rounded to float8 for each product; parameters and output keep their dtype.
+    """Linear layer Y = X W^T + b, with X, W and dY rounded to float8 in each product; parameters and output keep their dtype.
 
     Attributes:
         in_fp8: Whether to use float8; if False, products run in the dtype of the parameters.

@@ -36,8 +36,8 @@ def initialize_weights(
     tensor size and number of ranks on one type of device. The random state of the process is restored. Tied weights stay
     tied and keep the values of the first module; buffers are filled as by `initialize_buffers`.
 
-    Of a sharded or cut model each rank draws whole weights, but those of one decoder layer at a time, and keeps its
-    part; what lies on other stages is not drawn.
+    For a sharded or split model each rank draws whole weights, of one decoder layer at a time, and keeps its part; weights of
+    other stages are not drawn.
 
     Args:
         model: Model whose storage is allocated (`allocate`) or partitioned (`deepspeed.zero.Init`).

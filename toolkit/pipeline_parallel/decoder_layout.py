@@ -154,7 +154,7 @@ class _DryRun:
         try:
             with replaced(model, {**stand_ins, layers: held}), _dry_run_mode(model):
                 self._run(model, passage, held)
-        except Exception as error:  # any model code: what it needs besides its modules cannot be known
+        except Exception as error:  # any model code, which may need more than its modules
             self._note(f"its forward pass does not run without its modules: {first_line(error)}")
         if [call for call in self.calls if isinstance(call, int)] != list(range(self._num_layers)):
             self._note(f"it does not call the {self._num_layers} layers of {layers} once each, in their order")

@@ -23,7 +23,7 @@ class PipelineSplit:
     """The state of a split model, stored on it as `pipeline_cut`.
 
     Args:
-        info: What it contains of the whole model.
+        info: Stage information, the part of the whole model that it contains.
         passage: Stage context that its placeholder modules share.
         before: Placeholders for the modules before the layers, owned ones included: used by all chunks but the first stage.
         behind: Placeholders for the modules after the layers: used by all chunks but the last stage.

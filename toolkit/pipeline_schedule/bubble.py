@@ -37,7 +37,7 @@ def bubble_fraction(
         Idle share of the time of all ranks, 0 to 1.
 
     Raises:
-        PlanError: As `build_schedule`.
+        PlanError: As in `build_schedule`.
     """
     raise_all(PlanError, schedule_problems(name, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages))
     each = durations or Durations()

@@ -135,7 +135,7 @@ def dense_shards(model: nn.Module, styles: TPPlan, *, num_ranks: int) -> dict[st
         num_ranks: Number of tensor ranks that would share it.
 
     Raises:
-        PlanError: As `apply_tensor_parallel`.
+        PlanError: As in `apply_tensor_parallel`.
     """
     raise_all(PlanError, problems(model, styles, num_ranks=num_ranks))
     shards: dict[str, Shard] = {}
