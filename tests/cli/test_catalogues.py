@@ -105,7 +105,7 @@ def test_topology_of_a_job(capsys, tmp_path):
     [
         ((), "give a job, or sizes"),
         (("job.yaml", "--tp", "2"), "would be ignored"),
-        (("--tp", "2", "--set", "train.seed=1"), "none is given"),
+        (("--tp", "2", "--set", "train.seed=1"), "needs a JOB"),
         (("--tp", "3", "--nodes", "2"), "do not divide"),
         (("--tp", "2", "--dp", "2", "--gpus-per-node", "2"), "GRID_WORLD"),
         (("--tp", "4", "--nodes", "2", "--gpus-per-node", "2"), "TP_SPANS_NODES"),
