@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,16 @@ def curve(folder: Path) -> dict[int, tuple[float, float, float]]:
 def files(root: Path) -> set[str]:
     """Every file and folder below `root`."""
     return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], *, seconds: float = 300) -> None:
+    """Wait until the metrics of a run in `folder` have a step; fail if `process` ends or `seconds` pass before."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if any(record["step"] >= step for record in records(folder)):
+                return
+        except (OSError, ValueError):
+            pass  # not there yet, or half a line
+        time.sleep(0.002)
+    raise AssertionError(f"step {step} was not seen: {process.communicate(timeout=60)}")

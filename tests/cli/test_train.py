@@ -21,7 +21,17 @@ import pytest
 from hostile_files import agree
 from quick_python import child_with
 from ranks import QUICK
-from train_jobs import curve, files, hears_interrupts, records, run_toolkit, start_toolkit, write_inputs, write_job
+from train_jobs import (
+    curve,
+    files,
+    hears_interrupts,
+    records,
+    run_toolkit,
+    start_toolkit,
+    wait_for_step,
+    write_inputs,
+    write_job,
+)
 
 from toolkit.artifacts.files import emit
 from toolkit.checkpoint.discovery import list_checkpoints
@@ -50,18 +60,6 @@ def whole(root):
     """A run without interruption."""
     job = write_job(root, "whole", train=LONG, data={"validation_fraction": 0.2})
     return run_toolkit(root, "train", job, "--json", python=sys.executable)
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if any(record["step"] >= step for record in records(folder)):
-                return
-        except (OSError, ValueError):
-            pass  # not there yet, or half a line
-        time.sleep(0.002)
-    raise AssertionError(f"step {step} was not seen: {process.communicate(timeout=60)}")
 
 
 def test_from_job_file_to_export(root, whole):

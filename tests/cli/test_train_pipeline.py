@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from quick_python import child_with
 from safetensors.torch import load_file
-from train_jobs import curve, records, run_toolkit, start_toolkit, write_inputs, write_job
+from train_jobs import curve, records, run_toolkit, start_toolkit, wait_for_step, write_inputs, write_job
 from transformers import AutoModelForCausalLM
 
 from toolkit.checkpoint.discovery import list_checkpoints
@@ -28,18 +27,6 @@ def _write(root: Path, name: str) -> Path:
     )
 
 
-def _wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if any(record["step"] >= step for record in records(folder)):
-                return
-        except (OSError, ValueError):
-            pass  # not there yet, or half a line
-        time.sleep(0.002)
-    raise AssertionError(f"step {step} was not seen: {process.communicate(timeout=60)}")
-
-
 @pytest.mark.full  # of its steps the default run takes each: training, saving, resuming, exporting
 def test_two_stages_from_start_to_export(tmp_path: Path) -> None:
     root = write_inputs(tmp_path, architecture="llama", tie_word_embeddings=True, attention_dropout=0.1)
@@ -55,7 +42,7 @@ def test_two_stages_from_start_to_export(tmp_path: Path) -> None:
         before = len(list_checkpoints(out))
         options = ["--resume_from_checkpoint", "latest"] if before else []
         process = start_toolkit(root, "train", job, *options)
-        _wait_for_step(out, 13 if rank else 33, process)
+        wait_for_step(out, 13 if rank else 33, process, seconds=120)
         child_with(process.pid, RANK=str(rank)).kill()
         killed = time.monotonic()
         _, shown = process.communicate(timeout=60)
