@@ -126,6 +126,9 @@ def _serve(address: str, client: str, path: list[str], environment: dict[str, st
             if key.data is not None:  # a process has ended
                 pid, connection = key.data
                 _, status = os.waitpid(pid, 0)
+                if os.WIFSIGNALED(status):  # whoever ended its group has reached the client's alone
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 _send(connection, status)
@@ -255,7 +258,13 @@ def _run(argv: list[str], *, client: str, path: list[str]) -> int:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         import torch
 
-        torch.set_num_threads(int(threads))
+        # A process that is forked with a pool of threads makes its own at its first use, which two threads of it must not do
+        # at once (ParallelOpenMP.cpp set_num_threads, "Invalid thread pool"): so each does it here, before it has any.
+        def make_pool() -> None:
+            torch.set_num_threads(int(threads))
+
+        make_pool()
+        os.register_at_fork(after_in_child=make_pool)
     sys.argv = ["-c", *argv[1:]] if how == "-c" else argv
     try:
         if how == "-m":
