@@ -86,6 +86,7 @@ def _queue(root: Path, results: dict[str, Any]) -> None:
     _flip(next((root / "auto" / "checkpoint-5").rglob("*rank_1*optim_states.pt")))  # which loading alone finds
     _flip(root / "auto" / "checkpoint-4" / "state.json")
     results["auto"] += [_run(root, "auto", resume="auto", train=train)]
+    (root / "auto" / ".checkpoint-3.removed").mkdir(exist_ok=True)  # both ranks run this
     results["auto"] += [_run(root, "auto", resume="auto", train=train)]
     results["auto-other"] = _run(root, "auto", resume="auto", train={**train, "seed": 1})
     results["auto-none"] = [_run(root, "auto-none", resume="auto", stop_after=2, train=train)]
@@ -276,6 +277,7 @@ def test_the_same_call_again_and_again(root: Path, results: dict[str, Any]) -> N
     assert f"{root / 'auto' / 'checkpoint-4' / 'state.json'} has another SHA-256" in second
     assert first.endswith("; it is passed over")
     assert told[-1] == "the run is complete: step 8 of 8"
+    assert not list((root / "auto").glob(".checkpoint-*")), "a complete run is cleaned, too"
     assert results["auto-other"] == ("CHECKPOINT_DATA",), "a job that has changed is no reason to begin anew"
 
 

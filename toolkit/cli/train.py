@@ -102,7 +102,7 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
 
 def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_json: bool) -> int:
     """Train, export and report, as this machine's launcher or as rank 0 of another; return the exit code."""
-    from toolkit.checkpoint.discovery import recover
+    from toolkit.checkpoint.discovery import recover, remove_leftovers
     from toolkit.checkpoint.resume import AUTO, resume_point
     from toolkit.launch.outcome import RunOutcome
     from toolkit.launch.software import software_warnings
@@ -118,6 +118,7 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     if point is not None and point.is_complete:
         if under_launcher:  # the other ranks wait for this one
             run_rank(lambda: plan, resume=call.resume)
+        remove_leftovers(plan.output_dir)
         finish_complete(plan, point, no_export=call.no_export, as_json=as_json)
         return 0
     check_stop_after(call.stop_after, 0 if point is None else point.state.step)

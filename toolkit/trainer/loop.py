@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from toolkit.arguments import checks_arguments
+from toolkit.checkpoint.discovery import remove_leftovers
 from toolkit.checkpoint.fingerprint import identify
 from toolkit.checkpoint.load import restore, verify_together
 from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
@@ -79,6 +80,8 @@ def _train(
     if point is not None and point.is_complete:
         step, num_steps = point.state.step, point.num_steps
         assert num_steps is not None, "or nobody could tell"
+        if world.is_main:
+            remove_leftovers(plan.output_dir)
         reporter.say(f"the run is complete: step {step} of {num_steps}")
         destroy_world(world)
         return TrainResult(step=step, num_steps=num_steps, loss=None, checkpoint=point.folder, interrupted=False)
@@ -97,6 +100,8 @@ def _train(
             set_aside(plan.output_dir)
         session = Session(run, data, tokenizer, reporter, sources=sources, stop_after=stop_after)
         if resumed is not None and run.step_count >= session.num_steps:
+            if world.is_main:
+                remove_leftovers(plan.output_dir)
             reporter.say(f"the run is complete: step {run.step_count} of {session.num_steps}")
             return session.result(resumed)
         return session.go()
