@@ -11,12 +11,15 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import preloaded
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from tiny_plans import step_batches, tiny_plan
 
 from toolkit.checkpoint.discovery import list_checkpoints, recover, remove_leftovers
@@ -45,24 +48,45 @@ def test_what_a_failed_write_means() -> None:
         raise RuntimeError("a bug")
 
 
-def _save_past_the_limit(folder: str, answer: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    try:
-        with disk_errors(Path(folder) / "big.pt"):
-            torch.save(torch.zeros(10**6), Path(folder) / "big.pt")
-    except BaseException as error:
-        answer.put((type(error).__name__, getattr(error, "codes", str(error))))
-    else:
-        answer.put(("nothing", ()))
+# Every way in which a checkpoint's files are written.
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "torch": lambda path: torch.save(torch.zeros(10**6), path),
+    "python": lambda path: path.write_bytes(bytes(10**6)),
+    "safetensors": lambda path: save_file({"a": torch.zeros(10**6)}, path),
+}
 
 
-def test_torch_reports_a_short_write_in_a_way_that_is_known(tmp_path: Path) -> None:
+def _save_past_the_limit(path: Path, answer: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (102_400, 102_400))
+    for name, write in WRITERS.items():
+        try:
+            with disk_errors(path):
+                write(path)
+        except BaseException as error:
+            answer.put((name, type(error).__name__, str(error)))
+        else:
+            answer.put((name, "nothing", ""))
+
+
+def test_a_limit_of_file_sizes_is_one_error_whoever_writes(tmp_path: Path) -> None:
+    """`ulimit -f`: there is room, and freeing more would not help; torch's own words are "unexpected pos 704 vs 598"."""
     context = multiprocessing.get_context("fork")
     answer = context.Queue()
-    process = context.Process(target=_save_past_the_limit, args=(str(tmp_path), answer))
+    process = context.Process(target=_save_past_the_limit, args=(tmp_path / "big", answer))
     process.start()
-    assert answer.get(timeout=60) == ("RunError", ("DISK_FULL",))
+    found = [answer.get(timeout=60) for _ in WRITERS]
     process.join(timeout=60)
+    said = (
+        f"{tmp_path / 'big'} cannot be saved: no file may be larger than 100.00 KiB here, the limit of `ulimit -f`. Lift the limit "
+        "by `ulimit -f unlimited`, or write to a file system that takes larger files, then resume; checkpoints saved before "
+        "are untouched. [DISK_FULL]"
+    )
+    assert found == [(name, "RunError", said) for name in WRITERS]
+
+
+def test_what_safetensors_reports_of_a_full_disk() -> None:
+    error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert _code(error) == "DISK_FULL"
 
 
 def _quiet(work: Any, *args: Any) -> None:

@@ -198,10 +198,10 @@ def test_interrupted_killed_and_resumed_is_the_same_run(root, whole):
 
 
 def limit_file_size() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_960, 40_960))
 
 
-def test_a_full_disk_ends_the_run_and_spares_what_was_saved(root, whole):
+def test_a_limit_of_file_sizes_ends_the_run_and_spares_what_was_saved(root, whole):
     out = root / "full"
     shutil.copytree(root / "whole", out)
     shutil.rmtree(out / "checkpoint-40")
@@ -210,8 +210,11 @@ def test_a_full_disk_ends_the_run_and_spares_what_was_saved(root, whole):
     done = run_toolkit(root, "train", job, "--resume_from_checkpoint", "latest", preexec_fn=limit_file_size)
     assert done.returncode == 3, done.stderr
     problem = next(line for line in done.stderr.splitlines() if "[DISK_FULL]" in line)
-    assert f"{out / 'checkpoint-40'} cannot be saved" in problem
-    assert "Free space or lower train.save_total_limit" in problem
+    assert (
+        f"{out / 'checkpoint-40'} cannot be saved: no file may be larger than 40.00 KiB here, the limit of `ulimit -f`"
+        in problem
+    )
+    assert "Lift the limit by `ulimit -f unlimited`" in problem
     assert "Traceback" not in done.stderr
     assert [path.name for path in list_checkpoints(out)] == ["checkpoint-30"]
     verify(out / "checkpoint-30")
@@ -375,12 +378,15 @@ def test_a_run_that_is_complete_is_not_trained_further(root, whole, capsys):
     last = out / f"checkpoint-{STEPS}"
     line = f"the run is complete: step {STEPS} of {STEPS} is in {last}, and nothing is left to train"
     for options in (("latest",), ("latest", "--stop-after", STEPS), ("auto",)):
+        for left in (".checkpoint-20.removed", ".checkpoint-30.partial"):  # by a run killed while rotating or saving
+            (out / left).mkdir()
         assert main(["train", str(job), "--resume_from_checkpoint", *map(str, options)]) == 0
         captured = capsys.readouterr()
         assert captured.err.splitlines() == [line]
         assert captured.out.split() == [
             *("metrics", str(out / "metrics.jsonl"), "checkpoint", str(last), "export", str(out / "export")),
         ]
+        assert not list(out.glob(".checkpoint-*")), "as at every other start"
     assert (out / "export" / "config.json").stat().st_mtime_ns == exported, "it is there"
     assert main(["train", str(job), "--resume", "latest", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == line

@@ -1,4 +1,5 @@
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -107,3 +108,17 @@ def test_what_killed_exports_left_is_removed(tmp_path):
         with staged_folder(tmp_path / "other", overwrite=False):
             assert own.exists(), "of a process that lives"
     assert {path.name for path in tmp_path.iterdir()} == {"out[1]", "other"}
+
+
+def test_a_limit_of_file_sizes_names_itself(tmp_path: Path) -> None:
+    """`ulimit -f`: more space on the disk would not help."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (102_400, former[1]))
+    try:
+        with pytest.raises(RunError) as caught, ShardWriter(tmp_path, [_entry("a", 10**6)], 10**9):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert caught.value.codes == ("EXPORT_WRITE",)
+    assert "model.safetensors cannot be written: no file may be larger than 100.00 KiB here" in str(caught.value)
+    assert "or export with a smaller --max-shard-size, then export again" in str(caught.value)

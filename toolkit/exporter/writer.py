@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -18,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from toolkit.checkpoint.disk import LIFT_LIMIT, file_limit
 from toolkit.errors import CheckpointError, RunError
 from toolkit.io import write_json
 from toolkit.modeling.safetensors_folder import DTYPES
@@ -224,9 +226,13 @@ def _disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        limited = error.errno == errno.EFBIG
+        what, fix = error.strerror or str(error), "Free disk space or name another folder"
+        if limited:
+            what, fix = file_limit() or what, f"{LIFT_LIMIT}, or export with a smaller --max-shard-size"
         raise RunError.of(
             code="EXPORT_WRITE",
             key=str(path),
-            message=f"{path} cannot be written: {error.strerror or error}",
-            fix="Free disk space or name another folder, then export again; the checkpoint is untouched",
+            message=f"{path} cannot be written: {what}",
+            fix=f"{fix}, then export again; the checkpoint is untouched",
         ) from error
