@@ -316,7 +316,8 @@ def test_a_batch_that_cannot_be_kept_is_named_and_comes_last(capsys):
     row = rows["t4-16gb"]
     assert (row["fits"], row["keeps_batch"]) == (True, False)
     assert row["train_batch_size"] % row["count"] == 0
-    assert row["batch"].endswith(f"{row['train_batch_size']} in all instead of 3")
+    assert row["batch"].startswith(f"{row['train_batch_size']} = 1 micro × ")
+    assert row["batch"].endswith(f" × {row['count']} rank{'s' * (row['count'] > 1)}, instead of 3")
     _, found = run(capsys, "--gpus", "t4-16gb", sets=[*sets, "model=llama-3.1-70b"])
     assert (found["gpus"][0]["fits"], found["gpus"][0]["tried_up_to"]) == (False, 64)
 
@@ -324,7 +325,7 @@ def test_a_batch_that_cannot_be_kept_is_named_and_comes_last(capsys):
 def test_cards_as_a_table_say_what_is_kept_of_the_batch(capsys):
     assert main(["estimate", "job.yaml", "--gpus", "rtx-4090-24gb,l4-24gb"]) == 0
     shown = capsys.readouterr().out
-    assert "8 in all, as 1 × " in shown
+    assert re.search(r"8 = 1 micro × \d accumulation × \d ranks, as asked", shown)
     assert "rtx-4090-24gb" in shown
 
 

@@ -54,6 +54,8 @@ def validate(*sets, extra=("--json",)):
 def test_a_sound_job(folder, capsys):
     assert validate(extra=()) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("job.yaml is sound as a plan, but `toolkit train` would refuse it until")
+    assert shown.splitlines()[0].endswith(": MODEL_NO_WEIGHTS, TOKENIZER_NOT_FOUND")
     assert "64 = 8 micro × 2 accumulation × 4 data-parallel ranks: 32,768 tokens a step" in shown
     assert "stage 2: parameters stay whole" in shown
     assert "none: everything stays on the GPU" in shown
@@ -144,6 +146,12 @@ def test_dimensions_without_weights_are_a_warning(folder, capsys):
     assert "[TOKENIZER_NOT_FOUND]" in shown
 
 
+def test_a_job_that_can_be_trained_is_sound_without_a_but(folder, capsys):
+    write_model(folder)
+    assert validate("model=./model", "model.init=random", extra=()) == 0
+    assert capsys.readouterr().out.startswith("job.yaml is sound\n")
+
+
 def test_messages_need_a_chat_template(folder, capsys):
     write_model(folder)
     (folder / "train.jsonl").write_text(json.dumps(MESSAGES) + "\n")
@@ -230,6 +238,7 @@ def test_keys(capsys):
     assert main(["validate", "--keys"]) == 0
     shown = capsys.readouterr().out
     (line,) = [line for line in shown.splitlines() if line.split()[:1] == ["train.optimizer"]]
+    assert not [line for line in shown.splitlines() if line != line.rstrip()]  # each is as long as its text
     for part in ("adamw, adamw_torch", "  adamw  ", "adamw is DeepSpeed's kernel"):
         assert part in line
     assert main(["validate", "--keys", "--json"]) == 0

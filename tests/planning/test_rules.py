@@ -193,6 +193,18 @@ def codes_in_source() -> set[str]:
     return {code for path in sources for code in re.findall(r'code="([A-Z0-9_]+)"', path.read_text(encoding="utf-8"))}
 
 
+@pytest.mark.parametrize(
+    ("train", "unset"),
+    [
+        ({"max_steps": 5, "num_train_epochs": 2}, ("train.max_steps=null", "train.num_train_epochs=null")),
+        ({"warmup_steps": 1, "warmup_ratio": 0.1}, ("train.warmup_steps=null", "train.warmup_ratio=null")),
+    ],
+)
+def test_two_keys_of_which_one_may_stay_say_how_to_unset_the_other(train, unset):
+    (problem,) = problems_of(train=train)
+    assert all(f"`--set {each}`" in problem.fix for each in unset)
+
+
 @pytest.mark.parametrize(("code", "key", "part", "job"), BROKEN, ids=[f"{row[0]}-{row[1]}" for row in BROKEN])
 def test_a_broken_rule_is_the_only_problem(code, key, part, job):
     (problem,) = problems_of(**job)

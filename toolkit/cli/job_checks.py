@@ -20,10 +20,10 @@ from toolkit.dataset_inspection.formats import Format
 from toolkit.dataset_inspection.inspect import DatasetFacts, peek
 from toolkit.errors import Problem, SpecError
 from toolkit.planning.plan import Plan
+from toolkit.planning.plan_warnings import plan_warnings
 from toolkit.planning.refusals import refusals
 from toolkit.planning.resolve import resolve, resolve_with
 from toolkit.planning.rules.integrations import consumer_problems
-from toolkit.planning.stage_parts import bubble_warning
 from toolkit.planning.trainable import training_problems
 
 _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
@@ -39,6 +39,7 @@ class Verdict:
         data: Data; None without a data section.
         problems: Everything that stops the job.
         warnings: What the user should know and may intend, one sentence each.
+        untrainable: What a job needs to be trained and not to be planned, and lacks; each is among the warnings too.
     """
 
     job: Job | None
@@ -46,6 +47,7 @@ class Verdict:
     data: DatasetFacts | None
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
+    untrainable: tuple[Problem, ...] = ()
 
 
 def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdict:
@@ -77,12 +79,18 @@ def check(job: Job, *, rules: bool = True, decided: Plan | None = None) -> Verdi
     if readable and tokenizer is not None and (data is not None or job.model.tokenizer is not None):
         problems += _tokenizer_problems(tokenizer, facts, job, None if data is None else data.format)
     kept = tuple(dict.fromkeys(problems))
+    untrainable = () if model is None else tuple(training_problems(job, model))
     return Verdict(
         job=job,
         plan=None if kept else plan,
         data=data,
         problems=kept,
-        warnings=(*_warnings(job, model, plan, facts), *(data.warnings if data is not None else ())),
+        warnings=(
+            *(f"`toolkit train` would refuse it: {problem}" for problem in untrainable),
+            *_warnings(job, model, plan, facts),
+            *(data.warnings if data is not None else ()),
+        ),
+        untrainable=untrainable,
     )
 
 
@@ -160,8 +168,6 @@ def _tokenizer_problems(
 
 
 def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: TokenizerFacts | None) -> Iterator[str]:
-    if model is not None:
-        yield from (f"`toolkit train` would refuse it: {problem}" for problem in training_problems(job, model))
     if model is not None and model.origin == "hub" and not model.has_weights and job.model.init != "random":
         yield (
             f"model={model.name} has no whole safetensors in the hub's cache, and the hub is off or out of reach: to train, "
@@ -174,7 +180,7 @@ def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: Token
             f"at a document that needs a token past {model.vocab_size - 1}"
         )
     if plan is not None:
-        yield from bubble_warning(plan)
+        yield from plan_warnings(plan)
 
 
 def consumer_notes(plan: Plan) -> Iterator[str]:

@@ -103,7 +103,13 @@ def print_table(table: Table) -> None:
     plain = partial(Console, highlight=False, markup=False, emoji=False)
     # Measured at a very large width: a pipe has none, and a wrapped table cannot be searched.
     natural = plain(width=10_000).measure(table).maximum
-    (plain() if sys.stdout.isatty() else plain(width=natural)).print(table)
+    if sys.stdout.isatty():
+        plain().print(table)
+        return
+    text = io.StringIO()
+    plain(width=natural, file=text).print(table)
+    for line in text.getvalue().splitlines():  # without the blanks that fill the last column
+        print(line.rstrip())
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:

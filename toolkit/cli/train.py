@@ -106,7 +106,7 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     from toolkit.checkpoint.resume import AUTO, resume_point
     from toolkit.launch.outcome import RunOutcome
     from toolkit.launch.software import software_warnings
-    from toolkit.planning.stage_parts import bubble_warning
+    from toolkit.planning.plan_warnings import plan_warnings
     from toolkit.trainer.checks import check_stop_after, guard_output, space_warnings
     from toolkit.trainer.worker import run_rank
 
@@ -124,7 +124,7 @@ def _train(plan: Plan, call: Call, *, under_launcher: bool, overwrite: bool, as_
     check_stop_after(call.stop_after, 0 if point is None else point.state.step)
     if not under_launcher:
         check_start(plan)
-    warn([*bubble_warning(plan), *software_warnings(plan), *space_warnings(plan)])
+    warn([*plan_warnings(plan), *software_warnings(plan), *space_warnings(plan)])
     guard_output(plan, resuming=call.resume is not None, overwrite=overwrite)
     if under_launcher:
         plan.save(plan.output_dir / "plan.json")

@@ -90,7 +90,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     from toolkit.launch.output_lock import use_problems
     from toolkit.launch.packages import package_problems
     from toolkit.launch.software import software_warnings
-    from toolkit.planning.stage_parts import bubble_warning
+    from toolkit.planning.plan_warnings import plan_warnings
     from toolkit.trainer.checks import output_problems, space_warnings
 
     raise_all(PlanError, output_problems(plan, resuming=resuming, overwrite=overwrite))
@@ -106,7 +106,7 @@ def check_dry_run(plan: Plan, *, resuming: bool, overwrite: bool) -> list[str]:
     except RunError as error:
         found += error.problems
     refused = [f"a start on this machine would be refused: {problem}" for problem in dict.fromkeys(found)]
-    return [*refused, *changes, *bubble_warning(plan), *software_warnings(plan), *space_warnings(plan)]
+    return [*refused, *changes, *plan_warnings(plan), *software_warnings(plan), *space_warnings(plan)]
 
 
 def check_start(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,11 +63,19 @@ def validate(
     if as_json:
         print_json(_as_dict(verdict, verdict.plan, explain=explain))
         return
-    print(f"{job} is sound")
+    print(_headline(job, verdict))
     print_fields([*plan_fields(verdict.plan), *_data_fields(verdict.data)])
     if explain:
         print(f"\n{verdict.plan.explain()}")
     warn([*verdict.warnings, *consumer_notes(verdict.plan)])
+
+
+def _headline(job: Path, verdict: Verdict) -> str:
+    """Return the verdict in one line: a job may be complete for planning, and lack what training needs."""
+    if not verdict.untrainable:
+        return f"{job} is sound"
+    codes = ", ".join(problem.code for problem in verdict.untrainable)
+    return f"{job} is sound as a plan, but `toolkit train` would refuse it until it has what the warnings name: {codes}"
 
 
 def _print_schema() -> None:

@@ -53,9 +53,10 @@ class Choice:
     def kept(self) -> str:
         """Part of its batch that the job keeps, in words."""
         batch = self.batch
-        if batch.train == self.wanted:
-            return f"{batch.train} in all, as {batch.micro} × {batch.accumulation} a rank"
-        return f"{batch.micro} × {batch.accumulation} a rank; {batch.train} in all instead of {self.wanted}"
+        kept = "as asked" if batch.train == self.wanted else f"instead of {self.wanted}"
+        ranks = "rank" if batch.dp_size == 1 else "ranks"
+        product = f"{batch.micro} micro × {batch.accumulation} accumulation × {batch.dp_size} {ranks}"
+        return f"{batch.train} = {product}, {kept}"
 
     @property
     def total_memory_bytes(self) -> int:

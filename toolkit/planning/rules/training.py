@@ -77,7 +77,8 @@ def run_length(draft: UncheckedPlan) -> Iterator[Problem]:
             code="STEPS_CONFLICT",
             key="train.max_steps",
             message=f"max_steps={train.max_steps} and num_train_epochs={train.num_train_epochs:g} both set the length",
-            fix="Keep one of the two",
+            fix="Keep one of the two: `--set train.num_train_epochs=null` or `--set train.max_steps=null` unsets what the job "
+            "file sets",
         )
 
 
@@ -89,7 +90,8 @@ def warmup(draft: UncheckedPlan) -> Iterator[Problem]:
             code="WARMUP_CONFLICT",
             key="train.warmup_steps",
             message=f"warmup_steps={train.warmup_steps} and warmup_ratio={train.warmup_ratio:g} both set the warm-up",
-            fix="Keep one of the two",
+            fix="Keep one of the two: `--set train.warmup_ratio=null` or `--set train.warmup_steps=null` unsets what the job "
+            "file sets",
         )
     if train.lr_scheduler_type == "constant" and (train.warmup_steps or train.warmup_ratio):
         yield Problem(

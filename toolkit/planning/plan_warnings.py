@@ -1,0 +1,37 @@
+"""What a valid plan may be warned of: values that are allowed, and rarely meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.planning.stage_parts import bubble_warning
+from toolkit.planning.unchecked_plan import UncheckedPlan
+
+# Largest peak learning rates that pass without a warning. A step of Adam or Lion changes each weight by about the learning
+# rate, and weights are initialized with a standard deviation of about 0.02 (transformers initializer_range): 0.01 changes
+# each by half of its size. LoRA's change is a product of two factors, of which one starts at zero, and is smaller.
+LARGEST_LEARNING_RATE = {"full": 1e-2, "lora": 1e-1, "qlora": 1e-1}
+# SGD multiplies the gradient, whose size depends on the model: published recipes of language models go up to 30 (arXiv
+# 1708.02182).
+LARGEST_SGD_LEARNING_RATE = 100.0
+
+
+def plan_warnings(draft: UncheckedPlan) -> Iterator[str]:
+    """Yield a warning, one sentence each, of every allowed value that is rarely meant."""
+    yield from bubble_warning(draft)
+    yield from learning_rate_warning(draft)
+
+
+def learning_rate_warning(draft: UncheckedPlan) -> Iterator[str]:
+    """Yield a warning of a learning rate under which training diverges as a rule."""
+    train, rate = draft.job.train, draft.settings.learning_rate
+    sgd = train.optimizer == "sgd"
+    largest = LARGEST_SGD_LEARNING_RATE if sgd else LARGEST_LEARNING_RATE[train.method]
+    if rate <= largest:
+        return
+    scaled = f" after learning_rate_scaling={train.learning_rate_scaling}" if rate != train.learning_rate else ""
+    customary = "" if sgd else f" ({'1e-5' if train.method == 'full' else '1e-4'} is customary)"
+    yield (
+        f"learning_rate={rate:g}{scaled} is above {largest:g}, where {train.optimizer} with method={train.method} diverges "
+        f"as a rule{customary}: is it meant? If not, set train.learning_rate"
+    )
