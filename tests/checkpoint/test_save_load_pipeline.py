@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
-from toolkit.checkpoint.load import sort_by_rank
 from toolkit.checkpoint.manifest import verify
 from toolkit.checkpoint.save import foreseen_bytes
+from toolkit.distributed.deepspeed_private import sort_by_rank
 from toolkit.errors import ToolkitError
 from toolkit.planning.plan import Plan
 

@@ -21,8 +21,8 @@ from tiny_plans import step_batches, tiny_plan
 from torch.nn import functional
 
 import toolkit as tk
+from toolkit.distributed.deepspeed_private import TRACE_CHECK, TRACE_CHECK_USERS
 from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
-from toolkit.engine.zero3_trace import _NAME, _USERS
 from toolkit.errors import RunError
 from toolkit.modeling.build import build_model
 from toolkit.planning.plan import Plan
@@ -156,7 +156,8 @@ def everything(rank: int) -> dict[str, Any]:
         with tk.initialize(plan) as run:
             found[name] = float(run.step(step_batches(0)[run.world.coordinate.dp]))
     found["own comparison"] = all(
-        getattr(importlib.import_module(name), _NAME) is zero_utils.assert_ints_same_as_other_ranks for name in _USERS
+        getattr(importlib.import_module(name), TRACE_CHECK) is zero_utils.assert_ints_same_as_other_ranks
+        for name in TRACE_CHECK_USERS
     )
     with tk.initialize(PLANS["evaluation"]) as run:
         with pytest.raises(RunError) as caught:

@@ -181,8 +181,6 @@ class _Engine:
 def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
     """Runs two steps of a rank by the engine's loop, and gives the peaks of its passes, bytes."""
     monkeypatch.setattr(pipeline, "P2PChannels", _Channels)
-    # An engine of stage 3 that another test has run in this process has left its own there.
-    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
     settings, train = plan.settings, plan.job.train
     level = _Level()
     with cuda_kernels(H100, packed=plan.job.data is not None and plan.job.data.packing == "separated"):

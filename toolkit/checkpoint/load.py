@@ -18,6 +18,7 @@ from toolkit.checkpoint.nvme_state import restore_unswapped
 from toolkit.checkpoint.pickles import read_pickle
 from toolkit.checkpoint.random_state import load_random_state
 from toolkit.checkpoint.state import State, saved_plan, step_problems
+from toolkit.distributed.deepspeed_private import load_files_by, sort_by_rank
 from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
@@ -86,26 +87,8 @@ def _load_engine(run: Run, folder: Path, tag: str) -> None:
         raise CheckpointError(damaged(folder, tag, "holds nothing that DeepSpeed loads"))
 
 
-def sort_by_rank(engine: Any) -> None:
-    """Make an engine sort the files of model-parallel ranks by rank number.
-
-    DeepSpeed takes the file at a rank's index in alphabetical order, where `mp_rank_100` comes before `mp_rank_11`: with more than
-    100 ranks per model they would load each other's.
-
-    Source:
-        deepspeed runtime/engine.py _get_all_ckpt_names; runtime/state_dict_factory.py SDLoaderBase.load.
-    """
-    found = engine._get_all_ckpt_names
-    engine._get_all_ckpt_names = lambda *place: sorted(found(*place), key=lambda name: (len(name), name))
-
-
 def load_as_data(engine: Any, folder: Path) -> None:
-    """Make an engine read a checkpoint's files by `read_pickle` instead of a `torch.load` that runs code they name.
-
-    Source:
-        deepspeed runtime/checkpoint_engine/torch_checkpoint_engine.py load, through which runtime/engine.py and
-        runtime/state_dict_factory.py read every file.
-    """
+    """Make an engine read a checkpoint's files by `read_pickle` instead of a `torch.load` that runs code they name."""
 
     def read(path: str, map_location: Any = None) -> dict[str, Any]:
         name = Path(path).relative_to(folder).as_posix()
@@ -114,7 +97,7 @@ def load_as_data(engine: Any, folder: Path) -> None:
         except ValueError as error:
             raise CheckpointError(damaged(folder, name, str(error))) from None
 
-    engine.checkpoint_engine.load = read
+    load_files_by(engine, read)
 
 
 def verify_together(run: Run, folder: Path) -> None:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from toolkit.checkpoint.manifest import damaged
 from toolkit.checkpoint.pickles import read_pickle
+from toolkit.distributed import deepspeed_private
 from toolkit.errors import CheckpointError
 from toolkit.io import MAX_TEXT_BYTES, plain_file, read_plain, write_json
 
 SWAPPED = "offloaded_tensors"
 INDEX = "sub_groups.json"
-_SUFFIX = ".tensor.swp"
 
 
 class SubGroup(BaseModel):
@@ -50,13 +50,9 @@ def finish_swapped(engine: Any, tag_folder: Path, *, rank: int) -> None:
     Source:
         deepspeed runtime/swap_tensor/optimizer_utils.py SwapTensorContext, OptimizerSwapper._io_aligned_numel.
     """
-    optimizer = engine.optimizer
     groups = [
-        {
-            "file": _file_name(flat.ds_id) if optimizer._swappable_optimizer_subgroup(index) else None,
-            "numel": int(optimizer.fp16_partitioned_groups_flat_numel[index]),
-        }
-        for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat)
+        {"file": group.file if group.swapped else None, "numel": group.numel}
+        for group in deepspeed_private.master_weights(engine.optimizer)
     ]
     ours = {group["file"] for group in groups}
     for path in (tag_folder / SWAPPED / f"rank{rank:02d}").glob("*.swp"):
@@ -113,45 +109,19 @@ def restore_unswapped(engine: Any, folder: Path, tag: str) -> None:
         runtime/swap_tensor/optimizer_utils.py OptimizerSwapper._update_param_state_info.
     """
     optimizer = engine.optimizer
-    name = Path(engine._get_zero_ckpt_name(str(folder), tag)).relative_to(folder).as_posix()
+    name = deepspeed_private.zero_file(engine, folder, tag).relative_to(folder).as_posix()
     try:
-        _adopt_files(optimizer, read_sub_groups(folder / tag) or [])
+        deepspeed_private.rename_swap_files(optimizer, [group.file for group in read_sub_groups(folder / tag) or []])
         saved = read_pickle(folder, name)["optimizer_state_dict"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(damaged(folder, name, f"cannot be restored: {error}")) from None
-    optimizer.loss_scaler = saved["loss_scaler"]
-    optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
-    optimizer.overflow = saved["overflow"]
-    optimizer._set_fp32_optimizer_param_groups()
-    optimizer.optimizer.load_state_dict(saved["optimizer_state_dict"])
-    optimizer._clear_fp32_optimizer_param_groups()
-    for index, master in enumerate(optimizer.fp32_partitioned_groups_flat):
-        if not optimizer._swappable_optimizer_subgroup(index):
-            master.data.copy_(saved["fp32_flat_groups"][index].data)
+    deepspeed_private.load_optimizer_state(optimizer, saved)
+    for group, flat in zip(deepspeed_private.master_weights(optimizer), saved["fp32_flat_groups"], strict=True):
+        if not group.swapped:
+            group.flat.data.copy_(flat.data)
             continue
-        numel = int(optimizer.fp16_partitioned_groups_flat_numel[index])
-        state = optimizer.optimizer.state.get(master, {})
+        state = optimizer.optimizer.state.get(group.flat, {})
         for moment, value in state.items():
             if isinstance(value, Tensor) and value.numel() == 0:
                 # Its size alone makes DeepSpeed read the file; it takes no memory.
-                state[moment] = torch.zeros(1, dtype=master.dtype).expand(numel)
-
-
-def _adopt_files(optimizer: Any, groups: list[SubGroup]) -> None:
-    """Make an engine use a checkpoint's file names: parameter ids continue from one model of a process to the next."""
-    swapper = optimizer.optimizer_swapper
-    infos = dict(swapper.swap_params_info)
-    for master, group in zip(optimizer.fp32_partitioned_groups_flat, groups, strict=True):
-        if group.file is None or _file_name(master.ds_id) == group.file:
-            continue
-        info = infos[master.ds_id]
-        swapper.swap_params_info.pop(master.ds_id, None)
-        context = info.tensors[0]  # a fresh engine has swapped only the master weights
-        Path(context.swap_path).unlink(missing_ok=True)
-        master.ds_id = info.param_id = group.file.removesuffix(_SUFFIX)
-        context.swap_path = str(Path(swapper.swap_folder) / group.file)
-        swapper.swap_params_info[master.ds_id] = info
-
-
-def _file_name(name: str) -> str:
-    return f"{name}{_SUFFIX}"
+                state[moment] = torch.zeros(1, dtype=group.flat.dtype).expand(group.numel)

@@ -23,6 +23,7 @@ from toolkit.checkpoint.reference_logits import record_probe
 from toolkit.checkpoint.shared import check_shared
 from toolkit.checkpoint.state import State
 from toolkit.data.formats import TransformersTokenizer
+from toolkit.distributed.deepspeed_private import count_parameters
 from toolkit.engine.run import Run
 from toolkit.errors import PlanError
 from toolkit.io import sync_folder
@@ -94,12 +95,7 @@ def foreseen_bytes(run: Run) -> int:
     Collectives:
         One all-reduce of two numbers: stages have different layers.
     """
-    total = trainable = 0
-    for parameter in run.model.parameters():
-        count = getattr(parameter, "ds_numel", parameter.numel())
-        total += count
-        trainable += count if parameter.requires_grad else 0
-    counts = torch.tensor([total, trainable], device=run.world.device)
+    counts = torch.tensor(count_parameters(run.model), device=run.world.device)
     dist.all_reduce(counts)
     total, trainable = (counts // run.world.grid.dp).tolist()
     return written_bytes(run.plan, total=total, trainable=trainable)

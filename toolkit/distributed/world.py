@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from toolkit.distributed.deepspeed_private import reset_groups, skip_shared_memory_build
 from toolkit.distributed.device import rank_device
 from toolkit.distributed.process_groups import forget_groups, join_group
 from toolkit.errors import PlanError, RunError, ToolkitError
@@ -123,7 +123,7 @@ def init_world(
     device = rank_device(backend, local_rank)
     owns_groups = not dist.is_initialized()
     if owns_groups:
-        _reset_deepspeed()
+        reset_groups()
         _initialize(backend, environment, rank=rank, size=size, timeout=timeout, device=device)
     _tell_deepspeed(backend)
     coordinate = grid.coordinate(rank)
@@ -145,19 +145,6 @@ def destroy_world(world: World) -> None:
         return
     dist.destroy_process_group()
     forget_groups()
-
-
-def _reset_deepspeed() -> None:
-    """Empty DeepSpeed's caches of groups, which may be from an earlier run of this process.
-
-    Source:
-        deepspeed utils/groups.py (_WORLD_GROUP and its like are module globals that are never reset), comm/comm.py (cdb).
-    """
-    import deepspeed.comm.comm as deepspeed_comm
-    from deepspeed.utils import groups as deepspeed_groups
-
-    deepspeed_comm.cdb = None
-    importlib.reload(deepspeed_groups)
 
 
 def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
@@ -199,17 +186,11 @@ def _initialize(
 
 
 def _tell_deepspeed(backend: str) -> None:
-    """Make DeepSpeed use the groups; until then its configuration assumes a world of one rank.
-
-    Source:
-        deepspeed comm/torch.py build_shm_op: on CPU it compiles an extension that only tensor-parallel inference uses
-        (inference_all_reduce). That needs a compiler and half a minute, and a run that is killed meanwhile leaves a lock
-        for which all later ones wait silently.
-    """
+    """Make DeepSpeed use the groups; until then its configuration assumes a world of one rank."""
     import deepspeed
 
     if backend == "gloo":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        skip_shared_memory_build()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 

@@ -14,6 +14,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from toolkit.distributed.deepspeed_private import (
+    allow_backward_without_gradients,
+    begin_backward,
+    forget_averaged_gradients,
+    hold_back,
+    reduce_now,
+    reduced_at_end,
+)
 from toolkit.distributed.p2p import P2PChannels
 from toolkit.distributed.world import World
 from toolkit.pipeline_parallel.grads import DeferredTiedGrad, Fp32GradAccumulator, all_reduce_tied_grad
@@ -62,18 +70,9 @@ class ReduceAtStepEnd:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        # DeepSpeed reduces even if its block raises: a rank out of memory would deadlock with the others.
-        flush = "_flush_coalesced_reduction_zero12"
-        try:
-            with self._engine.coalesce_grad_reduction():
-                try:
-                    yield
-                    self._finish()
-                except BaseException:
-                    vars(self._engine)[flush] = lambda optimizer: None
-                    raise
-        finally:
-            vars(self._engine).pop(flush, None)
+        with reduced_at_end(self._engine):
+            yield
+            self._finish()
 
     def before_backward(self, chunk: int) -> None: ...
 
@@ -106,8 +105,7 @@ class ReduceEachBackward:
 
     Source:
         deepspeed runtime/engine.py step (managed_gradient_accumulation=False), which leaves the work after the last backward
-        pass to finalize_gradient_accumulation_boundary; stage_1_and_2.py setup_buckets and stage3.py partition_grads, for
-        which the first pass of a step is the one with `micro_step_id` 0.
+        pass to finalize_gradient_accumulation_boundary.
     """
 
     sums: Fp32GradAccumulator | None = None
@@ -120,57 +118,28 @@ class ReduceEachBackward:
             None if tied is None else DeferredTiedGrad(tied, in_fp32=in_fp32, partitioned=self._partitions_weights)
         )
         if self._held is not None:
-            self._hold_back(self._held)
+            hold_back(self._optimizer, self._held.take)
         if not self._partitions_weights:
-            self._end_without_gradients()
+            allow_backward_without_gradients(self._optimizer)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         self._passes.clear()
         self._engine.set_gradient_accumulation_boundary(False)
         if not self._partitions_weights:
-            # Under offload DeepSpeed keeps them after an overflow, and would add to infinite values.
-            self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
+            forget_averaged_gradients(self._optimizer)
         yield
         if self._held is not None:
             all_reduce_tied_grad(self._held.total, group=self._ends, dp_size=self._dp_size)
-            self._count_pass(0)  # its gradient has not been reduced in this step
+            begin_backward(self._engine, 0)  # its gradient has not been reduced in this step
             with self._held.released():
-                if self._partitions_weights:
-                    self._engine._flush_coalesced_reduction_zero3(self._optimizer)
-                else:
-                    self._engine._flush_coalesced_reduction_zero12(self._optimizer)
+                reduce_now(self._engine)
         self._engine.set_gradient_accumulation_boundary(True)
         self._optimizer.finalize_gradient_accumulation_boundary()
 
     def before_backward(self, chunk: int) -> None:
-        self._count_pass(self._passes[chunk])
+        begin_backward(self._engine, self._passes[chunk])
         self._passes[chunk] += 1
-
-    def _count_pass(self, number: int) -> None:
-        """Tell the engine how many passes the current parameters have had in this step: the first starts their sum."""
-        self._optimizer.clear_backward_seen_flag()  # DeepSpeed does this at a forward pass, which may not come between
-        # Stages 1 and 2 increment it when they create their buckets.
-        self._optimizer.micro_step_id = number if self._partitions_weights else number - 1
-
-    def _end_without_gradients(self) -> None:
-        """Create empty buckets for a backward pass without trainable layers: DeepSpeed assumes that they exist."""
-        end = self._optimizer.overlapping_partition_gradients_reduce_epilogue
-
-        def make_and_end() -> None:
-            self._optimizer.setup_buckets()
-            end()
-
-        self._optimizer.overlapping_partition_gradients_reduce_epilogue = make_and_end
-
-    def _hold_back(self, held: DeferredTiedGrad) -> None:
-        reduce = self._optimizer.reduce_ready_partitions_and_remove_grads
-
-        def reduce_others(parameter: nn.Parameter, *group: int) -> None:
-            if not held.take(parameter):
-                reduce(parameter, *group)
-
-        self._optimizer.reduce_ready_partitions_and_remove_grads = reduce_others
 
 
 def _tied_weight(model: Any) -> nn.Parameter | None:

@@ -14,6 +14,7 @@ from torch import nn
 from toolkit.arguments import checks_arguments
 from toolkit.catalog.pretrained import weight_problems
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
+from toolkit.distributed.deepspeed_private import reset_mpu, restore_patches
 from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
@@ -77,7 +78,7 @@ def initialize(
         memory.end("init")
         return Run(plan=plan, world=world, engine=engine, schedule=schedule, memory=memory)
     except BaseException:
-        compare_within(None)
+        restore_patches()
         if world.size == 1:  # a notebook continues; with several ranks, waiting could hang
             destroy_world(world)
         raise
@@ -90,7 +91,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
     alone = world.grid.size("model") == 1
     compare_within(world.dp_group)  # reset when the run is closed
     if alone:
-        deepspeed.utils.groups.mpu = None  # from an earlier run of this process; DeepSpeed never resets it
+        reset_mpu()
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, weight_decay=plan.job.train.weight_decay),

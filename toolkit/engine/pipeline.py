@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from toolkit.distributed.deepspeed_private import expect_backward
 from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, P2PChannels, PendingRecv
 from toolkit.distributed.world import World
 from toolkit.engine.forward_backward import MicroBatch, StepLoss
@@ -178,9 +179,7 @@ class PipelineForwardBackward:
         if arrival is None:
             self._engine.backward(outputs, scale_wrt_gas=False)
         elif outputs.requires_grad:  # False for a frozen first stage
-            # Under fp16 DeepSpeed checks by it that the loss was scaled
-            # (deepspeed runtime/engine.py scale, _backward_post_hook); this gradient comes from a stage that scaled it.
-            self._engine._manual_backward_expected = True
+            expect_backward(self._engine)
             outputs.backward(arrival.wait())  # type: ignore[no-untyped-call]
         else:
             arrival.wait()

@@ -15,6 +15,7 @@ from toolkit.arguments import Positive, checks_arguments, each_fitting
 from toolkit.data.collate import Collator
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
+from toolkit.distributed.deepspeed_private import restore_patches
 from toolkit.distributed.process_groups import join_group
 from toolkit.distributed.world import World, destroy_world
 from toolkit.engine.batch_check import compare_batches
@@ -24,7 +25,6 @@ from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.pipeline import PipelineForwardBackward
 from toolkit.engine.signals import StopFlag
-from toolkit.engine.zero3_trace import compare_within
 from toolkit.errors import RunError
 from toolkit.modeling.loss import count_targets
 from toolkit.planning.plan import Plan
@@ -88,7 +88,7 @@ class Run:
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
-            compare_within(None)
+            restore_patches()
             if leave_groups:
                 destroy_world(self.world)
 

@@ -5,23 +5,14 @@ The ranks of other pipeline stages have other parameters, and DeepSpeed numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.distributed as dist
 
+from toolkit.distributed.deepspeed_private import replace_trace_check
 from toolkit.errors import RunError
 
-# Modules of deepspeed that import the function by name.
-_USERS = (
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.partition_parameters",
-    "deepspeed.runtime.zero.partitioned_param_coordinator",
-)
-_NAME = "assert_ints_same_as_other_ranks"
 
-
-def compare_within(group: dist.ProcessGroup | None) -> None:
-    """Make ZeRO-3 compare over a group from now on in this process; `None` restores its own check.
+def compare_within(group: dist.ProcessGroup) -> None:
+    """Make ZeRO-3 compare over a group from now on in this process, until `restore_patches`.
 
     DeepSpeed broadcasts from rank 0 of the world whenever a rank has recorded a new order of its modules. Stages record
     theirs at different times, or more often than others, so that broadcast would wait forever. After a run with stages,
@@ -29,22 +20,8 @@ def compare_within(group: dist.ProcessGroup | None) -> None:
 
     Args:
         group: Group of ranks that have the same parameters.
-
-    Source:
-        deepspeed runtime/zero/utils.py assert_ints_same_as_other_ranks; partitioned_param_coordinator.py record_module.
     """
-    import importlib
-
-    from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
-
-    used: Callable[[list[int]], None] = assert_ints_same_as_other_ranks
-    if group is not None:
-
-        def used(ints: list[int]) -> None:
-            _compare(ints, group)
-
-    for name in _USERS:
-        setattr(importlib.import_module(name), _NAME, used)
+    replace_trace_check(lambda ints: _compare(ints, group))
 
 
 def _compare(ints: list[int], group: dist.ProcessGroup) -> None:

@@ -129,7 +129,7 @@ def _extensions(plan: Plan, consumer: Consumer) -> Iterator[Extension]:
     config = plan.deepspeed_config(consumer)
     zero = config["zero_optimization"]
     on_host = plan.profile.optimizer is not None
-    if plan.on_cpu and consumer != "toolkit":  # ours does not load it (distributed/world.py _tell_deepspeed)
+    if plan.on_cpu and consumer != "toolkit":  # ours skips it (deepspeed_private.py)
         yield Extension(
             name="deepspeed_shm_comm",
             title="shared-memory collectives",

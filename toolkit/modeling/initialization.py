@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.distributed.deepspeed_private import is_absent, is_partitioned
 from toolkit.modeling.local_shard import LocalShard
 
 _DONE = "_is_hf_initialized"  # transformers.initialization skips tensors with this attribute
@@ -64,7 +65,7 @@ def initialize_weights(
 
 def _draw_in_place(model: PreTrainedModel, *, seed: int, modules: frozenset[str] | None) -> None:
     drawn: set[int] = set()
-    partitioned = any(hasattr(weight, "ds_id") for weight in model.parameters())
+    partitioned = any(map(is_partitioned, model.parameters()))
     for name, module, owner in _children_first(model):
         own = list(module.parameters(recurse=False))
         if modules is None or name in modules:
@@ -197,7 +198,7 @@ def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
     Source:
         deepspeed, runtime/zero/partition_parameters.py, GatheredParameters.
     """
-    partitioned = [weight for weight in weights if hasattr(weight, "ds_id")]
+    partitioned = [weight for weight in weights if is_partitioned(weight)]
     if not partitioned:
         return nullcontext()
     import deepspeed
@@ -261,15 +262,8 @@ class _GatherIfTouched(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
         tensors = [*args, *(kwargs or {}).values()]
-        absent = [
-            tensor
-            for tensor in tensors
-            if isinstance(tensor, Tensor) and getattr(tensor, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
-        ]
-        with gathered(absent):
+        with gathered(tensor for tensor in tensors if isinstance(tensor, Tensor) and is_absent(tensor)):
             return func(*args, **(kwargs or {}))
 
 
@@ -309,7 +303,7 @@ def _fill(module: nn.Module, rule: Callable[[nn.Module], None], buffers: Mapping
 
 
 def _restore_buffer_dtypes(model: PreTrainedModel) -> None:
-    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+    if not any(map(is_partitioned, model.parameters())):
         return
     with no_init_weights(), torch.device("meta"), _default_dtype(model.dtype):
         twin = type(model)(model.config)

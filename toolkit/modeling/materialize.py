@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.distributed.deepspeed_private import partition_module, zero_init
 from toolkit.tensor_parallel.grad_sync import carry_hooks
 
 
@@ -34,10 +35,8 @@ def allocate(
         mpu: Model-parallel unit that DeepSpeed asks for the tensor groups.
     Collectives:
         Under ZeRO-3 a broadcast of each weight over `dp_group`.
-    Source:
-        deepspeed, runtime/zero/partition_parameters.py, Init._post_init_method.
     """
-    partition = None if zero_config is None else _zero_init(zero_config, dp_group, mpu)
+    partition = None if zero_config is None else zero_init(zero_config, dp_group=dp_group, mpu=mpu)
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -49,16 +48,7 @@ def allocate(
             if buffer is not None:
                 module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device))
         if partition is not None:
-            partition._post_init_method(module)
-
-
-def _zero_init(config: Mapping[str, Any], dp_group: dist.ProcessGroup | None, mpu: Any) -> Any:
-    import deepspeed
-
-    # Given a module, here one without weights, it patches the linear function as it does for a model built inside it.
-    return deepspeed.zero.Init(
-        module=nn.Module(), data_parallel_group=dp_group, config_dict_or_path=dict(config), mpu=mpu
-    )
+            partition_module(partition, module)
 
 
 def _weight_like(weight: nn.Parameter, device: torch.device, partition: Any) -> nn.Parameter:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from toolkit.distributed.deepspeed_private import full_shape, is_partitioned, is_swapped
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys
 from toolkit.modeling.first_rank import agree, is_source
@@ -159,7 +160,7 @@ def plan_loading(
 def full_shapes(model: nn.Module) -> dict[str, Tensor]:
     """Return meta tensors by key of everything in a checkpoint of the model, with full shapes even under ZeRO-3."""
     return {
-        key: torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
+        key: torch.empty(full_shape(value), dtype=value.dtype, device="meta")
         for key, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
@@ -234,7 +235,7 @@ def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, grou
             for key, target in part.items():
                 if key in values:
                     target.data.copy_(values[key])
-                if spread and not hasattr(target, "ds_id"):
+                if spread and not is_partitioned(target):
                     dist.broadcast(target.data, group=group, group_src=0)
 
 
@@ -244,7 +245,7 @@ def _gatherable(targets: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
     Source:
         deepspeed, runtime/swap_tensor/partitioned_param_swapper.py, AsyncPartitionedParameterSwapper.swap_in.
     """
-    if any(getattr(target, "nvme_swapper", None) is not None for target in targets.values()):
+    if any(map(is_swapped, targets.values())):
         return [{key: target} for key, target in targets.items()]
     return [targets]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.data.prepare import PreparedData
+from toolkit.distributed.deepspeed_private import count_parameters
 from toolkit.engine.run import Run
 from toolkit.modeling.fp8 import fp8_layers
 from toolkit.trainer.progress import describe_devices
@@ -29,11 +30,7 @@ def describe_data(data: PreparedData) -> str:
 
 def describe_model(run: Run, *, seconds: float) -> str:
     """Return one line on the model that was built and how long it took."""
-    total = trainable = 0
-    for parameter in run.model.parameters():
-        count = getattr(parameter, "ds_numel", parameter.numel())
-        total += count
-        trainable += count if parameter.requires_grad else 0
+    total, trainable = count_parameters(run.model)
     plan, grid = run.plan, run.world.grid
     trained = "" if trainable == total else f", {format_count(trainable)} of them trained"
     held = f"{format_count(total)} parameters"

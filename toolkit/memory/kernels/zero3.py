@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.distributed.deepspeed_private import is_leaf
+
 # Records a module's hook: its path, and whether it gathers (otherwise it releases).
 Note = Callable[[str, bool], None]
 
@@ -43,7 +45,7 @@ def find_leaves(model: nn.Module) -> Iterator[str]:
     """
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if getattr(module, "_z3_leaf", False) and not name.startswith(inside):
+        if is_leaf(module) and not name.startswith(inside):
             inside = (*inside, f"{name}.")
             yield name
 

@@ -1,0 +1,348 @@
+"""All private names of DeepSpeed that the toolkit reads, calls or replaces, as they are in DeepSpeed 0.19.8.
+
+DeepSpeed may change them in any release: tests/distributed/test_deepspeed_private.py fails for each that is no longer as
+described here. DeepSpeed is imported by the functions that need it, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Modules of DeepSpeed that import ZeRO-3's trace check by name.
+TRACE_CHECK = "assert_ints_same_as_other_ranks"
+TRACE_CHECK_USERS = (
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.partitioned_param_coordinator",
+)
+TraceCheck = Callable[[list[int]], None]
+
+SWAP_SUFFIX = ".tensor.swp"
+_FLUSH = "_flush_coalesced_reduction_zero12"
+_LEAF = "_z3_leaf"
+
+
+# The process: module globals.
+
+
+def reset_groups() -> None:
+    """Empty DeepSpeed's caches of process groups, which may be from an earlier run of this process.
+
+    Source:
+        utils/groups.py (_WORLD_GROUP and its like are module globals that are never reset), comm/comm.py (cdb).
+    """
+    import deepspeed.comm.comm as comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    importlib.reload(groups)
+
+
+def reset_mpu() -> None:
+    """Forget the model-parallel unit of an earlier engine: an engine without one would use it (utils/groups.py mpu)."""
+    from deepspeed.utils import groups
+
+    groups.mpu = None
+
+
+def skip_shared_memory_build() -> None:
+    """Keep DeepSpeed from compiling an extension on CPU that only tensor-parallel inference uses (inference_all_reduce).
+
+    That needs a compiler and half a minute, and a run that is killed meanwhile leaves a lock for which all later ones wait
+    silently.
+
+    Source:
+        comm/torch.py build_shm_op; ops/__init__.py __compatible_ops__.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def replace_trace_check(check: TraceCheck) -> None:
+    """Have ZeRO-3 call `check` with the ids that a rank has recorded, until `restore_patches`.
+
+    Source:
+        runtime/zero/utils.py assert_ints_same_as_other_ranks; partitioned_param_coordinator.py record_module.
+    """
+    for name in TRACE_CHECK_USERS:
+        setattr(importlib.import_module(name), TRACE_CHECK, check)
+
+
+def restore_patches() -> None:
+    """Restore ZeRO-3's own trace check, and torch's linear function, which ZeRO-3 replaces and never restores.
+
+    Source:
+        runtime/zero/partition_parameters.py _enable_mem_efficient_linear (linear_bk is what torch had before).
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
+    from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
+
+    replace_trace_check(assert_ints_same_as_other_ranks)
+    if functional.linear is zero3_linear_wrap:
+        functional.linear = Patched.linear_bk
+
+
+# Parameters that ZeRO-3 has partitioned.
+
+
+def is_partitioned(weight: Tensor) -> bool:
+    """True if ZeRO-3 partitions a weight, gathered at the moment or not (partition_parameters.py _convert_to_zero_parameters)."""
+    return hasattr(weight, "ds_id")
+
+
+def is_absent(weight: Tensor) -> bool:
+    """True if ZeRO-3 partitions a weight and it is not gathered (partition_parameters.py ZeroParamStatus)."""
+    status = getattr(weight, "ds_status", None)
+    return status is not None and status == type(status).NOT_AVAILABLE
+
+
+def is_swapped(weight: Tensor) -> bool:
+    """True if the partition of a weight is on NVMe (partition_parameters.py, offload_param with device nvme)."""
+    return getattr(weight, "nvme_swapper", None) is not None
+
+
+def full_shape(weight: Tensor) -> tuple[int, ...]:
+    """Return the shape of a whole weight, partitioned or not."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Count a model's parameters, all and trainable ones; a partitioned one counts as a whole."""
+    total = trainable = 0
+    for weight in model.parameters():
+        count = getattr(weight, "ds_numel", weight.numel())
+        total += count
+        trainable += count if weight.requires_grad else 0
+    return total, trainable
+
+
+def zero_init(config: Mapping[str, Any], *, dp_group: dist.ProcessGroup | None, mpu: Any) -> Any:
+    """Return ZeRO-3's partitioner of modules that exist already, for `partition_module`.
+
+    Its `dtype` is that of all floating-point weights. Given a module, here one without weights, DeepSpeed replaces torch's
+    linear function as it does for a model built in its context (partition_parameters.py Init.__init__).
+    """
+    import deepspeed
+
+    return deepspeed.zero.Init(
+        module=nn.Module(), data_parallel_group=dp_group, config_dict_or_path=dict(config), mpu=mpu
+    )
+
+
+def partition_module(init: Any, module: nn.Module) -> None:
+    """Partition a module's own weights, as after its construction in the context (partition_parameters.py Init)."""
+    init._post_init_method(module)
+
+
+def mark_leaf(module: nn.Module) -> None:
+    """Make ZeRO-3 gather a module together with those inside it, without an import of DeepSpeed.
+
+    Source:
+        utils/z3_leaf_module.py set_z3_leaf_module.
+    """
+    setattr(module, _LEAF, True)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """True if ZeRO-3 gathers a module together with those inside it (utils/z3_leaf_module.py z3_leaf_module)."""
+    return bool(getattr(module, _LEAF, False))
+
+
+# Backward passes and the reduction of their gradients.
+
+
+def expect_backward(engine: Any) -> None:
+    """Announce a backward pass from a gradient of another rank, whose loss was scaled there.
+
+    Source:
+        runtime/engine.py scale, _backward_post_hook: under fp16 the engine checks by it that the loss was scaled.
+    """
+    engine._manual_backward_expected = True
+
+
+@contextmanager
+def reduced_at_end(engine: Any) -> Iterator[None]:
+    """Reduce the gradients of all backward passes of a block at its end, unless it raises.
+
+    DeepSpeed reduces even then: a rank out of memory would deadlock with the others.
+
+    Source:
+        runtime/engine.py coalesce_grad_reduction.
+    """
+    try:
+        with engine.coalesce_grad_reduction():
+            try:
+                yield
+            except BaseException:
+                vars(engine)[_FLUSH] = lambda optimizer: None
+                raise
+    finally:
+        vars(engine).pop(_FLUSH, None)
+
+
+def reduce_now(engine: Any) -> None:
+    """Reduce the gradients that parameters have, as `coalesce_grad_reduction` does at its end under the engine's stage."""
+    stage3 = engine.zero_optimization_partition_weights()
+    (engine._flush_coalesced_reduction_zero3 if stage3 else engine._flush_coalesced_reduction_zero12)(engine.optimizer)
+
+
+def begin_backward(engine: Any, number: int) -> None:
+    """Tell ZeRO-2 or 3 how many backward passes the next one's parameters have had in this step: the first starts their sum.
+
+    Source:
+        runtime/zero/stage_1_and_2.py setup_buckets, which increments micro_step_id first; stage3.py partition_grads. The flag is
+        otherwise cleared by a forward pass, which may not come between.
+    """
+    engine.optimizer.clear_backward_seen_flag()
+    engine.optimizer.micro_step_id = number if engine.zero_optimization_partition_weights() else number - 1
+
+
+def forget_averaged_gradients(optimizer: Any) -> None:
+    """Forget the gradients of the step before in ZeRO-2: under offload it keeps them after an overflow, and would add to
+    infinite values (runtime/zero/stage_1_and_2.py averaged_gradients)."""
+    optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
+
+
+def allow_backward_without_gradients(optimizer: Any) -> None:
+    """Have ZeRO-2 create empty buckets for a backward pass without trainable layers: it assumes that they exist.
+
+    Source:
+        runtime/zero/stage_1_and_2.py setup_buckets, overlapping_partition_gradients_reduce_epilogue.
+    """
+    end = optimizer.overlapping_partition_gradients_reduce_epilogue
+
+    def make_and_end() -> None:
+        optimizer.setup_buckets()
+        end()
+
+    optimizer.overlapping_partition_gradients_reduce_epilogue = make_and_end
+
+
+def hold_back(optimizer: Any, takes: Callable[[nn.Parameter], bool]) -> None:
+    """Have ZeRO-2 or 3 leave the gradients alone of parameters for which `takes` returns true, after each backward pass.
+
+    Source:
+        runtime/zero/stage_1_and_2.py and stage3.py reduce_ready_partitions_and_remove_grads.
+    """
+    reduce = optimizer.reduce_ready_partitions_and_remove_grads
+
+    def reduce_others(parameter: nn.Parameter, *group: int) -> None:
+        if not takes(parameter):
+            reduce(parameter, *group)
+
+    optimizer.reduce_ready_partitions_and_remove_grads = reduce_others
+
+
+# Checkpoints.
+
+
+def sort_by_rank(engine: Any) -> None:
+    """Make an engine sort the files of model-parallel ranks by rank number.
+
+    DeepSpeed takes the file at a rank's index in alphabetical order, where `mp_rank_100` comes before `mp_rank_11`: with more than
+    100 ranks per model they would load each other's.
+
+    Source:
+        runtime/engine.py _get_all_ckpt_names; runtime/state_dict_factory.py SDLoaderBase.load.
+    """
+    found = engine._get_all_ckpt_names
+    engine._get_all_ckpt_names = lambda *place: sorted(found(*place), key=lambda name: (len(name), name))
+
+
+def load_files_by(engine: Any, read: Callable[..., dict[str, Any]]) -> None:
+    """Make an engine load its files by `read(path, map_location=)` instead of a `torch.load` that runs code they name.
+
+    Source:
+        runtime/checkpoint_engine/torch_checkpoint_engine.py load, through which runtime/engine.py and
+        runtime/state_dict_factory.py read every file.
+    """
+    engine.checkpoint_engine.load = read
+
+
+def zero_file(engine: Any, folder: Path, tag: str) -> Path:
+    """Return the file of a rank's optimizer state in a checkpoint (runtime/engine.py _get_zero_ckpt_name)."""
+    return Path(engine._get_zero_ckpt_name(str(folder), tag))
+
+
+# The optimizer of ZeRO-3 with state on NVMe.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterWeights:
+    """The master weights of one sub-group of a ZeRO-3 optimizer.
+
+    Args:
+        flat: Flat parameter; empty while it is on NVMe.
+        numel: Elements of this rank's share.
+        swapped: Whether they are on NVMe: those below DeepSpeed's smallest transfer stay in memory.
+    """
+
+    flat: Any
+    numel: int
+    swapped: bool
+
+    @property
+    def file(self) -> str:
+        """Name of the swap file."""
+        return f"{self.flat.ds_id}{SWAP_SUFFIX}"
+
+
+def master_weights(optimizer: Any) -> list[MasterWeights]:
+    """Return the master weights by sub-group.
+
+    Source:
+        runtime/zero/stage3.py fp32_partitioned_groups_flat, fp16_partitioned_groups_flat_numel,
+        _swappable_optimizer_subgroup; runtime/swap_tensor/optimizer_utils.py SwapTensorContext.
+    """
+    numels = optimizer.fp16_partitioned_groups_flat_numel
+    return [
+        MasterWeights(flat=flat, numel=int(numels[index]), swapped=bool(optimizer._swappable_optimizer_subgroup(index)))
+        for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat)
+    ]
+
+
+def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Load the loss scale and the inner optimizer's state of a ZeRO-3 optimizer's `state_dict`.
+
+    Source:
+        runtime/zero/stage3.py _rigid_load_state_dict.
+    """
+    optimizer.loss_scaler = saved["loss_scaler"]
+    optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
+    optimizer.overflow = saved["overflow"]
+    optimizer._set_fp32_optimizer_param_groups()
+    optimizer.optimizer.load_state_dict(saved["optimizer_state_dict"])
+    optimizer._clear_fp32_optimizer_param_groups()
+
+
+def rename_swap_files(optimizer: Any, files: Iterable[str | None]) -> None:
+    """Make an optimizer that has not stepped use other names of swap files; None leaves a sub-group's.
+
+    DeepSpeed names them by parameter ids, which continue from one model of a process to the next.
+
+    Source:
+        runtime/swap_tensor/optimizer_utils.py OptimizerSwapper.swap_params_info, OptimizerStateSwapInfo.
+    """
+    swapper = optimizer.optimizer_swapper
+    infos = dict(swapper.swap_params_info)
+    for master, file in zip(master_weights(optimizer), files, strict=True):
+        if file is None or master.file == file:
+            continue
+        info = infos[master.flat.ds_id]
+        swapper.swap_params_info.pop(master.flat.ds_id, None)
+        context = info.tensors[0]  # a fresh engine has swapped only the master weights
+        Path(context.swap_path).unlink(missing_ok=True)
+        master.flat.ds_id = info.param_id = file.removesuffix(SWAP_SUFFIX)
+        context.swap_path = str(Path(swapper.swap_folder) / file)
+        swapper.swap_params_info[master.flat.ds_id] = info
