@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import GenerationConfig
 
-from toolkit.checkpoint.save import generation_config
+from toolkit.checkpoint.save import _check_replaceable, generation_config
+from toolkit.errors import PlanError
 
 OWN = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=3)
 
@@ -33,3 +34,44 @@ def test_the_end_mark_is_the_tokenizers(tokenizer, fresh, expected):
 def test_other_marks_of_a_pretrained_model_stay():
     own = GenerationConfig(eos_token_id=[5, 7])
     assert generation_config(own, marks(eos=7), fresh=False).eos_token_id == [7, 5]
+
+
+def written(root, *files):
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("{}")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("notes.txt", None),
+        ("project", ["train.py", "data/a.jsonl", "readme.md", "zeros.txt"]),
+        ("extension", ["manifest.json"]),
+        ("saved_dataset", ["state.json", "dataset_info.json", "data-00000.arrow"]),
+        ("run", ["plan.json", "metrics.jsonl", "checkpoint-4/manifest.json"]),
+    ],
+)
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path, name, files):
+    path = written(tmp_path, name) / name if files is None else written(tmp_path / name, *files)
+    with pytest.raises(PlanError) as caught:
+        _check_replaceable(path)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.key) == ("OUTPUT_EXISTS", "path")
+    assert f"path={path} is " in problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("checkpoint", ["manifest.json", "state.json", "plan.json"]),
+        ("checkpoint", ["global_step4/shard.pt"]),  # whose other files are lost
+        ("checkpoint-4", ["manifest.json"]),
+    ],
+)
+def test_a_checkpoint_is_replaced_even_if_it_is_damaged(tmp_path, name, files):
+    _check_replaceable(written(tmp_path / name, *files))
+    _check_replaceable(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    _check_replaceable(tmp_path / "empty")

@@ -66,10 +66,24 @@ def test_a_job_on_cpu_has_processes_and_no_cards(capsys, folder):
     (folder / "cpu.yaml").write_text(job + "parallel: {pipeline: 2, zero_stage: 1}\n")
     assert main(["estimate", "cpu.yaml"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^It takes [\d.]+ MiB a process and [\d.]+ GiB a host, whose capacity is not known$", shown, re.M)
-    assert "A process must have\n" in shown
+    (verdict,) = [line for line in shown.splitlines() if line.startswith("The tensors of a process take ")]
+    assert re.search(
+        r"MiB; with its libraries, 2 of them take [\d.]+ GiB of a host, whose capacity is not known$", verdict
+    )
+    assert "\nTensors of a process\n" in shown
+    assert "the figures of a process are its tensors; Python, torch and DeepSpeed are counted in the host's" in shown
     assert "Traced every layer, 4 in all\n" in shown
-    assert not re.search("card|CUDA|the others repeat", shown)
+    assert not re.search("card|CUDA |cuBLAS|the others repeat", shown)
+    assert main(["estimate", "cpu.yaml", "--set", "cluster.host_memory_gib=64"]) == 0
+    assert re.search(r"^It fits: tensors of a process [\d.]+ MiB; host [\d.]+ GiB of 64", capsys.readouterr().out, re.M)
+
+
+def test_an_assumed_capability_is_said(capsys):
+    sets = ["--set", "cluster.gpu.name=l20", "--set", "cluster.gpu.memory_gib=44.5"]
+    assert main(["estimate", "job.yaml", *sets]) == 0
+    assert "gpu=l20 is taken to have compute_capability=8.6, that of most cards" in capsys.readouterr().out
+    assert main(["estimate", "job.yaml", *sets, "--set", "cluster.gpu.compute_capability=8.9"]) == 0
+    assert "compute_capability" not in capsys.readouterr().out
 
 
 def test_the_json_adds_up(capsys):

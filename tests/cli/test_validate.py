@@ -152,6 +152,11 @@ def test_a_job_that_can_be_trained_is_sound_without_a_but(folder, capsys):
     assert capsys.readouterr().out.startswith("job.yaml is sound\n")
 
 
+def test_a_process_on_cpu_is_no_gpu(folder, capsys):
+    assert validate("model=quickstart-llama", "cluster.gpu=cpu", extra=()) == 0
+    assert "offload  none: everything is in the host's memory" in capsys.readouterr().out
+
+
 def test_messages_need_a_chat_template(folder, capsys):
     write_model(folder)
     (folder / "train.jsonl").write_text(json.dumps(MESSAGES) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import time
 from importlib.metadata import version
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from toolkit.arguments import checks_arguments
 from toolkit.checkpoint.disk import disk_errors, disk_full
 from toolkit.checkpoint.fingerprint import Source, Sources, identify
-from toolkit.checkpoint.layout import LATEST, MODEL, PLAN, RANDOM, tag_of
+from toolkit.checkpoint.layout import LATEST, MANIFEST, MODEL, PLAN, RANDOM, STATE, is_tag, step_of, tag_of
 from toolkit.checkpoint.manifest import Entry, hash_files, list_files, share, write_manifest
 from toolkit.checkpoint.nvme_state import finish_swapped
 from toolkit.checkpoint.random_state import save_random_state
@@ -46,7 +47,8 @@ def save(
 
     Args:
         run: The run; all ranks call this together.
-        path: Folder of the checkpoint, on a file system that all ranks share; replaced if it exists.
+        path: Folder of the checkpoint, on a file system that all ranks share. An empty folder or an earlier checkpoint is
+            replaced when the new one is complete; a file, or a folder that holds anything else, is refused.
         tokenizer: Tokenizer to save with the model's configuration, for the export.
         probe: Whether to save logits of the live model to compare an export with; one forward pass.
         sources: On rank 0: sources of the run, from `toolkit.checkpoint.fingerprint.identify`; determined now when left out,
@@ -59,7 +61,7 @@ def save(
         Barriers; one gather of the manifest's entries; the engine's own.
 
     Raises:
-        PlanError: OUTPUT_NOT_SHARED.
+        PlanError: OUTPUT_EXISTS, OUTPUT_NOT_SHARED.
         RunError: DISK_FULL before anything is written when the space is too small, or while writing; whatever was
             under `path` stays.
     """
@@ -106,6 +108,7 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
     needed = foreseen_bytes(run)
 
     def on_first_rank() -> None:
+        _check_replaceable(target)
         shutil.rmtree(partial, ignore_errors=True)
         with disk_errors(target):
             (partial / RANDOM).mkdir(parents=True)
@@ -121,6 +124,30 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
         if run.world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse a path where something else than a checkpoint is: it would be deleted.
+
+    Raises:
+        PlanError: OUTPUT_EXISTS.
+    """
+    if not os.path.lexists(target):
+        return
+    if target.is_dir():
+        names = {entry.name for entry in target.iterdir()}
+        complete = {MANIFEST, STATE} <= names or (step_of(target) is not None and MANIFEST in names)
+        if not names or complete or any(map(is_tag, names)):
+            return
+        what = f"is a folder that holds no checkpoint, but {', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''}"
+    else:
+        what = "is no folder"
+    raise PlanError.of(
+        code="OUTPUT_EXISTS",
+        key="path",
+        message=f"path={target} {what}: a checkpoint saved there would delete it",
+        fix="Name a new folder, or an earlier checkpoint to replace, or delete it first",
+    )
 
 
 def _write_plan(run: Run, partial: Path, sources: dict[str, tuple[Source, ...]]) -> None:

@@ -40,7 +40,7 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequ
         _print_stages(plan, report)
     _print_phases(report, device=device)
     _print_causes(report)
-    print(f"\nA {device} must have")
+    print(f"\n{'Tensors of a process' if plan.on_cpu else 'A card must have'}")
     print_fields(_card(report, on_cpu=plan.on_cpu))
     print(f"\nHost memory of a node, {report.host.ranks_per_node} {_plural('rank', report.host.ranks_per_node)}")
     print_fields(_host(report))
@@ -75,11 +75,17 @@ def verdict(report: MemoryReport, *, device: str) -> str:
         device: Device of a rank: `card`, or `process` on CPU, which has no memory of its own.
     """
     if report.gpu_capacity_bytes is None and report.host.capacity_bytes is None:
-        return (
-            f"It takes {format_bytes(report.required_bytes)} a {device} and {format_bytes(report.host.bytes_per_node)} "
-            "a host, whose capacity is not known"
-        )
+        taken = f"It takes {format_bytes(report.required_bytes)} a {device} and {format_bytes(report.host.bytes_per_node)} a host"
+        if device == "process":
+            taken = (
+                f"The tensors of a process take {format_bytes(report.required_bytes)}; with its libraries, "
+                f"{'it takes' if report.host.ranks_per_node == 1 else f'{report.host.ranks_per_node} of them take'} "
+                f"{format_bytes(report.host.bytes_per_node)} of a host"
+            )
+        return f"{taken}, whose capacity is not known"
     parts = [_compare(device, report.required_bytes, report.gpu_capacity_bytes)]
+    if device == "process":
+        parts = [f"tensors of a process {format_bytes(report.required_bytes)}"]
     parts.append(_compare("host", report.host.bytes_per_node, report.host.capacity_bytes))
     said = "It does not fit" if not report.fits else "It fits tightly" if report.tight else "It fits"
     return f"{said}: {'; '.join(parts)}"
@@ -161,6 +167,8 @@ def _print_causes(report: MemoryReport) -> None:
 
 def _card(report: MemoryReport, *, on_cpu: bool) -> list[tuple[str, str]]:
     allocator = "expandable segments" if report.allocator == "expandable" else "torch's default"
+    if on_cpu:
+        allocator = "assumed"
     lines = [
         ("peak allocated", format_bytes(report.peak_allocated_bytes)),
         (f"allocator slack, {allocator}", format_bytes(report.allocator_slack_bytes)),

@@ -25,7 +25,7 @@ def plan_fields(plan: Plan) -> list[tuple[str, str]]:
         *([("pipeline", describe_pipeline(plan))] if plan.grid.pp > 1 else []),
         *([("tensor", describe_tensor(plan))] if plan.grid.tp > 1 else []),
         ("zero", f"stage {settings.zero_stage}{_reason(plan, 'parallel.zero_stage')}"),
-        ("offload", f"{plan.profile.name}: {plan.profile.explanation}"),
+        ("offload", f"{plan.profile.name}: {plan.offload_meaning}"),
     ]
 
 

@@ -18,6 +18,7 @@ from toolkit.memory.engines.settings import EngineSettings, engine_settings, kee
 from toolkit.memory.kernels.linear_attention import older_transformers
 from toolkit.memory.kernels.quantized import ASSUMPTION as NF4
 from toolkit.memory.report.calibration import Calibration
+from toolkit.memory.report.host import CPU_PROCESS_GIB, PROCESS_BYTES
 from toolkit.memory.report.host_loading import Loading, loading
 from toolkit.memory.report.host_ranks import host_report
 from toolkit.memory.report.overhead import TIGHT_EXPANDABLE, Allocator
@@ -222,6 +223,16 @@ def _loading_assumption(plan: Plan, loaded: Loading) -> str:
 
 def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> Iterator[str]:
     """Yield what the estimate of a job assumes."""
+    if (why := plan.gpu.assumed.get("compute_capability")) is not None:
+        yield (
+            f"gpu={plan.gpu.name} is taken to have compute_capability={plan.gpu.compute_capability}, {why}; it decides on precisions, "
+            "kernels and their workspaces: set cluster.gpu.compute_capability"
+        )
+    if plan.on_cpu:
+        yield (
+            "the figures of a process are its tensors; Python, torch and DeepSpeed are counted in the host's memory, and as much as "
+            f"beside a GPU, {format_bytes(PROCESS_BYTES)} a process: without CUDA's libraries they took about {CPU_PROCESS_GIB:g} GiB"
+        )
     if plan.job.train.method == "qlora":
         yield NF4
     if plan.job.train.method != "full" and plan.settings.gradient_checkpointing and plan.grid.size("model") == 1:

@@ -111,7 +111,7 @@ class Plan(UncheckedPlan):
             f"batch: {self.settings.batch}",
             *([f"pipeline: {describe_pipeline(self)}"] if self.grid.pp > 1 else []),
             *([f"tensor: {describe_tensor(self)}"] if self.grid.tp > 1 else []),
-            f"offload {self.profile.name}: {self.profile.explanation}",
+            f"offload {self.profile.name}: {self.offload_meaning}",
             *([self._float8()] if self.settings.precision == "fp8" else []),
             "",
         ]

@@ -39,6 +39,13 @@ class UncheckedPlan:
         return self.gpu.backend == "gloo"
 
     @property
+    def offload_meaning(self) -> str:
+        """What the offload profile does, in words."""
+        if self.on_cpu and self.profile.name == "none":
+            return "everything is in the host's memory"
+        return self.profile.explanation
+
+    @property
     def split(self) -> dict[str, int]:
         """Sizes above 1 of the axes along which the model is split, by the job's key names."""
         sizes = {"tensor": self.job.parallel.tensor, "pipeline": self.job.parallel.pipeline}

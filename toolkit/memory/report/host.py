@@ -13,6 +13,9 @@ from toolkit.units import GIB
 # Resident memory of a training process before its tensors: Python, torch, CUDA's libraries, DeepSpeed. Peak RSS of
 # ranks that keep nothing on the host, torch 2.11: 1.99 to 2.24 GiB.
 PROCESS_BYTES = int(2.0 * GIB)
+# A process on CPU loads none of CUDA's libraries: peak RSS of the smallest runs, torch 2.14, 0.53 to 0.61 GiB. It is not
+# estimated apart: the figure above is an upper bound of it.
+CPU_PROCESS_GIB = 0.6
 # The same while the model and the engine are built, before the first pass loads kernels and workspaces: peak RSS of
 # ZeRO-3 ranks without offload, less their partitions, 1.43 to 1.53 GiB.
 PROCESS_START_BYTES = int(1.5 * GIB)

@@ -71,7 +71,7 @@ def _phases_of_stage(
         events,
         settings,
         strategy=plan.job.parallel.strategy,
-        workspace=workspace_bytes(capability(plan.gpu)),
+        workspace=0 if plan.on_cpu else workspace_bytes(capability(plan.gpu)),
         course=course,
     )
     return {dp: _phases(account) for dp, account in accounts.items()}
