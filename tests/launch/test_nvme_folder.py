@@ -15,9 +15,10 @@ from toolkit.config.job import Job
 from toolkit.errors import RunError
 from toolkit.launch import nvme
 from toolkit.launch.local import check_launchable, launch_local
-from toolkit.launch.nvme import SWAP_FOLDER, check_nvme, locked_bytes, nvme_folder_of, swapped_bytes
+from toolkit.launch.nvme import SWAP_FOLDER, check_nvme, locked_bytes, nvme_folder_of
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
+from toolkit.planning.state_bytes import swapped_bytes
 
 
 def _plan(folder: Path, *, offload: str = "full-nvme", model: str = "quickstart-llama") -> Plan:

@@ -202,3 +202,19 @@ def test_a_pipeline_gets_enough_micro_batches():
         ).settings.batch.accumulation
         == 3
     )
+
+
+def test_an_estimate_resolves_for_a_host_that_is_too_small_and_names_it_beside_other_problems() -> None:
+    small = {
+        "model": "llama-3.1-8b",
+        "host_memory_gib": 8,
+        "parallel": {"offload": "full-cpu", "zero_stage": 3},
+    }
+    card, model = gpu_of(job_of(**small).cluster.gpu), model_of("llama-3.1-8b")
+    plan = resolve_with(job_of(**small), model=model, gpu=card, to_run=False)
+    assert plan.job.cluster.host_memory_gib == 8
+    compiled = job_of(**small, train={"torch_compile": True})
+    for job, to_run, codes in ((job_of(**small), True, set()), (compiled, False, {"COMPILE_ZERO3"})):
+        with pytest.raises(PlanError) as caught:
+            resolve_with(job, model=model, gpu=card, to_run=to_run)
+        assert {*caught.value.codes} == {"OFFLOAD_HOST_MEMORY", *codes}

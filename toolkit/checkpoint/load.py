@@ -22,7 +22,7 @@ from toolkit.distributed.deepspeed_private import load_files_by, sort_by_rank
 from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, Problem, ToolkitError, raise_all
-from toolkit.planning.checkpoint_size import leaves_frozen_out
+from toolkit.planning.state_bytes import leaves_frozen_out
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from toolkit.engine.run import Run
 from toolkit.errors import PlanError
 from toolkit.io import sync_folder
 from toolkit.modeling.first_rank import agree
-from toolkit.planning.checkpoint_size import leaves_frozen_out, written_bytes
+from toolkit.planning.state_bytes import leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
 from toolkit.version import installed_version
 

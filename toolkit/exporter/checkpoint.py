@@ -22,8 +22,8 @@ from toolkit.errors import CheckError, CheckpointError, first_line
 from toolkit.exporter.export import ExportReport, export_checkpoint
 from toolkit.exporter.model_folder import brings_code, read_model_object
 from toolkit.modeling.build import DTYPES
-from toolkit.planning.checkpoint_size import leaves_frozen_out
 from toolkit.planning.plan import Plan
+from toolkit.planning.state_bytes import leaves_frozen_out
 from toolkit.units import format_count
 
 # Parameters up to which the export is loaded and run on the CPU by default: 8 GB of host memory in fp32.

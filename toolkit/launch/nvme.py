@@ -13,8 +13,8 @@ from pathlib import Path
 
 from toolkit.config.paths import path_kind
 from toolkit.errors import Problem, RunError, raise_all
-from toolkit.planning.optimizer_state import STATE_BYTES
 from toolkit.planning.plan import Plan
+from toolkit.planning.state_bytes import swapped_bytes
 from toolkit.units import format_bytes
 
 # DeepSpeed's name for its folder below nvme_path (runtime/zero/stage3.py _configure_tensor_swapping).
@@ -22,7 +22,6 @@ SWAP_FOLDER = "zero_stage_3"
 _LOCK = ".toolkit.lock"
 _PAGE_BYTES = 4096  # O_DIRECT transfers are a multiple of this on every disk
 _CAP_IPC_LOCK = 14  # linux/capability.h
-_GRADIENT_BYTES = 4  # in fp32, in addition to the optimizer's state
 
 
 def check_nvme(plan: Plan) -> None:
@@ -78,20 +77,6 @@ def nvme_folder_of(plan: Plan) -> Iterator[None]:
         os.close(handle)
 
 
-def swapped_bytes(plan: Plan) -> int | None:
-    """Return the bytes of a node's swap files; None for a model of unknown size.
-
-    Source:
-        deepspeed runtime/swap_tensor/partitioned_optimizer_swapper.py, partitioned_param_swapper.py.
-    """
-    total = plan.model.num_parameters
-    if total is None:
-        return None
-    copies = STATE_BYTES[plan.job.train.optimizer] + _GRADIENT_BYTES if plan.job.train.method == "full" else 0
-    weights = (4 if plan.settings.precision == "fp32" else 2) if plan.profile.parameters == "nvme" else 0
-    return total * (copies + weights) // plan.job.cluster.nodes
-
-
 def locked_bytes(plan: Plan) -> int:
     """Return the bytes that a rank locks into memory as swap buffers, as far as the plan knows the model's size.
 
@@ -101,10 +86,9 @@ def locked_bytes(plan: Plan) -> int:
     zero = plan.deepspeed_config()["zero_optimization"]
     optimizer, parameters = zero["offload_optimizer"], zero.get("offload_param", {})
     share = -(-(plan.model.num_parameters or 0) // plan.grid.world_size)
-    width = 4 if plan.settings.precision == "fp32" else 2
     held = 4 * optimizer["buffer_count"] * min(share, zero["sub_group_size"])
     if plan.profile.parameters == "nvme":
-        held += width * parameters["buffer_count"] * parameters["buffer_size"]
+        held += plan.settings.itemsize * parameters["buffer_count"] * parameters["buffer_size"]
     return int(held)
 
 

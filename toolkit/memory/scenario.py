@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.catalog.gpus import Gpu, find_gpu
 from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.config.job import Dtype, Job
-from toolkit.errors import PlanError, Problem, SpecError
+from toolkit.errors import Problem, SpecError
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve_with
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 # Cards of the largest common machine; beyond them one adds machines.
 COMMON_GPUS_PER_NODE = 8
-
-# RAM with which every offload passes the rules, GiB: the estimate itself tells whether the real host has enough.
-_AMPLE_HOST_GIB = 1_000_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +73,11 @@ class Scenario:
         Raises:
             PlanError: Every problem at once.
         """
-        if self.file is None:
-            return self._resolve(self.job)
-        plan = self._resolve(self.file.fit(self.job))
-        self.file.check(plan)
+        job = self.job if self.file is None else self.file.fit(self.job)
+        plan = resolve_with(job, model=self.model, gpu=self.gpu, to_run=False)
+        if self.file is not None:
+            self.file.check(plan)
         return plan
-
-    def _resolve(self, job: Job) -> Plan:
-        try:
-            return resolve_with(job, model=self.model, gpu=self.gpu, to_run=False)
-        except PlanError as error:
-            if set(error.codes) != {"OFFLOAD_HOST_MEMORY"}:
-                raise
-        ample = job.cluster.model_copy(update={"host_memory_gib": _AMPLE_HOST_GIB})
-        roomy = resolve_with(job.model_copy(update={"cluster": ample}), model=self.model, gpu=self.gpu, to_run=False)
-        return replace(roomy, job=job)
 
 
 def check_zero_init(plan: Plan, *, zero_init: bool, load_dtype: Dtype | None = None) -> None:

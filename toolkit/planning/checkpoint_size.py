@@ -5,13 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.planning.optimizer_state import MASTER_BYTES, moment_bytes
+from toolkit.planning.state_bytes import written_bytes
 from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
-
-
-def leaves_frozen_out(draft: UncheckedPlan) -> bool:
-    """Return whether checkpoints omit frozen weights: LoRA's are in the model's folder, unless initialized at random."""
-    return draft.job.train.method != "full" and draft.settings.init == "pretrained"
 
 
 def checkpoint_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
@@ -29,30 +24,6 @@ def checkpoint_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int
     """
     ranks = _model_ranks(draft)
     return written_bytes(draft, total=ranks * total, trainable=ranks * trainable)
-
-
-def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
-    """Return the size of one checkpoint over all ranks, bytes, where ranks have different numbers of parameters.
-
-    Args:
-        draft: Plan with the stage, precision and optimizer.
-        total: Parameters of all ranks of one replica, replicated ones counted on each rank.
-        trainable: Trained parameters among them.
-    """
-    settings, train = draft.settings, draft.job.train
-    width = 4 if settings.precision == "fp32" else 2
-    frozen = 0 if leaves_frozen_out(draft) else total - trainable
-    states = moment_bytes(train)
-    strategy = draft.job.parallel.strategy
-    if strategy == "ddp":  # moments in the weights' precision, except in 8 bit
-        scale = 1.0 if train.optimizer == "adamw_8bit" else width / 4
-        return int(width * (frozen + trainable) + states * scale * trainable)
-    if strategy == "fsdp2":  # fp32 shards, which are the master copy
-        return int(width * frozen + (MASTER_BYTES + states) * trainable)
-    # The bare optimizer of fp32 at stage 0 has no master copy (engine.py _do_optimizer_sanity_check).
-    master = 0 if settings.zero_stage == 0 and settings.precision == "fp32" else MASTER_BYTES
-    weights = 0 if settings.zero_stage == 3 else trainable
-    return int(width * (frozen + weights) + (master + states) * trainable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +63,6 @@ def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
         exporter/contents.py: all weights, or the adapter alone, in the training precision.
     """
     settings = draft.settings
-    width = 4 if settings.precision == "fp32" else 2
     at_once = settings.save_total_limit + 1
     if settings.max_steps is not None:
         at_once = min(at_once, -(-settings.max_steps // settings.save_steps))
@@ -100,7 +70,9 @@ def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
         checkpoint_bytes=checkpoint_bytes(draft, total=total, trainable=trainable),
         num_checkpoints=at_once,
         # Slightly too much with tensor parallelism: replicated parameters are exported once.
-        export_bytes=width * _model_ranks(draft) * (total if draft.job.train.method == "full" else trainable),
+        export_bytes=settings.itemsize
+        * _model_ranks(draft)
+        * (total if draft.job.train.method == "full" else trainable),
     )
 
 

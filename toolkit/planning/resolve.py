@@ -47,13 +47,16 @@ def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -
         job: Job as the user wrote it.
         model: Model that the job names.
         gpu: Card that the job names.
-        to_run: Whether the plan is to run; one that is only estimated may use what training does not support.
+        to_run: Whether the plan is to run; one that is only estimated may use what training does not support, on a host that
+            is too small for its offload.
     """
     job = _one_spelling(job)
     found = _close(job, model, gpu)
     problems = found.problems
     if to_run:
         problems = [*problems, *(problem for rule in RUN_RULES for problem in rule(found.draft))]
+    elif all(problem.code == "OFFLOAD_HOST_MEMORY" for problem in problems):
+        problems = []  # the estimate itself tells whether the host has enough
     raise_all(PlanError, problems)
     return Plan(job=job, model=model, gpu=gpu, settings=found.draft.settings, choices=tuple(found.chooser.choices))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,9 @@ from toolkit.config.job import Attention, Dtype, Job, Kernels, Precision
 from toolkit.planning.batch import Batch
 
 Source = Literal["job", "default", "derived", "deepspeed"]
+
+# Bytes per element.
+ITEMSIZES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,13 @@ class Settings:
 
     @property
     def dtype(self) -> Dtype:
-        """Data type of parameters and gradients: that of the precision, and bf16 under fp8."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        """Data type of parameters and gradients."""
+        return dtype_of(self.precision)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter and of its gradient."""
+        return ITEMSIZES[self.dtype]
 
     @property
     def splits_backward(self) -> bool:
@@ -127,6 +135,11 @@ class Settings:
     def check(self) -> None:
         """Raise the errors of `from_dict` where a value has the wrong type or lies outside its range."""
         Settings.from_dict(self.to_dict())
+
+
+def dtype_of(precision: Precision) -> Dtype:
+    """Return the data type of parameters and gradients: that of the precision, and bf16 under fp8."""
+    return "bf16" if precision == "fp8" else precision
 
 
 # Keys of train that a plan copies as they are written.

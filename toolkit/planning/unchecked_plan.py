@@ -46,6 +46,11 @@ class UncheckedPlan:
         return self.profile.explanation
 
     @property
+    def host_memory_gib(self) -> float | None:
+        """RAM of a node: the job's, or that of the card's typical host; None if unknown."""
+        return self.job.cluster.host_memory_gib or (self.gpu.host.host_memory_gib if self.gpu.host else None)
+
+    @property
     def split(self) -> dict[str, int]:
         """Sizes above 1 of the axes along which the model is split, by the job's key names."""
         sizes = {"tensor": self.job.parallel.tensor, "pipeline": self.job.parallel.pipeline}

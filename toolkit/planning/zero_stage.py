@@ -6,8 +6,7 @@ from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.config.job import Job, Precision
 from toolkit.planning.offload import PROFILES
-from toolkit.planning.optimizer_state import STATE_BYTES
-from toolkit.planning.unchecked_plan import trainable_parameters
+from toolkit.planning.state_bytes import card_bytes
 from toolkit.units import format_bytes
 
 # Share of a card's memory that model and optimizer state may take before ZeRO-3 becomes the default;
@@ -42,7 +41,7 @@ def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) ->
         return 2, "on CPU memory is shared; stage 2 shards optimizer and gradients"
     if model.num_parameters is None:
         return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
-    state = _state_bytes(job, model, precision, stage=2)
+    state = card_bytes(job, model, precision, stage=2)
     compared = _compared(state, gpu.memory_bytes, stage=2)
     if state <= STATE_SHARE * gpu.memory_bytes:
         return 2, f"parameters stay whole, which is fastest, since they fit: {compared}"
@@ -68,7 +67,7 @@ def _default_stage_of_pipeline(job: Job, model: ModelSpec, gpu: Gpu, precision: 
     if model.num_parameters is None:
         return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
     limit = STATE_SHARE * gpu.memory_bytes
-    whole, sharded = (_state_bytes(job, model, precision, stage=stage) for stage in (1, 2))
+    whole, sharded = (card_bytes(job, model, precision, stage=stage) for stage in (1, 2))
     if whole <= limit:
         compared = _compared(whole, gpu.memory_bytes, stage=1)
         return 1, f"a pipeline reduces gradients once a step, which is fastest, since they fit whole: {compared}"
@@ -86,19 +85,3 @@ def _default_stage_of_pipeline(job: Job, model: ModelSpec, gpu: Gpu, precision: 
 def _compared(state: float, memory_bytes: int, *, stage: int) -> str:
     against = f"{STATE_SHARE:.0%} of {format_bytes(memory_bytes)}"
     return f"{format_bytes(state)} of state a rank under stage {stage} against {against}"
-
-
-def _state_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int) -> float:
-    """Return the bytes per rank of parameters, gradients and optimizer state (deepspeed zero/stage_1_and_2.py).
-
-    Under ZeRO-1 a pipeline keeps the whole gradients of a rank's stages until it reduces them once a step, or their
-    sums in fp32 where the job asks for these.
-    """
-    assert model.num_parameters is not None
-    width = 4 if precision == "fp32" else 2
-    trainable = trainable_parameters(job, model) or model.num_parameters
-    optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
-    share = job.parallel.tensor * job.parallel.pipeline
-    in_fp32 = job.train.gradient_accumulation_dtype == "fp32" and precision != "fp32"
-    gradients = width / job.cluster.num_ranks if stage == 2 else (4 if in_fp32 else width) / share
-    return width * model.num_parameters / share + trainable * (gradients + optimizer / job.cluster.num_ranks)

@@ -13,8 +13,9 @@ from toolkit.config.job import Optimizer as JobOptimizer
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
 from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam, Zero
-from toolkit.planning.optimizer_state import MOMENT_BYTES
 from toolkit.planning.plan import Plan
+from toolkit.planning.settings import ITEMSIZES
+from toolkit.planning.state_bytes import MOMENT_BYTES
 
 OptimizerKind = Literal["fused_adam", "torch_adamw", "adamw_8bit", "fused_lion", "sgd"]
 
@@ -26,9 +27,6 @@ _NAMES: Mapping[OptimizerKind, JobOptimizer] = {
     "fused_lion": "lion",
     "sgd": "sgd",
 }
-
-# Bytes per element.
-_ITEMSIZES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 # Bytes per parameter of a step's temporaries: torch's foreach AdamW holds the square root of the second moments
 # (torch/optim/adamw.py _multi_tensor_adamw); DeepSpeed's fused kernels hold nothing.
@@ -119,8 +117,8 @@ class EngineSettings:
             zero_stage=zero.stage,
             itemsize=itemsize,
             fp16=keys.fp16.enabled,
-            accumulation_itemsize=_ITEMSIZES[accumulation] if accumulation else itemsize,
-            communication_itemsize=_ITEMSIZES[communication] if communication else itemsize,
+            accumulation_itemsize=ITEMSIZES[accumulation] if accumulation else itemsize,
+            communication_itemsize=ITEMSIZES[communication] if communication else itemsize,
             dp_size=dp_size,
             accumulation_steps=accumulation_steps,
             immediate_grad_update=keys.bf16.immediate_grad_update,

@@ -35,7 +35,7 @@ def host_report(
         ranks: Reports of all ranks, whose tensors are host memory on CPU.
         loaded: Memory of each rank's `from_pretrained`; None where the model is built under `zero.Init`, or on the card.
     """
-    gib = plan.job.cluster.host_memory_gib or (plan.gpu.host.host_memory_gib if plan.gpu.host else None)
+    gib = plan.host_memory_gib
     peaks = [0] * plan.grid.pp
     for rank in ranks:
         peaks[rank.coordinate.pp] = max(peaks[rank.coordinate.pp], rank.peak_allocated_bytes)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from toolkit.errors import Problem
 from toolkit.planning.offload import PROFILES
-from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
+from toolkit.planning.state_bytes import offloaded_bytes
+from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.units import GIB, format_bytes
 
 
@@ -116,12 +117,8 @@ def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that the nodes' RAM fits what the profile moves there."""
-    host = draft.job.cluster.host_memory_gib or (draft.gpu.host.host_memory_gib if draft.gpu.host else None)
-    trainable = trainable_parameters(draft.job, draft.model)
-    if draft.profile.optimizer != "cpu" or host is None or trainable is None:
-        return
-    needed = offloaded_bytes(draft, trainable)
-    if needed <= host * GIB:
+    host, needed = draft.host_memory_gib, offloaded_bytes(draft)
+    if host is None or needed is None or needed <= host * GIB:
         return
     where = "host_memory_gib" if draft.job.cluster.host_memory_gib else "the catalogue's typical host"
     yield Problem(
@@ -132,20 +129,6 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
         "optimizer-cpu-partial, or train by LoRA",
         source="deepspeed runtime/zero/stage_1_and_2.py and stage3.py",
     )
-
-
-def offloaded_bytes(draft: UncheckedPlan, trainable: int) -> float:
-    """Return the bytes that a CPU profile puts into one node's RAM, before rounding and without the processes' own.
-
-    Bytes per parameter: master copy 4, moments 8, fp32 gradient 4, staging 2, and 2 more with accumulation or
-    offloaded parameters, shared by the ranks (deepspeed runtime/zero/stage_1_and_2.py, stage3.py).
-    """
-    a_parameter = 18 + 2 * (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
-    moved = a_parameter * trainable * draft.settings.offload_ratio
-    if draft.profile.parameters == "cpu":  # frozen parameters move as well, in training precision
-        width = 4 if draft.settings.precision == "fp32" else 2
-        moved += width * max(0, (draft.model.num_parameters or trainable) - trainable)
-    return moved / draft.job.cluster.nodes
 
 
 def compile_under_zero3(draft: UncheckedPlan) -> Iterator[Problem]:

@@ -1,0 +1,114 @@
+"""Bytes of a model's parameters, gradients and optimizer state, per rank, node, disk and checkpoint, from counts alone."""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.catalog.models import ModelSpec
+from toolkit.config.job import Job, Optimizer, Precision, Train
+from toolkit.planning.offload import PROFILES
+from toolkit.planning.settings import ITEMSIZES, dtype_of
+from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
+
+MASTER_BYTES = 4  # an fp32 copy
+GRADIENT_BYTES = 4  # in fp32, where the state is offloaded
+
+# Bytes per parameter in addition to it: Adam's two moments, Lion's one and the momentum of SGD in fp32 (arXiv 1910.02054,
+# section 3.1; 2302.06675). 8-bit AdamW keeps two bytes, and for each of them a 4-byte scale per 256 elements (bitsandbytes
+# optim/optimizer.py Optimizer2State.init_state).
+MOMENT_BYTES: dict[Optimizer, float] = {
+    "adamw": 8,
+    "adamw_torch": 8,
+    "adamw_8bit": 2 + 2 * 4 / 256,
+    "lion": 4,
+    "sgd": 4,
+}
+
+# Master copy and moments, rounded up.
+STATE_BYTES: dict[Optimizer, int] = {name: MASTER_BYTES + math.ceil(size) for name, size in MOMENT_BYTES.items()}
+
+
+def moment_bytes(train: Train) -> float:
+    """Return the bytes of moments per parameter; SGD has none without momentum."""
+    return 0 if train.optimizer == "sgd" and not train.momentum else MOMENT_BYTES[train.optimizer]
+
+
+def card_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int) -> float:
+    """Return the bytes of parameters, gradients and optimizer state on a rank's card, for a model of known size.
+
+    Under ZeRO-1 a pipeline keeps the whole gradients of a rank's stages until it reduces them once a step, or their
+    sums in fp32 where the job asks for these.
+
+    Source:
+        deepspeed runtime/zero/stage_1_and_2.py.
+    """
+    assert model.num_parameters is not None
+    itemsize, num_ranks = ITEMSIZES[dtype_of(precision)], job.cluster.num_ranks
+    trainable = trainable_parameters(job, model) or model.num_parameters
+    optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
+    share = job.parallel.tensor * job.parallel.pipeline
+    in_fp32 = job.train.gradient_accumulation_dtype == "fp32"
+    gradients = itemsize / num_ranks if stage == 2 else (4 if in_fp32 else itemsize) / share
+    return itemsize * model.num_parameters / share + trainable * (gradients + optimizer / num_ranks)
+
+
+def offloaded_bytes(draft: UncheckedPlan) -> float | None:
+    """Return the bytes that a CPU profile puts into one node's RAM, before rounding and without the processes' own.
+
+    None without such a profile, and for a model of unknown size.
+
+    Source:
+        deepspeed runtime/zero/stage_1_and_2.py, stage3.py: buffers that stage gradients and parameters in 16 bit, and one more
+        with accumulation or offloaded parameters. The ranks share each.
+    """
+    trainable = trainable_parameters(draft.job, draft.model)
+    if draft.profile.optimizer != "cpu" or trainable is None:
+        return None
+    buffers = 1 + (draft.settings.batch.accumulation > 1 or draft.profile.parameters is not None)
+    moved = (STATE_BYTES["adamw"] + GRADIENT_BYTES + 2 * buffers) * trainable * draft.settings.offload_ratio
+    if draft.profile.parameters == "cpu":  # frozen parameters move as well, in training precision
+        moved += draft.settings.itemsize * max(0, (draft.model.num_parameters or trainable) - trainable)
+    return moved / draft.job.cluster.nodes
+
+
+def swapped_bytes(draft: UncheckedPlan) -> int | None:
+    """Return the bytes of a node's swap files under an NVMe profile; None for a model of unknown size.
+
+    Source:
+        deepspeed runtime/swap_tensor/partitioned_optimizer_swapper.py, partitioned_param_swapper.py.
+    """
+    total = draft.model.num_parameters
+    if total is None:
+        return None
+    copies = STATE_BYTES[draft.job.train.optimizer] + GRADIENT_BYTES if draft.job.train.method == "full" else 0
+    weights = draft.settings.itemsize if draft.profile.parameters == "nvme" else 0
+    return total * (copies + weights) // draft.job.cluster.nodes
+
+
+def leaves_frozen_out(draft: UncheckedPlan) -> bool:
+    """Return whether checkpoints omit frozen weights: LoRA's are in the model's folder, unless initialized at random."""
+    return draft.job.train.method != "full" and draft.settings.init == "pretrained"
+
+
+def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
+    """Return the size of one checkpoint over all ranks, bytes, where ranks have different numbers of parameters.
+
+    Args:
+        draft: Plan with the stage, precision and optimizer.
+        total: Parameters of all ranks of one replica, replicated ones counted on each rank.
+        trainable: Trained parameters among them.
+    """
+    settings, train = draft.settings, draft.job.train
+    itemsize = settings.itemsize
+    frozen = 0 if leaves_frozen_out(draft) else total - trainable
+    states = moment_bytes(train)
+    strategy = draft.job.parallel.strategy
+    if strategy == "ddp":  # moments in the weights' precision, except in 8 bit
+        scale = 1.0 if train.optimizer == "adamw_8bit" else itemsize / 4
+        return int(itemsize * (frozen + trainable) + states * scale * trainable)
+    if strategy == "fsdp2":  # fp32 shards, which are the master copy
+        return int(itemsize * frozen + (MASTER_BYTES + states) * trainable)
+    # The bare optimizer of fp32 at stage 0 has no master copy (engine.py _do_optimizer_sanity_check).
+    master = 0 if settings.zero_stage == 0 and settings.precision == "fp32" else MASTER_BYTES
+    weights = 0 if settings.zero_stage == 3 else trainable
+    return int(itemsize * (frozen + weights) + (master + states) * trainable)
