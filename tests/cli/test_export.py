@@ -332,3 +332,28 @@ def test_sizes(text, size):
 def test_no_sizes(text):
     with pytest.raises(SpecError):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "code", "said"),
+    [
+        (
+            "adapter_config.json",
+            {"rank_pattern": {"(.+)+!": 4}},
+            "EXPORT_ADAPTER_CONFIG",
+            "rank_pattern='(.+)+!' is not",
+        ),
+        ("config.json", {"num_hidden_layers": 10**8}, "EXPORT_CONFIG", "num_hidden_layers=100000000 is above 1,024"),
+    ],
+)
+def test_settings_of_a_stranger_that_would_take_for_ever(root, capsys, tmp_path, name, changes, code, said):
+    """Their checksums agree, and one line says what is wrong, before a model is built."""
+    folder = shutil.copytree(root / "lora" / "checkpoint-4", tmp_path / "checkpoint-4")
+    path = folder / "model" / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    agree(folder)
+    answer = export(tmp_path, capsys, "checkpoint-4", "--out", tmp_path / "out", code=2)
+    (problem,) = answer["problems"]
+    assert problem["code"] == code
+    assert f"{path}: {said}" in problem["message"]
+    assert not (tmp_path / "out").exists()

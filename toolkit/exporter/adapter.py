@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from toolkit.arguments import shown
 from toolkit.checkpoint.manifest import damaged
 from toolkit.errors import CheckpointError, Problem
+from toolkit.exporter.foreign_settings import check_patterns
 from toolkit.exporter.zero_reader import StoredTensor
 from toolkit.io import read_plain_object
 from toolkit.modeling.safetensors_folder import some
@@ -70,10 +72,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         "use_dora": bool(config.get("use_dora")),
         "bias": config.get("bias", "none") != "none",
         "megatron_config": bool(config.get("megatron_config")),  # peft imports the module that it names
+        "layer_replication": bool(config.get("layer_replication")),
     }
     for key, unknown in variants.items():
         if unknown:
-            raise CheckpointError(_unknown_kind(f"{key}={config[key]}"))
+            raise CheckpointError(_unknown_kind(f"{key}={shown(config[key])}"))
+    check_patterns(config, path)
     return config
 
 

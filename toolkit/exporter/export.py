@@ -126,7 +126,11 @@ def export_checkpoint(
         writer = _write(plan, opened.model, folder, max_shard_size_bytes=max_shard_size_bytes, progress=progress)
         copy_companions(opened.model_dir, folder, plan, architecture=type(opened.model).__name__)
         if verify:
-            loaded = empty_model(folder, trust_remote_code=trust_remote_code) if plan.untied else opened.model
+            loaded = opened.model
+            if plan.untied:
+                loaded = empty_model(
+                    folder, trust_remote_code=trust_remote_code, num_tensors=len(opened.weights.tensors)
+                )
             verify_written(folder, writer, loaded, adapter_of=opened.peft_model if plan.kind == "adapter" else None)
         report = ExportReport(
             output_dir=target,
@@ -146,10 +150,14 @@ def export_checkpoint(
 def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool, grid: Grid) -> Opened:
     ranks = [ZeroCheckpoint(tag_dir, mp_rank, grid) for mp_rank in range(grid.size("model"))]
     adapted = any(map(is_adapted, ranks))
-    model = empty_model(model_dir, trust_remote_code=trust_remote_code)
-    lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
-    peft_model = adapted_model(empty_model(model_dir, trust_remote_code=trust_remote_code), lora) if adapted else None
     names = {name for rank in ranks for name in rank.tensors}
+    lora = read_adapter_config(peft_dir or model_dir) if adapted else {}
+
+    def described() -> PreTrainedModel:
+        return empty_model(model_dir, trust_remote_code=trust_remote_code, num_tensors=len(names))
+
+    model = described()
+    peft_model = adapted_model(described(), lora) if adapted else None
     shards = {}
     if grid.tp > 1:
         shards = dense_shards(model, tp_plan_for(model), num_ranks=grid.tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +10,18 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from toolkit.bounded import OutOfBoundsError, call_bounded
 from toolkit.checkpoint.manifest import damaged
 from toolkit.errors import CheckpointError, Problem, first_line
 from toolkit.exporter.adapter import ADAPTER_CONFIG
 from toolkit.exporter.contents import Contents
+from toolkit.exporter.foreign_settings import bounded_modules, check_sizes, endless_targets
 from toolkit.io import open_plain, read_plain_object, write_json
 from toolkit.modeling.initialization import tie_weights
 
@@ -31,23 +36,30 @@ _GENERATION = frozenset({"config.json", "generation_config.json"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 
 
-def empty_model(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+def empty_model(model_dir: Path, *, trust_remote_code: bool, num_tensors: int) -> PreTrainedModel:
     """Build the causal language model of a folder on the meta device.
 
+    Args:
+        model_dir: Folder with config.json and the tokenizer.
+        trust_remote_code: Whether to run model code in the folder.
+        num_tensors: Number of tensors that the checkpoint holds for it, which bounds its size.
     Raises:
         CheckpointError: CHECKPOINT_DAMAGED, EXPORT_REMOTE_CODE, EXPORT_CONFIG.
     """
     for name in _OBJECTS:
         if (model_dir / name).exists():
             read_model_object(model_dir, name)
+    check_sizes(model_dir, num_tensors=num_tensors)
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"), no_init_weights(), bounded_modules(model_dir, num_tensors=num_tensors):
             model = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation="eager",  # not the file's, which may need a package or kernel
                 trust_remote_code=trust_remote_code,
             )
+    except CheckpointError:
+        raise
     except Exception as error:  # configuration classes raise any error on unexpected values
         # transformers dynamic_module_utils.py resolve_trust_remote_code
         if not trust_remote_code and "trust_remote_code" in str(error):
@@ -69,8 +81,13 @@ def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
         CheckpointError: EXPORT_ADAPTER_CONFIG.
     """
     try:
+        config = LoraConfig.from_peft_type(**lora)
+        if isinstance(config.target_modules, str):
+            call_bounded(lambda: _match_targets(model, config))
         with torch.device("meta"):
-            return get_peft_model(model, LoraConfig.from_peft_type(**lora))  # type: ignore[no-any-return]
+            return get_peft_model(model, config)  # type: ignore[no-any-return]
+    except OutOfBoundsError:
+        raise CheckpointError(endless_targets(lora["target_modules"])) from None
     except Exception as error:  # peft raises any error on unexpected values
         raise CheckpointError.of(
             code="EXPORT_ADAPTER_CONFIG",
@@ -78,6 +95,13 @@ def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
             message=f"{ADAPTER_CONFIG} makes no adapter of this model: {first_line(error)}",
             fix="Put the adapter_config.json of this job into the checkpoint's folder model",
         ) from error
+
+
+def _match_targets(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Match the regular expression of an adapter with every name with which peft will match it."""
+    convert_peft_config_for_transformers(copy.deepcopy(config), model=model, conversions=None)
+    for name, _ in model.named_modules():
+        check_target_module_exists(config, name)
 
 
 def copy_companions(model_dir: Path, folder: Path, plan: Contents, *, architecture: str) -> None:
