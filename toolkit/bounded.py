@@ -19,7 +19,7 @@ from toolkit.units import GIB
 T = TypeVar("T")
 
 # What published templates and patterns need is a thousandth of these.
-SECONDS = 20
+SECONDS = 10
 MEMORY_BYTES = 4 * GIB
 
 # A busy machine gives a process a part of a core; one that gets less than this part is not waited for.

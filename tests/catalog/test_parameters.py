@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from toolkit import bounded
 from toolkit.catalog.dimensions import TIED_BY_DEFAULT, default_fields, read_dimensions
 from toolkit.catalog.families import FAMILIES
 from toolkit.catalog.models import model_names, read_catalogue_model
@@ -261,6 +262,13 @@ def test_lora_that_only_building_can_tell() -> None:
     assert count_lora_parameters({"model_type": "mamba"}, r=4) is None
     with pytest.raises(SpecError) as caught:
         count_lora_parameters(TINY["llama"], r=4, target_modules="(")
+    assert caught.value.codes == ("LORA_TARGETS_INVALID",)
+
+
+def test_a_regular_expression_of_targets_that_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "SECONDS", 1)
+    with pytest.raises(SpecError, match="takes too long to match with the names of the modules") as caught:
+        count_lora_parameters(TINY["llama"], r=4, target_modules="(?:(?:.+)+)+!")
     assert caught.value.codes == ("LORA_TARGETS_INVALID",)
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from toolkit.arguments import shown
+from toolkit.bounded import OutOfBoundsError, call_bounded
 from toolkit.catalog.dimensions import Fields
 from toolkit.catalog.families import FAMILIES, Family, Linear
 from toolkit.errors import SpecError
@@ -160,9 +163,7 @@ def names_without_target(
     f, family = known
     if any(family.layer(f, index).experts for index in range(f.size("num_hidden_layers"))):
         return ()
-    patterns = _patterns(target_modules)
-    modules = _adaptable(f, family)
-    if any(_matches(pattern, module.name) for pattern in patterns for module in modules):
+    if any(_chosen_names(target_modules, tuple(module.name for module in _adaptable(f, family)))):
         return ()
     return tuple(sorted({module.name.rpartition(".")[2] for module in _linears(f, family)}))
 
@@ -219,8 +220,8 @@ def _lora_targets(f: Fields, family: Family, target_modules: str | tuple[str, ..
         return set(linears)
     modules = _adaptable(f, family)
     chosen: set[Linear] = set()
-    for pattern in _patterns(target_modules):
-        hit = {module for module in modules if _matches(pattern, module.name)}
+    for names in _chosen_names(target_modules, tuple(module.name for module in modules)):
+        hit = {module for module in modules if module.name in names}
         if not hit or (routed and any(".self_attn." not in module.name for module in hit)):
             return None
         chosen |= hit
@@ -233,21 +234,28 @@ def _adaptable(f: Fields, family: Family) -> list[Linear]:
     return [*tables, *_linears(f, family), Linear("lm_head", word, vocab)]
 
 
-def _patterns(target_modules: str | tuple[str, ...]) -> list[str]:
-    """Return targets as regular expressions for whole module names."""
+def _chosen_names(target_modules: str | tuple[str, ...], names: tuple[str, ...]) -> Iterator[frozenset[str]]:
+    """Yield the names that each target chooses: a regular expression for whole names, or a name or the end of one."""
     if isinstance(target_modules, str):
-        return [target_modules]
-    return [rf"(.*\.)?{re.escape(target)}" for target in target_modules]
+        yield _matched(target_modules, names)
+        return
+    for target in target_modules:
+        yield frozenset(name for name in names if name == target or name.endswith(f".{target}"))
 
 
-def _matches(pattern: str, name: str) -> bool:
+@lru_cache(maxsize=64)
+def _matched(pattern: str, names: tuple[str, ...]) -> frozenset[str]:
+    """Return the names that a regular expression matches as a whole, in a process of its own: it may take for ever."""
     try:
-        return re.fullmatch(pattern, name) is not None
+        return call_bounded(lambda: frozenset(name for name in names if re.fullmatch(pattern, name)))
+    except OutOfBoundsError:
+        problem = f"target_modules={shown(pattern)} takes too long to match with the names of the modules"
     except re.error as error:
-        raise SpecError.of(
-            code="LORA_TARGETS_INVALID",
-            key="train.lora.target_modules",
-            message=f"target_modules={pattern!r} is not a regular expression: {error}",
-            fix="Write all-linear, a list such as [q_proj, v_proj], or a regular expression for whole module names",
-            source="peft, tuners/tuners_utils.py: check_target_module_exists",
-        ) from error
+        problem = f"target_modules={shown(pattern)} is not a regular expression: {error}"
+    raise SpecError.of(
+        code="LORA_TARGETS_INVALID",
+        key="train.lora.target_modules",
+        message=problem,
+        fix="Write all-linear, a list such as [q_proj, v_proj], or a regular expression for whole module names",
+        source="peft, tuners/tuners_utils.py: check_target_module_exists",
+    )
