@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from toolkit.deepspeed_spec import read_user_config
+from toolkit.deepspeed_spec.user_file import read_user_config
 from toolkit.errors import SpecError
 
 # What training tools publish for `accelerate launch --config_file`.

@@ -8,10 +8,9 @@ import json
 import pytest
 from published_files import ACCEPTED, REFUSED
 
-from toolkit.deepspeed_spec import read_user_config
 from toolkit.deepspeed_spec.nested import with_value
 from toolkit.deepspeed_spec.schema import schema_paths
-from toolkit.deepspeed_spec.user_file import TRAINER_AUTO
+from toolkit.deepspeed_spec.user_file import TRAINER_AUTO, read_user_config
 from toolkit.errors import SpecError, ToolkitError
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import toolkit as tk
-from toolkit.deepspeed_spec import read_user_config
+from toolkit.deepspeed_spec.user_file import read_user_config
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator

@@ -155,7 +155,7 @@ def test_explain_begins_with_what_a_person_asks_first(plan):
 def test_which_optimizer_classes_run(sections, torch_adam, bf16_optimizer):
     plan = plan_of(**sections)
     assert plan.uses_torch_adam == torch_adam
-    assert plan.uses_bf16_optimizer == bf16_optimizer
+    assert (plan.optimizer_wrapper == "bf16") == bf16_optimizer
 
 
 def test_equality_looks_at_every_value(plan):

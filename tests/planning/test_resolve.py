@@ -178,7 +178,7 @@ def test_fp8_is_bf16_but_for_its_products():
     assert fp8.settings.dtype == bf16.settings.dtype == "bf16"
     assert fp8.deepspeed_config() == bf16.deepspeed_config()
     wide = {"precision": "fp8", "gradient_accumulation_dtype": "fp32"}
-    assert plan_of(train=wide, parallel={"zero_stage": 1}).uses_bf16_optimizer
+    assert plan_of(train=wide, parallel={"zero_stage": 1}).optimizer_wrapper == "bf16"
     assert "run in float8" in fp8.explain()
     assert "emulated" not in fp8.explain()
     assert "without torch_compile" in fp8.explain()

@@ -9,7 +9,7 @@ from plan_jobs import TOY, V100, gpu_of, job_of, model_of, plan_of, problems_of
 
 import toolkit.deepspeed_spec
 import toolkit.planning
-from toolkit.deepspeed_spec import read_user_config
+from toolkit.deepspeed_spec.user_file import read_user_config
 from toolkit.errors import PlanError, SpecError
 from toolkit.planning.deepspeed_config import merge
 from toolkit.planning.resolve import resolve_with

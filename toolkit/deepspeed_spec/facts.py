@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
+from toolkit.deepspeed_spec.wrapper import optimizer_wrapper
 
 OffloadDevice = Literal["cpu", "nvme"] | None
 
@@ -54,14 +55,18 @@ class EngineFacts:
             for section in (zero.offload_optimizer, zero.offload_param)
         )
         accumulation = keys.data_types.grad_accum_dtype or dtype
-        # engine.py _do_optimizer_sanity_check
-        candidate = zero.stage == 1 and accumulation == "fp32" and optimizer is None
+        wrapper = optimizer_wrapper(
+            zero_stage=zero.stage,
+            dtype=dtype or "bf16",
+            accumulation_dtype=accumulation,
+            offloaded=optimizer is not None,
+        )
         return cls(
             zero_stage=zero.stage,
             dtype=dtype,
             optimizer_device=optimizer,
             parameter_device=parameters,
-            uses_bf16_optimizer=False if not candidate else None if dtype is None else dtype == "bf16",
+            uses_bf16_optimizer=None if wrapper == "bf16" and dtype is None else wrapper == "bf16",
             precision_words=f"precision={dtype}",
             accumulation_words=f"grad_accum_dtype={accumulation}",
             offload_words=f"offload_optimizer.device={optimizer or 'none'} and offload_param.device={parameters or 'none'}",

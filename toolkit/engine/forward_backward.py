@@ -89,7 +89,7 @@ class GradientAccumulation:
 
     def __init__(self, plan: Plan, world: World, engine: Any, memory: PhaseMemoryTracker) -> None:
         self.plain_norm: torch.Tensor | None = None
-        self._keeps_no_norm = plan.settings.zero_stage == 0 and plan.settings.precision == "fp32"
+        self._keeps_no_norm = plan.optimizer_wrapper == "none"
         self._world, self._engine, self._memory = world, engine, memory
         self.losses = StepLoss(plan, world, engine)
 

@@ -36,7 +36,7 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
         "gradient_clipping": draft.job.train.max_grad_norm,
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16"},
-        "data_types": {"grad_accum_dtype": settings.gradient_accumulation_dtype},
+        "data_types": {"grad_accum_dtype": draft.engine_accumulation_dtype},
         "zero_optimization": _zero_section(draft, consumer),
     }
     if draft.job.parallel.pipeline > 1:
@@ -47,8 +47,6 @@ def deepspeed_config(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]
             "gradient_accumulation_steps": 1,
             "timers": {"throughput": {"enabled": False}},
         }
-        if settings.reduces_once:  # the loop itself accumulates in another dtype (pipeline_parallel/grads.py)
-            config["data_types"] = {"grad_accum_dtype": dtype}
     if consumer != "toolkit" and draft.on_cpu and settings.zero_stage == 3:
         # On CPU both join gloo without DeepSpeed, whose zero.Init then counts one rank and finds the product wrong
         # (runtime/config.py _batch_assertion); the engine, which counts all, multiplies it out itself.
@@ -83,7 +81,7 @@ def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
     if stage < 3:
         # stage_1_and_2.py asserts a multiple of its nccl_start_alignment_factor, 2.
         section["allgather_bucket_size"] = settings.reduce_bucket_size + settings.reduce_bucket_size % 2
-    if draft.uses_bf16_optimizer:
+    if draft.optimizer_wrapper == "bf16":
         return section
     nvme = draft.job.cluster.nvme_path
     # A parameter on disk occupies one of five swap buffers until it is released, so none may be kept

@@ -108,7 +108,6 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
         return int(itemsize * (frozen + trainable) + states * scale * trainable)
     if strategy == "fsdp2":  # fp32 shards, which are the master copy
         return int(itemsize * frozen + (MASTER_BYTES + states) * trainable)
-    # The bare optimizer of fp32 at stage 0 has no master copy (engine.py _do_optimizer_sanity_check).
-    master = 0 if settings.zero_stage == 0 and settings.precision == "fp32" else MASTER_BYTES
+    master = 0 if draft.optimizer_wrapper == "none" else MASTER_BYTES
     weights = 0 if settings.zero_stage == 3 else trainable
     return int(itemsize * (frozen + weights) + (master + states) * trainable)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.parameters import count_lora_parameters
-from toolkit.config.job import Job, Lora
+from toolkit.config.job import Dtype, Job, Lora
+from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.planning.offload import PROFILES, OffloadProfile
 from toolkit.planning.settings import Settings
 
@@ -63,15 +64,20 @@ class UncheckedPlan:
         return optimizer == "adamw_torch" or (optimizer == "adamw" and self.on_cpu and not self.profile.optimizer)
 
     @property
-    def uses_bf16_optimizer(self) -> bool:
-        """True if ZeRO-1 runs in BF16_Optimizer, which has no buckets (engine.py _do_optimizer_sanity_check)."""
+    def engine_accumulation_dtype(self) -> Dtype:
+        """Precision in which DeepSpeed accumulates gradients; the loop of a pipeline does so itself, if it reduces once."""
         settings = self.settings
-        return (
-            settings.zero_stage == 1
-            and settings.dtype == "bf16"
-            and settings.gradient_accumulation_dtype == "fp32"
-            and self.job.parallel.pipeline == 1  # whose loop accumulates by itself
-            and self.profile.optimizer is None
+        own = self.job.parallel.pipeline > 1 and settings.reduces_once
+        return settings.dtype if own else settings.gradient_accumulation_dtype
+
+    @property
+    def optimizer_wrapper(self) -> Wrapper:
+        """Class that DeepSpeed wraps around the optimizer."""
+        return optimizer_wrapper(
+            zero_stage=self.settings.zero_stage,
+            dtype=self.settings.dtype,
+            accumulation_dtype=self.engine_accumulation_dtype,
+            offloaded=self.profile.optimizer is not None,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from toolkit.config.job import Optimizer as JobOptimizer
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
+from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.deepspeed_spec.zero import OffloadOptimizer, OffloadParam, Zero
 from toolkit.planning.plan import Plan
 from toolkit.planning.settings import ITEMSIZES
@@ -47,6 +48,7 @@ class EngineSettings:
         accumulation_steps: Micro-batches per optimizer step.
         immediate_grad_update: Whether BF16_Optimizer adds each gradient to its fp32 sum at once.
         adds_up_on_host: Whether gradients whose optimizer state is offloaded accumulate in host memory.
+        wrapper: Class that DeepSpeed wraps around the optimizer.
         optimizer: Kind of optimizer.
         momentum: Whether SGD keeps a momentum buffer.
         contiguous_gradients: Whether gradients are copied into a bucket.
@@ -69,6 +71,7 @@ class EngineSettings:
     accumulation_steps: int
     immediate_grad_update: bool
     adds_up_on_host: bool
+    wrapper: Wrapper
     optimizer: OptimizerKind
     momentum: bool
     contiguous_gradients: bool
@@ -109,7 +112,8 @@ class EngineSettings:
         zero = keys.zero_optimization
         optimizer = zero.offload_optimizer or OffloadOptimizer()
         parameters = zero.offload_param or OffloadParam()
-        itemsize = 2 if keys.fp16.enabled or keys.bf16.enabled else 4
+        dtype = "fp16" if keys.fp16.enabled else "bf16" if keys.bf16.enabled else "fp32"
+        itemsize = ITEMSIZES[dtype]
         accumulation, communication = keys.data_types.grad_accum_dtype, keys.communication_data_type
         # The default is one (runtime/config.py _set_batch_related_parameters).
         accumulation_steps = keys.gradient_accumulation_steps or 1
@@ -123,6 +127,12 @@ class EngineSettings:
             accumulation_steps=accumulation_steps,
             immediate_grad_update=keys.bf16.immediate_grad_update,
             adds_up_on_host=accumulation_steps > 1,
+            wrapper=optimizer_wrapper(
+                zero_stage=zero.stage,
+                dtype=dtype,
+                accumulation_dtype=accumulation or dtype,
+                offloaded=optimizer.device != "none",
+            ),
             optimizer=_optimizer_kind(keys),
             momentum=bool(keys.optimizer_params.get("momentum", 0.0)),
             # stage_1_and_2.py sets it under offload, regardless of the file.

@@ -29,18 +29,14 @@ MAX_RANK_KINDS = 8
 
 
 def choose_engine(settings: EngineSettings, strategy: Strategy = "zero") -> Callable[..., EngineReplay]:
-    """Return the class of the optimizer wrapper; under ZeRO DeepSpeed chooses (runtime/engine.py _do_optimizer_sanity_check)."""
+    """Return the replay of the engine that DeepSpeed, DDP or FSDP2 runs."""
     if strategy != "zero":
         return Ddp if strategy == "ddp" else Fsdp2
     if settings.zero_stage == 0:
         return Stage0
     if settings.zero_stage == 3:
         return Stage3
-    widened = settings.accumulation_itemsize > settings.itemsize
-    bf16 = settings.itemsize == 2 and not settings.fp16
-    if settings.zero_stage == 1 and bf16 and widened and not settings.offload_optimizer:
-        return Bf16
-    return Stage12
+    return Bf16 if settings.wrapper == "bf16" else Stage12
 
 
 def phases_of_ranks(

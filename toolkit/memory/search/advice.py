@@ -243,7 +243,7 @@ def candidates(plan: Plan) -> Iterator[Change]:
     if plan.job.parallel.strategy == "zero":
         yield from _more_tensor_ranks(plan)
         yield from _offloads(plan)
-        if settings.zero_stage and settings.reduce_bucket_size > SMALL_BUCKET and not plan.uses_bf16_optimizer:
+        if settings.zero_stage and settings.reduce_bucket_size > SMALL_BUCKET and plan.optimizer_wrapper != "bf16":
             yield _one("bucket", "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET)
     if settings.zero_stage and not plan.on_cpu:
         yield from _more_gpus(plan)

@@ -32,7 +32,7 @@ def _facts_of(draft: UncheckedPlan) -> EngineFacts:
         dtype=settings.dtype,
         optimizer_device=profile.optimizer,
         parameter_device=profile.parameters,
-        uses_bf16_optimizer=draft.uses_bf16_optimizer,
+        uses_bf16_optimizer=draft.optimizer_wrapper == "bf16",
         num_ranks=draft.job.cluster.num_ranks,
         dp_size=settings.batch.dp_size,
         on_cpu=draft.on_cpu,
