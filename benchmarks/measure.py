@@ -135,10 +135,9 @@ def finish_model(model: Any, plan: Any) -> Any:
 
     train = plan.job.train
     if train.method != "full":
-        from toolkit.config.job import Lora
         from toolkit.modeling.lora import apply_lora
 
-        model = apply_lora(model, train.lora or Lora(), seed=0)
+        model = apply_lora(model, train.adapters, seed=0)
     if plan.settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     apply_loss(model, train.loss)

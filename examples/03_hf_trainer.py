@@ -47,7 +47,7 @@ def main() -> None:
         plan.job.model.name, dtype=DTYPES[plan.settings.precision], attn_implementation=plan.settings.attention
     )
     if plan.job.train.method == "lora":
-        model = apply_lora(model, plan.job.train.lora or tk.Lora(), seed=plan.job.train.seed)
+        model = apply_lora(model, plan.job.train.adapters, seed=plan.job.train.seed)
     trainer = Trainer(
         model,
         arguments,

@@ -20,6 +20,22 @@ def test_num_ranks_is_one_process_a_card():
     assert Cluster(gpu="cpu", gpus_per_node=4, nodes=3).num_ranks == 12
 
 
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "sizes"),
+    [(8, {}, (1, 8)), (8, {"tensor": 2, "pipeline": 2}, (4, 2)), (2, {"tensor": 4}, (4, 0))],
+)
+def test_ranks_that_share_a_model_and_its_replicas(ranks, parallel, sizes):
+    job = Job.model_validate({"model": "m", "cluster": {"gpu": "cpu", "gpus_per_node": ranks}, "parallel": parallel})
+    assert (job.model_ranks, job.dp_size) == sizes
+
+
+def test_sections_that_a_job_leaves_out_have_their_defaults_and_are_not_written():
+    assert (Train().adapters, Train().float8) == (Lora(), Fp8())
+    given = Train(lora=Lora(r=4), fp8=Fp8(recipe="rowwise"))
+    assert (given.adapters.r, given.float8.recipe) == (4, "rowwise")
+    assert Train().model_dump(exclude_unset=True) == {}
+
+
 def test_a_job_is_frozen():
     job = Job(model="m", cluster=Cluster(gpu="cpu"))
     for section, name, key in ((job.train, "seed", "train.seed"), (job, "deepspeed", "deepspeed"), (job, "new", "new")):

@@ -15,7 +15,7 @@ from deepspeed.runtime.utils import register_output_backward_hooks
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from traced_models import config_of
 
-from toolkit.config.job import Job, Lora
+from toolkit.config.job import Job
 from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, PendingRecv
 from toolkit.distributed.world import World
 from toolkit.engine import pipeline
@@ -188,7 +188,7 @@ def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
         full.tie_weights()
         split_model(full, stage_part(plan, pp_rank))
         apply_gradient_checkpointing(full, fraction=settings.gradient_checkpointing, offload_inputs=False)
-        lora = None if train.method == "full" else train.lora or Lora()
+        lora = None if train.method == "full" else train.adapters
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = on_fake_device(full, DTYPES[settings.dtype], lora, quantized=False)
             with unset_fake_temporarily():

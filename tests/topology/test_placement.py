@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import toolkit.topology.placement
+from toolkit.config.job import Job
 from toolkit.errors import PlanError
 from toolkit.topology import KINDS, Grid, place
+from toolkit.topology.placement import place_job
 
 
 def test_doctests():
@@ -83,3 +85,14 @@ def test_describes_where_each_kind_talks():
     assert str(kinds["dp"]) == "dp: 8 groups of 4, over up to 2 nodes"
     assert str(kinds["tp"]) == "tp: 8 groups of 4, inside a node"
     assert place(Grid(dp=4), 2, 2).nodes((0, 3, 1)) == (0, 1)
+
+
+def test_a_job_is_placed_as_its_grid_on_its_nodes():
+    sections = {"model": "m", "cluster": {"gpu": "cpu", "gpus_per_node": 4, "nodes": 2}, "parallel": {"tensor": 2}}
+    placed = place_job(Job.model_validate(sections))
+    assert placed == place(Grid(dp=4, tp=2), num_nodes=2, gpus_per_node=4)
+    assert placed.grid == Grid.of(Job.model_validate(sections))
+    for tensor, code in ((3, "GRID_WORLD"), (8, "TP_SPANS_NODES")):
+        with pytest.raises(PlanError) as caught:
+            place_job(Job.model_validate({**sections, "parallel": {"tensor": tensor}}))
+        assert caught.value.codes == (code,)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from toolkit.config.job import Fp8, Lora
 from toolkit.planning.plan import Plan
 
 _SHARDS = "its shards fit that layout only"
@@ -56,7 +55,7 @@ class Rule:
 
 
 def _lora(name: str) -> Callable[[Plan], Any]:
-    return lambda plan: getattr(plan.job.train.lora or Lora(), name)
+    return lambda plan: getattr(plan.job.train.adapters, name)
 
 
 def _optimizer_is(*names: str) -> Both:
@@ -209,7 +208,7 @@ RULES: dict[str, Rule] = {
     "train.fp8.recipe": replace(
         _TOLD,
         counts=lambda now, then: now.settings.precision == then.settings.precision == "fp8",
-        value=lambda plan: (plan.job.train.fp8 or Fp8()).recipe,
+        value=lambda plan: plan.job.train.float8.recipe,
     ),
     **_each(_TOLD, "train", "gradient_checkpointing attention loss kernels torch_compile"),
     **_each(_TOLD, "parallel", "sequence_parallel pipeline_schedule"),

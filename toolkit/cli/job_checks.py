@@ -12,7 +12,6 @@ from toolkit.catalog.gpus import find_gpu
 from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.catalog.tokenizer import TokenizerFacts, read_tokenizer_facts
 from toolkit.cli.options import collect
-from toolkit.cli.topology import place_job
 from toolkit.config.job import Job
 from toolkit.config.paths import is_folder, path_kind, shown
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX, ChatTemplate
@@ -25,6 +24,7 @@ from toolkit.planning.refusals import refusals
 from toolkit.planning.resolve import resolve, resolve_with
 from toolkit.planning.rules.integrations import consumer_problems
 from toolkit.planning.trainable import training_problems
+from toolkit.topology.placement import place_job
 
 _CONSUMERS = {"trainer": "transformers.Trainer", "accelerate": "Accelerate scripts"}
 

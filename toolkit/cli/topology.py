@@ -15,7 +15,6 @@ from toolkit.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from toolkit.config.job import Job
     from toolkit.planning.plan import Plan
     from toolkit.planning.stage_parts import RankLayers
     from toolkit.topology.links import Boundary
@@ -106,11 +105,12 @@ def topology(
     if job is None:
         _check_size(max((pp or 1) * (dp or 1) * (tp or 1), (nodes or 1) * (gpus_per_node or 1)))
     read = None if job is None else read_job(job, overrides)
-    placement = (
-        place_job(read)
-        if read is not None
-        else _place_sizes(pp=pp or 1, dp=dp, tp=tp or 1, nodes=nodes or 1, gpus_per_node=gpus_per_node)
-    )
+    if read is not None:
+        from toolkit.topology.placement import place_job
+
+        placement = place_job(read)
+    else:
+        placement = _place_sizes(pp=pp or 1, dp=dp, tp=tp or 1, nodes=nodes or 1, gpus_per_node=gpus_per_node)
     _check_size(placement.grid.world_size)
     if check:
         from toolkit.cli import topology_check
@@ -185,19 +185,6 @@ def _check_size(num_ranks: int) -> None:
             message=f"{num_ranks} ranks exceed the {_MOST_RANKS} that this command can list",
             fix=f"Give sizes whose product is at most {_MOST_RANKS}; larger grids repeat the pattern of smaller ones",
         )
-
-
-def place_job(job: Job) -> Placement:
-    """Place a job's grid on its nodes.
-
-    Raises:
-        PlanError: GRID_WORLD, TP_SPANS_NODES.
-    """
-    from toolkit.topology import Grid, place
-
-    cluster, parallel = job.cluster, job.parallel
-    grid = Grid.from_world(world_size=cluster.num_ranks, pp=parallel.pipeline, tp=parallel.tensor)
-    return place(grid, num_nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node)
 
 
 def _place_sizes(*, pp: int, dp: int | None, tp: int, nodes: int, gpus_per_node: int | None) -> Placement:

@@ -270,6 +270,16 @@ class Train(Section):
     output_dir: Folder = Path("runs/job")
     """Folder of metrics, checkpoints and export; relative to the working directory."""
 
+    @property
+    def adapters(self) -> Lora:
+        """Settings of the adapters, those that the job leaves out by their defaults."""
+        return self.lora or Lora()
+
+    @property
+    def float8(self) -> Fp8:
+        """Settings of float8 products, those that the job leaves out by their defaults."""
+        return self.fp8 or Fp8()
+
 
 class Data(Section):
     """What to train on."""
@@ -355,6 +365,16 @@ class Job(Section):
     """How the model and its state are spread over the ranks."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """DeepSpeed keys, verbatim; they win over ours, are validated and explained."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Number of ranks that share one replica of the model."""
+        return self.parallel.tensor * self.parallel.pipeline
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas; 0 where the ranks are too few for one, which a rule refuses."""
+        return self.cluster.num_ranks // self.model_ranks
 
     @classmethod
     @checks_arguments

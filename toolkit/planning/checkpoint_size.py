@@ -22,7 +22,7 @@ def checkpoint_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int
         precision and the optimizer's partitions; under stage 3 the latter alone, since the weights are placeholders, and
         frozen partitions whole. Each tensor rank and each stage writes its own files, replicated parameters included.
     """
-    ranks = _model_ranks(draft)
+    ranks = draft.job.model_ranks
     return written_bytes(draft, total=ranks * total, trainable=ranks * trainable)
 
 
@@ -71,7 +71,7 @@ def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
         num_checkpoints=at_once,
         # Slightly too much with tensor parallelism: replicated parameters are exported once.
         export_bytes=settings.itemsize
-        * _model_ranks(draft)
+        * draft.job.model_ranks
         * (total if draft.job.train.method == "full" else trainable),
     )
 
@@ -82,11 +82,6 @@ def foreseen_disk_use(draft: UncheckedPlan) -> DiskUse | None:
     if own is None or trainable is None:
         return None
     total = own if draft.job.train.method == "full" else own + trainable
-    num_ranks = _model_ranks(draft)
+    num_ranks = draft.job.model_ranks
     # Norms and biases, which are replicated on the tensor ranks, are too few to count.
     return disk_use(draft, total=-(-total // num_ranks), trainable=-(-trainable // num_ranks))
-
-
-def _model_ranks(draft: UncheckedPlan) -> int:
-    """Return the number of ranks that share one replica of the model."""
-    return draft.job.parallel.tensor * draft.job.parallel.pipeline

@@ -14,7 +14,7 @@ from toolkit.planning.offload import PROFILES
 from toolkit.planning.pipeline_layout import layers_of_stages
 from toolkit.planning.settings import Settings
 from toolkit.planning.unchecked_plan import trainable_parameters
-from toolkit.planning.zero_stage import SUB_GROUP_SIZE, default_stage, dp_size_of
+from toolkit.planning.zero_stage import SUB_GROUP_SIZE, default_stage
 from toolkit.units import format_count
 
 # The bubble of a pipeline is (p - 1) / (m + p - 1) of a step of m micro-batches: less than a fifth with these.
@@ -143,7 +143,7 @@ def _decide_batch(job: Job, sequence_length: int, chooser: Chooser) -> Batch:
         micro=train.per_device_train_batch_size,
         accumulation=train.gradient_accumulation_steps,
         train=train.train_batch_size,
-        dp_size=dp_size_of(job),
+        dp_size=job.dp_size or 1,
         sequence_length=sequence_length,
         wanted_accumulation=1 if job.parallel.pipeline == 1 else MICRO_BATCHES_OF_A_STAGE * job.parallel.pipeline,
     )

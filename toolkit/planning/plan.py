@@ -61,9 +61,7 @@ class Plan(UncheckedPlan):
     @property
     def grid(self) -> Grid:
         """The pp × dp × tp grid of ranks."""
-        parallel = self.job.parallel
-        dp_size = self.job.cluster.num_ranks // (parallel.tensor * parallel.pipeline)
-        return Grid(pp=parallel.pipeline, dp=dp_size, tp=parallel.tensor)
+        return Grid.of(self.job)
 
     @property
     def allocator(self) -> Literal["expandable", "native"]:

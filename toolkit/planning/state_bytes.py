@@ -46,7 +46,7 @@ def card_bytes(job: Job, model: ModelSpec, precision: Precision, *, stage: int) 
     itemsize, num_ranks = ITEMSIZES[dtype_of(precision)], job.cluster.num_ranks
     trainable = trainable_parameters(job, model) or model.num_parameters
     optimizer = 0 if PROFILES[job.parallel.offload].optimizer else STATE_BYTES[job.train.optimizer]
-    share = job.parallel.tensor * job.parallel.pipeline
+    share = job.model_ranks
     in_fp32 = job.train.gradient_accumulation_dtype == "fp32"
     gradients = itemsize / num_ranks if stage == 2 else (4 if in_fp32 else itemsize) / share
     return itemsize * model.num_parameters / share + trainable * (gradients + optimizer / num_ranks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.catalog.parameters import count_lora_parameters
-from toolkit.config.job import Dtype, Job, Lora
+from toolkit.config.job import Dtype, Job
 from toolkit.deepspeed_spec.wrapper import Wrapper, optimizer_wrapper
 from toolkit.planning.offload import PROFILES, OffloadProfile
 from toolkit.planning.settings import Settings
@@ -85,5 +85,5 @@ def trainable_parameters(job: Job, model: ModelSpec) -> int | None:
     """Return the trained parameters: the model's, or the adapters'; None where the architecture is unknown."""
     if job.train.method == "full":
         return model.num_parameters
-    lora = job.train.lora or Lora()
+    lora = job.train.adapters
     return count_lora_parameters(model.config, r=lora.r, target_modules=lora.target_modules)

@@ -17,11 +17,6 @@ STATE_SHARE = 0.6
 SUB_GROUP_SIZE = 1_000_000_000
 
 
-def dp_size_of(job: Job) -> int:
-    """Return the replicas of the model that a job trains; 1 where the ranks are too few, which a rule refuses."""
-    return job.cluster.num_ranks // (job.parallel.tensor * job.parallel.pipeline) or 1
-
-
 def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
     """Return the stage and the reason for it, as a clause."""
     if job.parallel.strategy != "zero":
@@ -34,7 +29,7 @@ def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) ->
         return 3, f"the offload profile {job.parallel.offload} needs its partitioned parameters"
     if job.parallel.pipeline > 1:
         return _default_stage_of_pipeline(job, model, gpu, precision)
-    alone = dp_size_of(job) == 1
+    alone = job.dp_size <= 1
     if alone and job.train.method != "full":
         return 2, "a single rank has nobody to share frozen weights with: stage 3 would gather them and save nothing"
     if gpu.memory_bytes is None:
@@ -61,7 +56,7 @@ def _default_stage_of_pipeline(job: Job, model: ModelSpec, gpu: Gpu, precision: 
         return 1, "zb-h1 computes the gradients of weights apart, and reduces them once a step"
     if gpu.memory_bytes is None:
         return 1, "a pipeline reduces gradients once a step, which is fastest, and on CPU memory is shared"
-    alone = dp_size_of(job) == 1
+    alone = job.dp_size <= 1
     if alone and job.train.method != "full":
         return 1, "a single replica has nobody to share frozen weights with"
     if model.num_parameters is None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from toolkit.errors import PlanError, Problem, raise_all
+
+if TYPE_CHECKING:
+    from toolkit.config.job import Job
 
 Axis = Literal["pp", "dp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -84,6 +87,11 @@ class Grid:
                 if size < 1
             ),
         )
+
+    @classmethod
+    def of(cls, job: Job) -> Grid:
+        """Build the grid of a job; raise as `from_world` does."""
+        return cls.from_world(world_size=job.cluster.num_ranks, pp=job.parallel.pipeline, tp=job.parallel.tensor)
 
     @classmethod
     def from_world(cls, *, world_size: int, pp: int = 1, tp: int = 1) -> Grid:

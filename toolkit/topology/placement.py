@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
+from typing import TYPE_CHECKING
 
 from toolkit.errors import PlanError, Problem, raise_all
 from toolkit.topology.grid import KINDS, Grid, divisors, join
+
+if TYPE_CHECKING:
+    from toolkit.config.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,15 @@ class Placement:
     def describe(self) -> tuple[GroupKind, ...]:
         """Return the placement of every kind of `KINDS`."""
         return tuple(self.kind(kind) for kind in KINDS)
+
+
+def place_job(job: Job) -> Placement:
+    """Place a job's grid on its nodes.
+
+    Raises:
+        PlanError: GRID_WORLD, TP_SPANS_NODES.
+    """
+    return place(Grid.of(job), num_nodes=job.cluster.nodes, gpus_per_node=job.cluster.gpus_per_node)
 
 
 def place(grid: Grid, num_nodes: int, gpus_per_node: int) -> Placement:

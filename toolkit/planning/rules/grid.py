@@ -6,16 +6,13 @@ from collections.abc import Iterator
 
 from toolkit.errors import PlanError, Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
-from toolkit.topology.grid import Grid
-from toolkit.topology.placement import place
+from toolkit.topology.placement import place_job
 
 
 def grid_on_nodes(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that stages times tensor ranks divide the cards, and that no tensor group spans two nodes."""
-    cluster, parallel = draft.job.cluster, draft.job.parallel
     try:
-        grid = Grid.from_world(world_size=cluster.num_ranks, pp=parallel.pipeline, tp=parallel.tensor)
-        place(grid, num_nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node)
+        place_job(draft.job)
     except PlanError as error:
         yield from error.problems
 

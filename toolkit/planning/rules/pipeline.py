@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.catalog.parameters import lora_layers
-from toolkit.config.job import Lora
 from toolkit.errors import PlanError, Problem
 from toolkit.pipeline_schedule import check_partition, schedule_problems, uniform_partition
 from toolkit.planning.pipeline_layout import across_stages
@@ -178,7 +177,7 @@ def adapters_on_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     train, pp = draft.job.train, draft.job.parallel.pipeline
     if pp == 1 or train.method != "lora" or not draft.settings.partition:
         return
-    targets = (train.lora or Lora()).target_modules
+    targets = train.adapters.target_modules
     known = lora_layers(draft.model.config, targets)
     if known is None:
         return

@@ -111,11 +111,9 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
     if draft.profile.needs_nvme:
         why = "its swap files are named by data-parallel rank alone, so tensor ranks of a node would write over each other's"
         yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
-    if train.method == "lora" and draft.model.num_experts and not _adapts_attention_alone(train.lora or Lora()):
+    if train.method == "lora" and draft.model.num_experts and not _adapts_attention_alone(train.adapters):
         why = "adapters of stacked experts cannot be cut"
-        yield _refused(
-            "train.lora.target_modules", _shown(train.lora or Lora()), why, f"some of {', '.join(_ATTENTION)}"
-        )
+        yield _refused("train.lora.target_modules", _shown(train.adapters), why, f"some of {', '.join(_ATTENTION)}")
     if train.method == "lora" and train.lora is not None:
         if train.lora.lora_dropout:
             why = "adapters of cut inputs would need other random numbers than those of whole ones"
