@@ -51,6 +51,12 @@ class Problem:
         origin = f" ({self.source})" if self.source else ""
         return f"{self.message}{origin}. {self.fix}. [{self.code}]"
 
+    @property
+    def with_key(self) -> str:
+        """The problem as text after its key, unless the message has the key."""
+        name = one_line(self.key)
+        return str(self) if not name or name in self.message else f"{name}: {self}"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the problem as the JSON object that `--json` prints."""
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,14 @@ def test_a_folder_without_a_tokenizer(folder, capsys):
 def test_a_tokenizer_folder_that_is_not_there(folder, capsys):
     assert validate("model.tokenizer=./absent") == 2
     assert codes(capsys) == ["TOKENIZER_NOT_FOUND"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch])
+def test_a_tokenizer_that_is_no_folder_however_its_path_is_written(folder, capsys, make):
+    make(folder / "tokens")
+    for path in ("tokens", "./tokens", folder / "tokens"):
+        assert validate(f"model.tokenizer={path}") == 2
+        assert codes(capsys) == ["TOKENIZER_NOT_FOUND"]
 
 
 def test_a_tokenizer_without_an_end_mark(folder, capsys):

@@ -247,9 +247,24 @@ def test_a_record_that_the_peek_did_not_reach(write: Writer, build: Any) -> None
     write([{"text": "a"}] * 1200 + [{"text": None}])
     error = caught(build, Data(train="train.jsonl"))
     assert error.codes == ("DATA_TYPE",)
-    assert "record 1201" in str(error)
-    with pytest.raises(DataError, match="record 1201"):
+    assert str(error).startswith("train.jsonl, record at line 1201: text is absent or null")
+    assert error.problems[0].key == "data.train"
+    with pytest.raises(DataError, match="record at line 1201"):
         build(Data(train="train.jsonl"), num_proc=2)
+
+
+def test_a_record_is_named_by_its_file_whatever_joined_and_split_the_data(
+    build: Any, tmp_path: Path, texts: list[str]
+) -> None:
+    (tmp_path / "whole.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = [json.dumps({"text": "a" if number != 1300 else None}) for number in range(1500)]
+    (tmp_path / "torn.jsonl").write_text("\n" + "\n\n".join(lines))
+    named = re.escape("torn.jsonl, record at line 2602: text is absent or null")
+    both = ["whole.jsonl", "torn.jsonl"]
+    for data in (Data(train=both, validation_fraction=0.5), Data(train="whole.jsonl", eval=both[::-1])):
+        with pytest.raises(DataError, match=named) as raised:
+            build(data)
+        assert raised.value.problems[0].key == ("data.train[1]" if data.eval is None else "data.eval[0]")
 
 
 def test_a_line_that_the_peek_did_not_reach(write: Writer, build: Any) -> None:
@@ -376,7 +391,7 @@ def test_a_fault_past_the_head_of_an_alpaca_file(write: Writer, build: Any) -> N
     write([record] * 1200 + [{"instruction": "Add.", "output": None}])
     error = caught(build, Data(train="train.jsonl"))
     assert error.codes == ("DATA_TYPE",)
-    assert "record 1201: output is absent" in str(error)
+    assert "train.jsonl, record at line 1201: output is absent" in str(error)
 
 
 def test_columns_that_nothing_reads_are_named(write: Writer, build: Any, texts: list[str]) -> None:

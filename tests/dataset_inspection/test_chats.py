@@ -91,6 +91,12 @@ def test_what_a_template_refuses_is_said_before_training(tmp_path: Path) -> None
     assert "record at line 2: the chat template does not render it: no system role" in problem.message
     # What transformers may know better is left to it.
     assert look(tmp_path, [ASKED], template="{{ strftime_later() }}")[1] == ()
+    assert look(tmp_path, [ASKED], template="{{ bos_token + messages[0].content }}")[1] == ()
+    _, (problem,) = look(tmp_path, [ASKED], template="{{ messages[0].x.y }}")
+    assert (problem.code, problem.key) == ("DATA_CHAT_TEMPLATE", "data.train")
+    assert (
+        "record at line 1: the chat template does not render it: 'dict object' has no attribute 'x'" in problem.message
+    )
     assert look(tmp_path, [ASKED], template="{% for %}")[1][0].code == "DATA_CHAT_TEMPLATE"
 
 

@@ -97,6 +97,13 @@ def test_empty(tmp_path: Path, name: str, content: str) -> None:
     assert len(problems) == 1
 
 
+@pytest.mark.parametrize("content", ["{}", "[{}, {}]", "{}\n{}\n"])
+def test_records_without_a_column_are_no_documents(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    problem = only(peek(Data(train="a.json"), base=tmp_path)[1], "DATA_EMPTY")
+    assert "a.json holds only records without a column" in problem.message
+
+
 def test_an_empty_array_is_empty(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(" [ ]")
     only(peek(Data(train="a.json"), base=tmp_path)[1], "DATA_EMPTY")

@@ -13,7 +13,7 @@ from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.catalog.tokenizer import TokenizerFacts, read_tokenizer_facts
 from toolkit.cli.options import collect
 from toolkit.config.job import Job
-from toolkit.config.paths import is_folder, path_kind, shown
+from toolkit.config.paths import path_kind, shown
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX, ChatTemplate
 from toolkit.dataset_inspection.formats import Format
 from toolkit.dataset_inspection.inspect import DatasetFacts, peek
@@ -121,9 +121,10 @@ def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
     if name is None:
         return model.path if model is not None and model.origin == "folder" else None
     folder = Path(name)
-    if is_folder(folder, key="model.tokenizer"):
+    kind = path_kind(folder, key="model.tokenizer")
+    if kind == "folder":
         return folder
-    if name.startswith((".", "/", "~")):
+    if kind != "absent" or name.startswith((".", "/", "~")):
         raise SpecError.of(
             code="TOKENIZER_NOT_FOUND",
             key="model.tokenizer",

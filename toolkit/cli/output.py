@@ -50,9 +50,7 @@ def print_problems(problems: Iterable[Problem], *, as_json: bool) -> None:
         print_json({"problems": [problem.as_dict() for problem in found]})
         return
     for problem in found:
-        name = one_line(problem.key)
-        key = "" if not name or name in problem.message else f"{name}: "
-        _print_marked("error", f"{key}{problem}", style="bold red")
+        _print_marked("error", problem.with_key, style="bold red")
     if len(found) > 1:
         print(f"{len(found)} problems", file=sys.stderr)
 

@@ -5,27 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from toolkit.config.job import Data
 from toolkit.dataset_inspection.chat_template import (
     CHATML,
     chat_template_problem,
     read_chat_template,
+    template_faults,
     template_problems,
 )
 from toolkit.errors import DataError, raise_all
 
 # Exceptions from rendering a template, raised by the template itself (`raise_exception`) or by a mistake in it.
-TEMPLATE_FAULTS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    LookupError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+TEMPLATE_FAULTS = template_faults()
 
 
 def set_chat_template(tokenizer: Any, data: Data, *, base: Path | None = None) -> None:

@@ -36,10 +36,12 @@ class ChatTokeniser:
         tokenizer: A `transformers` tokenizer with a chat template.
         loss_on: `all`, or `assistant` for assistant messages alone. Messages whose own keys exclude them from the loss never
             count.
+        origin: `origin(index)` returns the key path and the place of a record, for errors.
     """
 
     tokenizer: Any
     loss_on: str
+    origin: Callable[[int], tuple[str, str]]
 
     def __call__(self, record: Mapping[str, Any], *, index: int) -> tuple[list[int], list[int]]:
         """Tokenise a record of `messages` and, if it has them, `tools`.
@@ -53,26 +55,31 @@ class ChatTokeniser:
             DataError: DATA_TYPE; DATA_CHAT_TEMPLATE, if the template does not render it or answers cannot be located;
                 DATA_CHAT_DROPPED, if the template leaves out a part of it; DATA_SLOW_TOKENIZER.
         """
-        where = f"record {index + 1} of the data"
         try:
             if (fault := learning_fault(record["messages"], self.loss_on)) is not None:
                 raise ValueError(fault)
             tools = tools_of(record)
         except ValueError as error:
+            key, where = self.origin(index)
             fix = "Correct or remove the record"
-            raise DataError.of(code="DATA_TYPE", key="data", message=f"{where}: {error}", fix=fix) from None
+            raise DataError.of(code="DATA_TYPE", key=key, message=f"{where}: {error}", fix=fix) from None
         left_out = {at for at, message in enumerate(record["messages"]) if is_left_out(message)}
         try:
-            return self._tokenise(for_template(record["messages"]), tools, left_out, where=where)
+            return self._tokenise(for_template(record["messages"]), tools, left_out, index=index)
         except TEMPLATE_FAULTS as error:  # many templates require alternating roles, or have no system message
-            raise DataError(refused_problem(first_line(error), where=where)) from error
+            raise self._refused(first_line(error), index) from error
+
+    def _refused(self, reason: str, index: int) -> DataError:
+        key, where = self.origin(index)
+        return DataError(refused_problem(reason, where=where, key=key))
 
     def _tokenise(
-        self, messages: Messages, tools: Any, left_out: Collection[int], *, where: str
+        self, messages: Messages, tools: Any, left_out: Collection[int], *, index: int
     ) -> tuple[list[int], list[int]]:
         text = self._render(messages, tools)
         if (part := dropped(messages, tools, text, self._render)) is not None:
-            raise DataError(dropped_problem(part, where=where, key="data"))
+            key, where = self.origin(index)
+            raise DataError(dropped_problem(part, where=where, key=key))
         if self.loss_on == "all" and not left_out:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return ids, [1] * len(ids)
@@ -86,7 +93,7 @@ class ChatTokeniser:
         if _GENERATION.search(chat_template(self.tokenizer) or "") is None:
             return self._marked(text, message_spans(messages, render, [at for at in answers if at not in left_out]))
         blocks = self._blocks(messages, tools, len(messages))
-        return self._marked(text, blocks, but=self._blocks_of(messages, tools, blocks, left_out, where=where))
+        return self._marked(text, blocks, but=self._blocks_of(messages, tools, blocks, left_out, index=index))
 
     def _render(self, messages: Messages, tools: Any, **options: bool) -> str:
         rendered: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
@@ -106,7 +113,7 @@ class ChatTokeniser:
         return list(blocks)
 
     def _blocks_of(
-        self, messages: Messages, tools: Any, blocks: Spans, chosen: Collection[int], *, where: str
+        self, messages: Messages, tools: Any, blocks: Spans, chosen: Collection[int], *, index: int
     ) -> Spans:
         """Return the blocks of some messages: those added when the conversation is extended by the message."""
         found: Spans = []
@@ -114,7 +121,7 @@ class ChatTokeniser:
             before, after = (len(self._blocks(messages, tools, upto)) for upto in (at, at + 1))
             if after > len(blocks) or after < before:
                 reason = f"it marks other answers in the first {at + 1} messages than in all"
-                raise DataError(refused_problem(reason, where=where))
+                raise self._refused(reason, index)
             found += blocks[before:after]
         return found
 

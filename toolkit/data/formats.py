@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from toolkit.catalog.tokenizer import template_fault
 from toolkit.data.chats import ChatTokeniser, chat_template
+from toolkit.data.origins import Origins
 from toolkit.dataset_inspection.chat_template import NO_CHAT_TEMPLATE_FIX
 from toolkit.dataset_inspection.formats import Format, loss_on_problem, record_fault
 from toolkit.errors import DataError, Problem
@@ -39,11 +40,13 @@ class Tokeniser:
         tokenizer: A `transformers` tokenizer.
         format: Format of the records.
         loss_on: `all`, `completion` or `assistant`.
+        origins: Where the records come from, for errors; None if only their number is known.
     """
 
     tokenizer: Any
     format: Format
     loss_on: str
+    origins: Origins | None = None
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
         """Tokenise a batch; `targets` has 1 for each token in the loss, else 0.
@@ -57,15 +60,18 @@ class Tokeniser:
             records = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         for index, record in zip(indices, records, strict=True):
             if (fault := record_fault(record, self.format)) is not None:
-                message = f"record {index + 1} of the data: {fault}"
-                fix = "Correct or remove the record"
-                raise DataError.of(code="DATA_TYPE", key="data", message=message, fix=fix)
+                key, where = self._origin(index)
+                message, fix = f"{where}: {fault}", "Correct or remove the record"
+                raise DataError.of(code="DATA_TYPE", key=key, message=message, fix=fix)
         if self.format == "messages":
-            chats = ChatTokeniser(tokenizer=self.tokenizer, loss_on=self.loss_on)
+            chats = ChatTokeniser(tokenizer=self.tokenizer, loss_on=self.loss_on, origin=self._origin)
             documents = [chats(record, index=index) for index, record in zip(indices, records, strict=True)]
         else:
             documents = self._texts(records) if self.format == "text" else self._pairs(records)
         return {"input_ids": [ids for ids, _ in documents], "targets": [targets for _, targets in documents]}
+
+    def _origin(self, index: int) -> tuple[str, str]:
+        return ("data", f"record {index + 1} of the data") if self.origins is None else self.origins.of(index)
 
     def _texts(self, records: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
         encoded = self._encode([record["text"] for record in records])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,12 @@ def prepare(
         format_ = documents.format
         raise_all(DataError, unused_chat_template(data, format_))
         check_tokenizer(tokenizer, format_=format_, loss_on=data.loss_on)
-        tokeniser = Tokeniser(tokenizer=tokenizer, format=format_, loss_on=data.loss_on)
-        stores = {"data.train": tokenise(documents.train, tokeniser, cache_dir=cache_dir, num_proc=num_proc)}
+        tokeniser = partial(Tokeniser, tokenizer=tokenizer, format=format_, loss_on=data.loss_on)
+        kept = partial(tokenise, cache_dir=cache_dir, num_proc=num_proc)
+        stores = {"data.train": kept(documents.train, tokeniser(origins=documents.train_origins))}
         if documents.eval is not None:
             part = "data.eval" if data.eval is not None else "data.validation_fraction"
-            stores[part] = tokenise(documents.eval, tokeniser, cache_dir=cache_dir, num_proc=num_proc)
+            stores[part] = kept(documents.eval, tokeniser(origins=documents.eval_origins))
     pad_token_id = _padding(tokenizer, vocab_size)
     problems: list[Problem] = []
     packed: list[PackedDataset] = []

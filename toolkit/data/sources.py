@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from toolkit.config.job import Data
 from toolkit.data.formats import CONVERSATION
+from toolkit.data.origins import Origins, keys_of, place_of
 from toolkit.dataset_inspection.chats import unread_key_warning
 from toolkit.dataset_inspection.columns import resolve_layout
 from toolkit.dataset_inspection.files import PEEK_RECORDS, first_bad_json_line, wide_cells
@@ -48,10 +49,12 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """The documents of a job: a `Dataset` to train on, one to validate on, and warnings of what is not read."""
+    """The documents of a job: a `Dataset` to train on, one to validate on, their origins, and warnings of what is not read."""
 
     train: Any
     eval: Any | None
+    train_origins: Origins
+    eval_origins: Origins | None
     format: Format
     warnings: tuple[str, ...]
 
@@ -76,20 +79,35 @@ def load_documents(
     """
     warnings: list[str] = []
     load = partial(_load_part, data=data, cache_dir=cache_dir, template=template, warnings=warnings)
-    train, format_ = load(facts.train, part="train", split=data.split)
+    train, format_, origins = load(facts.train, part="train", split=data.split)
     if data.max_samples is not None:
         train = train.select(range(min(data.max_samples, len(train))))
     if facts.eval:
-        held, eval_format = load(facts.eval, part="eval", split=data.eval_split or "validation")
+        held, eval_format, eval_origins = load(facts.eval, part="eval", split=data.eval_split or "validation")
         if eval_format != format_:
             message = f"data.train is {format_}, but data.eval is {eval_format}"
             raise DataError.of(code="DATA_MIXED", key="data.eval", message=message, fix="Give both the same columns")
-        return Documents(train=train, eval=held, format=format_, warnings=tuple(warnings))
-    held = None
+        return Documents(
+            train=train,
+            eval=held,
+            train_origins=origins,
+            eval_origins=eval_origins,
+            format=format_,
+            warnings=tuple(warnings),
+        )
+    held, held_origins = None, None
     if data.validation_fraction is not None:
         held_rows, train_rows = split_rows(len(train), data.validation_fraction, seed=seed)
         train, held = train.select(train_rows), train.select(held_rows)
-    return Documents(train=train, eval=held, format=format_, warnings=tuple(warnings))
+        origins, held_origins = replace(origins, rows=train_rows), replace(origins, rows=held_rows)
+    return Documents(
+        train=train,
+        eval=held,
+        train_origins=origins,
+        eval_origins=held_origins,
+        format=format_,
+        warnings=tuple(warnings),
+    )
 
 
 def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,9 +146,10 @@ def _load_part(
     cache_dir: Path,
     template: str | None,
     warnings: list[str],
-) -> tuple[Any, Format]:
-    loaded, formats = [], {}
-    for source in sources:
+) -> tuple[Any, Format, Origins]:
+    loaded, formats, counts = [], {}, []
+    keys = keys_of(f"data.{part}", data.train if part == "train" else data.eval)
+    for source, key in zip(sources, keys, strict=True):
         documents = _load_source(source, data, key=f"data.{part}", split=split, cache_dir=cache_dir)
         layout = resolve_layout(documents.column_names, data.format, key=f"data.{part}", name=source.name)
         if isinstance(layout, Problem):
@@ -139,18 +158,20 @@ def _load_part(
         if unread := _unread(documents, layout):
             warnings.append(unread_warning(source.name, unread))
         warnings += _unread_keys(documents, layout, source.name, template)
-        loaded.append(_in_own_columns(documents, layout, name=source.name, cache_dir=cache_dir))
+        counts.append(len(documents))
+        loaded.append(_in_own_columns(documents, layout, source, key=key, cache_dir=cache_dir))
     if len(set(formats.values())) > 1:
         listed = ", ".join(f"{name} is {format_}" for name, format_ in formats.items())
         message = f"data.{part} has several formats: {listed}"
         fix = "Give all files of a job the same columns"
         raise DataError.of(code="DATA_MIXED", key=f"data.{part}", message=message, fix=fix)
     format_ = next(iter(formats.values()))
+    origins = Origins(sources=sources, keys=keys, counts=tuple(counts))
     if len(loaded) == 1:
-        return loaded[0], format_
+        return loaded[0], format_, origins
     if format_ == "messages":
         loaded = [_as_text(documents, cache_dir=cache_dir) for documents in loaded]
-    return datasets.concatenate_datasets(loaded), format_
+    return datasets.concatenate_datasets(loaded), format_, origins
 
 
 def _unread(documents: Any, layout: Layout) -> list[str]:
@@ -166,7 +187,7 @@ def _unread_keys(documents: Any, layout: Layout, name: str, template: str | None
     return [] if warning is None else [warning]
 
 
-def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Path) -> Any:
+def _in_own_columns(documents: Any, layout: Layout, source: SourceFacts, *, key: str, cache_dir: Path) -> Any:
     """Keep the columns that are read, or convert those of another layout to our own."""
     if layout.convert is None:
         return documents.select_columns([column for column in layout.reads if column in documents.column_names])
@@ -174,8 +195,8 @@ def _in_own_columns(documents: Any, layout: Layout, *, name: str, cache_dir: Pat
 
     def converted(record: dict[str, Any], index: int) -> dict[str, Any]:
         if (fault := fault_of(record)) is not None:
-            message, fix = f"{name}, record {index + 1}: {fault}", "Correct or remove the record"
-            raise DataError.of(code="DATA_TYPE", key="data", message=message, fix=fix)
+            message, fix = f"{place_of(source, index)}: {fault}", "Correct or remove the record"
+            raise DataError.of(code="DATA_TYPE", key=key, message=message, fix=fix)
         return convert(record)
 
     return _mapped(documents, converted, layout.name, layout.format, desc=f"Reading {layout.name}", cache_dir=cache_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,6 +39,9 @@ NO_CHAT_TEMPLATE_FIX = (
     "Set model.tokenizer to the tokenizer of the model's instruct version, or data.chat_template to chatml or to a file "
     "with a Jinja template, or give prompt and completion columns"
 )
+
+# What Jinja says of a variable or function that it is not given; transformers may give it, as it gives `bos_token`.
+_NOT_GIVEN = re.compile(r"'\w+' is undefined")
 
 # Largest template file, in characters: a hundred times the size of published ones.
 _MAX_CHARACTERS = 1_000_000
@@ -106,6 +110,18 @@ class ChatTemplate:
             messages=messages, tools=tools, documents=None, add_generation_prompt=False, **marks
         )
         return rendered
+
+
+def template_faults() -> tuple[type[Exception], ...]:
+    """Return the exceptions from rendering a template, raised by the template itself (`raise_exception`) or by a mistake in it."""
+    import jinja2
+
+    return (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
+
+
+def is_template_fault(error: Exception) -> bool:
+    """Return whether an error from rendering would be raised in transformers too, which gives templates more than we do."""
+    return isinstance(error, template_faults()) and _NOT_GIVEN.fullmatch(str(error)) is None
 
 
 def _environment() -> jinja2.Environment:

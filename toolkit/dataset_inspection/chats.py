@@ -14,9 +14,14 @@ from toolkit.dataset_inspection.chat_messages import (
     tools_of,
     unread_keys,
 )
-from toolkit.dataset_inspection.chat_template import ChatTemplate, TemplateRefusalError, refused_problem
+from toolkit.dataset_inspection.chat_template import (
+    ChatTemplate,
+    TemplateRefusalError,
+    is_template_fault,
+    refused_problem,
+)
 from toolkit.dataset_inspection.layouts import Layout
-from toolkit.errors import Problem
+from toolkit.errors import Problem, first_line
 
 Records = Sequence[tuple[int, dict[str, Any]]]
 
@@ -74,8 +79,9 @@ def _rendering_problems(
         part = dropped(messages, tools, template.render(messages, tools), template.render)
     except TemplateRefusalError as error:
         yield refused_problem(str(error), where=where, key=key)
-    except Exception:  # other errors are left to the rendering by transformers
-        return
+    except Exception as error:
+        if is_template_fault(error):  # other errors are left to the rendering by transformers
+            yield refused_problem(first_line(error), where=where, key=key)
     else:
         if part is not None:
             yield dropped_problem(part, where=where, key=key)

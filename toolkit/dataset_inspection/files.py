@@ -77,9 +77,11 @@ def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head
     except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
         # pyarrow.ArrowInvalid is a ValueError; the JSON of a saved folder may have any structure.
         return Head(problems=(_unreadable(path, kind, key, error),))
-    if head.records or head.problems:
+    if (head.columns and head.records) or head.problems:
         return head
     found = "is empty (0 bytes)" if path.is_file() and path.stat().st_size == 0 else "holds no record"
+    if head.records:
+        found = f"holds only records without a column, such as that at line {head.records[0][0]}"
     problem = Problem(code="DATA_EMPTY", key=key, message=f"{path} {found}", fix="Name files that hold documents")
     return Head(columns=head.columns, problems=(problem,))
 

@@ -70,7 +70,7 @@ def _told(error: BaseException, log_dir: Path | None) -> int:
         identity = rank_from_environment(os.environ)
         return write_worker_error(log_dir, identity.rank if identity else 0, error)
     if isinstance(error, ToolkitError):
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.writelines(f"{problem.with_key}\n" for problem in error.problems)
         return error.exit_code
     raise error
 
