@@ -335,6 +335,29 @@ def test_broken_yaml(text):
     assert problem.message.startswith("job.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        (
+            "train:\n  output_dir: 2026-99-99",
+            "train.output_dir",
+            "train.output_dir=2026-99-99 is not a date: month must",
+        ),
+        ("train:\n  max_steps: " + "9" * 5000, "train.max_steps", "… is not a whole number: Exceeds the limit (4300"),
+        ('data:\n  train: "a\\ud800"', "data.train", "data.train=a\\ud800 is not Unicode text: it holds half of a"),
+        ("data:\n  train: [a, {b: !!int c}]", "data.train[1].b", "data.train[1].b=c is not a whole number: "),
+        ("train:\n  fp8: !!bool maybe", "train.fp8", "train.fp8=maybe is not true or false: "),
+    ],
+)
+def test_a_value_that_is_not_what_it_looks_like_names_key_and_line(text, key, says):
+    problem = only(text)
+    assert (problem.code, problem.key) == ("YAML_SYNTAX", key)
+    assert problem.message.startswith("job.yaml, line 2: ")
+    assert says in problem.message
+    assert problem.fix.startswith("Write ")
+    assert not job_of(SMALL, "train.output_dir=2026-99-99").train.output_dir.is_absolute()  # an override is a text then
+
+
 def test_an_anchor_inside_itself_and_a_bottomless_nest():
     assert only(SMALL + "deepspeed: &a {b: *a}").code == "YAML_RECURSIVE"
     assert only("a: " + "[" * 2000 + "]" * 2000).code == "YAML_RECURSIVE"

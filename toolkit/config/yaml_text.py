@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from toolkit.config.paths import shown
 from toolkit.config.suggestions import nearest
 from toolkit.errors import SpecError
 from toolkit.io import read_text
@@ -27,6 +28,30 @@ _NUMBER_FORMS = {
 }
 
 
+# What a scalar of a tag must be, and how to write it, for errors.
+_FORMS = {
+    "int": ("a whole number", "Write digits, at most 4300, or put quotes around a text"),
+    "float": ("a number", "Write a number such as 1.0e-5, or put quotes around a text"),
+    "bool": ("true or false", "Write true or false, or put quotes around a text"),
+    "timestamp": ("a date", "Write a date of the calendar, or put quotes around a text"),
+    "str": ("Unicode text", r'Write the character itself, or its whole code such as "\U0001F600"'),
+}
+
+
+class _ValueError(yaml.YAMLError):
+    """Raised for a scalar that is not what its tag or its form says.
+
+    Args:
+        node: The scalar.
+        reason: Message of the function that converts it.
+    """
+
+    def __init__(self, node: yaml.ScalarNode, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
+
+
 class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses a mapping with duplicate keys, and reads numbers as users mean them."""
 
@@ -34,6 +59,20 @@ class _StrictLoader(yaml.SafeLoader):
         first: [(tag, re.compile(_NUMBER_FORMS[tag]) if tag in _NUMBER_FORMS else form) for tag, form in forms]
         for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep=deep)
+            if isinstance(value, str):
+                value.encode()  # escapes can spell halves of surrogate pairs
+        except UnicodeEncodeError:
+            raise _ValueError(node, "it holds half of a surrogate pair") from None
+        except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
+            # SafeLoader lets the errors of int(), datetime() and its table of booleans through.
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            raise _ValueError(node, str(error).partition(";")[0]) from None
+        return value
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked here and not in construction, when `<<` may have copied the keys of another mapping into this one.
@@ -104,6 +143,8 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
     """
     try:
         value = parse_value(text, name=name)
+    except _ValueError as error:
+        raise _wrong_value(error, text, name=name) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}, line {mark.line + 1}" if mark else name
@@ -141,11 +182,42 @@ def parse_value(text: str, *, name: str) -> Any:
         # Values must be writable: not nested too deeply, and without the lone surrogates that escapes can spell.
         json.dumps(value, default=str, ensure_ascii=False).encode()
     except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
-        # SafeLoader lets the errors of chr(), int(), datetime() and its table of booleans through.
+        # SafeLoader lets the errors of chr() through.
         raise yaml.YAMLError(f"a value is not what its tag or its form says: {error}") from None
     except RecursionError:
         raise _recursive(name, "sections are nested too deep", "Remove levels: a job has four at most") from None
     return value
+
+
+def _wrong_value(error: _ValueError, text: str, *, name: str) -> SpecError:
+    """Return the error of a scalar that is not what its tag or its form says, with its key and line."""
+    mark, tag = error.node.start_mark, error.node.tag.rpartition(":")[2]
+    path = _path_of(mark.index, yaml.compose(text, Loader=yaml.SafeLoader))
+    rule, fix = _FORMS.get(tag, (f"of its tag {tag}", "Correct it, or put quotes around a text"))
+    value = error.node.value.encode("utf-8", "backslashreplace").decode()
+    return SpecError.of(
+        code="YAML_SYNTAX",
+        key=path or name,
+        message=f"{name}, line {mark.line + 1}: {path}{'=' if path else ''}{shown(value)} is not {rule}: {error.reason}",
+        fix=fix,
+    )
+
+
+def _path_of(index: int, node: yaml.Node | None) -> str:
+    """Return the key path of the scalar that begins at a character of the text; empty for the document itself."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.start_mark.index == index:
+                return str(key.value)
+            if value.start_mark.index <= index < value.end_mark.index:
+                below = _path_of(index, value)
+                return f"{key.value}{'' if below.startswith('[') or not below else '.'}{below}"
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            if value.start_mark.index <= index < value.end_mark.index:
+                below = _path_of(index, value)
+                return f"[{number}]{'' if below.startswith('[') or not below else '.'}{below}"
+    return ""
 
 
 def _count_values(node: yaml.Node, counted: dict[int, int], *, name: str) -> int:
