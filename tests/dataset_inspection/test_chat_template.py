@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from toolkit import bounded
 from toolkit.config.job import Data
 from toolkit.data.chat_template import set_chat_template
 from toolkit.dataset_inspection.chat_template import CHATML_TEMPLATE, read_chat_template, template_problems
@@ -98,3 +99,11 @@ def test_what_transformers_takes_is_taken(tmp_path: Path, template: str) -> None
 
 def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+
+
+def test_a_constant_that_takes_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jinja computes it when it compiles, before anything is rendered."""
+    monkeypatch.setattr(bounded, "SECONDS", 1)
+    (problem,) = template_problems("mine.jinja", "{{ 9 ** (9 ** (9 ** 9)) }}")
+    assert problem.code == "DATA_CHAT_TEMPLATE_FILE"
+    assert "mine.jinja: compiling it takes more than " in problem.message

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from toolkit import bounded
 from toolkit.config.job import Data
+from toolkit.dataset_inspection import chats
 from toolkit.dataset_inspection.chat_template import CHATML_TEMPLATE, ChatTemplate, TemplateRefusalError
 from toolkit.dataset_inspection.inspect import DatasetFacts, peek
 from toolkit.errors import Problem
@@ -112,3 +114,32 @@ def test_a_template_renders_as_transformers_does() -> None:
     assert ChatTemplate(template, "<eos>").render(CALLING, tools) == expected
     with pytest.raises(TemplateRefusalError, match="not today"):
         ChatTemplate("{{ raise_exception('not today') }}").render(CALLING)
+
+
+LONG = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LONG,
+        "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n else '' }}{% endmacro %}{{ f(60) }}",
+        "{% set two = messages | length * 2 %}{{ 'x' * 10 ** (9 * two) }}",
+        "{% set nine = messages | length + 8 %}{{ nine ** (nine ** (nine ** nine)) }}",
+        "{% set all = messages[0].content %}{{ all }}" + LONG,
+    ],
+    ids=["loops", "macros", "memory", "power", "rendered"],
+)
+def test_a_template_that_takes_for_ever_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """A stranger's: Jinja's sandbox bounds one range, and neither loops in loops nor numbers nor texts."""
+    monkeypatch.setattr(chats, "RENDERING_SECONDS", 1)
+    monkeypatch.setattr(bounded, "MEMORY_BYTES", 2**28)
+    (tmp_path / "mine.jinja").write_text(template)
+    for own, named in ((template, None), (None, "mine.jinja")):
+        _, (problem,) = look(tmp_path, [ASKED], CALLING, template=own, chat_template=named)
+        assert (problem.code, problem.key) == ("DATA_CHAT_TEMPLATE", "data.train")
+        assert problem.message.startswith(
+            "a.jsonl, record at line 1: the chat template does not render it: it takes more than 1 s of processor time, or "
+        )

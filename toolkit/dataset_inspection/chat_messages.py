@@ -173,6 +173,8 @@ def _renders(render: Render, messages: Messages, tools: Any) -> str | None:
     """Render messages that may be an incomplete conversation; None if the template refuses them."""
     try:
         return render(messages, tools)
+    except MemoryError:
+        raise
     except Exception:  # a template is a program: without a required part it may fail in any way
         return None
 

@@ -11,10 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.bounded import MEMORY_BYTES, SECONDS, OutOfBoundsError, call_bounded
 from toolkit.config.job import Data
 from toolkit.config.paths import path_kind, shown
 from toolkit.dataset_inspection.formats import Format
 from toolkit.errors import DataError, Problem
+from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
     import jinja2
@@ -168,8 +170,16 @@ def template_problems(name: str, text: str) -> list[Problem]:
         name: Name of the template in the job.
         text: Content of the template.
     """
-    compiled = _compile(text)
-    return [chat_template_problem(name, compiled)] if isinstance(compiled, str) else []
+
+    def fault() -> str | None:
+        compiled = _compile(text)
+        return compiled if isinstance(compiled, str) else None
+
+    try:
+        found = call_bounded(fault)  # Jinja computes constants when it compiles, however large
+    except OutOfBoundsError:
+        found = f"compiling it takes more than {SECONDS} s of processor time, or {format_bytes(MEMORY_BYTES)}"
+    return [] if found is None else [chat_template_problem(name, found)]
 
 
 def _compile(text: str) -> jinja2.Template | str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from toolkit.bounded import MEMORY_BYTES, OutOfBoundsError, call_bounded
 from toolkit.dataset_inspection.chat_messages import (
     dropped,
     dropped_problem,
@@ -22,6 +23,10 @@ from toolkit.dataset_inspection.chat_template import (
 )
 from toolkit.dataset_inspection.layouts import Layout
 from toolkit.errors import Problem, first_line
+from toolkit.units import format_bytes
+
+# Processor time in which one record is rendered as often as it has parts; a long one of 100 messages takes about a second.
+RENDERING_SECONDS = 30
 
 Records = Sequence[tuple[int, dict[str, Any]]]
 
@@ -61,9 +66,21 @@ def conversation_problems(
         if template is None or shape in shapes:
             continue
         shapes.add(shape)
-        for problem in _rendering_problems(record, template, where=where, key=key):
-            found.setdefault(problem.code, problem)
+        try:
+            for problem in _bounded_problems(record, template, where=where, key=key):
+                found.setdefault(problem.code, problem)
+        except OutOfBoundsError:
+            reason = f"it takes more than {RENDERING_SECONDS} s of processor time, or {format_bytes(MEMORY_BYTES)}"
+            found["bounds"] = refused_problem(reason, where=where, key=key)
+            break  # or each record would take as long
     return list(found.values())
+
+
+def _bounded_problems(record: Mapping[str, Any], template: ChatTemplate, *, where: str, key: str) -> Sequence[Problem]:
+    """Return the problems of rendering one record, in a process of limited time and memory: a template is a program."""
+    return call_bounded(
+        lambda: list(_rendering_problems(record, template, where=where, key=key)), seconds=RENDERING_SECONDS
+    )
 
 
 def _rendering_problems(
@@ -79,6 +96,8 @@ def _rendering_problems(
         part = dropped(messages, tools, template.render(messages, tools), template.render)
     except TemplateRefusalError as error:
         yield refused_problem(str(error), where=where, key=key)
+    except MemoryError:
+        raise
     except Exception as error:
         if is_template_fault(error):  # other errors are left to the rendering by transformers
             yield refused_problem(first_line(error), where=where, key=key)
