@@ -16,6 +16,8 @@ INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 # Characters that break lines or that terminals interpret: control characters, separators, lone surrogates and marks of
 # text direction.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Characters of a longer text that are shown of either end.
+_SHOWN_END = 2000
 _LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
 
 
@@ -23,6 +25,11 @@ def one_line(text: str) -> str:
     """Return foreign text on one line: line breaks become spaces, characters that terminals interpret are escaped."""
     joined = _LINE_BREAK.sub(" ", text.strip())
     return _UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), joined)
+
+
+def shortened(text: str) -> str:
+    """Return a text without its middle if it is longer than any that was written to be read: a stranger's key of a megabyte."""
+    return text if len(text) <= 2 * _SHOWN_END else f"{text[:_SHOWN_END]} … {text[-_SHOWN_END:]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +52,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("message", "fix"):
-            object.__setattr__(self, name, one_line(getattr(self, name)))
+            object.__setattr__(self, name, one_line(shortened(getattr(self, name))))
+        object.__setattr__(self, "key", shortened(self.key))
 
     def __str__(self) -> str:
         origin = f" ({self.source})" if self.source else ""

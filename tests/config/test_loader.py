@@ -1,4 +1,5 @@
 import textwrap
+import time
 from itertools import chain
 from pathlib import Path
 
@@ -515,3 +516,17 @@ def test_any_text_is_a_mapping_or_a_spec_error(text):
 @given(override=st.text(max_size=20) | st.tuples(st.sampled_from(known_keys()), st.text(max_size=12)).map("=".join))
 def test_any_override_is_a_job_or_a_spec_error(override):
     errors_of(lambda value: job_of(SMALL, value), override)
+
+
+def test_very_many_or_long_unknown_keys_are_told_at_once():
+    began = time.process_time()
+    document = {"model": "gpt2", "cluster": {"gpu": "cpu"}, **{f"learning_ratf{number}": 1 for number in range(30_000)}}
+    with pytest.raises(SpecError) as caught:
+        parse_job(document)
+    assert len(caught.value.problems) == 101
+    assert caught.value.problems[-1].message == "29,900 more keys are unknown or not valid"
+    with pytest.raises(SpecError) as caught:
+        parse_job({"model": "gpt2", "cluster": {"gpu": "cpu"}, "train": {"k" * 10**6: 1}})
+    assert caught.value.codes == ("KEY_UNKNOWN",)
+    assert len(str(caught.value)) < 5000
+    assert time.process_time() - began < 10, "it took minutes"

@@ -48,3 +48,10 @@ def test_file_names_are_compared_whole():
     assert nearest("job.yml", ["job.yaml", "data.jsonl"]) == ["job.yaml"]
     assert nearest("mine.yaml", ["other.yaml"]) == []
     assert nearest("train.jsonl", ["trains.jsonl", "tarin.jsonl", "x"], n=2) == ["trains.jsonl", "tarin.jsonl"]
+
+
+def test_a_word_far_longer_than_any_is_no_slip_and_costs_nothing():
+    long = "learning_rate" * 100_000
+    assert nearest(long, known_keys()) == []
+    assert nearest_key(f"train.{long}", known_keys()) == []
+    assert nearest_key(f"{long}.learning_rat", known_keys()) == ["train.learning_rate"], "the section may be anything"

@@ -8,6 +8,7 @@ import json
 import pytest
 from published_files import ACCEPTED, REFUSED
 
+from toolkit.deepspeed_spec.job_section import check_section
 from toolkit.deepspeed_spec.nested import with_value
 from toolkit.deepspeed_spec.schema import schema_paths
 from toolkit.deepspeed_spec.user_file import TRAINER_AUTO, read_user_config
@@ -264,3 +265,35 @@ def test_what_trainer_fills_in_stays_open(tmp_path):
     user = read_user_config(tmp_path / "ds.json")
     assert (user.name, user.notes) == ("ds.json", ())
     assert user.config["optimizer"]["params"] == dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({f"key_{number}": 1 for number in range(1001)}, "has more than 1,000 keys, far more than DeepSpeed knows"),
+        (zero(**{f"key_{number}": "auto" for number in range(300_000)}), "has more than 1,000 keys"),
+        ({"optimizer": {"params": {f"key_{number}": 1 for number in range(1001)}}}, "has more than 1,000 keys"),
+        (json.loads('{"zero_optimization":' * 900 + "1" + "}" * 900), "is nested deeper than 32 levels"),
+        ({"comms_logger": {"prof_ops": json.loads("[" * 900 + "]" * 900)}}, "is nested deeper than 32 levels"),
+    ],
+    ids=["many", "very many", "inside", "deep", "lists"],
+)
+def test_far_more_than_deepspeed_has_is_one_error_at_once(config, said):
+    for read in (read_user_config, of_job):
+        with pytest.raises(ToolkitError, match=said) as caught:
+            read(config)
+        assert caught.value.codes == ("DEEPSPEED_UNKNOWN",)
+
+
+def of_job(section):
+    _, problems = check_section(section)
+    raise SpecError(*problems)
+
+
+def test_a_key_of_a_megabyte_is_told_at_once_and_not_printed_whole():
+    key = "stage" * 200_000
+    with pytest.raises(SpecError) as caught:
+        read_user_config(zero(**{key: 1}))
+    assert caught.value.codes == ("DEEPSPEED_UNKNOWN",)
+    assert len(str(caught.value)) < 1000
+    assert len(note({key: 1})) < 1000

@@ -23,6 +23,10 @@ _FORMS = {
 }
 
 
+# Problems that are worked out of one job: a search for what each key was meant to be takes a millisecond.
+_MOST_SHOWN = 100
+
+
 def problems_of(error: ValidationError, kind: type[BaseModel] = Job, given: Any = None) -> list[Problem]:
     """Return one problem for each key, although pydantic reports each member of a union and each item of a list.
 
@@ -40,7 +44,9 @@ def problems_of(error: ValidationError, kind: type[BaseModel] = Job, given: Any 
             continue
         details.setdefault(_key((*place, *detail["loc"])), []).append(detail)
     problems: list[Problem] = []
-    for key, found in details.items():
+    shown_keys, more = list(details)[:_MOST_SHOWN], len(details) - _MOST_SHOWN
+    for key in shown_keys:
+        found = details[key]
         if twins := _twins(key, found[0], given):
             problems.append(twins)
             continue
@@ -50,6 +56,9 @@ def problems_of(error: ValidationError, kind: type[BaseModel] = Job, given: Any 
         fixes = dict.fromkeys([first.fix, *(f"{other.fix[0].lower()}{other.fix[1:]}" for other in others)])
         distinct = [fix for fix in fixes if fix is first.fix or fix.lower() != first.fix.lower()]
         problems.append(replace(first, fix=", or ".join(distinct)))
+    if more > 0:
+        fix = "Correct the keys above first"
+        problems.append(Problem(code="KEY_VALUE", message=f"{more:,} more keys are unknown or not valid", fix=fix))
     return problems
 
 

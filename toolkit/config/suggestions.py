@@ -10,6 +10,8 @@ from collections.abc import Iterable
 SLIP = 0.78
 # Length from which a prefix of a name stands for it: `overlap` for `overlap_comm`.
 _MIN_BEGINNING = 5
+# Length from which a word is no misspelling: comparing two takes the product of their lengths. The longest key has 44 letters.
+_LONGEST = 200
 
 
 def nearest(name: str, known: Iterable[str], *, n: int = 1) -> list[str]:
@@ -29,8 +31,9 @@ def nearest_key(path: str, known: Iterable[str], *, n: int = 1) -> list[str]:
 
     Ties are decided by the whole path.
     """
-    leaf, whole = _leaf(path.lower()), path.lower()
-    return _best([(_likeness(leaf, _leaf(key.lower())), _ratio(whole, key.lower()), key) for key in known], n)
+    leaf, whole = _leaf(path.lower()), path.lower()[-_LONGEST:]
+    alike = [(likeness, key) for key in known if (likeness := _likeness(leaf, _leaf(key.lower())))]
+    return _best([(likeness, _ratio(whole, key.lower()), key) for likeness, key in alike], n)
 
 
 def _best(scored: list[tuple[float, float, str]], n: int) -> list[str]:
@@ -39,8 +42,16 @@ def _best(scored: list[tuple[float, float, str]], n: int) -> list[str]:
 
 
 def _likeness(word: str, candidate: str) -> float:
-    begins = len(word) >= _MIN_BEGINNING and candidate.startswith(word)
-    return max(_ratio(word, candidate), SLIP if begins else 0.0)
+    """Return the similarity of two words; 0 if it is below that of a misspelling, which is mostly known by their letters alone."""
+    if len(word) >= _MIN_BEGINNING and candidate.startswith(word):
+        return max(_ratio(word, candidate), SLIP)
+    if len(word) > _LONGEST:
+        return 0.0
+    matcher = difflib.SequenceMatcher(None, word, candidate, autojunk=False)
+    if matcher.real_quick_ratio() < SLIP or matcher.quick_ratio() < SLIP:
+        return 0.0
+    ratio = matcher.ratio()
+    return ratio if ratio >= SLIP else 0.0
 
 
 def _leaf(path: str) -> str:

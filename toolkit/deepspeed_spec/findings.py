@@ -8,6 +8,8 @@ from typing import Literal
 
 from toolkit.errors import Problem
 
+_LONGEST_PATH = 200
+
 # refused: DeepSpeed raises, in its parser or in its engine. meant: DeepSpeed continues, and the key is surely a
 # mistake for another. other: DeepSpeed continues, without it or with another value.
 Outcome = Literal["refused", "meant", "other"]
@@ -34,6 +36,11 @@ class Finding:
     outcome: Outcome
     meant: str = ""
     source: str = "deepspeed runtime/config.py"
+
+
+def shortened(path: str) -> str:
+    """Return a path for a message, cut if it is far longer than any of DeepSpeed."""
+    return path if len(path) <= _LONGEST_PATH else f"{path[:_LONGEST_PATH]}…"
 
 
 def refused(path: str, message: str, fix: str, *, source: str) -> Finding:
@@ -73,8 +80,8 @@ class Place:
         """Return a finding as an error."""
         return Problem(
             code=finding.code,
-            key=f"{self.prefix}{finding.path}",
-            message=f"{self.label}{self.prefix}{finding.path}{finding.message}",
+            key=f"{self.prefix}{shortened(finding.path)}",
+            message=f"{self.label}{self.prefix}{shortened(finding.path)}{finding.message}",
             fix=self.suggest(finding.meant) if finding.meant else finding.fix,
             source=finding.source,
         )

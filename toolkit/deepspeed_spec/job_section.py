@@ -9,7 +9,7 @@ from toolkit.deepspeed_spec.effects import NEVER_READ
 from toolkit.deepspeed_spec.engine_checks import run_findings
 from toolkit.deepspeed_spec.facts import EngineFacts
 from toolkit.deepspeed_spec.findings import Place
-from toolkit.deepspeed_spec.nested import is_inside, paths, without
+from toolkit.deepspeed_spec.nested import is_inside, paths, size_fault, without
 from toolkit.deepspeed_spec.schema import schema_paths
 from toolkit.deepspeed_spec.validation import Reading, read_config
 from toolkit.errors import Problem
@@ -114,6 +114,14 @@ def check_section(section: Mapping[str, Any]) -> tuple[Reading, list[Problem]]:
     Returns:
         The valid keys as DeepSpeed reads them, and the problems of the others.
     """
+    if fault := size_fault(section):
+        problem = Problem(
+            code="DEEPSPEED_UNKNOWN",
+            key="deepspeed",
+            message=f"deepspeed {fault}, far more than DeepSpeed knows",
+            fix="Remove what is not of DeepSpeed",
+        )
+        return read_config({}), [problem]
     placed = sorted(path for path in set(paths(section)) if path in HOMES or path in UNSUPPORTED)
     reading = read_config(without(section, placed))
     problems = [_misplaced(path) for path in placed]

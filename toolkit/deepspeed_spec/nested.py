@@ -7,6 +7,26 @@ from typing import Any
 
 from toolkit.deepspeed_spec.fields import is_auto
 
+# DeepSpeed has 350 keys, in five levels at most.
+MAX_KEYS, MAX_LEVELS = 1000, 32
+
+
+def size_fault(config: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a configuration of far more keys or levels than DeepSpeed has; None if it is of its size."""
+    num_keys = 0
+    left: list[tuple[Any, int]] = [(config, 1)]
+    while left:
+        value, level = left.pop()
+        if level > MAX_LEVELS:
+            return f"is nested deeper than {MAX_LEVELS} levels"
+        if isinstance(value, Mapping):
+            num_keys += len(value)
+            if num_keys > MAX_KEYS:
+                return f"has more than {MAX_KEYS:,} keys"
+        inner = value.values() if isinstance(value, Mapping) else value
+        left += [(each, level + 1) for each in inner if isinstance(each, Mapping | list | tuple)]
+    return None
+
 
 def paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Return every dotted path of a mapping, sections included."""

@@ -13,9 +13,9 @@ from toolkit.config.yaml_text import parse_yaml, read_named
 from toolkit.deepspeed_spec.accelerate_config import made_config
 from toolkit.deepspeed_spec.engine_checks import run_findings
 from toolkit.deepspeed_spec.facts import EngineFacts
-from toolkit.deepspeed_spec.findings import Finding, Place
+from toolkit.deepspeed_spec.findings import Finding, Place, shortened
 from toolkit.deepspeed_spec.json_text import KIND, parse_object
-from toolkit.deepspeed_spec.nested import auto_paths, with_value, without
+from toolkit.deepspeed_spec.nested import auto_paths, size_fault, with_value, without
 from toolkit.deepspeed_spec.priced import unpriced
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
 from toolkit.deepspeed_spec.validation import read_config
@@ -89,6 +89,13 @@ def read_user_config(source: Mapping[str, Any] | str | Path) -> UserConfig:
             DEEPSPEED_VALUE, DEEPSPEED_AUTO and those of its engine; ESTIMATE_UNSUPPORTED for what cannot be estimated.
     """
     name, written, said = _read(source)
+    if fault := size_fault(written):
+        raise SpecError.of(
+            code="DEEPSPEED_UNKNOWN",
+            key=name,
+            message=f"{name} {fault}, far more than DeepSpeed knows",
+            fix="Remove what is not of DeepSpeed",
+        )
     place, autos = Place(label=f"{name}: "), auto_paths(written)
     filled = autos & TRAINER_AUTO
     reading = read_config(without(written, filled | (autos & _DEFAULT_AUTO)))
@@ -177,4 +184,4 @@ def _notes(findings: Iterable[Finding], place: Place) -> Iterator[str]:
             groups.setdefault((alone, finding.message), []).append(finding.path)
     for (_, message), (first, *others) in groups.items():
         said = message.replace(" has ", " have ", 1) if others else message
-        yield one_line(f"{place.label}{', '.join((first, *others))}{said}")
+        yield one_line(f"{place.label}{', '.join(map(shortened, (first, *others)))}{said}")
