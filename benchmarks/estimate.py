@@ -131,7 +131,7 @@ def count_parameters(plan: Any) -> tuple[int, int]:
     """Gives the parameters of a plan's model and of its largest layer."""
     import torch
 
-    from toolkit.modeling.build import construct, model_config
+    from toolkit.modeling.architecture import construct, model_config
 
     with torch.device("meta"):
         model = construct(model_config(plan), dtype=torch.bfloat16)

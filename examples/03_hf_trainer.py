@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import toolkit as tk
 from toolkit.data.collate import Collator
-from toolkit.modeling.build import DTYPES
+from toolkit.modeling.architecture import DTYPES
 from toolkit.modeling.lora import apply_lora
 
 

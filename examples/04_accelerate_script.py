@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, get_scheduler
 import toolkit as tk
 from toolkit.data.collate import Collator
 from toolkit.engine.lr_scheduler import warmup_steps
-from toolkit.modeling.build import DTYPES, apply_plan
+from toolkit.modeling.architecture import DTYPES
+from toolkit.modeling.build import apply_plan
 
 
 def main() -> None:

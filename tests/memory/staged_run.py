@@ -6,12 +6,14 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from deepspeed.runtime.utils import register_output_backward_hooks
+from toolkit.memory.trace.inputs import make_batch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from traced_models import config_of
 
@@ -25,15 +27,12 @@ from toolkit.memory.engines.settings import EngineSettings, engine_settings
 from toolkit.memory.engines.step_program import StepProgram, step_program
 from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.trace.events import Marker, MemoryTrace, Release
-from toolkit.memory.trace.fake_model import build_empty, on_fake_device
 from toolkit.memory.trace.fake_ops import disable_layer_dropout, inplace_collectives
-from toolkit.memory.trace.inputs import make_batch
-from toolkit.memory.trace.ranks import trace_ranks
+from toolkit.memory.trace.run import trace_ranks
 from toolkit.memory.trace.tracker import StorageTracker
-from toolkit.modeling.build import DTYPES, model_config, stage_part
-from toolkit.modeling.checkpointing import apply_gradient_checkpointing
-from toolkit.modeling.chunked_loss import apply_loss
-from toolkit.pipeline_parallel import split_model
+from toolkit.modeling.architecture import model_config
+from toolkit.modeling.build import BuildOptions, add_adapters, construct_empty, finish_model, shard_model, stage_part
+from toolkit.modeling.materialize import allocate
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
 
@@ -181,19 +180,19 @@ class _Engine:
 def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
     """Runs two steps of a rank by the engine's loop, and gives the peaks of its passes, bytes."""
     monkeypatch.setattr(pipeline, "P2PChannels", _Channels)
-    settings, train = plan.settings, plan.job.train
+    settings = plan.settings
     level = _Level()
     with cuda_kernels(H100, packed=plan.job.data is not None and plan.job.data.packing == "separated"):
-        full = build_empty(model_config(plan), dtype=DTYPES[settings.dtype], trust_remote_code=False)
+        options = replace(BuildOptions.of(plan), torch_compile=False)
+        full = construct_empty(model_config(plan), options)
         full.tie_weights()
-        split_model(full, stage_part(plan, pp_rank))
-        apply_gradient_checkpointing(full, fraction=settings.gradient_checkpointing, offload_inputs=False)
-        lora = None if train.method == "full" else train.adapters
+        shard_model(full, options, tp_group=None, part=stage_part(plan, pp_rank))
+        with torch.device("meta"):
+            model = add_adapters(full, options)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = on_fake_device(full, DTYPES[settings.dtype], lora, quantized=False)
+            allocate(model, device=torch.device("cpu"), dtype=options.dtype)
             with unset_fake_temporarily():
-                if stage_part(plan, pp_rank).last:
-                    apply_loss(model, train.loss)
+                finish_model(model, options)
             model.train()
             grid = plan.grid
             world = World(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
-from traced_models import H100, LENGTH, config_of, traced
+from traced_models import H100, LENGTH, config_of, trace_of, traced
 
 import toolkit as tk
 from toolkit.config.job import Fp8, Job
@@ -19,7 +19,7 @@ from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator, trace_key
 from toolkit.memory.trace.events import Recorder, Run, held, in_blocks
-from toolkit.memory.trace.run import MemoryTrace, trace_model
+from toolkit.memory.trace.run import MemoryTrace
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.fp8 import apply_fp8, fp8_layers
 from toolkit.planning.resolve import resolve
@@ -98,7 +98,7 @@ def test_a_product_takes_what_its_steps_allocate() -> None:
 
 def test_cpu_processes_emulate_and_cards_do_not() -> None:
     values: dict[str, Any] = {"micro_batch": 2, "sequence_length": LENGTH, "device": H100, "fp8": Fp8()}
-    card, cpu = (trace_model(config_of("llama"), fp8_emulated=emulated, **values) for emulated in (False, True))
+    card, cpu = (trace_of(config_of("llama"), fp8_emulated=emulated, **values) for emulated in (False, True))
     assert temporaries(cpu) > temporaries(card), "factors in fp32"
     assert saved_bytes(cpu) == saved_bytes(card)
 

@@ -20,7 +20,7 @@ from toolkit.memory.search.compare import compare, read_strategies
 from toolkit.memory.search.estimator import Estimator
 from toolkit.memory.search.rebalance import rebalance_partition
 from toolkit.memory.trace.events import held
-from toolkit.memory.trace.ranks import trace_ranks
+from toolkit.memory.trace.run import trace_ranks
 from toolkit.pipeline_parallel import StagePart
 from toolkit.pipeline_schedule import Backward, Forward, actions, build_schedule
 from toolkit.planning.resolve import resolve

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepspeed.utils import set_z3_leaf_module
 from ranks import run_distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
-from traced_models import BATCH, H100, LENGTH, config_of, peaks, traced
+from traced_models import BATCH, H100, LENGTH, config_of, peaks, trace_of, traced
 from transformers import AutoModelForCausalLM
 
 from toolkit.catalog.gpus import find_gpu
@@ -22,11 +23,9 @@ from toolkit.memory.search.compare import read_strategies
 from toolkit.memory.search.estimator import Estimator, trace_key
 from toolkit.memory.trace.attribution import LOSS
 from toolkit.memory.trace.events import Marker, Recorder, Run, held
-from toolkit.memory.trace.fake_model import shard
 from toolkit.memory.trace.fake_ops import inplace_collectives
-from toolkit.memory.trace.run import trace_model
 from toolkit.memory.trace.tracker import StorageTracker
-from toolkit.modeling.build import gather_as_one
+from toolkit.modeling.build import BuildOptions, decoder_layers, shard_model
 from toolkit.planning.checkpoint_size import checkpoint_bytes
 
 TOKENS, LAYERS, INNER, HEADS, KEY_HEADS, HEAD = BATCH * LENGTH, 6, 48, 4, 2, 8
@@ -114,7 +113,7 @@ def test_the_loss_keeps_this_ranks_scores_and_nothing_in_fp32_of_their_size():
     found = {}
     for tensor in (1, 2):
         config = config_of("llama", vocab_size=vocabulary)
-        trace = trace_model(config, micro_batch=BATCH, sequence_length=LENGTH, device=H100, tensor=tensor)
+        trace = trace_of(config, micro_batch=BATCH, sequence_length=LENGTH, device=H100, tensor=tensor)
         found[tensor] = held(trace.forward)[LOSS], peak_of(trace.forward)
     scores = TOKENS * vocabulary
     assert found[2][0] == pytest.approx(scores // 2 * BF16, abs=2**13)
@@ -185,15 +184,16 @@ def test_zero3_gathers_and_reduces_a_layer_as_one():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_modules_that_zero3_gathers_as_one_are_those_of_the_engine(name):
+def test_sharded_layers_are_leaves_of_zero3_as_deepspeed_marks_them(name):
     def flagged(model):
         return [path for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
 
     with torch.device("meta"):
         ours, theirs = (AutoModelForCausalLM.from_config(config_of(name, attn_pdrop=0.0)) for _ in range(2))
     with fake_group(2) as group:
-        shard(ours, tp_group=group)
-    gather_as_one(theirs)
+        shard_model(ours, BuildOptions(), tp_group=group, part=None)
+    for layer in decoder_layers(theirs):
+        set_z3_leaf_module(layer, True)
     assert flagged(ours) == flagged(theirs) != []
 
 

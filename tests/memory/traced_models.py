@@ -13,6 +13,7 @@ from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.kernels.dispatch import Device
 from toolkit.memory.trace.events import MemoryTrace, Run
 from toolkit.memory.trace.run import trace_model
+from toolkit.memory.trace.spec import TraceSpec
 
 H100 = Device(capability=9.0)
 BATCH, LENGTH = 2, 32
@@ -124,13 +125,18 @@ def config_of(name: str, **overrides: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **common | CONFIGS.get(name, {}) | overrides)
 
 
+def trace_of(config: PreTrainedConfig, *, all_layers: bool = False, **values: Any) -> MemoryTrace:
+    """Trace a model with the given values of `TraceSpec`."""
+    return trace_model(config, TraceSpec(**values), all_layers=all_layers)
+
+
 @cache
 def traced(name: str, way: str = "plain", *, all_layers: bool = False, **overrides: Any) -> MemoryTrace:
     """Traces one of the models."""
     values = {"micro_batch": BATCH, "sequence_length": LENGTH, "device": H100} | WAYS[way] | overrides
     if name in ("gemma2", "gpt_oss"):  # transformers has no sdpa for them
         values.setdefault("attention", "eager")
-    return trace_model(config_of(name), all_layers=all_layers, **values)
+    return trace_of(config_of(name), all_layers=all_layers, **values)
 
 
 def peaks(trace: MemoryTrace) -> dict[str, int]:

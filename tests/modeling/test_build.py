@@ -21,7 +21,8 @@ from toolkit.distributed.world import init_world
 from toolkit.errors import PlanError, SpecError, ToolkitError
 from toolkit.memory.kernels.dispatch import Device
 from toolkit.memory.trace.run import trace
-from toolkit.modeling.build import build_model, construct, import_architecture, model_config
+from toolkit.modeling.architecture import construct, import_architecture, model_config
+from toolkit.modeling.build import build_model
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
 from toolkit.topology.grid import Grid

@@ -13,11 +13,11 @@ from ranks import run_distributed
 from tiny_models import tiny_config, tiny_model, tokens
 from torch import nn
 from torch.nn import functional
+from traced_models import trace_of
 
 from toolkit.config.job import Lora
 from toolkit.errors import PlanError
 from toolkit.memory.kernels.dispatch import Device
-from toolkit.memory.trace.run import trace_model
 from toolkit.modeling.fused_kernels import Fusable, apply_kernels, find_fusable
 from toolkit.modeling.lora import apply_lora
 from toolkit.planning.rules.kernels import PLAIN_MODEL_TYPES
@@ -146,11 +146,11 @@ def test_a_model_without_such_modules_is_refused(architecture: str) -> None:
 def test_an_estimate_is_that_of_eager_modules_and_names_what_stays() -> None:
     options: dict[str, Any] = {"micro_batch": 1, "sequence_length": 16, "device": Device(capability=9.0)}
     config = tiny_config("mixtral")
-    eager, fused = trace_model(config, **options), trace_model(config, kernels="liger", **options)
+    eager, fused = trace_of(config, **options), trace_of(config, kernels="liger", **options)
     assert (*eager.assumptions, "kernels=liger leaves as they are: MixtralExperts") == fused.assumptions
     assert fused.parameters == eager.parameters
     with pytest.raises(PlanError) as caught:
-        trace_model(tiny_config("gpt2"), kernels="liger", **options)
+        trace_of(tiny_config("gpt2"), kernels="liger", **options)
     assert caught.value.codes == ("KERNELS_MODEL",)
 
 

@@ -23,7 +23,7 @@ from toolkit.data.collate import Collator
 from toolkit.data.loader import EpochOrder
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import prepare
-from toolkit.modeling.build import DTYPES
+from toolkit.modeling.architecture import DTYPES
 from toolkit.trainer.tokenizer import load_tokenizer
 
 

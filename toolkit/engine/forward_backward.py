@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.distributed.world import World
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
-from toolkit.modeling.loss import auxiliary_loss, cross_entropy_over, token_loss
+from toolkit.modeling.loss import StepLoss, cross_entropy_over
 from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.param_tags import counts_in_norm
 
@@ -39,47 +39,14 @@ class ForwardBackward(Protocol):
         """Return the whole model's outputs for a batch on this rank's device; None if other ranks have the last stage."""
 
 
-class StepLoss:
-    """The loss of a step, computed from a model's outputs.
-
-    Args:
-        plan: Resolved plan.
-        world: Process groups and place of this rank.
-        engine: The DeepSpeed engine.
-    """
-
-    def __init__(self, plan: Plan, world: World, engine: Any) -> None:
-        self._given_labels = plan.job.train.loss != "full"
-        self._dp_size = world.grid.dp
-        self._engine = engine
-        self._cross_entropy = cross_entropy_over(world.tp_group, vocab_size=plan.model.vocab_size)
-
-    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's keyword arguments; only a model that computes its own loss is given the labels."""
-        return {name: value for name, value in batch.items() if name != "labels" or self._given_labels}
-
-    def summed(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss summed over the unmasked tokens."""
-        return token_loss(outputs, labels, cross_entropy=self._cross_entropy)
-
-    def of_step(
-        self, outputs: Any, labels: torch.Tensor, num_targets: torch.Tensor, *, share: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss to differentiate, and this rank's part of the mean loss, detached.
-
-        Args:
-            outputs: Outputs of the model.
-            labels: Labels of the micro-batch.
-            num_targets: Number of unmasked tokens, as in `ForwardBackward.run`.
-            share: Share of the step that the micro-batch makes up, for router losses.
-        """
-        loss = self.summed(outputs, labels) / num_targets
-        reported = loss.detach()
-        router = auxiliary_loss(outputs, self._engine.module.config)
-        if router is not None:
-            loss = loss + router * share / self._dp_size
-        # The engine averages gradients over the data-parallel ranks; the loss is its part of a global mean.
-        return loss * self._dp_size, reported
+def step_loss(plan: Plan, world: World, engine: Any) -> StepLoss:
+    """Return the loss of the plan's steps on this rank."""
+    return StepLoss(
+        kind=plan.job.train.loss,
+        cross_entropy=cross_entropy_over(world.tp_group, vocab_size=plan.model.vocab_size),
+        config=engine.module.config,
+        dp_size=world.grid.dp,
+    )
 
 
 class GradientAccumulation:
@@ -91,7 +58,7 @@ class GradientAccumulation:
         self.plain_norm: torch.Tensor | None = None
         self._keeps_no_norm = plan.optimizer_wrapper == "none"
         self._world, self._engine, self._memory = world, engine, memory
-        self.losses = StepLoss(plan, world, engine)
+        self.losses = step_loss(plan, world, engine)
 
     def run(self, micro_batches: Sequence[dict[str, torch.Tensor]], num_targets: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), device=self._world.device)

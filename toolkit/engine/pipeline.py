@@ -18,7 +18,7 @@ import torch
 from toolkit.distributed.deepspeed_private import expect_backward
 from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, P2PChannels, PendingRecv
 from toolkit.distributed.world import World
-from toolkit.engine.forward_backward import MicroBatch, StepLoss
+from toolkit.engine.forward_backward import MicroBatch, step_loss
 from toolkit.engine.grad_reduction import reduction
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.pipeline_parallel import forward_stage, hidden_dtype, hidden_shape
@@ -61,7 +61,7 @@ class PipelineForwardBackward:
     def __init__(self, plan: Plan, world: World, engine: Any, memory: PhaseMemoryTracker) -> None:
         settings = plan.settings
         self._world, self._engine, self._memory = world, engine, memory
-        self.losses = StepLoss(plan, world, engine)
+        self.losses = step_loss(plan, world, engine)
         schedule = build_schedule(
             settings.pipeline_schedule,
             pp=world.grid.pp,

@@ -21,7 +21,7 @@ from toolkit.engine.initialize import locate_weights
 from toolkit.errors import CheckError, CheckpointError, first_line
 from toolkit.exporter.export import ExportReport, export_checkpoint
 from toolkit.exporter.model_folder import brings_code, read_model_object
-from toolkit.modeling.build import DTYPES
+from toolkit.modeling.architecture import DTYPES
 from toolkit.planning.plan import Plan
 from toolkit.planning.state_bytes import leaves_frozen_out
 from toolkit.units import format_count

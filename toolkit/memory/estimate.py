@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Dtype, Job
@@ -25,8 +25,8 @@ from toolkit.memory.report.overhead import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.report.ranks import phases_of_ranks, rank_report
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Scenario, check_zero_init
-from toolkit.memory.trace.ranks import Traces, trace_ranks
-from toolkit.memory.trace.run import MemoryTrace, TraceOptions
+from toolkit.memory.trace.run import MemoryTrace, trace_ranks
+from toolkit.memory.trace.spec import Traces
 from toolkit.planning.checkpoint_size import DiskUse, disk_use
 from toolkit.planning.plan import Plan
 from toolkit.planning.read import read_job_or_plan
@@ -92,7 +92,7 @@ def estimate(
     plan = given if isinstance(given, Plan) and file is None else case.plan()
     check_zero_init(plan, zero_init=zero_init, load_dtype=load_dtype)
 
-    def trace(plan: Plan, **options: Unpack[TraceOptions]) -> Traces:
+    def trace(plan: Plan, **options: Any) -> Traces:
         known = None if "software" in options else traced
         if options.get("routing") == "worst":
             known = worst

@@ -1,32 +1,30 @@
-"""The one place where a model is built: attention, weights, adapters and checkpointing, in one visible order."""
+"""The one place where a model is built, for training and for the memory trace, in one visible order.
+
+Construct on the meta device or under ZeRO-3, shard, split, allocate, load or draw the weights, add adapters, then finish:
+float8, kernels, checkpointing, the loss, compilation. The trace takes the same steps on fake tensors; it prunes layers after
+the first one, and allocates after the adapters.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+import torch.distributed as dist
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from toolkit.catalog.architectures import no_class
-from toolkit.config.job import Fp8, Lora
+from toolkit.config.job import Fp8, Kernels, Lora, Loss
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.world import World
-from toolkit.errors import PlanError, SpecError, ToolkitError, first_line
 from toolkit.launch.packages import LIGER_KERNELS
-from toolkit.modeling.checkpointing import apply_gradient_checkpointing
+from toolkit.modeling.architecture import DTYPES, construct, import_architecture, model_config
+from toolkit.modeling.checkpointing import apply_gradient_checkpointing, checkpoint_layers
 from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.fp8 import apply_fp8, check_device
 from toolkit.modeling.fp8 import check_installed as check_fp8_installed
@@ -46,7 +44,58 @@ from toolkit.tensor_parallel.grad_sync import register_gradient_sums
 from toolkit.tensor_parallel.param_tags import mark_parameters
 from toolkit.tensor_parallel.tables import tp_plan_for
 
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What decides how a model is built, in addition to its configuration and the ranks that share it.
+
+    Args:
+        dtype: Data type of the parameters.
+        trust_remote_code: Whether the model's own code may run.
+        sequence_parallel: Whether tensor ranks also hold shards of the sequence between the sharded layers.
+        lora: LoRA section; None trains all parameters.
+        seed: Seed of the adapters.
+        fp8: How the decoder layers' linear modules multiply in float8; None where they do not.
+        fp8_emulated: Whether they do so without float8 kernels, as on a CPU.
+        kernels: Kernels of norms and gated activations.
+        checkpointing: Share of the layers that recompute, 0 to 1.
+        offload_inputs: Whether the inputs of those layers are kept in host memory.
+        loss: How a causal language model computes its loss.
+        torch_compile: Whether each decoder layer is compiled.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    trust_remote_code: bool = False
+    sequence_parallel: bool = False
+    lora: Lora | None = None
+    seed: int = 0
+    fp8: Fp8 | None = None
+    fp8_emulated: bool = False
+    kernels: Kernels = "eager"
+    checkpointing: float = 0.0
+    offload_inputs: bool = False
+    loss: Loss = "full"
+    torch_compile: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, **others: Any) -> Self:
+        """Return the options of a plan; `others` are those that a subclass adds, or values in place of the plan's."""
+        train, settings = plan.job.train, plan.settings
+        values: dict[str, Any] = {
+            "dtype": DTYPES[settings.dtype],
+            "trust_remote_code": plan.job.model.trust_remote_code,
+            "sequence_parallel": settings.sequence_parallel,
+            "lora": None if train.method == "full" else train.adapters,
+            "seed": train.seed,
+            "fp8": train.float8 if settings.precision == "fp8" else None,
+            "fp8_emulated": plan.on_cpu,
+            "kernels": settings.kernels,
+            "checkpointing": settings.gradient_checkpointing,
+            "offload_inputs": plan.profile.activations,
+            "loss": train.loss,
+            "torch_compile": train.torch_compile,
+        }
+        return cls(**values | others)
 
 
 def build_model(
@@ -80,57 +129,145 @@ def build_model(
             `split_model`.
         CheckpointError: If the weights do not fit the model.
     """
-    if plan.job.train.loss == "liger":
-        check_installed()
-    if plan.settings.kernels == "liger":
-        import_for(LIGER_KERNELS)
-    if plan.settings.precision == "fp8":
-        check_fp8_installed()
-        check_device(device)
+    options = BuildOptions.of(plan)
+    _check_packages(options, device)
     config = model_config(plan)
-    import_architecture(config, trust_remote_code=plan.job.model.trust_remote_code)
+    import_architecture(config, trust_remote_code=options.trust_remote_code)
     dp_group = None if world is None else world.dp_group
     dense: PreTrainedModel | None = None
     if world is None or world.grid.size("model") == 1:
-        with _partitioned(plan, dp_group), torch.device(device):
-            model = construct_for(plan, config)
+        with _partitioned(plan, dp_group), torch.device(device), no_init_weights():
+            model = construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     else:
-        with torch.device("meta"):
-            dense, model = construct_for(plan, config), construct_for(plan, config)
+        dense, model = construct_empty(config, options), construct_empty(config, options)
         for made in (dense, model):
             tie_weights(made)
-        _take_part(plan, model, device=device, world=world)
+        part = stage_part(plan, world.coordinate.pp) if world.grid.pp > 1 else None
+        shard_model(model, options, tp_group=world.tp_group, part=part)
+        zero_config = plan.deepspeed_config() if plan.settings.zero_stage == 3 else None
+        allocate(model, device=device, zero_config=zero_config, dp_group=dp_group, mpu=ModelParallelUnit(world))
     if weights is None:
-        initialize_weights(model, seed=plan.job.train.seed, dense=dense)
+        initialize_weights(model, seed=options.seed, dense=dense)
     else:
         load_pretrained(model, weights, group=dp_group, dense=dense, progress=on_progress)
-    adapted: Any = apply_plan(plan, model)
+    adapted = finish_model(add_adapters(model, options), options)
     if world is not None and world.grid.size("model") > 1:
         _mark(plan, adapted, world=world)
     return adapted  # type: ignore[no-any-return]
 
 
-def _take_part(plan: Plan, model: PreTrainedModel, *, device: torch.device, world: World) -> None:
-    """Reduce a model on the meta device to this rank's part, and allocate it without initialising it."""
-    if world.tp_group is not None:
-        apply_tensor_parallel(
-            model, tp_plan_for(model), tp_group=world.tp_group, sequence_parallel=plan.settings.sequence_parallel
-        )
-    if world.grid.pp > 1:
-        split_model(model, stage_part(plan, world.coordinate.pp))
-    if plan.settings.zero_stage < 3:
-        allocate(model, device=device)
-        return
-    if world.tp_group is not None:
-        gather_as_one(model)
-    config, mpu = plan.deepspeed_config(), ModelParallelUnit(world)
-    allocate(model, device=device, zero_config=config, dp_group=world.dp_group, mpu=mpu)
+def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
+    """Add to a model built elsewhere what the plan has: adapters, float8, kernels, checkpointing, the loss, compilation."""
+    options = BuildOptions.of(plan)
+    return finish_model(add_adapters(model, options), options)  # type: ignore[no-any-return]
+
+
+def construct_empty(config: PreTrainedConfig, options: BuildOptions) -> PreTrainedModel:
+    """Construct the whole model on the meta device, its weights not tied yet."""
+    with no_init_weights(), torch.device("meta"):
+        return construct(config, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+
+
+def shard_model(
+    model: PreTrainedModel, options: BuildOptions, *, tp_group: dist.ProcessGroup | None, part: StagePart | None
+) -> None:
+    """Reduce a model on the meta device to one rank's part.
+
+    Args:
+        model: Whole model with its weights tied; modified in place.
+        options: Of the model.
+        tp_group: Ranks that share each layer; None for whole layers.
+        part: Layers of a pipeline rank; None for all.
+    """
+    if tp_group is not None:
+        apply_tensor_parallel(model, tp_plan_for(model), tp_group=tp_group, sequence_parallel=options.sequence_parallel)
+        _gather_layers_whole(model)
+    if part is not None:
+        split_model(model, part)
+
+
+def add_adapters(model: PreTrainedModel, options: BuildOptions) -> Any:
+    """Return the model without a cache of keys and values, and with its adapters if it has any."""
+    model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
+    return model if options.lora is None else apply_lora(model, options.lora, seed=options.seed)
+
+
+def finish_model(model: Any, options: BuildOptions, *, checkpointed: Sequence[nn.Module] | None = None) -> Any:
+    """Apply float8, kernels, checkpointing, the loss and compilation to a model with its adapters, in this order.
+
+    Args:
+        model: A `PreTrainedModel`, or a `peft.PeftModel` around one; modified in place.
+        options: Of the model.
+        checkpointed: Decoder layers that recompute; chosen among the model's own by default.
+
+    Returns:
+        The model, in training mode.
+    """
+    if options.fp8 is not None:
+        apply_fp8(model, options.fp8, emulate=options.fp8_emulated)
+    apply_kernels(model, options.kernels)
+    if checkpointed is None:
+        apply_gradient_checkpointing(model, fraction=options.checkpointing, offload_inputs=options.offload_inputs)
+    else:
+        checkpoint_layers(checkpointed, offload_inputs=options.offload_inputs)
+    info = stage_info(model)
+    if info is None or info.part.last:  # other stages of a pipeline have no head
+        apply_loss(model, options.loss)
+    if options.torch_compile:
+        compile_layers(model)
+    model.train()
+    return model
 
 
 def stage_part(plan: Plan, pp_rank: int) -> StagePart:
     """Return the layers of a pipeline rank: those of every pp-th stage, starting with its first."""
     held = layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)[pp_rank]
     return StagePart(chunks=held.chunks, num_layers=held.num_layers)
+
+
+def compile_layers(model: nn.Module) -> int:
+    """Compile each decoder layer separately, so that identical layers share one compilation.
+
+    Source:
+        torch tutorial "Reducing torch.compile cold start compilation time with regional compilation".
+    """
+    layers = decoder_layers(model)
+    for layer in layers:
+        layer.compile()
+    return len(layers)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that transformers checkpoints one by one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _check_packages(options: BuildOptions, device: torch.device) -> None:
+    """Refuse options whose package or card is missing, before anything is built."""
+    if options.loss == "liger":
+        check_installed()
+    if options.kernels == "liger":
+        import_for(LIGER_KERNELS)
+    if options.fp8 is not None:
+        check_fp8_installed()
+        check_device(device)
+
+
+def _gather_layers_whole(model: nn.Module) -> None:
+    """Make ZeRO-3 gather each decoder layer as one: of columns that read one input, the first computes for all.
+
+    The unit is not just the attention, since DeepSpeed's hook for the gradients of a gathered module sees only positional
+    inputs, and transformers calls attention by keyword. The attribute is what DeepSpeed's `set_z3_leaf_module` sets; the
+    trace, which takes this step too, is spared DeepSpeed's import.
+
+    Source:
+        deepspeed utils/z3_leaf_module.py set_z3_leaf_module; runtime/zero/stage3.py, leaf modules; torch
+        nn/modules/module.py register_full_backward_hook.
+    """
+    for layer in decoder_layers(model):
+        layer._z3_leaf = True  # type: ignore[assignment]
 
 
 def _mark(plan: Plan, model: Any, *, world: World) -> None:
@@ -146,153 +283,6 @@ def _mark(plan: Plan, model: Any, *, world: World) -> None:
         info = stage_info(model)
         assert info is not None, "`split_model` has left it"
         mark_stage(inner_model(model), world=world, copies=info.tied_copy)
-
-
-def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
-    """Apply adapters, float8, kernels, checkpointing, the loss and compilation to a built model, in this order."""
-    train, settings = plan.job.train, plan.settings
-    model.config.use_cache = False
-    adapted: Any = model
-    if train.method == "lora":
-        adapted = apply_lora(model, train.lora or Lora(), seed=train.seed)
-    if settings.precision == "fp8":
-        apply_fp8(adapted, train.fp8 or Fp8(), emulate=plan.on_cpu)
-    apply_kernels(adapted, settings.kernels)
-    apply_gradient_checkpointing(
-        adapted, fraction=settings.gradient_checkpointing, offload_inputs=plan.profile.activations
-    )
-    cut = stage_info(model)
-    if cut is None or cut.part.last:  # other stages of a pipeline have no head
-        apply_loss(adapted, train.loss)
-    if train.torch_compile:
-        compile_layers(model)
-    adapted.train()
-    return adapted  # type: ignore[no-any-return]
-
-
-def model_config(plan: Plan) -> PreTrainedConfig:
-    """Return the transformers configuration of the plan's model, with the attention implementation of the plan.
-
-    Raises:
-        SpecError: MODEL_CLASS; MODEL_CONFIG_INVALID for values that transformers refuses and that planning does not read.
-    """
-    try:
-        config = _read_config(plan)
-    except ToolkitError:
-        raise
-    except Exception as error:  # a class that reads foreign input may raise anything
-        if isinstance(error, ValueError) and not isinstance(error, StrictDataclassError):
-            raise  # an unknown model type
-        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-        raise SpecError.of(
-            code="MODEL_CONFIG_INVALID",
-            key="model",
-            message=f"transformers cannot use the config.json of {plan.model.name}: {reason}",
-            fix="Correct that value, or download config.json again",
-            source="transformers configuration_utils.py",
-        ) from error
-    config._attn_implementation = plan.settings.attention
-    return config
-
-
-def _read_config(plan: Plan) -> PreTrainedConfig:
-    spec = plan.model
-    raw = dict(spec.config)
-    if spec.path is not None and Path(spec.path).is_dir():
-        return AutoConfig.from_pretrained(spec.path, trust_remote_code=plan.job.model.trust_remote_code)
-    if "auto_map" in raw and spec.hub_id is not None:
-        return AutoConfig.from_pretrained(
-            spec.hub_id, revision=spec.revision, trust_remote_code=plan.job.model.trust_remote_code
-        )
-    model_type = raw.pop("model_type")
-    try:
-        return AutoConfig.for_model(model_type, **raw)
-    except ValueError as error:
-        raise SpecError(no_class(model_type)) from error
-
-
-def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Import the modeling code of a configuration, before anything patches `nn.Module`.
-
-    `zero.Init` wraps the constructor of each class that is defined while it is active and restores the original at its
-    end, without the decorators applied in between: a second Mixtral in the process would have experts without a config.
-
-    Raises:
-        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
-
-    Source:
-        deepspeed runtime/zero/partition_parameters.py InsertPostInitMethodToModuleSubClasses.
-    """
-    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if reference is not None and trust_remote_code:
-        get_class_from_dynamic_module(reference, config.name_or_path)
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SpecError(no_class(config.model_type))
-    else:
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the lookup imports the class
-
-
-def construct_for(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
-    """Construct the plan's causal LM under the contexts that the caller has entered; its weights are not drawn."""
-    with no_init_weights():
-        return construct(config, dtype=DTYPES[plan.settings.dtype], trust_remote_code=plan.job.model.trust_remote_code)
-
-
-def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Construct the causal LM of a configuration, in `dtype`, under the contexts that the caller has entered."""
-    try:
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=config._attn_implementation, trust_remote_code=trust_remote_code
-        )
-    except ImportError as error:
-        raise PlanError.of(
-            code="ATTENTION_PACKAGE",
-            key="train.attention",
-            message=f"attention={config._attn_implementation} cannot be used: {first_line(error)}",
-            fix="Install the package that it names, or set train.attention to sdpa",
-        ) from None
-    except ValueError as error:
-        raise PlanError.of(
-            code="MODEL_BUILD",
-            key="model",
-            message=f"transformers cannot build {type(config).__name__}: {first_line(error)}",
-            fix="Change train.attention or the model's config.json accordingly",
-        ) from error
-
-
-def compile_layers(model: nn.Module) -> int:
-    """Compile each decoder layer separately, so that identical layers share one compilation.
-
-    Source:
-        torch tutorial "Reducing torch.compile cold start compilation time with regional compilation".
-    """
-    layers = decoder_layers(model)
-    for layer in layers:
-        layer.compile()
-    return len(layers)
-
-
-def gather_as_one(model: nn.Module) -> None:
-    """Make ZeRO-3 gather each decoder layer as one: of columns that read one input, the first computes for all.
-
-    The unit is not just the attention, since DeepSpeed's hook for the gradients of a gathered module sees only positional
-    inputs, and transformers calls attention by keyword.
-
-    Source:
-        deepspeed utils/z3_leaf_module.py; runtime/zero/stage3.py, leaf modules; torch nn/modules/module.py
-        register_full_backward_hook.
-    """
-    from deepspeed.utils import set_z3_leaf_module
-
-    for layer in decoder_layers(model):
-        set_z3_leaf_module(layer, True)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that transformers checkpoints one by one."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,15 +14,21 @@ from toolkit.errors import PlanError
 
 
 def apply_gradient_checkpointing(model: nn.Module, *, fraction: float, offload_inputs: bool) -> int:
-    """Make a share of the decoder layers recompute their activations in the backward pass.
+    """Make a share of the decoder layers recompute their activations in the backward pass, and return how many do.
+
+    Args and errors are those of `layers_to_checkpoint` and `checkpoint_layers`.
+    """
+    layers = layers_to_checkpoint(model, fraction=fraction)
+    checkpoint_layers(layers, offload_inputs=offload_inputs)
+    return len(layers)
+
+
+def layers_to_checkpoint(model: nn.Module, *, fraction: float) -> list[nn.Module]:
+    """Return the decoder layers that recompute their activations, spread evenly over the depth.
 
     Args:
         model: Hugging Face model.
-        fraction: Share of the layers, 0 to 1; the chosen ones are spread evenly over the depth.
-        offload_inputs: Whether to keep the input of each chosen layer in pinned host memory until its backward pass.
-
-    Returns:
-        Number of layers that recompute.
+        fraction: Share of the layers, 0 to 1.
 
     Raises:
         PlanError: CHECKPOINTING_LAYERS if the model has no layers that can recompute.
@@ -31,7 +37,7 @@ def apply_gradient_checkpointing(model: nn.Module, *, fraction: float, offload_i
         arXiv 1604.06174; transformers modeling_layers.py GradientCheckpointingLayer.
     """
     if fraction == 0:
-        return 0
+        return []
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise PlanError.of(
@@ -41,13 +47,20 @@ def apply_gradient_checkpointing(model: nn.Module, *, fraction: float, offload_i
             fix="Set train.gradient_checkpointing to false",
             source="transformers modeling_layers.py",
         )
-    chosen = evenly_spaced(len(layers), fraction)
+    return [layers[index] for index in sorted(evenly_spaced(len(layers), fraction))]
+
+
+def checkpoint_layers(layers: Iterable[Any], *, offload_inputs: bool) -> None:
+    """Make decoder layers recompute their activations in the backward pass.
+
+    Args:
+        layers: Layers that `layers_to_checkpoint` returned.
+        offload_inputs: Whether to keep the input of each layer in pinned host memory until its backward pass.
+    """
     function = _checkpoint_with_input_on_host if offload_inputs else _checkpoint
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index in chosen
-        if index in chosen:
-            layer._gradient_checkpointing_func = function
-    return len(chosen)
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = function
 
 
 def evenly_spaced(count: int, fraction: float) -> frozenset[int]:

@@ -5,13 +5,15 @@ B: sequences of a micro batch, S: tokens of a sequence, V: vocabulary, or this r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from toolkit.config.job import Loss
 from toolkit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 # Maps logits and labels to the summed loss.
@@ -96,3 +98,47 @@ def auxiliary_loss(outputs: Any, config: Any) -> torch.Tensor | None:
     if not isinstance(loss, torch.Tensor) or not coefficient:
         return None
     return loss.float() * float(coefficient)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoss:
+    """The loss of a step, computed from a model's outputs: by the engine, and by the trace of its memory.
+
+    Args:
+        kind: Value of `train.loss`; only a model that computes its own loss is given the labels.
+        cross_entropy: Loss of logits, as `cross_entropy_over` returns it.
+        config: Configuration of the model, with the weight of router losses.
+        dp_size: Data-parallel ranks, over which the engine averages gradients.
+    """
+
+    kind: Loss
+    cross_entropy: CrossEntropy
+    config: Any
+    dp_size: int = 1
+
+    def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the model's keyword arguments."""
+        return {name: value for name, value in batch.items() if name != "labels" or self.kind != "full"}
+
+    def summed(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss summed over the unmasked tokens."""
+        return token_loss(outputs, labels, cross_entropy=self.cross_entropy)
+
+    def of_step(
+        self, outputs: Any, labels: torch.Tensor, num_targets: torch.Tensor | float, *, share: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss to differentiate, and this rank's part of the mean loss, detached.
+
+        Args:
+            outputs: Outputs of the model.
+            labels: Labels of the micro-batch.
+            num_targets: Number of unmasked tokens of the whole step, over all ranks.
+            share: Share of the step that the micro-batch makes up, for router losses.
+        """
+        loss = self.summed(outputs, labels) / num_targets
+        reported = loss.detach()
+        router = auxiliary_loss(outputs, self.config)
+        if router is not None:
+            loss = loss + router * share / self.dp_size
+        # The engine averages gradients over the data-parallel ranks; the loss is its part of a global mean.
+        return loss * self.dp_size, reported

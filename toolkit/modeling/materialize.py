@@ -17,6 +17,7 @@ def allocate(
     model: nn.Module,
     *,
     device: torch.device,
+    dtype: torch.dtype | None = None,
     zero_config: Mapping[str, Any] | None = None,
     dp_group: dist.ProcessGroup | None = None,
     mpu: Any = None,
@@ -29,6 +30,7 @@ def allocate(
     Args:
         model: Model on the meta device, sharded or not.
         device: Device to allocate on.
+        dtype: Data type of floating-point weights; by default their own, under ZeRO-3 that of its configuration.
         zero_config: DeepSpeed configuration whose ZeRO-3 partitions the weights, one module after the other, as if the
             model had been built under `deepspeed.zero.Init`; if None each rank has whole weights.
         dp_group: Ranks over which ZeRO-3 partitions each weight; all if None.
@@ -37,12 +39,13 @@ def allocate(
         Under ZeRO-3 a broadcast of each weight over `dp_group`.
     """
     partition = None if zero_config is None else zero_init(zero_config, dp_group=dp_group, mpu=mpu)
+    dtype = dtype if partition is None else partition.dtype
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
                 if weight not in made:
-                    made[weight] = _weight_like(weight, device, partition)
+                    made[weight] = _weight_like(weight, device, dtype)
                 module._parameters[name] = made[weight]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -51,10 +54,9 @@ def allocate(
             partition_module(partition, module)
 
 
-def _weight_like(weight: nn.Parameter, device: torch.device, partition: Any) -> nn.Parameter:
-    # zero.Init has one dtype for all floating-point weights, that of training.
-    dtype = partition.dtype if partition is not None and weight.is_floating_point() else weight.dtype
-    made = nn.Parameter(torch.empty_like(weight, dtype=dtype, device=device), requires_grad=weight.requires_grad)
+def _weight_like(weight: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
+    kind = dtype if weight.is_floating_point() else None
+    made = nn.Parameter(torch.empty_like(weight, dtype=kind, device=device), requires_grad=weight.requires_grad)
     made.__dict__.update(weight.__dict__)
     carry_hooks(weight, made)
     return made

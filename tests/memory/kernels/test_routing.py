@@ -3,14 +3,13 @@
 from functools import partial
 
 import pytest
-from traced_models import H100, config_of, peaks, traced
+from traced_models import H100, config_of, peaks, trace_of, traced
 from transformers import AutoConfig
 
 import toolkit as tk
 from toolkit.memory.estimate import estimate
-from toolkit.memory.trace.ranks import trace_plan
-from toolkit.memory.trace.run import trace_model
-from toolkit.modeling.build import model_config
+from toolkit.memory.trace.run import trace
+from toolkit.modeling.architecture import model_config
 
 EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 
@@ -28,7 +27,7 @@ def test_dense_models_assume_nothing_of_routing():
 def mixtral(*, choices=2, experts=4, implementation=None):
     config = config_of("mixtral", num_experts_per_tok=choices, num_local_experts=experts)
     config._experts_implementation = implementation
-    return partial(trace_model, config, micro_batch=2, sequence_length=256, device=H100)
+    return partial(trace_of, config, micro_batch=2, sequence_length=256, device=H100)
 
 
 def test_each_choice_of_a_token_adds_one_row_through_the_experts():
@@ -59,7 +58,7 @@ def test_a_loop_over_experts_assumes_balance_and_prices_the_worst():
 def jetmoe(**options):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
     config = AutoConfig.for_model("jetmoe", vocab_size=64, hidden_size=32, num_hidden_layers=6, **experts)
-    return trace_model(config, **{"micro_batch": 1, "sequence_length": 66, "device": H100} | options)
+    return trace_of(config, **{"micro_batch": 1, "sequence_length": 66, "device": H100} | options)
 
 
 def test_experts_that_cut_their_rows_by_a_list():
@@ -85,7 +84,7 @@ def test_the_worst_routing_is_priced_where_the_routing_matters(monkeypatch):
     plan = mixtral_plan()
     grouped = estimate(plan)
     assert grouped.worst_routing_peak_bytes == grouped.peak_allocated_bytes, "rows do not depend on who is chosen"
-    balanced = trace_plan(plan, marks_modules=True)
+    balanced = trace(plan, marks_modules=True)
     assert balanced.has_experts
     assert not balanced.depends_on_routing
 
@@ -96,7 +95,7 @@ def test_the_worst_routing_is_priced_where_the_routing_matters(monkeypatch):
 
     monkeypatch.setattr("toolkit.memory.trace.run.model_config", one_by_one)
     looped = estimate(plan)
-    worst = trace_plan(plan, marks_modules=True, routing="worst")
+    worst = trace(plan, marks_modules=True, routing="worst")
     assert worst.depends_on_routing
     assert looped.worst_routing_peak_bytes == estimate(plan, traced=worst).peak_allocated_bytes
     assert looped.to_dict()["worst_routing_peak_bytes"] == looped.worst_routing_peak_bytes

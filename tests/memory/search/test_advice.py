@@ -11,7 +11,7 @@ from toolkit.memory.estimate import estimate
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import Saving, candidates, find_savings
 from toolkit.memory.search.estimator import Estimator, trace_key
-from toolkit.memory.trace.ranks import trace_plan
+from toolkit.memory.trace.run import trace
 from toolkit.units import GIB
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
@@ -178,7 +178,7 @@ def test_no_trace_is_made_where_the_step_makes_the_peak(train):
 def test_a_shared_trace_gives_what_a_trace_of_its_own_gives(zero_stage, checkpointing):
     case = case_of(train={"gradient_checkpointing": checkpointing}, parallel={"zero_stage": zero_stage})
     plan = case.plan()
-    own = estimate(plan, traced=trace_plan(plan, marks_modules=zero_stage == 3))
+    own = estimate(plan, traced=trace(plan, marks_modules=zero_stage == 3))
     assert Estimator().estimate(case) == own
 
 

@@ -4,18 +4,18 @@ import json
 from dataclasses import replace
 
 import pytest
-from traced_models import H100, config_of
+from traced_models import H100, config_of, trace_of
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
 import toolkit as tk
 from toolkit.errors import PlanError, SpecError
-from toolkit.memory.trace.run import trace, trace_model
+from toolkit.memory.trace.run import trace
 
 
 def failed(config, **options):
     with pytest.raises(PlanError) as caught:
-        trace_model(config, **{"micro_batch": 1, "sequence_length": 8, "device": H100} | options)
+        trace_of(config, **{"micro_batch": 1, "sequence_length": 8, "device": H100} | options)
     (problem,) = caught.value.problems
     return problem
 

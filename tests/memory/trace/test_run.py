@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from traced_models import BATCH, CONFIGS, H100, LENGTH, WAYS, config_of, peaks, traced
+from traced_models import BATCH, CONFIGS, H100, LENGTH, WAYS, config_of, peaks, trace_of, traced
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama
 
@@ -11,7 +11,6 @@ from toolkit.errors import PlanError
 from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.trace.attribution import LOSS
 from toolkit.memory.trace.events import Marker, Run, held
-from toolkit.memory.trace.run import trace_model
 
 # Each architecture in one way, and some others; the rest of the product is `full`.
 ZERO3 = "ZeRO-3 with checkpointing"
@@ -66,7 +65,7 @@ def test_parameters_are_those_of_the_model(name):
 
 
 def test_parameters_that_a_model_makes_in_fp32_are_cast():
-    made = trace_model(config_of("deepseek_v3"), micro_batch=1, sequence_length=8, device=H100, dtype=torch.float16)
+    made = trace_of(config_of("deepseek_v3"), micro_batch=1, sequence_length=8, device=H100, dtype=torch.float16)
     assert {parameter.itemsize for parameter in made.parameters} == {2}
 
 
@@ -91,7 +90,7 @@ def test_adapters_alone_get_gradients():
 
 
 def test_a_deep_model_takes_no_more_layers_than_a_shallow_one():
-    deep = trace_model(config_of("llama", num_hidden_layers=80), micro_batch=1, sequence_length=8, device=H100)
+    deep = trace_of(config_of("llama", num_hidden_layers=80), micro_batch=1, sequence_length=8, device=H100)
     assert (deep.num_traced_layers, deep.num_layers) == (3, 80)
 
 
@@ -109,7 +108,7 @@ def test_layers_that_run_twice_are_all_traced(monkeypatch):
 
     single = traced("llama")
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", twice)
-    double = trace_model(config_of("llama"), micro_batch=BATCH, sequence_length=LENGTH, device=H100)
+    double = trace_of(config_of("llama"), micro_batch=BATCH, sequence_length=LENGTH, device=H100)
     assert double.num_traced_layers == double.num_layers == 6
     assert held((*double.forward, *double.backward, *double.after)) == {}
     assert peaks(double)["forward"] > 1.7 * peaks(single)["forward"]
@@ -134,7 +133,7 @@ def test_inputs_that_wait_on_the_host_leave_the_device():
 def test_the_configuration_is_left_as_it_is():
     config = config_of("gemma3_text")
     before = config.to_dict()
-    trace_model(config, micro_batch=1, sequence_length=8, device=H100)
+    trace_of(config, micro_batch=1, sequence_length=8, device=H100)
     assert config.to_dict() == before
 
 
@@ -156,7 +155,7 @@ def test_a_trace_leaves_transformers_and_torch_as_they_were(attention):
         }
 
     before = everything()
-    trace_model(config_of("phi3"), micro_batch=1, sequence_length=8, device=H100, attention=attention)
+    trace_of(config_of("phi3"), micro_batch=1, sequence_length=8, device=H100, attention=attention)
     assert everything() == before
 
 
@@ -207,7 +206,7 @@ def test_a_head_of_its_own_costs_logits_in_the_vocabulary():
         config = LlamaConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, vocab_size=vocabulary
         )
-        return peaks(trace_model(config, micro_batch=1, sequence_length=64, device=H100))["backward"]
+        return peaks(trace_of(config, micro_batch=1, sequence_length=64, device=H100))["backward"]
 
     # fp32 logits, their softmax's gradient and the 16-bit logits or their gradient: 4 + 4 + 2 bytes at least.
     assert peak(40_000) - peak(20_000) >= 64 * 20_000 * 10
@@ -227,9 +226,7 @@ def peak_causes(trace, phase):
 def test_without_logits_the_loss_stays_a_cause_of_its_own_and_shrinks(phase):
     options = {"micro_batch": 2, "sequence_length": 2048, "device": H100, "marks_modules": True}
     config = config_of("llama", vocab_size=64_000, max_position_embeddings=2048)
-    sizes = {
-        loss: peak_causes(trace_model(config, loss=loss, **options), phase) for loss in ("full", "chunked", "liger")
-    }
+    sizes = {loss: peak_causes(trace_of(config, loss=loss, **options), phase) for loss in ("full", "chunked", "liger")}
     logits = 2 * 2048 * 64_000
     assert sizes["full"][LOSS] == pytest.approx(10 * logits if phase == "forward" else 12 * logits, rel=0.01)
     for loss in ("chunked", "liger"):
@@ -240,8 +237,8 @@ def test_a_head_with_adapters_is_traced_in_chunks_of_tokens():
     lora = Lora(r=4, target_modules=("q_proj", "lm_head"))
     options = {"micro_batch": 2, "sequence_length": 1024, "device": H100, "lora": lora}
     config = config_of("llama", vocab_size=64_000, max_position_embeddings=2048)
-    full, chunked = (peaks(trace_model(config, loss=loss, **options)) for loss in ("full", "chunked"))
+    full, chunked = (peaks(trace_of(config, loss=loss, **options)) for loss in ("full", "chunked"))
     assert chunked["backward"] < 0.5 * full["backward"]
     with pytest.raises(PlanError) as caught:
-        trace_model(config, loss="liger", **options)
+        trace_of(config, loss="liger", **options)
     assert caught.value.codes == ("LOSS_LIGER_HEAD",)

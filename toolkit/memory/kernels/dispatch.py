@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import masking_utils
 from transformers.integrations import moe
 
+from toolkit.catalog.gpus import Gpu
 from toolkit.memory.kernels.fake_attention import traced_flash
 from toolkit.memory.kernels.fake_fused import Dropout, FusedAttention, GroupedMatmul, liger_stand_in
 from toolkit.modeling import liger
@@ -41,6 +42,15 @@ class Device:
     """
 
     capability: float
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> Device:
+        """Return the properties of a card of the catalog; CPU processes count as 8.0 too."""
+        text = gpu.compute_capability or ""
+        try:
+            return cls(capability=float(text))
+        except ValueError:
+            return cls(capability=8.0)
 
     @property
     def prefers_cudnn(self) -> bool:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from toolkit.config.job import Dtype
 from toolkit.memory.report.host import HostMemory
-from toolkit.memory.trace.fake_model import build_empty
-from toolkit.modeling.build import DTYPES, import_architecture, model_config
+from toolkit.modeling.architecture import DTYPES, import_architecture, model_config
+from toolkit.modeling.build import BuildOptions, construct_empty
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys, revert
 from toolkit.planning.plan import Plan
 
@@ -85,7 +85,7 @@ def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
     config = model_config(plan)
     trusted = plan.job.model.trust_remote_code
     import_architecture(config, trust_remote_code=trusted)
-    model = build_empty(config, dtype=DTYPES[asked], trust_remote_code=trusted)
+    model = construct_empty(config, BuildOptions(dtype=DTYPES[asked], trust_remote_code=trusted))
     targets = {name: weight.detach() for name, weight in model.named_parameters()}
     kept = left = most = 0
     for layer, count in _distinct_layers(targets):

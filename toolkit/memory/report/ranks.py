@@ -16,11 +16,12 @@ from toolkit.memory.engines.stage0 import Stage0
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import Stage12, gradient_bytes
 from toolkit.memory.engines.step_program import StepProgram, evaluation_program, step_program
+from toolkit.memory.kernels.dispatch import Device
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.overhead import Allocator, overhead, workspace_bytes
 from toolkit.memory.report.report import PhaseReport, RankReport
-from toolkit.memory.trace.ranks import Traces, capability
 from toolkit.memory.trace.run import MemoryTrace
+from toolkit.memory.trace.spec import Traces
 from toolkit.planning.plan import Plan
 from toolkit.topology.grid import Coordinate, Grid
 
@@ -67,7 +68,7 @@ def _phases_of_stage(
         events,
         settings,
         strategy=plan.job.parallel.strategy,
-        workspace=0 if plan.on_cpu else workspace_bytes(capability(plan.gpu)),
+        workspace=0 if plan.on_cpu else workspace_bytes(Device.of(plan.gpu).capability),
         course=course,
     )
     return {dp: _phases(account) for dp, account in accounts.items()}

@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
-from toolkit.launch.software import Software
 from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
 from toolkit.memory.estimate import report_of
 from toolkit.memory.kernels.dispatch import Device
@@ -19,11 +18,13 @@ from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.ranks import stage_required_bytes
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Outcome, Scenario
-from toolkit.memory.trace.ranks import Traces, capability, trace_ranks
-from toolkit.memory.trace.run import StageTracer, TraceOptions, stage_tracer
+from toolkit.memory.trace.run import StageTracer, stage_tracer, trace_ranks
+from toolkit.memory.trace.spec import Traces, TraceSpec
 from toolkit.modeling.build import stage_part
 from toolkit.pipeline_parallel import StagePart
 from toolkit.planning.plan import Plan
+
+ANY_DEVICE = Device(capability=0.0)  # takes the place of the card, whose kernels are a part of the key of their own
 
 
 class Estimator:
@@ -93,25 +94,23 @@ class Estimator:
             calibration=self._calibrations.get(plan.gpu.name),
         )
 
-    def _trace(self, plan: Plan, **options: Unpack[TraceOptions]) -> Traces:
-        options = _written_out(plan, options)
-        key = _key(plan, options)
-        cut = f"{key} {plan.settings.partition} {plan.settings.virtual_stages}"
+    def _trace(self, plan: Plan, **changes: Any) -> Traces:
+        changes["marks_modules"] = True  # so that plans of all stages share a trace
+        cut = f"{trace_key(plan, **changes)} {plan.settings.partition} {plan.settings.virtual_stages}"
         if cut not in self._traces:
             settings = plan.settings
-            micro = settings.per_device_eval_batch_size if options.get("evaluation") else settings.batch.micro
+            micro = settings.per_device_eval_batch_size if changes.get("evaluation") else settings.batch.micro
             stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
             self._notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
-            tracer = self._tracer(plan, **options) if plan.grid.pp > 1 else None
-            self._traces[cut] = trace_ranks(plan, tracer=tracer, **options)
+            tracer = self._tracer(plan, **changes) if plan.grid.pp > 1 else None
+            self._traces[cut] = trace_ranks(plan, tracer=tracer, **changes)
         return self._traces[cut]
 
-    def _tracer(self, plan: Plan, **options: Unpack[TraceOptions]) -> StageTracer:
-        options = _written_out(plan, options)
-        key = _key(plan, options)
+    def _tracer(self, plan: Plan, **changes: Any) -> StageTracer:
+        changes["marks_modules"] = True
+        key = trace_key(plan, **changes)
         if key not in self._tracers:
-            device = Device(capability=capability(plan.gpu))
-            self._tracers[key] = stage_tracer(plan, device=device, **options)
+            self._tracers[key] = stage_tracer(plan, **changes)
         return self._tracers[key]
 
 
@@ -158,48 +157,24 @@ class StageRequirements:
         return self._known[key]
 
 
-def _written_out(plan: Plan, options: TraceOptions) -> TraceOptions:
-    """Return options with the machine's software and ZeRO-3's marks, so that stages share a trace (with adapters, all but 3)."""
-    return {"software": Software.of(plan), **options, "marks_modules": True}
+def trace_key(plan: Plan, **changes: Any) -> str:
+    """Return a key of all that a trace depends on: plans with one key differ only in the engine and the split of a pipeline.
+
+    Args:
+        plan: Plan of the run.
+        changes: As of `trace_ranks`.
+    """
+    spec = TraceSpec.of(plan, **changes)
+    model = json.dumps([plan.model.to_dict(), plan.job.model.model_dump(mode="json")], sort_keys=True, default=str)
+    return f"{_kernels(plan.gpu, spec.device)} {replace(spec, device=ANY_DEVICE)} {plan.grid.pp > 1} {model}"
 
 
-def _key(plan: Plan, options: TraceOptions) -> str:
-    evaluated = plan.settings.per_device_eval_batch_size if options.get("evaluation") else 0
-    return f"{evaluated} {sorted(options.items())} {trace_key(plan)}"
-
-
-def trace_key(plan: Plan) -> str:
-    """Return a key of all that a trace depends on: plans with one key differ only in the engine and the split of a pipeline."""
-    settings, job = plan.settings, plan.job
-    parts = {
-        "model": plan.model.to_dict(),
-        "settings": [
-            settings.batch.micro,
-            settings.sequence_length,
-            settings.precision,
-            settings.attention,
-            settings.kernels,
-            settings.gradient_checkpointing,
-            plan.profile.activations,
-        ],
-        "job": job.model.model_dump(mode="json"),
-        "train": job.train.model_dump(mode="json", include={"method", "lora", "loss", "torch_compile", "fp8"}),
-        "data": None if job.data is None else job.data.model_dump(mode="json"),
-        "strategy": job.parallel.strategy,
-        "tensor": [plan.grid.tp, settings.sequence_parallel],
-        "pipeline": [plan.grid.pp > 1, settings.splits_backward],
-        "kernels": _kernels(plan.gpu),
-        "emulated": plan.on_cpu and settings.precision == "fp8",
-    }
-    return json.dumps(parts, sort_keys=True, default=str)
-
-
-def _kernels(gpu: Gpu) -> tuple[str | bool, ...]:
+def _kernels(gpu: Gpu, device: Device) -> tuple[str | bool, ...]:
     """Return a key of cards between which torch's fused attention can differ.
 
     Source:
         aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: every comparison of a device's capability there.
     """
-    version = capability(gpu)
+    version = device.capability
     small_shared_memory = 8.6 <= version <= 8.9 or 12.0 <= version <= 12.1
     return (gpu.vendor, version >= 5.0, version >= 8.0, small_shared_memory, 9.0 <= version < 11.0)

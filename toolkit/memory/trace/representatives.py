@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -41,7 +41,9 @@ class LayerStack:
         return self.stands_for.count(position)
 
 
-def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[LayerStack]:
+def find_stacks(
+    model: nn.Module, *, all_layers: bool = False, checkpointed: Sequence[nn.Module] = ()
+) -> list[LayerStack]:
     """Find the layer lists of a model and how few of their layers must be traced.
 
     A layer represents another if both have the same structure and so have their neighbours: memory passed from layer
@@ -50,6 +52,7 @@ def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[LayerStac
     Args:
         model: Hugging Face model; no storage is needed.
         all_layers: Whether to keep every layer.
+        checkpointed: Layers that recompute, and so differ from others.
     """
     stacks: list[LayerStack] = []
     for name, layers in _layer_lists(model):
@@ -57,16 +60,17 @@ def find_stacks(model: nn.Module, *, all_layers: bool = False) -> list[LayerStac
         if all_layers:
             kept = stands_for = tuple(range(count))
         else:
-            kept, stands_for = select_representatives(kinds_of(model, layers))
+            kept, stands_for = select_representatives(kinds_of(model, layers, checkpointed=checkpointed))
         stacks.append(LayerStack(prefix=name, kept=kept, stands_for=stands_for))
     return stacks
 
 
-def kinds_of(model: nn.Module, layers: nn.ModuleList) -> list[Hashable]:
-    """Return the kind of each layer of a list: its structure, and its entries in the configuration's lists."""
+def kinds_of(model: nn.Module, layers: nn.ModuleList, *, checkpointed: Sequence[nn.Module] = ()) -> list[Hashable]:
+    """Return the kind of each layer of a list: structure, entries in the configuration's lists, and whether it recomputes."""
     numbering = _numbering(layers)
     types = layer_types(model, len(layers))
-    return [(_structure(layer, numbering), types[index]) for index, layer in enumerate(layers)]
+    recompute = set(map(id, checkpointed))
+    return [(_structure(layer, numbering), types[index], id(layer) in recompute) for index, layer in enumerate(layers)]
 
 
 def select_representatives(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -118,6 +122,14 @@ def prune_layers(model: nn.Module, stacks: Sequence[LayerStack]) -> None:
                 if path in modules and hasattr(modules[path], attribute):
                     setattr(modules[path], attribute, position + shift)
         _select(_config_of(model, stack.prefix), stack)
+
+
+def in_adapters(model: nn.Module, stack: LayerStack) -> LayerStack:
+    """Return a stack with its path inside adapters, which wrap the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and (name == stack.prefix or name.endswith(f".{stack.prefix}")):
+            return replace(stack, prefix=name)
+    raise AssertionError(stack.prefix)
 
 
 def _config_of(model: nn.Module, path: str) -> Any:

@@ -59,13 +59,24 @@ def choose_all(prefix: str, part: StagePart) -> Pruned:
     return _pruned(prefix, part, own, [tuple(range(len(chunk))) for chunk in part.chunks], others)
 
 
-def prune_to_part(model: nn.Module, part: StagePart, *, all_layers: bool) -> tuple[list[LayerStack], StagePart]:
-    """Prune a whole model to what a stage's trace needs, and return its layers and the rank's part of it."""
+def prune_to_part(
+    model: nn.Module, part: StagePart, *, all_layers: bool, checkpointed: Sequence[nn.Module]
+) -> tuple[list[LayerStack], StagePart]:
+    """Prune a whole model to what a stage's trace needs, and return its layers and the rank's part of it.
+
+    Args:
+        model: Whole model on the meta device.
+        part: Layers of the rank.
+        all_layers: Whether to keep every layer of the rank.
+        checkpointed: Layers that recompute.
+    """
     prefix = find_layers(model)
     layers: Any = model.get_submodule(prefix)
     chosen = choose_all(prefix, part)
     if not all_layers:
-        chosen = choose(prefix, kinds_of(model, layers), layer_types(model, len(layers)), part)
+        chosen = choose(
+            prefix, kinds_of(model, layers, checkpointed=checkpointed), layer_types(model, len(layers)), part
+        )
     prune_layers(model, [LayerStack(prefix=prefix, kept=chosen.kept, stands_for=tuple(range(part.num_layers)))])
     return list(chosen.stacks), chosen.part
 

@@ -1,0 +1,385 @@
+"""One run of a model on fake tensors, with all or few of its layers, and the resulting trace of the model or a stage."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import PreTrainedConfig
+
+from toolkit.distributed.fake import fake_group
+from toolkit.errors import ToolkitError
+from toolkit.memory.kernels.dispatch import cuda_kernels
+from toolkit.memory.kernels.linear_attention import replaced_kernels
+from toolkit.memory.kernels.quantized import quantize_linears
+from toolkit.memory.kernels.routing import LoopedExperts, assumptions, has_experts, runs_grouped
+from toolkit.memory.kernels.zero3 import find_leaves, linear_modules
+from toolkit.memory.trace.events import ChunkTrace, MemoryTrace, ResolvedEvent, held, in_blocks
+from toolkit.memory.trace.extrapolate import expand, expand_buffers, expand_host_copies, expand_parameters, expand_paths
+from toolkit.memory.trace.failure import trace_failed
+from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inplace_collectives
+from toolkit.memory.trace.representatives import LayerStack, find_stacks, in_adapters, prune_layers
+from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
+from toolkit.memory.trace.spec import PADDED, TraceSpec
+from toolkit.memory.trace.stage_layers import prune_to_part
+from toolkit.modeling.build import add_adapters, construct_empty, finish_model, shard_model
+from toolkit.modeling.checkpointing import layers_to_checkpoint
+from toolkit.modeling.fused_kernels import find_fusable
+from toolkit.modeling.loss import StepLoss, cross_entropy_over
+from toolkit.modeling.materialize import allocate
+from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, stage_info
+from toolkit.pipeline_parallel.decoder_layout import find_layers
+from toolkit.pipeline_parallel.zero_bubble_backward import split_backward
+from toolkit.tensor_parallel import tp_plan_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeModel:
+    """A model on fake tensors, with the layers that are traced.
+
+    Args:
+        model: A `PreTrainedModel`, or a `peft.PeftModel` around one.
+        stacks: Its traced layers and those that they represent.
+        part: The rank's part of the pruned model; None for a whole model.
+        num_replicas: Tensor ranks that hold each head of keys and values.
+        unfused: Modules that `kernels` leaves as they are.
+    """
+
+    model: Any
+    stacks: list[LayerStack]
+    part: StagePart | None
+    num_replicas: int
+    unfused: tuple[str, ...]
+
+
+def trace_once(
+    spec: TraceSpec, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool
+) -> MemoryTrace | None:
+    """Trace all layers, or few; return None where few cannot represent all."""
+    ran = run_fake(spec, config, part=part, all_layers=all_layers)
+    return ran.expanded(ran.stacks)
+
+
+def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> TraceRun:
+    """Run the layers that are traced.
+
+    Args:
+        spec: What to trace.
+        config: Configuration of the model; it is not modified.
+        part: Layers of a pipeline rank; None for the whole model.
+        all_layers: Whether to run every layer instead of those that differ.
+    """
+    made: FakeModel | None = None
+    tracing: LayerSegmenter | None = None
+    with card_of(spec) as tp_group:
+        try:
+            empty = construct_empty(configured(spec, config), spec)
+            pruned = _prune(spec, empty, part, all_layers=all_layers)
+            empty.tie_weights()
+            num_replicas = 1 if tp_group is None else max(1, spec.tensor // tp_plan_for(empty).heads.key_value)
+            shard_model(empty, spec, tp_group=tp_group, part=pruned.part)
+            if spec.quantized:
+                quantize_linears(empty)
+            with torch.device("meta"):
+                model = add_adapters(empty, spec)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                made = _finish(spec, model, pruned, num_replicas=num_replicas)
+                looped = None
+                if has_experts(empty.config) and not runs_grouped(empty):
+                    looped = LoopedExperts(empty.config, spec.routing)
+                rules: list[FakeOpRule] = [disable_layer_dropout, inplace_collectives, *([looped] if looped else [])]
+                losses = _losses(spec, made, tp_group)
+                runs = []
+                splits = spec.splits_backward and not spec.evaluation
+                gradients = split_backward(made.model) if splits else None
+                with (
+                    replaced_kernels(made.model, spec.software) as recurrence,
+                    linear_modules(zero3=spec.keeps_inputs),
+                ):
+                    for chunk in range(1 if made.part is None else len(made.part.chunks)):
+                        tracing = LayerSegmenter(made.model, made.stacks, marked=spec.marks_modules, answers=rules)
+                        ends = None if made.part is None else _boundary(spec, made.model, made.part, chunk)
+                        running, around = tracing, ends  # each step binds its own
+                        step = partial(_step, spec, made.model, running, losses)
+                        if made.part is not None and around is not None:
+                            step = partial(_stage_step, spec, made.model, running, losses, around, made.part, chunk)
+                        whole = made.part is None or made.part.is_first(chunk)
+                        tracing.run(
+                            step, backward=not spec.evaluation, ends=ends, gradients=None if whole else gradients
+                        )
+                        runs.append((tracing, ends))
+                asked = looped is not None and looped.asked
+                info = stage_info(made.model)
+                noted = {
+                    "assumptions": (
+                        *assumptions(made.model, looped),
+                        *recurrence.describe(),
+                        *((PADDED,) if spec.packing == "none" else ()),
+                        *(
+                            [f"kernels={spec.kernels} leaves as they are: {', '.join(made.unfused)}"]
+                            if made.unfused
+                            else []
+                        ),
+                    ),
+                    "has_experts": asked or runs_grouped(made.model),
+                    "depends_on_routing": asked,
+                    "contracts": recurrence.contracted,
+                    "num_replicas": made.num_replicas,
+                    "copies": () if info is None else tuple(info.tied_copy),
+                    "shared": None if info is None else info.tied_key,
+                }
+                return TraceRun(model=made.model, stacks=made.stacks, runs=runs, noted=noted)
+        except ToolkitError:
+            raise
+        except Exception as error:
+            backward = tracing is not None and tracing.in_backward
+            raise trace_failed(error, None if made is None else made.model, backward=backward) from error
+
+
+@contextlib.contextmanager
+def card_of(spec: TraceSpec) -> Iterator[dist.ProcessGroup | None]:
+    """Run inside a `with` block what the card would run, and yield a fake group of tensor ranks; None for one rank."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(cuda_kernels(spec.device, packed=spec.packing == "separated"))
+        yield stack.enter_context(fake_group(spec.tensor)) if spec.tensor > 1 else None
+
+
+def configured(spec: TraceSpec, config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a configuration with the attention that is traced."""
+    own = copy.deepcopy(config)
+    own._attn_implementation = spec.attention
+    return own
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep fake tensors from logging the stack of an operation that they cannot run, which the error has too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pruned:
+    """The layers that are left of a model, those of them that recompute, and the rank's part of what is left."""
+
+    stacks: list[LayerStack]
+    checkpointed: list[nn.Module]
+    part: StagePart | None
+
+
+def _prune(spec: TraceSpec, empty: Any, part: StagePart | None, *, all_layers: bool) -> _Pruned:
+    """Keep few layers; for a pipeline's rank, its own and those of others that its passes use."""
+    own: Any = empty
+    if part is not None:
+        layers: Any = empty.get_submodule(find_layers(empty))
+        own = nn.ModuleList(layers[index] for chunk in part.chunks for index in chunk)
+    checkpointed = layers_to_checkpoint(own, fraction=spec.checkpointing)
+    if part is not None:
+        stacks, small = prune_to_part(empty, part, all_layers=all_layers, checkpointed=checkpointed)
+        return _Pruned(stacks=stacks, checkpointed=checkpointed, part=small)
+    stacks = find_stacks(empty, all_layers=all_layers, checkpointed=checkpointed)
+    prune_layers(empty, stacks)
+    return _Pruned(stacks=stacks, checkpointed=checkpointed, part=None)
+
+
+def _finish(spec: TraceSpec, model: Any, pruned: _Pruned, *, num_replicas: int) -> FakeModel:
+    """Give a model storage on the fake device, which `modeling.build` does before it draws the adapters, and finish it."""
+    # peft and DeepSpeed cast what was made in another type (engine.py _configure_distributed_model).
+    allocate(model, device=torch.device("cpu"), dtype=spec.dtype)
+    with unset_fake_temporarily():  # they read values, or make modules without storage
+        unfused = find_fusable(model).left if spec.kernels == "liger" else ()
+        finish_model(model, replace(spec, kernels="eager"), checkpointed=pruned.checkpointed)
+        if _needs_input_gradient(spec, whole=pruned.part is None):
+            model.enable_input_require_grads()
+    model.train(not spec.evaluation)
+    return FakeModel(
+        model=model,
+        stacks=[in_adapters(model, stack) for stack in pruned.stacks],
+        part=pruned.part,
+        num_replicas=num_replicas,
+        unfused=tuple(unfused),
+    )
+
+
+def _needs_input_gradient(spec: TraceSpec, *, whole: bool) -> bool:
+    """Return whether the first layer's input has a gradient despite a frozen embedding; both then outlive the pass.
+
+    Under checkpointing, transformers' gradient_checkpointing_enable does so, with Trainer or Accelerate; `toolkit train`,
+    which alone runs pipelines, needs it under ZeRO-3 with tensor ranks (modeling.build build_model).
+    """
+    if spec.lora is None:
+        return False
+    if spec.tensor > 1:
+        return spec.keeps_inputs
+    return whole and bool(spec.checkpointing)
+
+
+def _losses(spec: TraceSpec, made: FakeModel, tp_group: dist.ProcessGroup | None) -> StepLoss:
+    config = made.model.config
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    return StepLoss(kind=spec.loss, cross_entropy=cross_entropy_over(tp_group, vocab_size=vocab_size), config=config)
+
+
+def _loss(spec: TraceSpec, losses: StepLoss, outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if spec.evaluation:
+        summed = losses.summed(outputs, labels)
+        return summed, summed
+    return losses.of_step(outputs, labels, 1.0, share=1.0)
+
+
+def _step(spec: TraceSpec, model: Any, tracing: LayerSegmenter, losses: StepLoss) -> torch.Tensor:
+    """Run the model on one micro-batch and return the loss."""
+    inputs, labels = spec.make_batch()
+    outputs = model(**losses.inputs({**inputs, "labels": labels}))
+    with tracing.loss():
+        loss, _ = _loss(spec, losses, outputs, labels)
+        del outputs
+    return loss
+
+
+def _boundary(spec: TraceSpec, model: Any, part: StagePart, chunk: int) -> StageBoundary:
+    """Return a micro-batch with what other stages send for it."""
+    inputs, labels = spec.make_batch()
+    batch = {**inputs, "labels": labels}
+    hidden = partial(torch.empty, hidden_shape(model, batch), dtype=hidden_dtype(model))
+    is_last = part.is_last(chunk)
+    return StageBoundary(
+        received=None if part.is_first(chunk) else hidden(),
+        gradient=None if is_last or spec.evaluation else hidden(),
+        sends_on=not is_last,
+        batch=batch,
+    )
+
+
+def _stage_step(
+    spec: TraceSpec,
+    model: Any,
+    tracing: LayerSegmenter,
+    losses: StepLoss,
+    ends: StageBoundary,
+    part: StagePart,
+    chunk: int,
+) -> torch.Tensor:
+    """Run a chunk, as toolkit engine/pipeline.py does, and return the loss, or what is sent to the next stage."""
+    outputs = forward_stage(model, losses.inputs(ends.batch), chunk=chunk, received=ends.received)
+    if not part.is_last(chunk):
+        if outputs.requires_grad:
+            # deepspeed engine.py _backward_prologue_per_tensor
+            outputs.register_hook(lambda gradient: gradient / 1)
+        return outputs  # type: ignore[no-any-return]
+    with tracing.loss():
+        loss, reported = _loss(spec, losses, outputs, ends.batch["labels"])
+        if not spec.evaluation:
+            ends.reported = reported
+        del outputs
+        return loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRun:
+    """The record of a run of few layers, to be repeated for all that they represent.
+
+    Args:
+        model: Model that ran.
+        stacks: Layers of the model.
+        runs: For each chunk of a pipeline's rank, or for the whole model, its segments and the data of its neighbours.
+        noted: Fields of `MemoryTrace` that do not depend on the number of layers.
+    """
+
+    model: Any
+    stacks: list[LayerStack]
+    runs: list[tuple[LayerSegmenter, StageBoundary | None]]
+    noted: Mapping[str, Any]
+
+    def expanded(self, stacks: Sequence[LayerStack]) -> MemoryTrace | None:
+        """Return the trace of all layers; None if they did not run in order or allocations and releases do not match.
+
+        They do not match where layers pass memory to others than their neighbours.
+        """
+        few = any(len(stack.kept) < stack.num_layers for stack in stacks)
+        passes = []
+        for tracing, _ in self.runs:
+            if few and not tracing.in_order:
+                return None
+            made = (
+                expand(tracing.forward, stacks, backward=False),
+                expand(tracing.backward, stacks, backward=True),
+                expand(tracing.after, stacks, backward=True),
+                expand(tracing.weights, stacks, backward=True),
+            )
+            left = sum(held(tuple(placed for events in made for placed in events)).values())
+            if left != tracing.tracker.live_bytes:
+                return None
+            passes.append(made)
+        chunks = tuple(
+            _chunk(*made, ends, expand_host_copies(tracing.host_copies, stacks))
+            for made, (tracing, ends) in zip(passes, self.runs, strict=True)
+            if ends is not None
+        )
+        forward, backward, after = ((), (), ()) if chunks else passes[0][:3]
+        copies = [] if chunks else self.runs[0][0].host_copies
+        return MemoryTrace(
+            parameters=expand_parameters(self.model, stacks),
+            buffers_bytes=expand_buffers(self.model, stacks),
+            forward=forward,
+            backward=backward,
+            after=after,
+            num_traced_layers=sum(len(stack.kept) for stack in stacks),
+            num_layers=sum(stack.num_layers for stack in stacks),
+            tied=tuple(_tied(self.model)),
+            host_copies=expand_host_copies(copies, stacks),
+            leaves=expand_paths(find_leaves(self.model), stacks),
+            chunks=chunks,
+            **self.noted,
+        )
+
+
+def _chunk(
+    forward: tuple[ResolvedEvent, ...],
+    backward: tuple[ResolvedEvent, ...],
+    after: tuple[ResolvedEvent, ...],
+    weights: tuple[ResolvedEvent, ...],
+    ends: StageBoundary,
+    host_copies: tuple[int, ...],
+) -> ChunkTrace:
+    return ChunkTrace(
+        forward=forward,
+        backward=backward,
+        after=after,
+        received_bytes=_size(ends.received),
+        gradient_bytes=_size(ends.gradient),
+        sent_bytes=ends.sent_bytes,
+        reported_bytes=ends.reported_bytes,
+        batch_bytes=sum(map(_size, ends.batch.values())),
+        host_copies=host_copies,
+        weights=weights,
+        keeps_received=ends.keeps_received,
+    )
+
+
+def _size(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else in_blocks(tensor.nbytes)
+
+
+def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the modules that share a parameter with an earlier one, and the parameter's name there."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            yield name.rpartition(".")[0], known

@@ -1,0 +1,110 @@
+"""What a trace runs: the model's build options, the batch, and the machine that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from toolkit.config.job import Packing
+from toolkit.launch.software import Software
+from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.routing import Routing
+from toolkit.memory.trace.events import MemoryTrace
+from toolkit.modeling.build import BuildOptions
+from toolkit.planning.plan import Plan
+
+Batch = dict[str, torch.Tensor]
+
+# One trace of the whole model, or one for each rank of a pipeline.
+Traces = Sequence[MemoryTrace]
+
+PADDED = (
+    "Batches hold a row as long as sequence_length and one that is padded, so that attention has a mask; a batch without "
+    "padding needs less"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSpec(BuildOptions):
+    """All that a trace depends on, except the model's configuration and the split into stages.
+
+    Kernels of norms and activations are traced as `eager`, and compiled layers as if they were not.
+
+    Args:
+        micro_batch: Sequences per micro-batch.
+        sequence_length: Tokens per sequence.
+        device: Card, which decides on kernels.
+        attention: `eager`, `sdpa` or `flash_attention_2`.
+        packing: Value of `data.packing`; with `none`, rows are padded and have a mask.
+        tensor: Number of tensor ranks, of which one is traced: all have shards of the same sizes.
+        quantized: Whether the linear layers under the adapters hold NF4 (QLoRA).
+        splits_backward: Whether a stage computes the gradients of weights separately from those of its input.
+        marks_modules: Whether to mark the hooks of ZeRO-3, which changes no figure of lower stages.
+        keeps_inputs: Whether linear modules keep their input even where they are frozen, as under ZeRO-3.
+        routing: How tokens spread over experts that run in a loop; others do not depend on it.
+        evaluation: Whether to run the forward pass alone, without gradients and in evaluation mode.
+        software: Software of the training machine; by default what is installed here.
+    """
+
+    micro_batch: int
+    sequence_length: int
+    device: Device
+    attention: str = "sdpa"
+    packing: Packing = "wrapped"
+    tensor: int = 1
+    quantized: bool = False
+    splits_backward: bool = False
+    marks_modules: bool = False
+    keeps_inputs: bool = False
+    routing: Routing = "balanced"
+    evaluation: bool = False
+    software: Software = field(default_factory=Software.here)
+
+    @classmethod
+    def of(cls, plan: Plan, **changes: Any) -> Self:
+        """Return what a plan trains, or with `evaluation=True` evaluates; `changes` are values in place of the plan's."""
+        settings, data = plan.settings, plan.job.data
+        of_plan = {
+            "micro_batch": settings.per_device_eval_batch_size if changes.get("evaluation") else settings.batch.micro,
+            "sequence_length": settings.sequence_length,
+            "device": Device.of(plan.gpu),
+            "attention": settings.attention,
+            "packing": data.packing if data is not None else "wrapped",
+            "tensor": plan.grid.tp,
+            "quantized": plan.job.train.method == "qlora",
+            "splits_backward": settings.splits_backward,
+            "marks_modules": settings.zero_stage == 3,
+            "software": Software.of(plan),
+            "seed": 0,
+            "torch_compile": False,
+        }
+        return super(TraceSpec, cls).of(plan, **of_plan | changes)  # a class with slots is made twice: no bare super()
+
+    @property
+    def joins_documents(self) -> bool:
+        """True if a micro-batch of separated documents is one row."""
+        return self.packing == "separated" and self.attention == "flash_attention_2"
+
+    def make_batch(self) -> tuple[Batch, torch.Tensor]:
+        """Make inputs and labels of the shapes and types of a full batch, as `toolkit.data.collate` would.
+
+        Returns:
+            The model's keyword arguments, and the labels. Shape (micro_batch, sequence_length), or
+            (1, micro_batch * sequence_length) where documents are joined.
+        """
+        shape = (self.micro_batch, self.sequence_length)
+        if self.joins_documents:
+            shape = (1, self.micro_batch * self.sequence_length)
+        inputs = {"input_ids": _tokens(shape)}
+        if self.packing == "none":
+            inputs["attention_mask"] = _tokens(shape)
+        elif self.packing == "separated":
+            inputs["position_ids"] = _tokens(shape)
+        return inputs, _tokens(shape)
+
+
+def _tokens(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)

@@ -1,0 +1,106 @@
+"""The transformers configuration and class of a plan's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from toolkit.catalog.architectures import no_class
+from toolkit.errors import PlanError, SpecError, ToolkitError, first_line
+from toolkit.planning.plan import Plan
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def model_config(plan: Plan) -> PreTrainedConfig:
+    """Return the transformers configuration of the plan's model, with the attention implementation of the plan.
+
+    Raises:
+        SpecError: MODEL_CLASS; MODEL_CONFIG_INVALID for values that transformers refuses and that planning does not read.
+    """
+    try:
+        config = _read_config(plan)
+    except ToolkitError:
+        raise
+    except Exception as error:  # a class that reads foreign input may raise anything
+        if isinstance(error, ValueError) and not isinstance(error, StrictDataclassError):
+            raise  # an unknown model type
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        raise SpecError.of(
+            code="MODEL_CONFIG_INVALID",
+            key="model",
+            message=f"transformers cannot use the config.json of {plan.model.name}: {reason}",
+            fix="Correct that value, or download config.json again",
+            source="transformers configuration_utils.py",
+        ) from error
+    config._attn_implementation = plan.settings.attention
+    return config
+
+
+def _read_config(plan: Plan) -> PreTrainedConfig:
+    spec = plan.model
+    raw = dict(spec.config)
+    if spec.path is not None and Path(spec.path).is_dir():
+        return AutoConfig.from_pretrained(spec.path, trust_remote_code=plan.job.model.trust_remote_code)
+    if "auto_map" in raw and spec.hub_id is not None:
+        return AutoConfig.from_pretrained(
+            spec.hub_id, revision=spec.revision, trust_remote_code=plan.job.model.trust_remote_code
+        )
+    model_type = raw.pop("model_type")
+    try:
+        return AutoConfig.for_model(model_type, **raw)
+    except ValueError as error:
+        raise SpecError(no_class(model_type)) from error
+
+
+def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """Import the modeling code of a configuration, before anything patches `nn.Module`.
+
+    `zero.Init` wraps the constructor of each class that is defined while it is active and restores the original at its
+    end, without the decorators applied in between: a second Mixtral in the process would have experts without a config.
+
+    Raises:
+        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
+
+    Source:
+        deepspeed runtime/zero/partition_parameters.py InsertPostInitMethodToModuleSubClasses.
+    """
+    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if reference is not None and trust_remote_code:
+        get_class_from_dynamic_module(reference, config.name_or_path)
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SpecError(no_class(config.model_type))
+    else:
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the lookup imports the class
+
+
+def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Construct the causal LM of a configuration, in `dtype`, under the contexts that the caller has entered."""
+    try:
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=config._attn_implementation, trust_remote_code=trust_remote_code
+        )
+    except ImportError as error:
+        raise PlanError.of(
+            code="ATTENTION_PACKAGE",
+            key="train.attention",
+            message=f"attention={config._attn_implementation} cannot be used: {first_line(error)}",
+            fix="Install the package that it names, or set train.attention to sdpa",
+        ) from None
+    except ValueError as error:
+        raise PlanError.of(
+            code="MODEL_BUILD",
+            key="model",
+            message=f"transformers cannot build {type(config).__name__}: {first_line(error)}",
+            fix="Change train.attention or the model's config.json accordingly",
+        ) from error
