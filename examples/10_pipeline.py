@@ -15,7 +15,6 @@ import os
 from pathlib import Path
 
 import toolkit as tk
-from toolkit.planning.stage_parts import layers_of_ranks
 from toolkit.trainer.preparation import prepare_in_turn
 
 
@@ -23,7 +22,7 @@ def main() -> None:
     plan = tk.Plan.load(Path(os.environ["TOOLKIT_PLAN"]))  # what `toolkit launch` has planned
     tokenizer = tk.load_tokenizer(plan)
     with tk.initialize(plan) as run:  # each process builds its own stage, and no more
-        held = layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)[run.world.coordinate.pp]
+        held = plan.stage(run.world.coordinate.pp)
         print(f"rank {run.world.rank} holds {held}")  # ranks past the first write to runs/pipeline/logs
         data = prepare_in_turn(plan, run.world, tokenizer)
         for batch in run.loader(data.train):  # every stage of a replica gets the same rows

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, split_model
+from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_dtype, hidden_shape, split_model
 from toolkit.tensor_parallel import apply_tensor_parallel, tp_plan_for
 
 CONFIG = LlamaConfig(
@@ -46,7 +46,7 @@ def main() -> None:
         apply_tensor_parallel(model, tp_plan_for(model), tp_group=tp_group)
     num_layers = CONFIG.num_hidden_layers
     layers = range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
-    split_model(model, StagePart(chunks=(layers,), num_layers=num_layers))
+    split_model(model, StageSpec(chunks=(layers,), num_layers=num_layers))
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last:
         held, count = (sum(p.numel() for p in one.parameters()) for one in (model, whole))

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.cli.app import main
 from toolkit.cli.topology_picture import draw
-from toolkit.planning.stage_parts import layers_of_ranks
+from toolkit.pipeline_schedule import stage_of_rank
 from toolkit.topology import Grid, place
 from toolkit.topology.links import boundaries
 
@@ -95,7 +95,7 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], job: str, suffix: str) ->
 
 def test_a_thousand_ranks_stay_a_page(tmp_path: Path) -> None:
     placement = place(Grid(pp=32, dp=32, tp=4), num_nodes=512, gpus_per_node=8)
-    held = layers_of_ranks([4] * 64, pp=32)
+    held = [stage_of_rank([4] * 64, rank, pp=32) for rank in range(32)]
     draw(placement, held, boundaries(placement, goes_round=True), tmp_path / "ranks.svg")
     text = (tmp_path / "ranks.svg").read_text()
     for shown in ("pp 13", "17 more", "pp 31", "dp 13", "dp 31", "ranks 0-3", "ranks 4092-4095", "node 511"):

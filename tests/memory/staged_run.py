@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.utils import register_output_backward_hooks
-from toolkit.memory.trace.inputs import make_batch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from traced_models import config_of
 
@@ -29,9 +28,10 @@ from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.trace.events import Marker, MemoryTrace, Release
 from toolkit.memory.trace.fake_ops import disable_layer_dropout, inplace_collectives
 from toolkit.memory.trace.run import trace_ranks
+from toolkit.memory.trace.spec import TraceSpec
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.architecture import model_config
-from toolkit.modeling.build import BuildOptions, add_adapters, construct_empty, finish_model, shard_model, stage_part
+from toolkit.modeling.build import BuildOptions, add_adapters, construct_empty, finish_model, shard_model
 from toolkit.modeling.materialize import allocate
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
@@ -186,7 +186,7 @@ def direct(plan: Plan, pp_rank: int, monkeypatch: Any) -> dict[str, int]:
         options = replace(BuildOptions.of(plan), torch_compile=False)
         full = construct_empty(model_config(plan), options)
         full.tie_weights()
-        shard_model(full, options, tp_group=None, part=stage_part(plan, pp_rank))
+        shard_model(full, options, tp_group=None, part=plan.stage(pp_rank))
         with torch.device("meta"):
             model = add_adapters(full, options)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -226,11 +226,5 @@ SUM_OF_LOSSES = 512
 
 
 def _batch(plan: Plan, model: Any) -> dict[str, torch.Tensor]:
-    settings = plan.settings
-    inputs, labels = make_batch(
-        micro_batch=settings.batch.micro,
-        sequence_length=settings.sequence_length,
-        packing="wrapped" if plan.job.data is None else plan.job.data.packing,
-        flatten=False,
-    )
+    inputs, labels = TraceSpec.of(plan).make_batch()
     return {**inputs, "labels": labels}

@@ -21,7 +21,7 @@ from toolkit.memory.search.estimator import Estimator
 from toolkit.memory.search.rebalance import rebalance_partition
 from toolkit.memory.trace.events import held
 from toolkit.memory.trace.run import trace_ranks
-from toolkit.pipeline_parallel import StagePart
+from toolkit.pipeline_parallel import StageSpec
 from toolkit.pipeline_schedule import Backward, Forward, actions, build_schedule
 from toolkit.planning.resolve import resolve
 
@@ -82,7 +82,7 @@ def test_a_rank_holds_what_the_engines_own_loop_shows(tmp_path, monkeypatch, nam
     ],
 )
 def test_few_layers_of_a_stage_give_what_all_give(name, way, chunks):
-    part = StagePart(chunks=chunks, num_layers=14 if name == "gemma3_text" else 6)
+    part = StageSpec(chunks=chunks, num_layers=14 if name == "gemma3_text" else 6)
     few, whole = (traced(name, way, part=part, all_layers=every) for every in (False, True))
     assert [field for field in few.__slots__ if getattr(few, field) != getattr(whole, field)] in (
         ["num_traced_layers"],

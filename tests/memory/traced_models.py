@@ -14,6 +14,7 @@ from toolkit.memory.kernels.dispatch import Device
 from toolkit.memory.trace.events import MemoryTrace, Run
 from toolkit.memory.trace.run import trace_model
 from toolkit.memory.trace.spec import TraceSpec
+from toolkit.pipeline_schedule import StageSpec
 
 H100 = Device(capability=9.0)
 BATCH, LENGTH = 2, 32
@@ -125,9 +126,11 @@ def config_of(name: str, **overrides: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **common | CONFIGS.get(name, {}) | overrides)
 
 
-def trace_of(config: PreTrainedConfig, *, all_layers: bool = False, **values: Any) -> MemoryTrace:
+def trace_of(
+    config: PreTrainedConfig, *, part: StageSpec | None = None, all_layers: bool = False, **values: Any
+) -> MemoryTrace:
     """Trace a model with the given values of `TraceSpec`."""
-    return trace_model(config, TraceSpec(**values), all_layers=all_layers)
+    return trace_model(config, TraceSpec(**values), part=part, all_layers=all_layers)
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, split_model, stage_info
+from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_dtype, hidden_shape, split_model, stage_info
 
 LAYERS, VOCABULARY = 4, 61
 _COMMON: dict[str, Any] = {
@@ -64,11 +64,11 @@ def dense_model(name: str, *, tied: bool = False, **overrides: Any) -> PreTraine
     return model.eval()
 
 
-def parts(num_ranks: int, *, virtual: int = 1, num_layers: int = LAYERS) -> list[StagePart]:
+def parts(num_ranks: int, *, virtual: int = 1, num_layers: int = LAYERS) -> list[StageSpec]:
     """Layers dealt out in equal runs."""
     stages = num_ranks * virtual
     runs = [range(num_layers * stage // stages, num_layers * (stage + 1) // stages) for stage in range(stages)]
-    return [StagePart(chunks=tuple(runs[rank::num_ranks]), num_layers=num_layers) for rank in range(num_ranks)]
+    return [StageSpec(chunks=tuple(runs[rank::num_ranks]), num_layers=num_layers) for rank in range(num_ranks)]
 
 
 def cut_copies(dense: PreTrainedModel, num_ranks: int, *, virtual: int = 1) -> list[PreTrainedModel]:

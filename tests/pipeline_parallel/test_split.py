@@ -18,7 +18,7 @@ from transformers import (
 
 from toolkit.errors import PlanError
 from toolkit.modeling.initialization import tie_weights, tied_keys
-from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, split_model, stage_info
+from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_dtype, hidden_shape, split_model, stage_info
 
 # What lies before the layers and behind them, by endings of keys.
 ENDS = {
@@ -82,7 +82,7 @@ def test_the_whole_is_cut_on_meta_without_a_value() -> None:
     config.num_hidden_layers, config.hidden_size, config.vocab_size = 126, 16384, 128256  # 405 billion weights
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    info = split_model(model, StagePart(chunks=(range(40, 44), range(80, 84)), num_layers=126))
+    info = split_model(model, StageSpec(chunks=(range(40, 44), range(80, 84)), num_layers=126))
     assert all(weight.is_meta for weight in model.parameters())
     assert [name for name, _ in model.model.layers.named_children()] == [
         str(n) for n in (*range(40, 44), *range(80, 84))
@@ -108,7 +108,7 @@ def test_the_whole_is_cut_on_meta_without_a_value() -> None:
 )
 def test_parts_that_are_none(chunks: tuple[range, ...]) -> None:
     with pytest.raises(ValueError, match=r"must follow each other|not a run of the model"):
-        StagePart(chunks=chunks, num_layers=LAYERS)
+        StageSpec(chunks=chunks, num_layers=LAYERS)
 
 
 def test_what_a_stage_receives() -> None:
@@ -156,7 +156,7 @@ def test_a_stage_that_failed_runs_again() -> None:
     assert "(2, 12, 16) in torch.float64" in str(caught.value)
 
 
-def refused(model: PreTrainedModel, part: StagePart | None = None) -> PlanError:
+def refused(model: PreTrainedModel, part: StageSpec | None = None) -> PlanError:
     """The refusal of a model, which is as it was."""
     before = dict(model.named_modules()), dict(model.named_buffers()), vars(model).keys()
     modes = [module.training for module in model.modules()]
@@ -203,7 +203,7 @@ def test_another_number_of_layers_and_a_second_cut() -> None:
 @pytest.mark.parametrize("chunks", [([0, 1],), ((0, 2),), (2,)])
 def test_chunks_are_ranges(chunks: Any) -> None:
     with pytest.raises(TypeError, match=r"each chunk is a range of layers, such as range\(0, 2\)"):
-        StagePart(chunks=chunks, num_layers=4)
+        StageSpec(chunks=chunks, num_layers=4)
 
 
 def test_weights_that_two_stages_would_share() -> None:

@@ -22,7 +22,7 @@ from toolkit.modeling.initialization import initialize_weights
 from toolkit.modeling.materialize import allocate
 from toolkit.modeling.safetensors_folder import SafetensorsFolder
 from toolkit.modeling.weights import load_pretrained
-from toolkit.pipeline_parallel import StagePart, split_model, stage_info
+from toolkit.pipeline_parallel import StageSpec, split_model, stage_info
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.topology.grid import Grid
@@ -36,7 +36,7 @@ def meta_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 
 
 def cut_on_meta(
-    config: PreTrainedConfig, part: StagePart, tp_group: dist.ProcessGroup | None = None
+    config: PreTrainedConfig, part: StageSpec, tp_group: dist.ProcessGroup | None = None
 ) -> PreTrainedModel:
     """A rank's part as the toolkit builds it before weights come, its storage full of NaN."""
     model = meta_model(config)

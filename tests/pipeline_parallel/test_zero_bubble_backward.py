@@ -12,12 +12,12 @@ import torch
 from staged_models import MODELS, batch, dense_model
 from torch import nn
 
-from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_shape, split_model
+from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_shape, split_model
 from toolkit.pipeline_parallel.grads import Fp32GradAccumulator
 from toolkit.pipeline_parallel.zero_bubble_backward import run_weight_backward, split_backward
 from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGradStore
 
-MIDDLE = StagePart(chunks=(range(1, 3),), num_layers=4)
+MIDDLE = StageSpec(chunks=(range(1, 3),), num_layers=4)
 MICRO_BATCHES = 2
 
 

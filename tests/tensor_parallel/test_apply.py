@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group, split_group
 from toolkit.errors import PlanError
-from toolkit.pipeline_parallel import StagePart, split_model
+from toolkit.pipeline_parallel import StageSpec, split_model
 from toolkit.tensor_parallel.apply import apply_tensor_parallel, parameter_shards
 from toolkit.tensor_parallel.grad_sync import summed_parameters
 from toolkit.tensor_parallel.linear import RowParallelLinear
@@ -522,7 +522,7 @@ def test_a_model_is_sharded_once_and_before_it_is_cut() -> None:
         with pytest.raises(ValueError, match="sharded already"):
             shard(model, group)
         stage = dense_model("llama")
-        split_model(stage, StagePart(chunks=(range(1),), num_layers=stage.config.num_hidden_layers))
+        split_model(stage, StageSpec(chunks=(range(1),), num_layers=stage.config.num_hidden_layers))
         with pytest.raises(ValueError, match="shard before you cut, apply_tensor_parallel then split_model"):
             shard(stage, group)
 

@@ -22,7 +22,7 @@ from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group, split_group
 from toolkit.errors import PlanError
 from toolkit.modeling.lora import apply_lora
-from toolkit.pipeline_parallel import StagePart, split_model
+from toolkit.pipeline_parallel import StageSpec, split_model
 from toolkit.tensor_parallel.guard import PartOfModel
 from toolkit.topology.grid import Grid
 
@@ -180,9 +180,9 @@ def test_ddp_and_fsdp_over_data_parallel_ranks_or_one_rank_train_as_the_dense_mo
 def test_a_stage_of_a_pipeline_is_not_taken_for_the_model_either() -> None:
     for num_held, held in ((1, True), (2, False)):
         stage = dense_model("llama")
-        split_model(stage, StagePart(chunks=(range(num_held),), num_layers=2))
+        split_model(stage, StageSpec(chunks=(range(num_held),), num_layers=2))
         assert isinstance(stage, PartOfModel) is held
-    split_model(stage := dense_model("llama"), StagePart(chunks=(range(1),), num_layers=2))
+    split_model(stage := dense_model("llama"), StageSpec(chunks=(range(1),), num_layers=2))
     for use in (TAKES_THE_WHOLE["save_pretrained"], TAKES_THE_WHOLE["generate"]):
         codes, text, _ = refusal(stage, use)
         assert codes[0] in ("PART_SAVE", "PART_GENERATE")

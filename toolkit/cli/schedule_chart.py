@@ -18,7 +18,6 @@ from toolkit.pipeline_schedule import (
     Forward,
     Span,
     Timeline,
-    build_schedule,
     simulate,
     stage_layers,
 )
@@ -68,7 +67,7 @@ def timeline_of(plan: Plan) -> Timeline:
     Raises:
         PlanError: PIPELINE_UNUSED, if the job has no pipeline.
     """
-    pp, settings = plan.job.parallel.pipeline, plan.settings
+    pp = plan.job.parallel.pipeline
     if pp == 1:
         raise PlanError.of(
             code="PIPELINE_UNUSED",
@@ -76,13 +75,7 @@ def timeline_of(plan: Plan) -> Timeline:
             message="pipeline=1: a job without stages has no schedule",
             fix="Set parallel.pipeline above 1, or leave out --schedule",
         )
-    schedule = build_schedule(
-        settings.pipeline_schedule,
-        pp=pp,
-        micro_batches=settings.batch.accumulation,
-        virtual_stages=settings.virtual_stages,
-    )
-    return simulate(schedule, Durations())
+    return simulate(plan.schedule, Durations())
 
 
 def title_of(timeline: Timeline) -> str:

@@ -15,8 +15,8 @@ from toolkit.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from toolkit.pipeline_schedule import StageSpec
     from toolkit.planning.plan import Plan
-    from toolkit.planning.stage_parts import RankLayers
     from toolkit.topology.links import Boundary
     from toolkit.topology.placement import Placement
 
@@ -122,10 +122,9 @@ def topology(
 
 
 def _show(placement: Placement, plan: Plan | None, *, plot: Path | None, as_json: bool) -> None:
-    from toolkit.planning.stage_parts import layers_of_ranks
     from toolkit.topology.links import boundaries
 
-    held = () if plan is None else layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)
+    held = () if plan is None else tuple(map(plan.stage, range(plan.grid.pp)))
     links = boundaries(placement, goes_round=plan is not None and plan.settings.virtual_stages > 1)
     if plot is not None:
         from toolkit.cli.topology_picture import draw
@@ -139,7 +138,7 @@ def _show(placement: Placement, plan: Plan | None, *, plot: Path | None, as_json
         print(f"drawn: {plot}")
 
 
-def _as_dict(placement: Placement, held: Sequence[RankLayers], links: Sequence[Boundary]) -> dict[str, Any]:
+def _as_dict(placement: Placement, held: Sequence[StageSpec], links: Sequence[Boundary]) -> dict[str, Any]:
     from dataclasses import asdict
 
     from toolkit.topology.table import to_dict
@@ -147,7 +146,7 @@ def _as_dict(placement: Placement, held: Sequence[RankLayers], links: Sequence[B
     result = to_dict(placement)
     for rank in result["ranks"] if held else ():
         part = held[rank["coordinate"]["pp"]]
-        rank |= {"layers": [[run.start, run.stop] for run in part.chunks], "parts": list(part.parts)}
+        rank |= {"layers": [[run.start, run.stop] for run in part.chunks], "parts": list(part.ends)}
     return result | {"links": [asdict(link) for link in links]}
 
 
@@ -202,7 +201,7 @@ def _place_sizes(*, pp: int, dp: int | None, tp: int, nodes: int, gpus_per_node:
     return place(grid, num_nodes=nodes, gpus_per_node=gpus_per_node)
 
 
-def _print(placement: Placement, held: Sequence[RankLayers], links: Sequence[Boundary]) -> None:
+def _print(placement: Placement, held: Sequence[StageSpec], links: Sequence[Boundary]) -> None:
     from toolkit.topology.links import describe_boundaries
     from toolkit.topology.table import HEADER, rows
 

@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from toolkit.memory.report.figures import check_plot_path, new_figure, write_figure
-from toolkit.planning.stage_parts import RankLayers
+from toolkit.pipeline_schedule import StageSpec
 from toolkit.topology.grid import Coordinate
 from toolkit.topology.links import Boundary
 from toolkit.topology.placement import Placement
@@ -32,7 +32,7 @@ _NODES = ("#BBDDEE", "#F6DDA6", "#B0DFCF", "#E8CCDA", "#F2C5A5", "#F6F1B3", "#C9
 _INSIDE, _NETWORK = "#555555", "#D55E00"
 
 
-def draw(placement: Placement, held: Sequence[RankLayers], links: Sequence[Boundary], path: Path) -> None:
+def draw(placement: Placement, held: Sequence[StageSpec], links: Sequence[Boundary], path: Path) -> None:
     """Draw a grid on its nodes.
 
     Args:
@@ -91,7 +91,7 @@ def _shown(count: int, most: int) -> list[int | None]:
     return list(range(count)) if count <= most else [*range(most - 2), None, count - 1]
 
 
-def _head(pp_size: int, pp: int | None, held: Sequence[RankLayers]) -> str:
+def _head(pp_size: int, pp: int | None, held: Sequence[StageSpec]) -> str:
     if pp is None:
         return f"{pp_size - _MOST_COLUMNS + 1} more"
     if not held:

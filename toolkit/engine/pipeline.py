@@ -34,7 +34,7 @@ from toolkit.pipeline_schedule import (
     SendActivation,
     SendGradient,
     actions,
-    build_schedule,
+    evaluation_actions,
 )
 from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad
@@ -62,14 +62,9 @@ class PipelineForwardBackward:
         settings = plan.settings
         self._world, self._engine, self._memory = world, engine, memory
         self.losses = step_loss(plan, world, engine)
-        schedule = build_schedule(
-            settings.pipeline_schedule,
-            pp=world.grid.pp,
-            micro_batches=settings.batch.accumulation,
-            virtual_stages=settings.virtual_stages,
-        )
-        self._schedule = schedule
+        self._schedule = schedule = plan.schedule
         self._actions = actions(schedule, world.coordinate.pp)
+        self._evaluation = evaluation_actions(schedule, world.coordinate.pp)
         self._channels = P2PChannels(world.grid, world.rank, device=world.device, wraps=schedule.virtual_stages > 1)
         self._reduction = reduction(plan, world, engine, self._channels)
         self._weight_gradients = split_backward(engine.module) if settings.splits_backward else None
@@ -96,17 +91,16 @@ class PipelineForwardBackward:
 
     def outputs(self, batch: MicroBatch) -> Any:
         """Run one batch through all stages; in a sequence of calls, each rank sends its result and continues without waiting."""
-        self.failed, outputs = True, None
-        for chunk in range(self._schedule.virtual_stages):
-            stage = self._schedule.stage(self._world.coordinate.pp, chunk)
-            hidden_BSD = None
-            if stage > 0:
-                source, _ = self._schedule.place(stage - 1)
+        self.failed, hidden_BSD = True, None
+        outputs: Any = None
+        for action in self._evaluation:
+            if isinstance(action, ReceiveActivation):
                 shape = hidden_shape(self._engine.module, batch)
-                hidden_BSD = self._channels.receive(shape, "activation", source=source, like=self._like).wait()
-            outputs = self._call(chunk, batch, hidden_BSD)
-            if not self._is_last(chunk):
-                self._channels.send(outputs, "activation", to=self._schedule.place(stage + 1)[0])
+                hidden_BSD = self._channels.receive(shape, "activation", source=action.peer, like=self._like).wait()
+            elif isinstance(action, Forward):
+                outputs = self._call(action.chunk, batch, hidden_BSD)
+            elif isinstance(action, SendActivation):
+                self._channels.send(outputs, "activation", to=action.peer)
                 self._channels.finish(but=MAX_SENDS_IN_FLIGHT)  # no gradient returns for which this rank would wait
                 outputs = None
         self.failed = False

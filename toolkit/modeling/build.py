@@ -35,10 +35,10 @@ from toolkit.modeling.lora import apply_lora
 from toolkit.modeling.materialize import allocate
 from toolkit.modeling.weights import load_pretrained
 from toolkit.pipeline_parallel.param_tags import mark_stage
-from toolkit.pipeline_parallel.part import StagePart, inner_model, stage_info
+from toolkit.pipeline_parallel.part import inner_model, stage_info
 from toolkit.pipeline_parallel.split import split_model
+from toolkit.pipeline_schedule import StageSpec
 from toolkit.planning.plan import Plan
-from toolkit.planning.stage_parts import layers_of_ranks
 from toolkit.tensor_parallel.apply import apply_tensor_parallel
 from toolkit.tensor_parallel.grad_sync import register_gradient_sums
 from toolkit.tensor_parallel.param_tags import mark_parameters
@@ -142,7 +142,7 @@ def build_model(
         dense, model = construct_empty(config, options), construct_empty(config, options)
         for made in (dense, model):
             tie_weights(made)
-        part = stage_part(plan, world.coordinate.pp) if world.grid.pp > 1 else None
+        part = plan.stage(world.coordinate.pp) if world.grid.pp > 1 else None
         shard_model(model, options, tp_group=world.tp_group, part=part)
         zero_config = plan.deepspeed_config() if plan.settings.zero_stage == 3 else None
         allocate(model, device=device, zero_config=zero_config, dp_group=dp_group, mpu=ModelParallelUnit(world))
@@ -169,7 +169,7 @@ def construct_empty(config: PreTrainedConfig, options: BuildOptions) -> PreTrain
 
 
 def shard_model(
-    model: PreTrainedModel, options: BuildOptions, *, tp_group: dist.ProcessGroup | None, part: StagePart | None
+    model: PreTrainedModel, options: BuildOptions, *, tp_group: dist.ProcessGroup | None, part: StageSpec | None
 ) -> None:
     """Reduce a model on the meta device to one rank's part.
 
@@ -217,12 +217,6 @@ def finish_model(model: Any, options: BuildOptions, *, checkpointed: Sequence[nn
         compile_layers(model)
     model.train()
     return model
-
-
-def stage_part(plan: Plan, pp_rank: int) -> StagePart:
-    """Return the layers of a pipeline rank: those of every pp-th stage, starting with its first."""
-    held = layers_of_ranks(plan.settings.partition, pp=plan.grid.pp)[pp_rank]
-    return StagePart(chunks=held.chunks, num_layers=held.num_layers)
 
 
 def compile_layers(model: nn.Module) -> int:

@@ -1,62 +1,14 @@
-"""The part of a model that one rank of a pipeline owns."""
+"""What a split model contains of the whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedModel
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePart:
-    """Which decoder layers a rank owns, and whether it owns the modules before and after them.
-
-    Args:
-        chunks: Layers of each of the rank's chunks, in the order of the forward pass; one chunk unless the rank has virtual
-            stages.
-        num_layers: Number of decoder layers of the whole model.
-
-    Raises:
-        TypeError: If a chunk is not a range.
-        ValueError: If a chunk is empty, lies outside the model, or does not come after the one before.
-    """
-
-    chunks: tuple[range, ...]
-    num_layers: int
-
-    def __post_init__(self) -> None:
-        for chunk in self.chunks:
-            if not isinstance(chunk, range):
-                raise TypeError(f"chunks={self.chunks!r}: each chunk is a range of layers, such as range(0, 2)")
-            if not chunk or chunk.step != 1 or chunk.start < 0 or chunk.stop > self.num_layers:
-                raise ValueError(f"{chunk} is not a run of the model's {self.num_layers} layers")
-        if not self.chunks or any(later.start < earlier.stop for earlier, later in pairwise(self.chunks)):
-            raise ValueError(f"chunks {self.chunks} must follow each other")
-
-    @property
-    def first(self) -> bool:
-        """True if the rank owns the embedding and all other modules before the layers."""
-        return self.is_first(0)
-
-    @property
-    def last(self) -> bool:
-        """True if the rank owns the final norm, the head and all other modules after the layers."""
-        return self.is_last(len(self.chunks) - 1)
-
-    def is_first(self, chunk: int) -> bool:
-        """Return whether a chunk is the pipeline's first stage."""
-        return self.chunks[chunk].start == 0
-
-    def is_last(self, chunk: int) -> bool:
-        """Return whether a chunk is the pipeline's last stage."""
-        return self.chunks[chunk].stop == self.num_layers
-
-    def holds(self, layer: int) -> bool:
-        """Return whether the rank owns a decoder layer."""
-        return any(layer in chunk for chunk in self.chunks)
+from toolkit.pipeline_schedule import StageSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +27,7 @@ class StageInfo:
             last stage of a tied model.
     """
 
-    part: StagePart
+    part: StageSpec
     layers: str
     absent: tuple[str, ...]
     tied_key: str | None

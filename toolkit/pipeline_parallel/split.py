@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import PlanError
 from toolkit.pipeline_parallel.decoder_layout import DecoderLayout, find_anatomy
-from toolkit.pipeline_parallel.part import StageInfo, StagePart
+from toolkit.pipeline_parallel.part import StageInfo
 from toolkit.pipeline_parallel.stage import forward_of_stage
 from toolkit.pipeline_parallel.stage_context import PartialModuleList, PlaceholderModule, StageContext
+from toolkit.pipeline_schedule import StageSpec
 from toolkit.tensor_parallel.guard import guard_part
 
 
@@ -35,7 +36,7 @@ class PipelineSplit:
     behind: Mapping[str, nn.Module]
 
 
-def split_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
+def split_model(model: PreTrainedModel, part: StageSpec) -> StageInfo:
     """Remove the layers and modules of other ranks from a model, in place; what remains keeps its name.
 
     The embedding and everything else called before the layers belong to the first stage, the final norm, the head and
@@ -68,7 +69,7 @@ def split_model(model: PreTrainedModel, part: StagePart) -> StageInfo:
     tied = _tied_ends(model, anatomy)
     pieces = getattr(stack, "sequence_pieces", None)
     passage = StageContext(num_layers=part.num_layers, gives_tuple=anatomy.gives_tuple, pieces=pieces)
-    own = frozenset(layer for layer in range(part.num_layers) if part.holds(layer))
+    own = frozenset(layer for layer in range(part.num_layers) if part.owns(layer))
     model.set_submodule(anatomy.layers, PartialModuleList(stack, own, passage))
     before = {name: PlaceholderModule(passage) for name in anatomy.before}
     behind = {name: PlaceholderModule(passage) for name in anatomy.behind}
@@ -130,7 +131,7 @@ def _owns(module: nn.Module | None, weight: nn.Parameter) -> bool:
     return module is not None and any(own is weight for own in module._parameters.values())
 
 
-def _part_ends(model: PreTrainedModel, part: StagePart, tied: tuple[str, str] | None) -> dict[str, Any]:
+def _part_ends(model: PreTrainedModel, part: StageSpec, tied: tuple[str, str] | None) -> dict[str, Any]:
     """Untie a head from an embedding that is on another rank, and return the fields of `StageInfo` on the tied weight."""
     if tied is None or (part.first and part.last):
         return {"tied_key": None, "tied_copy": {}}

@@ -15,7 +15,7 @@ from toolkit.pipeline_schedule.instructions import (
     SendActivation,
     SendGradient,
 )
-from toolkit.pipeline_schedule.lowering import actions
+from toolkit.pipeline_schedule.lowering import actions, evaluation_actions
 from toolkit.pipeline_schedule.partitioning import (
     StageMemory,
     check_partition,
@@ -25,6 +25,7 @@ from toolkit.pipeline_schedule.partitioning import (
 )
 from toolkit.pipeline_schedule.schedule import Schedule
 from toolkit.pipeline_schedule.simulate import Durations, Span, Timeline, simulate
+from toolkit.pipeline_schedule.stage import StageSpec, stage_of_rank
 
 __all__ = [
     "SCHEDULES",
@@ -43,14 +44,17 @@ __all__ = [
     "SendGradient",
     "Span",
     "StageMemory",
+    "StageSpec",
     "Timeline",
     "actions",
     "bubble_fraction",
     "build_schedule",
     "check_partition",
+    "evaluation_actions",
     "partition",
     "schedule_problems",
     "simulate",
     "stage_layers",
+    "stage_of_rank",
     "uniform_partition",
 ]

@@ -62,6 +62,23 @@ def actions(schedule: Schedule, rank: int, *, lookahead: int = LOOKAHEAD) -> tup
     return tuple(stream)
 
 
+def evaluation_actions(schedule: Schedule, rank: int, *, batches: int = 1) -> tuple[Instruction, ...]:
+    """Return the instruction stream of one rank in an evaluation: each batch through all its chunks, forward alone.
+
+    Args:
+        schedule: Schedule with the places of the stages; its order is not read.
+        rank: Pipeline rank.
+        batches: Batches, one after the other.
+    """
+    stream: list[Instruction] = []
+    for batch in range(batches):
+        for chunk in range(schedule.virtual_stages):
+            forward = Forward(chunk=chunk, micro_batch=batch)
+            receive, send = received_before(schedule, rank, forward), sent_after(schedule, rank, forward)
+            stream += [step for step in (receive, forward, send) if step is not None]
+    return tuple(stream)
+
+
 def sent_after(schedule: Schedule, rank: int, instruction: Compute) -> Message | None:
     """Return the message that a rank sends after a compute instruction, or None."""
     chunk, micro_batch = instruction.chunk, instruction.micro_batch

@@ -17,6 +17,7 @@ from toolkit.catalog.models import ModelSpec
 from toolkit.config.job import Job
 from toolkit.errors import PlanError, RunError, ToolkitError, one_line
 from toolkit.io import MAX_TEXT_BYTES, parse_json, read_json_object, write_text
+from toolkit.pipeline_schedule import Schedule, StageSpec, build_schedule, stage_of_rank
 from toolkit.planning.accelerate_config import accelerate_config
 from toolkit.planning.deepspeed_config import Consumer, deepspeed_config
 from toolkit.planning.settings import Choice, Settings, disagreements, read_choices
@@ -62,6 +63,21 @@ class Plan(UncheckedPlan):
     def grid(self) -> Grid:
         """The pp × dp × tp grid of ranks."""
         return Grid.of(self.job)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule of a step."""
+        settings = self.settings
+        return build_schedule(
+            settings.pipeline_schedule,
+            pp=self.grid.pp,
+            micro_batches=settings.batch.accumulation,
+            virtual_stages=settings.virtual_stages,
+        )
+
+    def stage(self, pp_rank: int) -> StageSpec:
+        """Return the layers of a pipeline rank, and whether it owns the modules before and after them."""
+        return stage_of_rank(self.settings.partition, pp_rank, pp=self.grid.pp)
 
     @property
     def allocator(self) -> Literal["expandable", "native"]:

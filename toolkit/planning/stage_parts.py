@@ -1,66 +1,15 @@
-"""The share of the model on each rank of a pipeline or tensor group, and the bubble of a step, for reports."""
+"""What a pipeline or tensor group is in words, and the bubble of a step, for reports."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from toolkit.config.fields import PipelineSchedule
-from toolkit.pipeline_schedule import bubble_fraction, stage_layers
+from toolkit.pipeline_schedule import bubble_fraction
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Idle share of a step below which more micro-batches are no longer advised.
 ADVISED_BUBBLE = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLayers:
-    """The part of the model on a rank of a pipeline.
-
-    >>> str(RankLayers(chunks=(range(0, 4), range(8, 12)), num_layers=16))
-    'embedding, layers 0-3, 8-11'
-    >>> str(RankLayers(chunks=(range(15, 16),), num_layers=16))
-    'layer 15, norm, head'
-
-    Args:
-        chunks: Decoder layers of each of the rank's chunks; one chunk unless it has virtual stages.
-        num_layers: Decoder layers of the whole model.
-    """
-
-    chunks: tuple[range, ...]
-    num_layers: int
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Modules of the rank other than layers: `embedding` on the first stage, `norm` and `head` on the last."""
-        return (*self._before, *self._behind)
-
-    @property
-    def _before(self) -> tuple[str, ...]:
-        return ("embedding",) if self.chunks[0].start == 0 else ()
-
-    @property
-    def _behind(self) -> tuple[str, ...]:
-        return ("norm", "head") if self.chunks[-1].stop == self.num_layers else ()
-
-    def __str__(self) -> str:
-        runs = [str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}" for run in self.chunks]
-        layers = ("layer " if sum(map(len, self.chunks)) == 1 else "layers ") + ", ".join(runs)
-        return ", ".join((*self._before, layers, *self._behind))
-
-
-def layers_of_ranks(partition: Sequence[int], *, pp: int) -> tuple[RankLayers, ...]:
-    """Return the layers of each rank of a pipeline, first to last.
-
-    >>> [str(part) for part in layers_of_ranks((2, 2, 2, 1), pp=2)]
-    ['embedding, layers 0-1, 4-5', 'layers 2-3, 6, norm, head']
-
-    Args:
-        partition: Layers of each stage; stage s is on rank s modulo pp.
-        pp: Ranks of the pipeline.
-    """
-    stages, num_layers = stage_layers(partition), sum(partition)
-    return tuple(RankLayers(chunks=stages[rank::pp], num_layers=num_layers) for rank in range(pp))
 
 
 def bubble_of(draft: UncheckedPlan) -> float:

@@ -12,11 +12,9 @@ from toolkit.pipeline_schedule import (
     Compute,
     Forward,
     Instruction,
-    ReceiveActivation,
-    Schedule,
-    SendActivation,
     actions,
     build_schedule,
+    evaluation_actions,
 )
 from toolkit.pipeline_schedule.interleaved import round_sizes
 from toolkit.planning.plan import Plan
@@ -102,18 +100,5 @@ def representative_micro_batches(schedule: PipelineSchedule, *, pp: int, micro_b
 
 def evaluation_program(plan: Plan, pp_rank: int) -> StepProgram:
     """Return the program of a rank in an evaluation: batch by batch through its chunks (engine/pipeline.py outputs)."""
-    schedule = Schedule(
-        name="gpipe", pp=plan.grid.pp, micro_batches=STEADY, virtual_stages=plan.settings.virtual_stages, order=()
-    )
-    found: list[Instruction] = []
-    for batch in range(STEADY):
-        for chunk in range(schedule.virtual_stages):
-            stage = schedule.stage(pp_rank, chunk)
-            if stage > 0:
-                source, _ = schedule.place(stage - 1)
-                found.append(ReceiveActivation(chunk=chunk, micro_batch=batch, peer=source))
-            found.append(Forward(chunk=chunk, micro_batch=batch))
-            if stage < schedule.num_stages - 1:
-                target, _ = schedule.place(stage + 1)
-                found.append(SendActivation(chunk=chunk, micro_batch=batch, peer=target))
-    return StepProgram(actions=tuple(found), num_micro_batches=1, reduces_once=True)
+    steps = evaluation_actions(plan.schedule, pp_rank, batches=STEADY)
+    return StepProgram(actions=steps, num_micro_batches=1, reduces_once=True)

@@ -20,10 +20,10 @@ from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Outcome, Scenario
 from toolkit.memory.trace.run import StageTracer, stage_tracer, trace_ranks
 from toolkit.memory.trace.spec import Traces, TraceSpec
-from toolkit.modeling.build import stage_part
-from toolkit.pipeline_parallel import StagePart
+from toolkit.pipeline_parallel import StageSpec
 from toolkit.planning.plan import Plan
 
+MARKED = {"marks_modules": True}  # plans of all stages share a trace, whose marks lower stages do not read
 ANY_DEVICE = Device(capability=0.0)  # takes the place of the card, whose kernels are a part of the key of their own
 
 
@@ -95,7 +95,7 @@ class Estimator:
         )
 
     def _trace(self, plan: Plan, **changes: Any) -> Traces:
-        changes["marks_modules"] = True  # so that plans of all stages share a trace
+        changes |= MARKED
         cut = f"{trace_key(plan, **changes)} {plan.settings.partition} {plan.settings.virtual_stages}"
         if cut not in self._traces:
             settings = plan.settings
@@ -107,7 +107,7 @@ class Estimator:
         return self._traces[cut]
 
     def _tracer(self, plan: Plan, **changes: Any) -> StageTracer:
-        changes["marks_modules"] = True
+        changes |= MARKED
         key = trace_key(plan, **changes)
         if key not in self._tracers:
             self._tracers[key] = stage_tracer(plan, **changes)
@@ -134,7 +134,7 @@ class StageRequirements:
     ) -> None:
         self._plan, self._tracer, self._evaluated, self._calibration = plan, tracer, evaluated, calibration
         self._known: dict[Any, int] = {}
-        self._tied = bool(tracer.trace(stage_part(plan, plan.grid.pp - 1)).copies)
+        self._tied = bool(tracer.trace(plan.stage(plan.grid.pp - 1)).copies)
 
     @property
     def layers_are_alike(self) -> bool:
@@ -143,7 +143,7 @@ class StageRequirements:
 
     def required_bytes(self, stage: int, start: int, stop: int) -> int:
         """Return the bytes that a card needs for a stage with the layers start … stop - 1."""
-        part = StagePart(chunks=(range(start, stop),), num_layers=sum(self._plan.settings.partition))
+        part = StageSpec(chunks=(range(start, stop),), num_layers=sum(self._plan.settings.partition))
         key = stage, self._tracer.kind(part)
         if key not in self._known:
             self._known[key] = stage_required_bytes(
@@ -164,7 +164,7 @@ def trace_key(plan: Plan, **changes: Any) -> str:
         plan: Plan of the run.
         changes: As of `trace_ranks`.
     """
-    spec = TraceSpec.of(plan, **changes)
+    spec = TraceSpec.of(plan, **changes | MARKED)
     model = json.dumps([plan.model.to_dict(), plan.job.model.model_dump(mode="json")], sort_keys=True, default=str)
     return f"{_kernels(plan.gpu, spec.device)} {replace(spec, device=ANY_DEVICE)} {plan.grid.pp > 1} {model}"
 

@@ -36,7 +36,7 @@ from toolkit.modeling.checkpointing import layers_to_checkpoint
 from toolkit.modeling.fused_kernels import find_fusable
 from toolkit.modeling.loss import StepLoss, cross_entropy_over
 from toolkit.modeling.materialize import allocate
-from toolkit.pipeline_parallel import StagePart, forward_stage, hidden_dtype, hidden_shape, stage_info
+from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_dtype, hidden_shape, stage_info
 from toolkit.pipeline_parallel.decoder_layout import find_layers
 from toolkit.pipeline_parallel.zero_bubble_backward import split_backward
 from toolkit.tensor_parallel import tp_plan_for
@@ -56,20 +56,20 @@ class FakeModel:
 
     model: Any
     stacks: list[LayerStack]
-    part: StagePart | None
+    part: StageSpec | None
     num_replicas: int
     unfused: tuple[str, ...]
 
 
 def trace_once(
-    spec: TraceSpec, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool
+    spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | None = None, all_layers: bool
 ) -> MemoryTrace | None:
     """Trace all layers, or few; return None where few cannot represent all."""
     ran = run_fake(spec, config, part=part, all_layers=all_layers)
     return ran.expanded(ran.stacks)
 
 
-def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StagePart | None = None, all_layers: bool) -> TraceRun:
+def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | None = None, all_layers: bool) -> TraceRun:
     """Run the layers that are traced.
 
     Args:
@@ -179,10 +179,10 @@ class _Pruned:
 
     stacks: list[LayerStack]
     checkpointed: list[nn.Module]
-    part: StagePart | None
+    part: StageSpec | None
 
 
-def _prune(spec: TraceSpec, empty: Any, part: StagePart | None, *, all_layers: bool) -> _Pruned:
+def _prune(spec: TraceSpec, empty: Any, part: StageSpec | None, *, all_layers: bool) -> _Pruned:
     """Keep few layers; for a pipeline's rank, its own and those of others that its passes use."""
     own: Any = empty
     if part is not None:
@@ -252,7 +252,7 @@ def _step(spec: TraceSpec, model: Any, tracing: LayerSegmenter, losses: StepLoss
     return loss
 
 
-def _boundary(spec: TraceSpec, model: Any, part: StagePart, chunk: int) -> StageBoundary:
+def _boundary(spec: TraceSpec, model: Any, part: StageSpec, chunk: int) -> StageBoundary:
     """Return a micro-batch with what other stages send for it."""
     inputs, labels = spec.make_batch()
     batch = {**inputs, "labels": labels}
@@ -272,7 +272,7 @@ def _stage_step(
     tracing: LayerSegmenter,
     losses: StepLoss,
     ends: StageBoundary,
-    part: StagePart,
+    part: StageSpec,
     chunk: int,
 ) -> torch.Tensor:
     """Run a chunk, as toolkit engine/pipeline.py does, and return the loss, or what is sent to the next stage."""

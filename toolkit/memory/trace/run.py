@@ -21,9 +21,9 @@ from toolkit.memory.trace.representatives import kinds_of, layer_types
 from toolkit.memory.trace.spec import Traces, TraceSpec
 from toolkit.memory.trace.stage_layers import choose
 from toolkit.modeling.architecture import import_architecture, model_config
-from toolkit.modeling.build import construct_empty, stage_part
+from toolkit.modeling.build import construct_empty
 from toolkit.modeling.checkpointing import evenly_spaced
-from toolkit.pipeline_parallel import StagePart
+from toolkit.pipeline_parallel import StageSpec
 from toolkit.pipeline_parallel.decoder_layout import find_layers
 from toolkit.planning.plan import Plan
 
@@ -59,7 +59,7 @@ def trace_ranks(plan: Plan, *, tracer: StageTracer | None = None, **changes: Any
     if plan.grid.pp == 1:
         return (trace(plan, **changes),)
     own = tracer or stage_tracer(plan, **changes)
-    return tuple(own.trace(stage_part(plan, pp_rank)) for pp_rank in range(plan.grid.pp))
+    return tuple(own.trace(plan.stage(pp_rank)) for pp_rank in range(plan.grid.pp))
 
 
 def stage_tracer(plan: Plan, **changes: Any) -> StageTracer:
@@ -80,7 +80,7 @@ def _config(plan: Plan) -> PreTrainedConfig:
 
 
 def trace_model(
-    config: PreTrainedConfig, spec: TraceSpec, *, part: StagePart | None = None, all_layers: bool = False
+    config: PreTrainedConfig, spec: TraceSpec, *, part: StageSpec | None = None, all_layers: bool = False
 ) -> MemoryTrace:
     """Trace one micro-batch of any causal language model that transformers builds from a configuration.
 
@@ -134,7 +134,7 @@ class StageTracer:
         """True if all layers have one structure, and either all recompute or none does."""
         return len(set(self._kinds)) == 1 and self._spec.checkpointing in (0, 1)
 
-    def trace(self, part: StagePart) -> MemoryTrace:
+    def trace(self, part: StageSpec) -> MemoryTrace:
         """Trace a rank's part; parts of one kind share a trace, whose names are those of the first of them.
 
         Raises:
@@ -145,11 +145,11 @@ class StageTracer:
             self._traces[key] = self._make(part)
         return self._traces[key]
 
-    def kind(self, part: StagePart) -> Hashable:
+    def kind(self, part: StageSpec) -> Hashable:
         """Return the kind of a rank's part: parts of one kind need the same memory."""
         return part.first, part.last, tuple(tuple(self._kinds[index] for index in chunk) for chunk in part.chunks)
 
-    def _make(self, part: StagePart) -> MemoryTrace:
+    def _make(self, part: StageSpec) -> MemoryTrace:
         kinds = list(zip(self._kinds, self._recompute(part), strict=True))
         pruned = choose(self._prefix, kinds, self._types, part)
         key = (
@@ -168,7 +168,7 @@ class StageTracer:
             return made
         return trace_model(self._config, self._spec, part=part, all_layers=True)
 
-    def _recompute(self, part: StagePart) -> list[bool]:
+    def _recompute(self, part: StageSpec) -> list[bool]:
         """Return for each layer whether it recomputes on this rank (modeling.checkpointing)."""
         own = [index for chunk in part.chunks for index in chunk]
         share = self._spec.checkpointing

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.memory.trace.representatives import LayerStack, kinds_of, layer_types, prune_layers, select_representatives
-from toolkit.pipeline_parallel import StagePart
+from toolkit.pipeline_parallel import StageSpec
 from toolkit.pipeline_parallel.decoder_layout import find_layers
 
 
@@ -25,10 +25,10 @@ class Pruned:
 
     kept: tuple[int, ...]
     stacks: tuple[LayerStack, ...]
-    part: StagePart
+    part: StageSpec
 
 
-def choose(prefix: str, kinds: Sequence[Hashable], types: Sequence[Hashable], part: StagePart) -> Pruned:
+def choose(prefix: str, kinds: Sequence[Hashable], types: Sequence[Hashable], part: StageSpec) -> Pruned:
     """Choose few layers of each chunk that represent all, and those of other stages that affect what a pass computes.
 
     The latter are those where hidden states enter and leave, and one of each kind that the configuration lists, since
@@ -52,16 +52,16 @@ def choose(prefix: str, kinds: Sequence[Hashable], types: Sequence[Hashable], pa
     return _pruned(prefix, part, own, [stands_for for _, stands_for in shortened], absent)
 
 
-def choose_all(prefix: str, part: StagePart) -> Pruned:
+def choose_all(prefix: str, part: StageSpec) -> Pruned:
     """Return a choice of all layers."""
     own = [list(chunk) for chunk in part.chunks]
-    others = {index for index in range(part.num_layers) if not part.holds(index)}
+    others = {index for index in range(part.num_layers) if not part.owns(index)}
     return _pruned(prefix, part, own, [tuple(range(len(chunk))) for chunk in part.chunks], others)
 
 
 def prune_to_part(
-    model: nn.Module, part: StagePart, *, all_layers: bool, checkpointed: Sequence[nn.Module]
-) -> tuple[list[LayerStack], StagePart]:
+    model: nn.Module, part: StageSpec, *, all_layers: bool, checkpointed: Sequence[nn.Module]
+) -> tuple[list[LayerStack], StageSpec]:
     """Prune a whole model to what a stage's trace needs, and return its layers and the rank's part of it.
 
     Args:
@@ -82,7 +82,7 @@ def prune_to_part(
 
 
 def _pruned(
-    prefix: str, part: StagePart, own: list[list[int]], stands_for: list[tuple[int, ...]], absent: set[int]
+    prefix: str, part: StageSpec, own: list[list[int]], stands_for: list[tuple[int, ...]], absent: set[int]
 ) -> Pruned:
     kept = tuple(sorted({index for indices in own for index in indices} | absent))
     offsets = [kept.index(indices[0]) for indices in own]
@@ -91,4 +91,4 @@ def _pruned(
         for indices, represented, chunk, offset in zip(own, stands_for, part.chunks, offsets, strict=True)
     )
     chunks = tuple(range(offset, offset + len(indices)) for indices, offset in zip(own, offsets, strict=True))
-    return Pruned(kept=kept, stacks=stacks, part=StagePart(chunks=chunks, num_layers=len(kept)))
+    return Pruned(kept=kept, stacks=stacks, part=StageSpec(chunks=chunks, num_layers=len(kept)))

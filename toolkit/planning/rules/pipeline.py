@@ -7,9 +7,8 @@ from typing import Any
 
 from toolkit.catalog.parameters import lora_layers
 from toolkit.errors import PlanError, Problem
-from toolkit.pipeline_schedule import check_partition, schedule_problems, uniform_partition
+from toolkit.pipeline_schedule import check_partition, schedule_problems, stage_of_rank, uniform_partition
 from toolkit.planning.pipeline_layout import across_stages
-from toolkit.planning.stage_parts import layers_of_ranks
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
 _KEY = "parallel.pipeline"
@@ -181,9 +180,10 @@ def adapters_on_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     known = lora_layers(draft.model.config, targets)
     if known is None:
         return
-    for rank, held in enumerate(layers_of_ranks(draft.settings.partition, pp=pp)):
-        at_ends = ("embedding" in held.parts and known.before) or ("head" in held.parts and known.behind)
-        if at_ends or any(layer in chunk for chunk in held.chunks for layer in known.layers):
+    for rank in range(pp):
+        held = stage_of_rank(draft.settings.partition, rank, pp=pp)
+        at_ends = (held.first and known.before) or (held.last and known.behind)
+        if at_ends or any(map(held.owns, known.layers)):
             continue
         shown = targets if isinstance(targets, str) else ", ".join(targets)
         why = f"pipeline rank {rank}, which holds {held}, has none of them, and so nothing to train"
