@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from toolkit.config.job import Fp8, Kernels, Lora, Loss
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
+from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
 from toolkit.launch.packages import LIGER_KERNELS
 from toolkit.modeling.architecture import DTYPES, construct, import_architecture, model_config
@@ -253,15 +254,13 @@ def _gather_layers_whole(model: nn.Module) -> None:
     """Make ZeRO-3 gather each decoder layer as one: of columns that read one input, the first computes for all.
 
     The unit is not just the attention, since DeepSpeed's hook for the gradients of a gathered module sees only positional
-    inputs, and transformers calls attention by keyword. The attribute is what DeepSpeed's `set_z3_leaf_module` sets; the
-    trace, which takes this step too, is spared DeepSpeed's import.
+    inputs, and transformers calls attention by keyword.
 
     Source:
-        deepspeed utils/z3_leaf_module.py set_z3_leaf_module; runtime/zero/stage3.py, leaf modules; torch
-        nn/modules/module.py register_full_backward_hook.
+        deepspeed runtime/zero/stage3.py, leaf modules; torch nn/modules/module.py register_full_backward_hook.
     """
     for layer in decoder_layers(model):
-        layer._z3_leaf = True  # type: ignore[assignment]
+        mark_leaf(layer)
 
 
 def _mark(plan: Plan, model: Any, *, world: World) -> None:
