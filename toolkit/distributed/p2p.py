@@ -7,16 +7,15 @@ while its neighbour sends too. On a channel messages arrive in sending order.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from toolkit.distributed.process_groups import join_each
+from toolkit.topology.communicators import Message, Route, ends, routes
 from toolkit.topology.grid import Grid
-
-Message = Literal["activation", "gradient"]
 
 # Messages that may be in flight when a rank continues. The host enqueues work faster than GPUs run it: tensors to send
 # would pile up if the compute stream did not wait. No schedule without virtual stages deadlocks by that wait, as
@@ -59,10 +58,10 @@ class P2PChannels:
         self._own = self._stages.index(rank)
         self._bounded = not wraps
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
-        routes = _routes(len(self._stages), wraps=wraps)
-        pairs = [(self._stages[source], self._stages[target]) for source, target, _ in routes]
-        *groups, self.ends = join_each([*pairs, _ends(grid, rank)], rank=rank)
-        self._groups = {route: group for route, group in zip(routes, groups, strict=True) if group is not None}
+        channels = routes(len(self._stages), wraps=wraps)
+        pairs = [(self._stages[source], self._stages[target]) for source, target, _ in channels]
+        *groups, self.ends = join_each([*pairs, ends(grid, rank)], rank=rank)
+        self._groups = {route: group for route, group in zip(channels, groups, strict=True) if group is not None}
         for route in self._groups:
             self._try(route, torch.zeros(1, device=device))
 
@@ -86,7 +85,7 @@ class P2PChannels:
         work = dist.irecv(tensor, self._stages[source], group=self._groups[source, self._own, kind])
         return PendingRecv(tensor=tensor, work=work)
 
-    def _try(self, route: tuple[int, int, Message], number: torch.Tensor) -> None:
+    def _try(self, route: Route, number: torch.Tensor) -> None:
         source, target, kind = route
         if self._own == source:
             self.send(number, kind, to=target)
@@ -98,18 +97,3 @@ class P2PChannels:
         """Wait until all sent tensors, except those of the last `but` messages, may be freed."""
         while len(self._sent) > but:
             self._sent.popleft()[0].wait()
-
-
-def _ends(grid: Grid, rank: int) -> list[int]:
-    """Return the first and the last stage of all pipelines for this rank's position in the tensor group."""
-    own = grid.coordinate(rank)
-    return [grid.rank(replace(own, pp=pp, dp=dp)) for pp in (0, grid.pp - 1) for dp in range(grid.dp)]
-
-
-def _routes(num_stages: int, *, wraps: bool) -> list[tuple[int, int, Message]]:
-    """Return (sender, receiver, message) of each channel, in the same order on every rank."""
-    pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
-    if wraps:
-        pairs.append((num_stages - 1, 0))
-    forward: list[tuple[int, int, Message]] = [(first, second, "activation") for first, second in pairs]
-    return [*forward, *((second, first, "gradient") for first, second in pairs)]

@@ -23,7 +23,8 @@ from toolkit.memory.report.report import PhaseReport, RankReport
 from toolkit.memory.trace.run import MemoryTrace
 from toolkit.memory.trace.spec import Traces
 from toolkit.planning.plan import Plan
-from toolkit.topology.grid import Coordinate, Grid
+from toolkit.topology.communicators import communicators
+from toolkit.topology.grid import Coordinate
 
 # Ranks differ only in the gradients in their partition; at most this many sizes are distinguished, each rounded up.
 MAX_RANK_KINDS = 8
@@ -138,9 +139,10 @@ def rank_report(
         allocator: Setting of torch's allocator; by default that of the plan.
     """
     coordinate = plan.grid.coordinate(rank)
-    num_communicators = _count_communicators(
-        plan.grid, settings, rank, num_replicas=num_replicas, wraps=plan.settings.virtual_stages > 1
-    ) + int(tied and coordinate.pp in (0, plan.grid.pp - 1))  # the two ends sum a tied weight's gradient
+    own = communicators(plan.grid, rank, wraps=plan.settings.virtual_stages > 1, tied=tied)
+    replicas = 1 < num_replicas < plan.grid.tp  # a part of the tensor group
+    partitions = settings.zero.zero_hpz_partition_size > 1  # hpZ gathers over groups of its own
+    num_communicators = sum(1 for _ in own) + replicas + partitions
     around = overhead(
         max(phase.allocated_bytes for phase in phases.values()),
         num_communicators=num_communicators,
@@ -155,29 +157,6 @@ def rank_report(
         context_and_nccl_bytes=0 if plan.on_cpu else around.context_and_nccl_bytes,
         num_communicators=num_communicators,
     )
-
-
-def _count_communicators(grid: Grid, settings: EngineSettings, rank: int, *, num_replicas: int, wraps: bool) -> int:
-    """Return the number of NCCL communicators of a rank that span several ranks: one for each distinct group.
-
-    A stage has one to and one from each neighbouring stage for activations, and as many for gradients.
-
-    Source:
-        toolkit distributed/process_groups.py: a group of all ranks is the world's, and so is a split into one part;
-        distributed/p2p.py; distributed/world.py; distributed/deepspeed_mpu.py.
-    """
-    kinds = ["world", *(("dp", "tp") if grid.tp > 1 else ())]
-    if grid.pp > 1:
-        kinds += ["dp", "model", "dp-pp"]
-    groups = {grid.group_of(rank, kind) for kind in kinds}
-    of_axes = sum(len(ranks) > 1 for ranks in groups)
-    replicas = 1 < num_replicas < grid.tp
-    stage = grid.coordinate(rank).pp
-    neighbours = 0 if grid.pp == 1 else 2 if wraps else (stage > 0) + (stage < grid.pp - 1)
-    channels = 2 * neighbours
-    return (
-        of_axes + channels + int(replicas) + int(settings.zero.zero_hpz_partition_size > 1)
-    )  # hpZ gathers over separate groups
 
 
 def replay_ranks(
