@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.io import (
+    json_text,
     made_folder,
     nearest_folder,
     open_plain,
@@ -119,3 +120,9 @@ def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:
     with pytest.raises(OSError), made_folder(tmp_path / "c" / ("x" * 300)):
         pass
     assert not (tmp_path / "c").exists()
+
+
+def test_json_without_numbers_that_json_lacks() -> None:
+    assert json_text({"é": [1]}) == '{\n  "é": [\n    1\n  ]\n}\n'
+    with pytest.raises(ValueError, match="nan"):
+        json_text({"a": float("nan")})

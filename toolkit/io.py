@@ -73,8 +73,14 @@ def write_json(
         sort_keys: Whether to sort the keys of every object.
         ensure_ascii: Whether to escape non-ASCII characters, so that lone surrogates of undecodable paths can be written.
     """
-    text = json.dumps(value, indent=2, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
-    write_text(path, f"{text}\n", sync=sync)
+    text = json_text(value, sort_keys=sort_keys, ensure_ascii=ensure_ascii, allow_nan=True)
+    write_text(path, text, sync=sync)
+
+
+def json_text(value: Any, *, sort_keys: bool = False, ensure_ascii: bool = False, allow_nan: bool = False) -> str:
+    """Return a value as the text of an indented JSON file; ValueError for NaN and infinities, unless they are allowed."""
+    text = json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=ensure_ascii, allow_nan=allow_nan)
+    return f"{text}\n"
 
 
 def nearest_folder(path: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from toolkit.artifacts.hosts import check_hosts, hostfile, send_environment
 from toolkit.artifacts.provenance import provenance
 from toolkit.artifacts.texts import Facts, commands_text, readme_text
 from toolkit.errors import PlanError, Problem
+from toolkit.io import json_text
 from toolkit.planning.deepspeed_config import Consumer
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import training_problems
@@ -74,7 +74,7 @@ def contents(plan: Plan, folder: Path, *, hosts: Sequence[str] | None = None) ->
     texts = {"plan.json": plan.to_json()}
     configs, left_out = _configs(plan, folder, hosts)
     for name, config in configs.items():
-        texts[name] = _yaml(config, folder) if name.endswith(".yaml") else _json(config)
+        texts[name] = _yaml(config, folder) if name.endswith(".yaml") else json_text(config)
     if hosts:
         texts["hostfile"] = hostfile(plan, hosts)
     untrainable = tuple(training_problems(plan.job, plan.model))
@@ -145,7 +145,7 @@ def _provenance(
     texts: Mapping[str, str],
     left_out: Mapping[str, tuple[Problem, ...]],
 ) -> str:
-    return _json(
+    return json_text(
         {
             "written_by": WRITTEN_BY,
             "version": installed_version(),
@@ -154,10 +154,6 @@ def _provenance(
             "left_out": {name: [problem.as_dict() for problem in problems] for name, problems in left_out.items()},
         }
     )
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _yaml(value: Any, folder: Path) -> str:

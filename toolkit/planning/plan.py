@@ -16,7 +16,7 @@ from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.config.job import Job
 from toolkit.errors import PlanError, RunError, ToolkitError, one_line
-from toolkit.io import MAX_TEXT_BYTES, parse_json, read_json_object, write_text
+from toolkit.io import MAX_TEXT_BYTES, json_text, parse_json, read_json_object, write_text
 from toolkit.pipeline_schedule import Schedule, StageSpec, build_schedule, stage_of_rank
 from toolkit.planning.accelerate_config import accelerate_config
 from toolkit.planning.deepspeed_config import Consumer, deepspeed_config
@@ -161,7 +161,7 @@ class Plan(UncheckedPlan):
         """
         self.job.checked()
         with _read("plan", _unsound):
-            text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+            text = json_text(self.to_dict())
             read = Plan._made_of(parse_json(text), _unsound)
         if read != self:
             raise _unsound("what is written of it reads back as another plan")
