@@ -9,6 +9,7 @@ from toolkit.deepspeed_spec.effects import ineffective_keys
 from toolkit.deepspeed_spec.facts import EngineFacts
 from toolkit.deepspeed_spec.findings import Finding, refused
 from toolkit.deepspeed_spec.schema import DeepSpeedConfig
+from toolkit.deepspeed_spec.step_checks import STEP_CHECKS
 from toolkit.deepspeed_spec.validation import Reading
 from toolkit.deepspeed_spec.zero import OffloadOptimizer
 from toolkit.topology.grid import divisors, join
@@ -188,4 +189,5 @@ _CHECKS: tuple[Callable[[DeepSpeedConfig, EngineFacts], Iterator[Finding]], ...]
     _aligned_bucket,
     _first_stage_1,
     _clipping_of_the_optimizer,
+    *STEP_CHECKS,
 )
