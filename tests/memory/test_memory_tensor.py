@@ -14,6 +14,7 @@ from toolkit.catalog.gpus import find_gpu
 from toolkit.config.job import Job
 from toolkit.distributed.collectives import all_reduce, start_all_reduce
 from toolkit.distributed.fake import fake_group
+from toolkit.introspect import decoder_layers
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.scenario import Scenario
@@ -25,7 +26,7 @@ from toolkit.memory.trace.attribution import LOSS
 from toolkit.memory.trace.events import Marker, Recorder, Run, held
 from toolkit.memory.trace.fake_ops import inplace_collectives
 from toolkit.memory.trace.tracker import StorageTracker
-from toolkit.modeling.build import BuildOptions, decoder_layers, shard_model
+from toolkit.modeling.build import BuildOptions, shard_model
 from toolkit.planning.checkpoint_size import checkpoint_bytes
 
 TOKENS, LAYERS, INNER, HEADS, KEY_HEADS, HEAD = BATCH * LENGTH, 6, 48, 4, 2, 8

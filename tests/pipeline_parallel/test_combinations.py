@@ -11,7 +11,8 @@ from staged_models import Chain, batch, cut_copies, dense_model, gradients
 
 from toolkit.config.job import Lora
 from toolkit.errors import PlanError
-from toolkit.modeling.build import compile_layers, decoder_layers
+from toolkit.introspect import decoder_layers
+from toolkit.modeling.build import compile_layers
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing
 from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.lora import apply_lora

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from toolkit.errors import PlanError
-from toolkit.modeling.initialization import tie_weights, tied_keys
+from toolkit.introspect import tied_keys
+from toolkit.modeling.initialization import tie_weights
 from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_dtype, hidden_shape, split_model, stage_info
 
 # What lies before the layers and behind them, by endings of keys.

@@ -15,8 +15,8 @@ from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.exporter.adapter import MergedWeights, Weights, adapter_names, lora_targets
 from toolkit.exporter.base_weights import PretrainedWeights
 from toolkit.exporter.zero_reader import StoredTensor
+from toolkit.introspect import tied_keys
 from toolkit.modeling.conversion import group_model_keys
-from toolkit.modeling.initialization import tied_keys
 from toolkit.modeling.safetensors_folder import some
 from toolkit.modeling.weights import full_shapes
 

@@ -26,9 +26,9 @@ from toolkit.exporter.readback import verify_written
 from toolkit.exporter.tensor_parallel_reader import JoinedCheckpoint
 from toolkit.exporter.writer import Entry, ShardWriter, staged_folder
 from toolkit.exporter.zero_reader import ZeroCheckpoint
+from toolkit.introspect import tied_keys
 from toolkit.io import read_plain
 from toolkit.modeling.conversion import revert
-from toolkit.modeling.initialization import tied_keys
 from toolkit.tensor_parallel.apply import dense_shards
 from toolkit.tensor_parallel.tables import tp_plan_for
 from toolkit.topology.grid import Grid

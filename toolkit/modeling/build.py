@@ -23,6 +23,7 @@ from toolkit.config.job import Fp8, Kernels, Lora, Loss
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
+from toolkit.introspect import decoder_layers
 from toolkit.launch.packages import LIGER_KERNELS
 from toolkit.modeling.architecture import DTYPES, construct, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing, checkpoint_layers
@@ -230,13 +231,6 @@ def compile_layers(model: nn.Module) -> int:
     for layer in layers:
         layer.compile()
     return len(layers)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that transformers checkpoints one by one."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _check_packages(options: BuildOptions, device: torch.device) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.errors import PlanError
+from toolkit.introspect import decoder_layers
 
 
 def apply_gradient_checkpointing(model: nn.Module, *, fraction: float, offload_inputs: bool) -> int:
@@ -38,7 +38,7 @@ def layers_to_checkpoint(model: nn.Module, *, fraction: float) -> list[nn.Module
     """
     if fraction == 0:
         return []
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     if not layers:
         raise PlanError.of(
             code="CHECKPOINTING_LAYERS",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.job import Fp8
 from toolkit.errors import PlanError, first_line
+from toolkit.introspect import named_decoder_layers
 from toolkit.launch.packages import TORCHAO
 
 if TYPE_CHECKING:
@@ -124,9 +124,7 @@ def fp8_layers(model: nn.Module) -> Iterator[Fp8Linear]:
 
 
 def _chooser(model: nn.Module) -> Callable[[nn.Module, str], bool]:
-    inside = tuple(
-        f"{name}." for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
-    )
+    inside = tuple(f"{name}." for name, _ in named_decoder_layers(model))
 
     def is_chosen(module: nn.Module, name: str) -> bool:
         parts = name.split(".")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, no_init_weights
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.distributed.deepspeed_private import is_absent, is_partitioned
+from toolkit.introspect import named_decoder_layers, tied_keys
 from toolkit.modeling.local_shard import LocalShard
 
 _DONE = "_is_hf_initialized"  # transformers.initialization skips tensors with this attribute
@@ -165,11 +165,6 @@ def tie_weights(model: PreTrainedModel) -> None:
             return
 
 
-def tied_keys(model: nn.Module) -> dict[str, str]:
-    """Return the tied weights of the config: keys that `save_pretrained` drops, mapped to those that it keeps."""
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
-
-
 def module_seed(seed: int, name: str) -> int:
     """Return a separate 63-bit seed for each module; the same on every machine and Python version."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -209,7 +204,7 @@ def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[None]:
 
 def _units(model: nn.Module) -> Callable[[tuple[str, nn.Module, Any]], str]:
     """Return the name of a module's unit: its decoder layer, since some rules also draw weights of submodules."""
-    layers = {name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    layers = {name for name, _ in named_decoder_layers(model)}
 
     def unit_of(member: tuple[str, nn.Module, Any]) -> str:
         parts = member[0].split(".")

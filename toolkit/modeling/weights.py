@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 
 from toolkit.distributed.deepspeed_private import full_shape, is_partitioned, is_swapped
 from toolkit.errors import CheckpointError, Problem, raise_all
+from toolkit.introspect import tied_keys
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys
 from toolkit.modeling.first_rank import agree, is_source
-from toolkit.modeling.initialization import gathered, initialize_buffers, initialize_weights, tie_weights, tied_keys
+from toolkit.modeling.initialization import gathered, initialize_buffers, initialize_weights, tie_weights
 from toolkit.modeling.local_shard import LocalShard
 from toolkit.modeling.safetensors_folder import SafetensorsFolder, corrupt, some
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.errors import PlanError, first_line
+from toolkit.introspect import layer_lists
 from toolkit.pipeline_parallel.stage_context import (
     PartialModuleList,
     PlaceholderModule,
@@ -76,16 +76,9 @@ def find_layers(model: nn.Module) -> str:
     Raises:
         PlanError: PIPELINE_LAYERS if there is not exactly one.
     """
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) > 0
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
-    ]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    outermost = list(layer_lists(model))
     if len(outermost) == 1:
-        return str(outermost[0])
+        return outermost[0]
     found = f"it has {len(outermost)}: {', '.join(outermost)}" if outermost else "it has none"
     raise PlanError.of(
         code="PIPELINE_LAYERS",

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import PlanError
+from toolkit.introspect import tied_groups, tied_keys
 from toolkit.pipeline_parallel.decoder_layout import DecoderLayout, find_anatomy
 from toolkit.pipeline_parallel.part import StageInfo
 from toolkit.pipeline_parallel.stage import forward_of_stage
@@ -59,7 +60,7 @@ def split_model(model: PreTrainedModel, part: StageSpec) -> StageInfo:
     """
     if hasattr(model, "pipeline_cut"):
         raise ValueError("the model is cut already")
-    for one, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+    for one, other in tied_keys(model).items():
         if model.get_parameter(one) is not model.get_parameter(other):
             raise ValueError(f"{one} and {other} are tied by the configuration, and not yet by tie_weights")
     anatomy = find_anatomy(model)
@@ -100,12 +101,13 @@ def _tied_ends(model: PreTrainedModel, anatomy: DecoderLayout) -> tuple[str, str
     Raises:
         PlanError: PIPELINE_SHARED for any other weight that two parts share.
     """
-    keys: dict[nn.Parameter, dict[str, str]] = {}  # weight to the parts that have it, with its key there
-    for key, weight in model.named_parameters(remove_duplicate=False):
-        keys.setdefault(weight, {}).setdefault(_part_of(key, anatomy), key)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied: tuple[str, str] | None = None
-    for weight, parts in keys.items():
+    for keys in tied_groups(model):
+        weight = model.get_parameter(keys[0])
+        parts: dict[str, str] = {}  # each part's first key
+        for key in keys:
+            parts.setdefault(_part_of(key, anatomy), key)
         if len(parts) == 1:
             continue
         is_tie = parts.keys() == {"before", "behind"} and tied is None

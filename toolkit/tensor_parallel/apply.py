@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import nn
 
 from toolkit.distributed.process_groups import split_group
 from toolkit.errors import PlanError, raise_all
+from toolkit.introspect import tied_groups
 from toolkit.tensor_parallel.cross_entropy import VocabParallelCausalLoss
 from toolkit.tensor_parallel.decoder import Decoder, find_decoder
 from toolkit.tensor_parallel.embedding import VocabParallelEmbedding, embedding_shards, vocabulary_layout
@@ -87,7 +87,7 @@ def apply_tensor_parallel(
     raise_all(PlanError, problems(model, styles, num_ranks=tp_group.size()))
     found = _found(model, styles)
     decoder = find_decoder(model, found) if sequence_parallel else None
-    tied = list(_tied_parameters(model))
+    tied = tied_groups(model)
     builder = _Builder(styles, tp_group, decoder)
     for name, style in found.items():
         builder.shard(model, name, style)
@@ -250,13 +250,6 @@ def _drops_attention(model: nn.Module) -> bool:
 def _head(model: nn.Module) -> nn.Module | None:
     find = getattr(model, "get_output_embeddings", None)
     return None if find is None else find()
-
-
-def _tied_parameters(model: nn.Module) -> Iterator[list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return (tied for tied in names.values() if len(tied) > 1)
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

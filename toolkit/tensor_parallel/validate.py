@@ -10,6 +10,7 @@ from typing import get_args
 from torch import nn
 
 from toolkit.errors import Problem
+from toolkit.introspect import tied_groups
 from toolkit.tensor_parallel.linear import input_features, is_linear, output_features
 from toolkit.tensor_parallel.plan import (
     ColumnParallel,
@@ -214,12 +215,9 @@ def _neighbour(key: str, message: str) -> Problem:
 
 def _tied_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterator[Problem]:
     """Yield weights that two modules share and of which only one is sharded."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, []).append(name.rpartition(".")[0])
-    for names in owners.values():
-        styles = {type(found.get(name)) for name in names}
-        if len(names) > 1 and len(styles) > 1:
+    for group in tied_groups(model):
+        names = [name.rpartition(".")[0] for name in group]
+        if len({type(found.get(name)) for name in names}) > 1:
             yield Problem(
                 code="TP_STYLE_TIED",
                 key=names[0],

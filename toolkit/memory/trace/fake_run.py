@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from toolkit.distributed.fake import fake_group
 from toolkit.errors import ToolkitError
+from toolkit.introspect import tied_groups
 from toolkit.memory.kernels.dispatch import cuda_kernels
 from toolkit.memory.kernels.linear_attention import replaced_kernels
 from toolkit.memory.kernels.quantized import quantize_linears
@@ -341,7 +342,7 @@ class TraceRun:
             after=after,
             num_traced_layers=sum(len(stack.kept) for stack in stacks),
             num_layers=sum(stack.num_layers for stack in stacks),
-            tied=tuple(_tied(self.model)),
+            tied=tuple((name.rpartition(".")[0], first) for first, *names in tied_groups(self.model) for name in names),
             host_copies=expand_host_copies(copies, stacks),
             leaves=expand_paths(find_leaves(self.model), stacks),
             chunks=chunks,
@@ -374,12 +375,3 @@ def _chunk(
 
 def _size(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else in_blocks(tensor.nbytes)
-
-
-def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the modules that share a parameter with an earlier one, and the parameter's name there."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            yield name.rpartition(".")[0], known

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
+
+from toolkit.introspect import layer_lists
 
 # Module path inside a layer and attribute that numbers it, with the distance from the layer's index.
 Numbering = dict[tuple[str, str], int]
@@ -55,8 +56,10 @@ def find_stacks(
         checkpointed: Layers that recompute, and so differ from others.
     """
     stacks: list[LayerStack] = []
-    for name, layers in _layer_lists(model):
+    for name, layers in layer_lists(model).items():
         count = len(layers)
+        if count < 2:
+            continue
         if all_layers:
             kept = stands_for = tuple(range(count))
         else:
@@ -137,17 +140,6 @@ def _config_of(model: nn.Module, path: str) -> Any:
     parts = path.split(".")
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     return next((module.config for module in reversed(around) if hasattr(module, "config")), None)
-
-
-def _layer_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Yield the outermost lists of layers that transformers can checkpoint."""
-    inside: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2 or name.startswith(tuple(inside)):
-            continue
-        if all(isinstance(layer, GradientCheckpointingLayer) for layer in module):
-            inside.append(f"{name}.")
-            yield name, module
 
 
 def _numbering(layers: nn.ModuleList) -> Numbering:
