@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from pathlib import Path
@@ -194,6 +195,14 @@ def test_gradients_of_a_zero_2_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise MemoryError
             assert len(reduced) == times, "DeepSpeed's own reduces a block that raised, ours does not"
         assert private._FLUSH not in vars(engine)
+        inner = private.inner_optimizer(engine)
+        assert inner is optimizer.optimizer
+        assert isinstance(inner, torch.optim.Optimizer)
+        assert private.clipping_norm(engine) == run.plan.job.train.max_grad_norm
+        private.set_clipping_norm(engine, 0.25)
+        assert optimizer.state_dict()["clip_grad"] == 0.25
+        kinds = {type(value) for value in optimizer.state_dict().values()} - {dict, list, bool, float, int, str}
+        assert kinds & {*private.pickled_classes()}, "a state has some of them"
 
 
 def test_parameters_that_are_held_back_are_not_reduced_and_empty_passes_have_buckets() -> None:
@@ -218,3 +227,23 @@ def test_parameters_that_are_held_back_are_not_reduced_and_empty_passes_have_buc
         optimizer.reduce_ready_partitions_and_remove_grads(parameter, 0)
     optimizer.overlapping_partition_gradients_reduce_epilogue()
     assert [each if isinstance(each, str) else each is second for each in optimizer.calls] == [True, "buckets", "end"]
+
+
+def test_no_other_module_takes_private_names_of_deepspeed() -> None:
+    public = {"deepspeed", "deepspeed.accelerator", "deepspeed.accelerator.cpu_accelerator"}
+    found = []
+    for path in Path(tk.__file__).parent.rglob("*.py"):
+        if path == Path(private.__file__):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                modules = (
+                    [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+                )
+                if any(name.startswith("deepspeed.") and name not in public for name in modules):
+                    found.append(f"{path.name}:{node.lineno}")
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                if owner.lstrip("_") in ("engine", "optimizer", "swapper"):
+                    found.append(f"{path.name}:{node.lineno}")
+    assert found == []

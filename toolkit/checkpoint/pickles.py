@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.distributed.deepspeed_private import pickled_classes
 from toolkit.errors import CheckpointError, first_line
 from toolkit.io import plain_file
 
@@ -58,15 +59,11 @@ def _allowed() -> list[Any]:
     """Return the classes allowed in addition to torch's own (torch _weights_only_unpickler.py _get_allowed_globals).
 
     Source:
-        deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py: state_dict; numpy random get_state.
+        numpy random get_state, for the random state that we save.
     """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
     reconstruct = np.empty(0).__reduce__()[0]
     return [
-        *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum),
+        *pickled_classes(),
         # A file has one of the two names, depending on the NumPy that wrote it: 2, or 1.
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")),
         *(np.ndarray, np.dtype, type(np.dtype(np.uint32))),

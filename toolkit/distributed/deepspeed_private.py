@@ -244,7 +244,46 @@ def hold_back(optimizer: Any, takes: Callable[[nn.Parameter], bool]) -> None:
     optimizer.reduce_ready_partitions_and_remove_grads = reduce_others
 
 
-# Checkpoints.
+def end_accumulation(engine: Any) -> None:
+    """Prepare the reduced gradients of ZeRO-2 or 3 for the step, after the last backward pass (runtime/engine.py step)."""
+    engine.set_gradient_accumulation_boundary(True)
+    engine.optimizer.finalize_gradient_accumulation_boundary()
+
+
+# Optimizers and checkpoints.
+
+
+def inner_optimizer(engine: Any) -> Any:
+    """Return torch's or DeepSpeed's own optimizer, inside the wrapper (runtime/engine.py _configure_optimizer)."""
+    return engine.basic_optimizer
+
+
+def clipping_norm(engine: Any) -> float | None:
+    """Return the norm to which an engine's wrapper clips gradients, which a checkpoint replaces; None without a wrapper.
+
+    Source:
+        runtime/zero/stage_1_and_2.py _load_global_state; runtime/bf16_optimizer.py and runtime/fp16/fused_optimizer.py
+        load_state_dict.
+    """
+    return getattr(engine.optimizer, "clip_grad", None)
+
+
+def set_clipping_norm(engine: Any, norm: float) -> None:
+    """Set the norm of `clipping_norm`."""
+    engine.optimizer.clip_grad = norm
+
+
+def pickled_classes() -> list[type]:
+    """Return the classes of DeepSpeed's own that its checkpoints have.
+
+    Source:
+        runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py: state_dict.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
 
 
 def sort_by_rank(engine: Any) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from toolkit.distributed.deepspeed_private import (
     allow_backward_without_gradients,
     begin_backward,
+    end_accumulation,
     forget_averaged_gradients,
     hold_back,
     reduce_now,
@@ -134,8 +135,7 @@ class ReduceEachBackward:
             begin_backward(self._engine, 0)  # its gradient has not been reduced in this step
             with self._held.released():
                 reduce_now(self._engine)
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._optimizer.finalize_gradient_accumulation_boundary()
+        end_accumulation(self._engine)
 
     def before_backward(self, chunk: int) -> None:
         begin_backward(self._engine, self._passes[chunk])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from toolkit.distributed.deepspeed_private import clipping_norm, inner_optimizer, set_clipping_norm
+
 
 class Hyperparameters:
     """Learning rates, betas, epsilon, momentum, weight decay and the clipping norm of an engine at construction.
@@ -16,29 +18,28 @@ class Hyperparameters:
         engine: DeepSpeed engine that has not loaded a checkpoint: its values are the plan's.
 
     Source:
-        torch optim/optimizer.py load_state_dict; deepspeed runtime/zero/stage_1_and_2.py _load_global_state,
-        runtime/bf16_optimizer.py and runtime/fp16/fused_optimizer.py load_state_dict.
+        torch optim/optimizer.py load_state_dict.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._groups = [
             {name: copy.copy(group[name]) for name in _names(engine, group)}
-            for group in engine.basic_optimizer.param_groups
+            for group in inner_optimizer(engine).param_groups
         ]
         self._base_rates = list(engine.lr_scheduler.base_lrs)
-        self._clip = getattr(engine.optimizer, "clip_grad", None)
+        self._clip = clipping_norm(engine)
 
     def put_back(self) -> None:
         """Restore them in the engine, and in its scheduler the base rate of each step's rate."""
-        groups = self._engine.basic_optimizer.param_groups
+        groups = inner_optimizer(self._engine).param_groups
         for group, values in zip(groups, self._groups, strict=True):
             group.update(values)
         self._engine.lr_scheduler.base_lrs = list(self._base_rates)
         if self._clip is not None:
-            self._engine.optimizer.clip_grad = self._clip
+            set_clipping_norm(self._engine, self._clip)
 
 
 def _names(engine: Any, group: dict[str, Any]) -> list[str]:
     """Return the keys of a group that the plan sets: not its parameters, nor the step count of DeepSpeed's FusedAdam."""
-    return [name for name in group if name in engine.basic_optimizer.defaults or name == "initial_lr"]
+    return [name for name in group if name in inner_optimizer(engine).defaults or name == "initial_lr"]
