@@ -27,7 +27,7 @@ from toolkit.memory.trace.events import Marker, Recorder, Run, held
 from toolkit.memory.trace.fake_ops import inplace_collectives
 from toolkit.memory.trace.tracker import StorageTracker
 from toolkit.modeling.build import BuildOptions, shard_model
-from toolkit.planning.checkpoint_size import checkpoint_bytes
+from toolkit.planning.checkpoint_size import disk_use
 
 TOKENS, LAYERS, INNER, HEADS, KEY_HEADS, HEAD = BATCH * LENGTH, 6, 48, 4, 2, 8
 BF16, FP32 = 2, 4
@@ -245,7 +245,7 @@ def test_key_heads_on_several_ranks_are_stored_by_each_and_cost_a_communicator(e
     report = estimator.estimate_plan(plan, case)
     assert report.num_communicators == 2  # all ranks are tensor ranks; two of them share each key head
     dense = report.disk.export_bytes // 2
-    assert report.checkpoint_bytes > checkpoint_bytes(plan, total=dense // 4, trainable=dense // 4)
+    assert report.checkpoint_bytes > disk_use(plan, total=dense // 4, trainable=dense // 4).checkpoint_bytes
 
 
 def test_a_trace_is_of_one_number_of_tensor_ranks():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_jobs import plan_of
 
-from toolkit.planning.checkpoint_size import checkpoint_bytes, disk_use, foreseen_disk_use
+from toolkit.planning.checkpoint_size import disk_use, foreseen_disk_use
 
 ONE_B = 1_235_814_400  # parameters of llama-3.2-1b
 
@@ -31,7 +31,7 @@ def test_all_weights_are_exported_in_the_training_precision():
     plan = plan_of(model="llama-3.2-1b", parallel={"zero_stage": 2})
     use = foreseen_disk_use(plan)
     assert use.export_bytes == 2 * ONE_B
-    assert use.checkpoint_bytes == checkpoint_bytes(plan, total=ONE_B, trainable=ONE_B) == 14 * ONE_B
+    assert use.checkpoint_bytes == disk_use(plan, total=ONE_B, trainable=ONE_B).checkpoint_bytes == 14 * ONE_B
     assert foreseen_disk_use(plan_of(model="llama-3.2-1b", train={"precision": "fp32"})).export_bytes == 4 * ONE_B
 
 
@@ -47,4 +47,4 @@ def test_each_tensor_rank_writes_its_part():
     assert foreseen_disk_use(two) == foreseen_disk_use(one)
     # Counted on one rank, as a run does: what both ranks hold is in both ranks' files.
     held = ONE_B // 2 + 1000
-    assert checkpoint_bytes(two, total=held, trainable=held) == 14 * (ONE_B + 2000)
+    assert disk_use(two, total=held, trainable=held).checkpoint_bytes == 14 * (ONE_B + 2000)

@@ -1,4 +1,4 @@
-"""Disk space of a checkpoint, computed from the content of each of its files, and of all that a run keeps."""
+"""Disk space of all that a run keeps."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ from typing import Any
 
 from toolkit.planning.state_bytes import written_bytes
 from toolkit.planning.unchecked_plan import UncheckedPlan, trainable_parameters
-
-
-def checkpoint_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
-    """Return the size of one checkpoint over all ranks, bytes.
-
-    Args:
-        draft: Plan with the stage, precision and optimizer.
-        total: Parameters of one rank, adapters included; without tensor or pipeline parallelism, those of the model.
-        trainable: Trained parameters among them.
-
-    Source:
-        deepspeed runtime/engine.py _save_checkpoint, _save_zero_checkpoint: up to stage 2 the model's weights in training
-        precision and the optimizer's partitions; under stage 3 the latter alone, since the weights are placeholders, and
-        frozen partitions whole. Each tensor rank and each stage writes its own files, replicated parameters included.
-    """
-    ranks = draft.job.model_ranks
-    return written_bytes(draft, total=ranks * total, trainable=ranks * trainable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +39,26 @@ class DiskUse:
 
 
 def disk_use(draft: UncheckedPlan, *, total: int, trainable: int) -> DiskUse:
-    """Return what a run keeps on disk; arguments as those of `checkpoint_bytes`.
+    """Return what a run keeps on disk.
+
+    Args:
+        draft: Plan with the stage, precision and optimizer.
+        total: Parameters of one rank, adapters included; without tensor or pipeline parallelism, those of the model.
+        trainable: Trained parameters among them.
 
     Source:
         toolkit checkpoint/discovery.py rotate: the oldest is removed once the new one is complete;
         exporter/contents.py: all weights, or the adapter alone, in the training precision.
     """
-    settings = draft.settings
+    settings, ranks = draft.settings, draft.job.model_ranks
     at_once = settings.save_total_limit + 1
     if settings.max_steps is not None:
         at_once = min(at_once, -(-settings.max_steps // settings.save_steps))
     return DiskUse(
-        checkpoint_bytes=checkpoint_bytes(draft, total=total, trainable=trainable),
+        checkpoint_bytes=written_bytes(draft, total=ranks * total, trainable=ranks * trainable),
         num_checkpoints=at_once,
         # Slightly too much with tensor parallelism: replicated parameters are exported once.
-        export_bytes=settings.itemsize
-        * draft.job.model_ranks
-        * (total if draft.job.train.method == "full" else trainable),
+        export_bytes=settings.itemsize * ranks * (total if draft.job.train.method == "full" else trainable),
     )
 
 

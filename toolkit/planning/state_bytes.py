@@ -97,6 +97,11 @@ def written_bytes(draft: UncheckedPlan, *, total: int, trainable: int) -> int:
         draft: Plan with the stage, precision and optimizer.
         total: Parameters of all ranks of one replica, replicated ones counted on each rank.
         trainable: Trained parameters among them.
+
+    Source:
+        deepspeed runtime/engine.py _save_checkpoint, _save_zero_checkpoint: up to stage 2 the model's weights in training
+        precision and the optimizer's partitions; under stage 3 the latter alone, since the weights are placeholders, and
+        frozen partitions whole. Each tensor rank and each stage writes its own files, replicated parameters included.
     """
     settings, train = draft.settings, draft.job.train
     itemsize = settings.itemsize
