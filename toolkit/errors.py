@@ -42,6 +42,8 @@ class Problem:
         message: `<name>=<got> <breaks which rule>: <why>`, without a full stop; put on one line, like `fix`.
         fix: What to do, with the exact valid values, without a full stop.
         source: Library file and function that would reject or ignore it, or "".
+        file: File that contains the key, or "".
+        line: Line of that file on which the key stands, or its section if the key is missing.
     """
 
     code: str
@@ -49,6 +51,8 @@ class Problem:
     message: str
     fix: str
     source: str = ""
+    file: str = ""
+    line: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("message", "fix"):
@@ -56,14 +60,18 @@ class Problem:
         object.__setattr__(self, "key", shortened(self.key))
 
     def __str__(self) -> str:
-        origin = f" ({self.source})" if self.source else ""
-        return f"{self.message}{origin}. {self.fix}. [{self.code}]"
+        return self._text(after="")
 
     @property
     def with_key(self) -> str:
-        """The problem as text after its key, unless the message has the key."""
+        """The problem as text after its place and its key, unless the message has them."""
         name = one_line(self.key)
-        return str(self) if not name or name in self.message else f"{name}: {self}"
+        return self._text(after="" if not name or name in self.message else f"{name}: ")
+
+    def _text(self, *, after: str) -> str:
+        place = f"{one_line(self.file)}, line {self.line}: " if self.file else ""
+        origin = f" ({self.source})" if self.source else ""
+        return f"{place}{after}{self.message}{origin}. {self.fix}. [{self.code}]"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the problem as the JSON object that `--json` prints."""
@@ -73,6 +81,7 @@ class Problem:
             "message": self.message,
             "fix": self.fix,
             "source": self.source,
+            "line": self.line,
         }
 
 
@@ -97,9 +106,9 @@ class ToolkitError(Exception):
         return tuple(problem.code for problem in self.problems)
 
     @classmethod
-    def of(cls, *, code: str, message: str, fix: str, key: str = "", source: str = "") -> Self:
+    def of(cls, *, code: str, message: str, fix: str, key: str = "", source: str = "", line: int | None = None) -> Self:
         """Build an error of this class from one problem."""
-        return cls(Problem(code=code, key=key, message=message, fix=fix, source=source))
+        return cls(Problem(code=code, key=key, message=message, fix=fix, source=source, line=line))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), self.problems)

@@ -231,7 +231,7 @@ def test_problems_as_json_go_to_stdout(job, capsys):
     assert captured.err == ""
     (problem,) = json.loads(captured.out)["problems"]
     assert problem["code"] == "WARMUP_LENGTH"
-    assert set(problem) == {"code", "key", "message", "fix", "source"}
+    assert set(problem) == {"code", "key", "message", "fix", "source", "line"}
 
 
 def test_a_missing_file_names_its_neighbour(job, capsys):

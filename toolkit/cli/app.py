@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments, interaction)
         sys.stdout.flush()
     except ToolkitError as error:
-        _report(error, as_json=interaction.as_json)
+        _report(_with_lines(error, interaction), as_json=interaction.as_json)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
@@ -147,6 +147,21 @@ def _report(error: ToolkitError, *, as_json: bool) -> None:
         discard_stdout()
         with contextlib.suppress(OSError):
             print_problems(error.problems, as_json=False)
+
+
+def _with_lines(error: ToolkitError, interaction: Interaction) -> ToolkitError:
+    """Add the lines of the job file to the problems of its keys."""
+    if interaction.job is None:
+        return error
+    from toolkit.cli.options import is_plan_file
+    from toolkit.config.key_lines import with_lines
+
+    try:
+        if is_plan_file(interaction.job):
+            return error
+    except (ToolkitError, OSError):
+        return error
+    return type(error)(*with_lines(error.problems, interaction.job, interaction.overrides))
 
 
 def _system_error(error: OSError) -> RunError:

@@ -25,6 +25,8 @@ class Interaction:
     """What `main` needs to report the error of the command that ran; the context's `obj`."""
 
     as_json: bool = False
+    job: Path | None = None
+    overrides: Sequence[str] = ()
 
 
 def note_json(context: typer.Context, value: bool) -> bool:
@@ -34,17 +36,33 @@ def note_json(context: typer.Context, value: bool) -> bool:
     return value
 
 
-JobArgument = Annotated[
-    Path,
-    typer.Argument(metavar="JOB", help="Job file, or a plan.json that `toolkit emit` wrote.", show_default=False),
-]
+def note_job(context: typer.Context, value: Path | None) -> Path | None:
+    """Record the job file, whose lines errors name."""
+    if isinstance(context.obj, Interaction):
+        context.obj.job = value
+    return value
+
+
+def note_overrides(context: typer.Context, value: list[str] | None) -> list[str] | None:
+    """Record the keys that do not come from the job file."""
+    if isinstance(context.obj, Interaction):
+        context.obj.overrides = value or ()
+    return value
+
+
+_JOB_HELP = "Job file, or a plan.json that `toolkit emit` wrote."
+JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help=_JOB_HELP, show_default=False, callback=note_job)]
 OptionalJobArgument = Annotated[
-    Path | None,
-    typer.Argument(metavar="[JOB]", help="Job file, or a plan.json that `toolkit emit` wrote.", show_default=False),
+    Path | None, typer.Argument(metavar="[JOB]", help=_JOB_HELP, show_default=False, callback=note_job)
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one value: --set train.sequence_length=8192. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one value: --set train.sequence_length=8192. Repeatable.",
+        callback=note_overrides,
+    ),
 ]
 JsonOption = Annotated[
     bool,

@@ -38,7 +38,7 @@ def validate(
 
     Example: `toolkit validate job.yaml --set train.sequence_length=8192 --explain`
 
-    JSON keys: problems (code, key, message, fix, source), and when there are none warnings, model, cluster, batch
+    JSON keys: problems (code, key, message, fix, source, line), and when there are none warnings, model, cluster, batch
     (train, micro, accumulation, dp_size, tokens), pipeline (null, or schedule, pp, virtual_stages, micro_batches,
     bubble_fraction, partition: layers of each stage), tensor (null, or tp, sequence_parallel), precision, sequence_length, zero_stage, offload, data; choices with
     --explain; keys and described (path, values, default, meaning) with --keys; with --schema a JSON Schema.

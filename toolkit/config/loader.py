@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
+from ruamel.yaml.error import YAMLError
 
 from toolkit.arguments import checks_arguments, shown
 from toolkit.config.accelerate_file import refuse_accelerate_file
 from toolkit.config.job import Job
+from toolkit.config.key_lines import with_lines
 from toolkit.config.schema import names_of, own_key, section_below, section_of, wants_number
 from toolkit.config.section import Section
 from toolkit.config.yaml_text import load_yaml, parse_value
@@ -29,7 +31,12 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
     Raises:
         SpecError: With every unreadable, unknown, duplicate or mistyped key.
     """
-    return parse_job(load_document(Path(path), overrides))
+    path = Path(path)
+    document = load_document(path, overrides)
+    try:
+        return parse_job(document)
+    except SpecError as error:
+        raise SpecError(*with_lines(error.problems, path, overrides)) from None
 
 
 def load_document(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -63,8 +70,10 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     node, leaf, _ = _place(document, key, Job, given=f"--set {override}")
     try:
         node[leaf] = parse_value(text, name=f"--set {key}")
-    except yaml.YAMLError:
+    except YAMLError:
         node[leaf] = text
+    except SpecError as error:  # its line is not one of the file
+        raise SpecError(*(replace(problem, line=None) for problem in error.problems)) from None
 
 
 def change_job(job: Job, changes: Iterable[str | Mapping[str, Any]]) -> Job:

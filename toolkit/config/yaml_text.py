@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import MaxDepthExceededError
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from toolkit.config.paths import shown
 from toolkit.config.suggestions import nearest
@@ -18,15 +23,8 @@ from toolkit.io import read_text
 _MAX_FILE_BYTES = 2**20
 # Most values of a document with its aliases expanded: a few lines of nested aliases can stand for billions.
 _MAX_VALUES = 100_000
-
-# YAML 1.1 without its numbers of base 8 (010 is 8) and base 60 (1:30 is 90), which are never meant, and with the 5e8
-# and 1e-4 of YAML 1.2.
-_NUMBER_FORMS = {
-    "tag:yaml.org,2002:int": r"[-+]?(?:0b[0-1_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$",
-    "tag:yaml.org,2002:float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$"
-    r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$",
-}
-
+# Most levels of a document; DeepSpeed's deepest key has five.
+_MAX_DEPTH = 100
 
 # What a scalar of a tag must be, and how to write it, for errors.
 _FORMS = {
@@ -38,7 +36,7 @@ _FORMS = {
 }
 
 
-class _ValueError(yaml.YAMLError):
+class _ValueError(YAMLError):
     """Raised for a scalar that is not what its tag or its form says.
 
     Args:
@@ -46,19 +44,15 @@ class _ValueError(yaml.YAMLError):
         reason: Message of the function that converts it.
     """
 
-    def __init__(self, node: yaml.ScalarNode, reason: str) -> None:
+    def __init__(self, node: ScalarNode, reason: str) -> None:
         super().__init__(reason)
         self.node = node
         self.reason = reason
+        self.path = ""  # of its key, once the document is known
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a mapping with duplicate keys, and reads numbers as users mean them."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own name and form
-        first: [(tag, re.compile(_NUMBER_FORMS[tag]) if tag in _NUMBER_FORMS else form) for tag, form in forms]
-        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+class _Constructor(SafeConstructor):
+    """SafeConstructor whose every error about a scalar names it."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
@@ -68,36 +62,23 @@ class _StrictLoader(yaml.SafeLoader):
         except UnicodeEncodeError:
             raise _ValueError(node, "it holds half of a surrogate pair") from None
         except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
-            # SafeLoader lets the errors of int(), datetime() and its table of booleans through.
-            if not isinstance(node, yaml.ScalarNode):
+            # SafeConstructor lets the errors of int(), datetime() and its table of booleans through.
+            if not isinstance(node, ScalarNode):
                 raise
             raise _ValueError(node, str(error).partition(";")[0]) from None
         return value
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Checked here and not in construction, when `<<` may have copied the keys of another mapping into this one.
-        node = super().compose_mapping_node(anchor)
-        seen: dict[str, int] = {}
-        for key_node, _ in node.value:
-            line = key_node.start_mark.line + 1
-            kind = key_node.tag.rpartition(":")[2]
-            if not isinstance(key_node, yaml.ScalarNode) or kind not in ("str", "merge"):
-                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "of several parts"
-                raise SpecError.of(
-                    code="YAML_KEY",
-                    message=f"{self.name}, line {line}: key {shown} is a {kind}, not a word",
-                    fix="Write keys as plain words, in quotes where YAML reads them as something else",
-                )
-            key = key_node.value
-            if key in seen:
-                raise SpecError.of(
-                    code="YAML_DUPLICATE",
-                    key=key,
-                    message=f"{self.name}, line {line}: {key} appears twice, first on line {seen[key]}",
-                    fix="Keep one of the two",
-                )
-            seen[key] = line
-        return node
+
+def _reader() -> YAML:
+    """Return a reader of YAML 1.2, in which 010 is 10 and 1:30 a text, with the yes, no, on and off of YAML 1.1."""
+    reader = YAML(typ="safe", pure=True)
+    reader.Constructor = _Constructor
+    reader.max_depth = _MAX_DEPTH
+    reader.composer.warn_double_anchors = False
+    assert reader.resolver.versioned_resolver  # it loads its rules on first use, and only if it has none
+    words = re.compile(r"(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF)$")
+    reader.resolver.add_version_implicit_resolver((1, 2), "tag:yaml.org,2002:bool", words, list("yYnNoO"))
+    return reader
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
@@ -144,15 +125,19 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
     try:
         value = parse_value(text, name=name)
     except _ValueError as error:
-        raise _wrong_value(error, text, name=name) from None
-    except yaml.YAMLError as error:
+        raise _wrong_value(error, name=name) from None
+    except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{name}, line {mark.line + 1}" if mark else name
+        line = mark.line + 1 if mark else None
         problem = " ".join((getattr(error, "problem", None) or str(error)).split())
         if problem == "but found another document":
             problem = "a second document begins, and a job is one"
         raise SpecError.of(
-            code="YAML_SYNTAX", key=name, message=f"{where}: {problem}", fix="Fix the YAML there"
+            code="YAML_SYNTAX",
+            key=name,
+            message=f"{_place(name, line)}: {problem}",
+            fix="Fix the YAML there",
+            line=line,
         ) from None
     if not isinstance(value, dict):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
@@ -167,72 +152,119 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
 
 def parse_value(text: str, *, name: str) -> Any:
     """Parse any YAML value; every failure is a YAMLError or a SpecError."""
+    reader = _reader()
     try:
-        loader = _StrictLoader(text)
-        loader.name = name
-        try:
-            node = loader.get_single_node()
-            if node is not None and _count_values(node, {}, name=name) > _MAX_VALUES:
-                raise _recursive(
-                    name, f"its aliases stand for more than {_MAX_VALUES:,} values", "Write out what the job needs"
-                )
-            value = None if node is None else loader.construct_document(node)
-        finally:
-            loader.dispose()
-        # Values must be writable: not nested too deeply, and without the lone surrogates that escapes can spell.
+        node = _composed(reader, text, name=name)
+        value = None if node is None else reader.constructor.construct_document(node)
+        # Values must be writable: without the lone surrogates that escapes can spell.
         json.dumps(value, default=str, ensure_ascii=False).encode()
+    except _ValueError as error:
+        found = next(path for path, value in _walk(node) if value is error.node)
+        error.path = ".".join(found).replace(".[", "[")
+        raise
     except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
-        # SafeLoader lets the errors of chr() through.
-        raise yaml.YAMLError(f"a value is not what its tag or its form says: {error}") from None
-    except RecursionError:
-        raise _recursive(name, "sections are nested too deep", "Remove levels: a job has four at most") from None
+        # The scanner lets the errors of chr() through.
+        raise YAMLError(f"a value is not what its tag or its form says: {error}") from None
     return value
 
 
-def _wrong_value(error: _ValueError, text: str, *, name: str) -> SpecError:
+def line_numbers(text: str) -> dict[tuple[str, ...], int]:
+    """Return the line of each key of a YAML text, by its path; those of a sound mapping, or none."""
+    try:
+        node = _composed(_reader(), text, name="")
+    except (SpecError, YAMLError, ArithmeticError, ValueError, LookupError, AttributeError, TypeError):
+        return {}
+    return {path: found.start_mark.line + 1 for path, found in _walk(node) if path}
+
+
+def _composed(reader: YAML, text: str, *, name: str) -> Node | None:
+    """Return the checked node of a text: words as keys, each once in its mapping, and not too many values."""
+    try:
+        node: Node | None = reader.compose(text)
+    except MaxDepthExceededError:
+        raise _recursive(name, "sections are nested too deep", "Remove levels: a job has four at most") from None
+    if node is not None and _count_values(node, {}, name=name) > _MAX_VALUES:
+        raise _recursive(
+            name, f"its aliases stand for more than {_MAX_VALUES:,} values", "Write out what the job needs"
+        )
+    return node
+
+
+def _wrong_value(error: _ValueError, *, name: str) -> SpecError:
     """Return the error of a scalar that is not what its tag or its form says, with its key and line."""
-    mark, tag = error.node.start_mark, error.node.tag.rpartition(":")[2]
-    path = _path_of(mark.index, yaml.compose(text, Loader=yaml.SafeLoader))
+    line, tag = error.node.start_mark.line + 1, str(error.node.tag).rpartition(":")[2]
     rule, fix = _FORMS.get(tag, (f"of its tag {tag}", "Correct it, or put quotes around a text"))
     value = error.node.value.encode("utf-8", "backslashreplace").decode()
     return SpecError.of(
         code="YAML_SYNTAX",
-        key=path or name,
-        message=f"{name}, line {mark.line + 1}: {path}{'=' if path else ''}{shown(value)} is not {rule}: {error.reason}",
+        key=error.path or name,
+        message=f"{_place(name, line)}: {error.path}{'=' if error.path else ''}{shown(value)} is not {rule}: {error.reason}",
         fix=fix,
+        line=line,
     )
 
 
-def _path_of(index: int, node: yaml.Node | None) -> str:
-    """Return the key path of the scalar that begins at a character of the text; empty for the document itself."""
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if key.start_mark.index == index:
-                return str(key.value)
-            if value.start_mark.index <= index < value.end_mark.index:
-                below = _path_of(index, value)
-                return f"{key.value}{'' if below.startswith('[') or not below else '.'}{below}"
-    elif isinstance(node, yaml.SequenceNode):
+def _walk(node: Node | None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node]]:
+    """Yield the path and the node of every value, and then of its key."""
+    if isinstance(node, MappingNode):
+        # What is merged first: the mapping's own keys win.
+        for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
+            below = path if key.value == "<<" else (*path, key.value)
+            yield from _walk(value, below)
+            yield below, key
+    elif isinstance(node, SequenceNode):
         for number, value in enumerate(node.value):
-            if value.start_mark.index <= index < value.end_mark.index:
-                below = _path_of(index, value)
-                return f"[{number}]{'' if below.startswith('[') or not below else '.'}{below}"
-    return ""
+            yield from _walk(value, (*path, f"[{number}]"))
+    if node is not None:
+        yield path, node
 
 
-def _count_values(node: yaml.Node, counted: dict[int, int], *, name: str) -> int:
-    """Count the values below a node with aliases expanded; `counted` caches the count of each node."""
+def _check_keys(node: MappingNode, *, name: str) -> None:
+    # Checked here and not in construction, which merges the keys of `<<` into the mapping and then checks none.
+    seen: dict[str, int] = {}
+    for key_node, _ in node.value:
+        line = key_node.start_mark.line + 1
+        kind = str(key_node.tag).rpartition(":")[2]
+        if not isinstance(key_node, ScalarNode) or kind not in ("str", "merge"):
+            key = key_node.value if isinstance(key_node, ScalarNode) else "of several parts"
+            raise SpecError.of(
+                code="YAML_KEY",
+                message=f"{_place(name, line)}: key {key} is a {kind}, not a word",
+                fix="Write keys as plain words, in quotes where YAML reads them as something else",
+                line=line,
+            )
+        key = key_node.value
+        if key in seen:
+            raise SpecError.of(
+                code="YAML_DUPLICATE",
+                key=key,
+                message=f"{_place(name, line)}: {key} appears twice, first on line {seen[key]}",
+                fix="Keep one of the two",
+                line=line,
+            )
+        seen[key] = line
+
+
+def _count_values(node: Node, counted: dict[int, int], *, name: str) -> int:
+    """Check the keys below a node and count its values with aliases expanded; `counted` caches the count of each node."""
     key = id(node)
     if (known := counted.get(key)) is not None:
         if not known:
             raise _recursive(name, "an anchor stands inside itself", "Write the value out in place of the alias")
         return known
-    if isinstance(node, yaml.ScalarNode):
+    if isinstance(node, ScalarNode):
         return 1
     counted[key] = 0  # marks a node being counted: meeting it again means a cycle
-    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    parts = node.value
+    if isinstance(node, MappingNode):
+        _check_keys(node, name=name)
+        parts = [part for pair in node.value for part in pair]
     counted[key] = 1 + sum(_count_values(part, counted, name=name) for part in parts)
     return counted[key]
+
+
+def _place(name: str, line: int | None) -> str:
+    return name if line is None else f"{name}, line {line}"
 
 
 def _recursive(name: str, what: str, fix: str) -> SpecError:

@@ -11,7 +11,8 @@ from toolkit.arguments import checks_arguments
 from toolkit.catalog.gpus import Gpu, find_gpu
 from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.config.job import Job
-from toolkit.errors import PlanError, Problem, raise_all
+from toolkit.config.key_lines import with_lines
+from toolkit.errors import PlanError, Problem, ToolkitError, raise_all
 from toolkit.planning.chooser import Chooser, Instead, other_defaults
 from toolkit.planning.decide import decide
 from toolkit.planning.plan import Plan
@@ -32,7 +33,15 @@ def resolve(job: Job | Plan | str | Path) -> Plan:
         SpecError: A file, a value of the job, the model or the card is invalid.
         PlanError: Every problem at once.
     """
-    given = read_job_or_plan(Path(job)) if isinstance(job, str | Path) else job.checked()
+    if isinstance(job, str | Path):
+        given = read_job_or_plan(path := Path(job))
+        if isinstance(given, Job):
+            try:
+                return resolve(given)
+            except ToolkitError as error:
+                raise type(error)(*with_lines(error.problems, path)) from None
+    else:
+        given = job.checked()
     if isinstance(given, Plan):
         raise_all(PlanError, (problem for rule in (*RULES, *RUN_RULES) for problem in rule(given)))
         return given
