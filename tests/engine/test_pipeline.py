@@ -132,7 +132,7 @@ def everything(rank: int) -> dict[str, Any]:
         with tk.initialize(plan) as run:
             found[name] = run.evaluate(step_batches(3, ranks=1, accumulation=EVALUATED)[0])
             passes: Any = run._passes
-            found[f"{name}, under way"] = len(passes._channels._sent)
+            found[f"{name}, under way"] = len(passes.channels._sent)
     for name, plan in DRAWING.items():
         with tk.initialize(plan):
             found[name] = functional.dropout(torch.ones(64)).tolist()

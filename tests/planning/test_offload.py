@@ -2,12 +2,12 @@ import pytest
 from plan_jobs import plan_of
 
 from toolkit.config.job import Offload
-from toolkit.planning.offload import PROFILES, offload_section, parameter_buffer_size
+from toolkit.planning.offload import PROFILES, offload_keys, parameter_buffer_size
 
 
 def section(name, **changes):
     given = {"ratio": 0.5, "nvme_path": "/local", "pin_memory": True, "swap_buffer_size": 10, **changes}
-    return offload_section(PROFILES[name], **given)
+    return offload_keys(PROFILES[name], **given)
 
 
 def test_every_name_of_the_job_file_has_a_profile():

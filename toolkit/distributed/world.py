@@ -60,6 +60,18 @@ class World:
         """Number of ranks."""
         return self.grid.world_size
 
+    def group(self, kind: str) -> dist.ProcessGroup:
+        """Return this rank's group of a kind: `dp`, `tp`, `pp`, or another of `toolkit.topology.KINDS`.
+
+        Collectives:
+            At the first call all ranks create the groups of this kind.
+        """
+        if kind == "dp":
+            return self.dp_group
+        if kind == "tp" and self.tp_group is not None:
+            return self.tp_group
+        return join_group(self.grid, self.rank, kind)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier()

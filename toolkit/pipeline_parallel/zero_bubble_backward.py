@@ -10,6 +10,7 @@ T: tokens (batch × sequence), I: input features, O: output features.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -44,8 +45,13 @@ def split_backward(model: Any) -> WeightGradStore:
     info = stage_info(model)
     if info is None:
         raise ValueError("the model is not cut for a pipeline")
+    return defer_weight_gradients([inner_model(model).get_submodule(info.layers)])
+
+
+def defer_weight_gradients(modules: Iterable[nn.Module]) -> WeightGradStore:
+    """Make the linear layers inside some modules able to defer their weight gradients, as `split_backward` does."""
     gradients = WeightGradStore()
-    for module in inner_model(model).get_submodule(info.layers).modules():
+    for module in (inner for outer in modules for inner in outer.modules()):
         if not _is_trained_alone(module):
             continue
         if isinstance(module, ShardedLinear):

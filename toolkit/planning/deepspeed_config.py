@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from toolkit.errors import PlanError, raise_all
-from toolkit.planning.offload import offload_section, parameter_buffer_size
+from toolkit.planning.offload import offload_keys, parameter_buffer_size
 from toolkit.planning.rules.integrations import consumer_problems
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
@@ -103,7 +103,7 @@ def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
             # Trainer.save_model and Accelerator.get_state_dict return no weights without it (transformers #25817).
             "stage3_gather_16bit_weights_on_model_save": consumer != "toolkit",
         }
-    return section | offload_section(
+    return section | offload_keys(
         draft.profile,
         ratio=settings.offload_ratio,
         nvme_path=str(nvme) if nvme else None,

@@ -7,9 +7,12 @@ _create_fp32_partitions), runtime/swap_tensor; arXiv 2101.06840 (ZeRO-Offload), 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from toolkit.arguments import checks_arguments
 from toolkit.config.job import Offload
+from toolkit.errors import SpecError
 
 Device = Literal["cpu", "nvme"] | None
 
@@ -125,7 +128,58 @@ def parameter_buffer_size(*, largest_parameter: int, num_parameters: int | None,
     return size if num_parameters is None else max(1, min(size, -(-num_parameters // dp_size)))
 
 
+@checks_arguments
 def offload_section(
+    profile: Offload,
+    *,
+    zero_stage: int | None = None,
+    offload_ratio: float = 0.5,
+    nvme_path: str | Path | None = None,
+    pin_memory: bool = True,
+) -> dict[str, Any]:
+    """Return the section `zero_optimization` of a DeepSpeed configuration for an offload profile, for a script of one's own.
+
+    >>> offload_section("optimizer-cpu")
+    {'stage': 1, 'offload_optimizer': {'device': 'cpu', 'pin_memory': True}}
+
+    Args:
+        profile: Name of the profile; `activations-cpu` is none of DeepSpeed's.
+        zero_stage: ZeRO stage; by default the lowest that the profile can have.
+        offload_ratio: Share of the optimizer state on the CPU, for `optimizer-cpu-partial`.
+        nvme_path: Local folder of the swap files, for the NVMe profiles.
+        pin_memory: Whether host buffers are page-locked.
+
+    Raises:
+        SpecError: OFFLOAD_PROFILE for a profile that DeepSpeed's section cannot express, a stage below its lowest, a missing
+            nvme_path, or a share outside 0 to 1.
+    """
+    chosen = PROFILES[profile]
+    stage = chosen.min_zero_stage if zero_stage is None else zero_stage
+    refused = {
+        f"profile={profile}: the model itself moves its layers' inputs, not DeepSpeed": chosen.activations,
+        f"zero_stage={stage} with profile={profile}: it needs a stage from {chosen.min_zero_stage} to 3": not (
+            chosen.min_zero_stage <= stage <= 3
+        ),
+        f"profile={profile} without nvme_path: it writes swap files": chosen.needs_nvme and nvme_path is None,
+        f"offload_ratio={offload_ratio:g}: it is a share, from 0 to 1": not 0 <= offload_ratio <= 1,
+    }
+    for why in (why for why, applies in refused.items() if applies):
+        raise SpecError.of(
+            code="OFFLOAD_PROFILE",
+            key="profile",
+            message=why,
+            fix=f"Choose one of {', '.join(name for name, each in PROFILES.items() if not each.activations)}, with a stage and path that it can have",
+        )
+    return {"stage": stage} | offload_keys(
+        chosen,
+        ratio=offload_ratio,
+        nvme_path=None if nvme_path is None else str(nvme_path),
+        pin_memory=pin_memory,
+        swap_buffer_size=PARAMETER_BUFFER_SIZE,
+    )
+
+
+def offload_keys(
     profile: OffloadProfile, *, ratio: float, nvme_path: str | None, pin_memory: bool, swap_buffer_size: int
 ) -> dict[str, Any]:
     """Return the offload keys of DeepSpeed's `zero_optimization`.

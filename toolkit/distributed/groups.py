@@ -1,0 +1,121 @@
+"""Process groups from sizes, for scripts of the user's own: `tk.groups`.
+
+Ranks form a grid of pipeline × data × tensor, numbered so that tensor ranks are neighbours. `init` joins the launcher's
+processes to it and returns a `World`, whose `group("dp")`, `group("tp")`, `group("pp")` are the groups of this rank; a
+torch `DeviceMesh` goes in (`from_device_mesh`) and out (`to_device_mesh`), and `fake` makes a world of one real process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from toolkit.distributed.fake import fake_world
+from toolkit.distributed.process_groups import join_group
+from toolkit.distributed.world import World, destroy_world, init_world
+from toolkit.errors import PlanError
+from toolkit.launch.environment import rank_from_environment
+from toolkit.topology.grid import AXES, Axis, Grid
+
+__all__ = ["Grid", "World", "destroy", "fake", "from_device_mesh", "init", "to_device_mesh"]
+
+
+def init(*, pp: int = 1, tp: int = 1, backend: str | None = None) -> World:
+    """Join the processes that a launcher has started to a grid; what pp × tp leaves is data-parallel.
+
+    Args:
+        pp: Pipeline ranks.
+        tp: Tensor ranks.
+        backend: `nccl` or `gloo`; by default `nccl` where torch sees a GPU.
+
+    Raises:
+        PlanError: GRID_WORLD if pp × tp does not divide the number of processes; GRID_SIZE; WORLD_NO_GPU.
+    """
+    identity = rank_from_environment(os.environ)
+    grid = Grid.from_world(world_size=1 if identity is None else identity.world_size, pp=pp, tp=tp)
+    return init_world(grid, backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+
+
+def destroy(world: World) -> None:
+    """Leave the process groups that `init` joined."""
+    destroy_world(world)
+
+
+def to_device_mesh(world: World) -> DeviceMesh:
+    """Return the grid as a torch mesh with the dimensions `pp`, `dp` and `tp`, over the groups that the world has.
+
+    Collectives:
+        All ranks create the groups that do not exist yet.
+    """
+    grid = world.grid
+    ranks = torch.arange(grid.world_size, dtype=torch.int).view(grid.pp, grid.dp, grid.tp)
+    groups = [world.group(axis) for axis in AXES]
+    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=AXES)
+
+
+def from_device_mesh(mesh: DeviceMesh) -> World:
+    """Return a world over the groups of a torch mesh whose dimensions are some of `pp`, `dp` and `tp`, in this order.
+
+    Raises:
+        PlanError: MESH_LAYOUT for a mesh with other dimensions, in another order, or not over all ranks in order.
+
+    Collectives:
+        All ranks create the groups of dimensions that the mesh lacks.
+    """
+    names = mesh.mesh_dim_names or ()
+    sizes = {name: mesh.mesh.size(index) for index, name in enumerate(names)}
+    in_order = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+    if not in_order or [axis for axis in AXES if axis in sizes] != list(names):
+        raise PlanError.of(
+            code="MESH_LAYOUT",
+            key="mesh",
+            message=f"a mesh with the dimensions {names} over the ranks {mesh.mesh.flatten().tolist()} is no grid: its dimensions "
+            f"are some of {', '.join(get_args(Axis))}, in this order, over all ranks in order",
+            fix='Make it by init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp", "tp"))',
+        )
+    grid, rank = Grid(**sizes), dist.get_rank()
+    is_cuda = mesh.device_type == "cuda"
+    return World(
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        device=torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(mesh.device_type),
+        grid=grid,
+        coordinate=grid.coordinate(rank),
+        dp_group=mesh.get_group("dp") if "dp" in sizes else join_group(grid, rank, "dp"),
+        tp_group=mesh.get_group("tp") if grid.tp > 1 else None,
+        owns_groups=False,
+    )
+
+
+@contextmanager
+def fake(*, pp: int = 1, dp: int = 1, tp: int = 1, rank: int = 0) -> Iterator[World]:
+    """Make this process one rank of a world whose others do not exist: shapes are right, values are not.
+
+    Args:
+        pp: Pipeline ranks.
+        dp: Data-parallel ranks.
+        tp: Tensor ranks.
+        rank: Rank of this process.
+
+    Raises:
+        PlanError: GRID_SIZE.
+        ValueError: If the process has joined a group, or `rank` is not in the grid.
+    """
+    grid = Grid(pp=pp, dp=dp, tp=tp)
+    with fake_world(grid, rank=rank):
+        yield World(
+            rank=rank,
+            local_rank=rank,
+            device=torch.device("cpu"),
+            grid=grid,
+            coordinate=grid.coordinate(rank),
+            dp_group=join_group(grid, rank, "dp"),
+            tp_group=join_group(grid, rank, "tp") if tp > 1 else None,
+            owns_groups=False,
+        )
