@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.trainer.sample import write_sample
+import toolkit as tk
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write")
     options = parser.parse_args()
 
-    sample = write_sample(options.out)
+    sample = tk.write_sample(options.out)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sample.model)).save_pretrained(sample.model)
     print(f"model: {sample.model}")

@@ -17,7 +17,6 @@ import argparse
 from pathlib import Path
 
 import toolkit as tk
-from toolkit.trainer.preparation import prepare_in_turn
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
     plan = tk.Plan.load(options.plan)
     tokenizer = tk.load_tokenizer(plan)
     with tk.initialize(plan) as run:  # process groups, model, DeepSpeed engine
-        data = prepare_in_turn(plan, run.world, tokenizer)
+        data = run.prepare(tokenizer)
         if options.resume:
             tk.load(run, options.resume)
         for batch in run.loader(data.train):

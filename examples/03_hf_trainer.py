@@ -18,9 +18,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingAr
 from transformers.trainer_utils import get_last_checkpoint
 
 import toolkit as tk
-from toolkit.data.collate import Collator
-from toolkit.modeling.architecture import DTYPES
-from toolkit.modeling.lora import apply_lora
 
 
 def main() -> None:
@@ -44,16 +41,16 @@ def main() -> None:
             cache_dir=folder / "cache",
         )
     model = AutoModelForCausalLM.from_pretrained(
-        plan.job.model.name, dtype=DTYPES[plan.settings.precision], attn_implementation=plan.settings.attention
+        plan.job.model.name, dtype=tk.DTYPES[plan.settings.precision], attn_implementation=plan.settings.attention
     )
     if plan.job.train.method == "lora":
-        model = apply_lora(model, plan.job.train.adapters, seed=plan.job.train.seed)
+        model = tk.apply_lora(model, plan.job.train.adapters, seed=plan.job.train.seed)
     trainer = Trainer(
         model,
         arguments,
         train_dataset=data.train,
         eval_dataset=data.eval,
-        data_collator=Collator.of(data.train),
+        data_collator=tk.Collator.of(data.train),
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=checkpoint)

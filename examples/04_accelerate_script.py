@@ -19,10 +19,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
 import toolkit as tk
-from toolkit.data.collate import Collator
-from toolkit.engine.lr_scheduler import warmup_steps
-from toolkit.modeling.architecture import DTYPES
-from toolkit.modeling.build import apply_plan
 
 
 def main() -> None:
@@ -47,11 +43,13 @@ def main() -> None:
             seed=train.seed,
             cache_dir=folder / "cache",
         )
-    loader = DataLoader(data.train, batch_size=settings.batch.micro, shuffle=True, collate_fn=Collator.of(data.train))
-    model = AutoModelForCausalLM.from_pretrained(
-        plan.job.model.name, dtype=DTYPES[settings.precision], attn_implementation=settings.attention
+    loader = DataLoader(
+        data.train, batch_size=settings.batch.micro, shuffle=True, collate_fn=tk.Collator.of(data.train)
     )
-    model = apply_plan(plan, model)  # LoRA, checkpointing and compilation, where the plan has them
+    model = AutoModelForCausalLM.from_pretrained(
+        plan.job.model.name, dtype=tk.DTYPES[settings.precision], attn_implementation=settings.attention
+    )
+    model = tk.apply_plan(plan, model)  # LoRA, checkpointing and compilation, where the plan has them
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=settings.learning_rate,
@@ -63,7 +61,7 @@ def main() -> None:
     per_epoch = math.ceil(len(loader) / settings.batch.accumulation)
     num_steps = settings.max_steps or math.ceil(per_epoch * settings.num_train_epochs)
     # Not prepared: Accelerate would step it once for each process.
-    schedule = get_scheduler(train.lr_scheduler_type, optimizer, warmup_steps(plan, num_steps), num_steps)
+    schedule = get_scheduler(train.lr_scheduler_type, optimizer, plan.warmup_steps(num_steps), num_steps)
 
     step = 0
     while step < num_steps:

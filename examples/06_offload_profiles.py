@@ -12,7 +12,6 @@ import argparse
 import json
 
 import toolkit as tk
-from toolkit.planning.offload import PROFILES
 
 
 def main() -> None:
@@ -33,7 +32,7 @@ def main() -> None:
         nvme_path=options.nvme_path,
     )
     job = tk.Job(model=options.model, cluster=cluster)
-    for name, profile in PROFILES.items():
+    for name, profile in tk.OFFLOAD_PROFILES.items():
         print(f"\n{name}: {profile.explanation}")
         try:
             plan = tk.resolve(job.with_(parallel={"offload": name, "zero_stage": max(2, profile.min_zero_stage)}))

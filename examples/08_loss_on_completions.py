@@ -14,7 +14,6 @@ import os
 from pathlib import Path
 
 import toolkit as tk
-from toolkit.data.packing import IGNORED
 
 
 def main() -> None:
@@ -47,7 +46,7 @@ def show_a_row(plan: tk.Plan) -> None:
     assert plan.job.data is not None
     data = tk.prepare(plan.job.data, tokenizer=tokenizer, sequence_length=128, seed=0, cache_dir=cache)
     row = data.train[0]
-    learned = row["labels"] != IGNORED
+    learned = row["labels"] != -100  # torch ignores these in the loss
     print(f"row:     {tokenizer.decode(row['input_ids'])!r}")
     print(f"learned: {tokenizer.decode(row['input_ids'][learned])!r}")
     report = data.train.report

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from toolkit.tensor_parallel import apply_tensor_parallel, tp_plan_for
+import toolkit as tk
 
 CONFIG = LlamaConfig(
     vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8,
@@ -39,8 +39,11 @@ def main() -> None:
     dense = AutoModelForCausalLM.from_config(CONFIG).to(device)
     sharded = copy.deepcopy(dense)
     assert dist.group.WORLD is not None, "init_process_group has run"
-    apply_tensor_parallel(
-        sharded, tp_plan_for(sharded), tp_group=dist.group.WORLD, sequence_parallel=options.sequence_parallel
+    tk.tensor_parallel.apply_tensor_parallel(
+        sharded,
+        tk.tensor_parallel.tp_plan_for(sharded),
+        tp_group=dist.group.WORLD,
+        sequence_parallel=options.sequence_parallel,
     )
     if dist.get_rank() == 0:
         held, whole = (sum(p.numel() for p in model.parameters()) for model in (sharded, dense))

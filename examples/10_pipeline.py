@@ -15,7 +15,6 @@ import os
 from pathlib import Path
 
 import toolkit as tk
-from toolkit.trainer.preparation import prepare_in_turn
 
 
 def main() -> None:
@@ -24,7 +23,7 @@ def main() -> None:
     with tk.initialize(plan) as run:  # each process builds its own stage, and no more
         held = plan.stage(run.world.coordinate.pp)
         print(f"rank {run.world.rank} holds {held}")  # ranks past the first write to runs/pipeline/logs
-        data = prepare_in_turn(plan, run.world, tokenizer)
+        data = run.prepare(tokenizer)
         for batch in run.loader(data.train):  # every stage of a replica gets the same rows
             loss = run.step(batch)  # all micro-batches through all stages and back; the same loss on every rank
             if run.world.is_main:

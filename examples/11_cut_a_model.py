@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_dtype, hidden_shape, split_model
-from toolkit.tensor_parallel import apply_tensor_parallel, tp_plan_for
+import toolkit as tk
 
 CONFIG = LlamaConfig(
     vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=8,
@@ -43,10 +42,10 @@ def main() -> None:
     model = copy.deepcopy(whole)
     if tensor > 1:  # neighbours share layers: they send each other the most
         tp_group, _ = dist.new_subgroups(group_size=tensor)
-        apply_tensor_parallel(model, tp_plan_for(model), tp_group=tp_group)
+        tk.tensor_parallel.apply_tensor_parallel(model, tk.tensor_parallel.tp_plan_for(model), tp_group=tp_group)
     num_layers = CONFIG.num_hidden_layers
     layers = range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
-    split_model(model, StageSpec(chunks=(layers,), num_layers=num_layers))
+    tk.pipeline.split_model(model, tk.pipeline.StageSpec(chunks=(layers,), num_layers=num_layers))
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last:
         held, count = (sum(p.numel() for p in one.parameters()) for one in (model, whole))
@@ -75,9 +74,13 @@ def forward_and_backward(model: Any, batch: dict[str, torch.Tensor], *, behind: 
     """
     rank, received = dist.get_rank(), None
     if not first:
-        received = torch.empty(hidden_shape(model, batch), dtype=hidden_dtype(model), device=batch["input_ids"].device)
+        received = torch.empty(
+            tk.pipeline.hidden_shape(model, batch),
+            dtype=tk.pipeline.hidden_dtype(model),
+            device=batch["input_ids"].device,
+        )
         dist.recv(received, src=rank - behind)
-    output = forward_stage(model, batch, received=received)  # labels are read on the last stage alone
+    output = tk.pipeline.forward_stage(model, batch, received=received)  # labels are read on the last stage alone
     if last:
         output.loss.backward()
     else:

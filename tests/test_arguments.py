@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
+from torch import nn
 
 import toolkit as tk
 from toolkit.arguments import Positive, checks_arguments, each_fitting
 from toolkit.config.loader import load_job
+from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.run import Run
 from toolkit.errors import SpecError
-from toolkit.trainer.preparation import prepare_in_turn
 from toolkit.trainer.tokenizer import load_tokenizer
 
 JOB = tk.Job(model="quickstart-llama", cluster=tk.Cluster(gpu="cpu", nodes=2), data=tk.Data(train="a.jsonl"))
@@ -66,7 +68,7 @@ TABLE: dict[str, Row] = {
     "train": (
         tk.train,
         {"plan": PLAN},
-        {"plan": NO_PLAN, "resume": NO_PATH, "stop_after": NO_INT, "reporter": [3, "terminal"]},
+        {"plan": NO_PLAN, "resume": NO_PATH, "stop_after": NO_INT, "reporter": [3, "terminal"], "attach": NO_FUNCTION},
     ),
     "initialize": (
         tk.initialize,
@@ -121,6 +123,43 @@ TABLE: dict[str, Row] = {
             "progress": NO_FLAG,
         },
     ),
+    "apply_plan": (
+        tk.apply_plan,
+        {"plan": PLAN, "model": None},
+        {"plan": NO_PLAN, "model": [None, 3, "llama", nn.Linear(2, 2)]},
+    ),
+    "apply_lora": (
+        tk.apply_lora,
+        {"model": None, "lora": tk.Lora(), "seed": 0},
+        {"model": [None, 3, nn.Linear(2, 2)], "lora": [None, {"r": 8}, 3], "seed": [None, *NO_INT]},
+    ),
+    "estimate_module": (
+        tk.estimate_module,
+        {"module": nn.Linear(2, 2), "example_batch": [torch.zeros(1, 2)]},
+        {
+            "module": [None, 3, "llama"],
+            "example_batch": [None, 3],
+            "loss": NO_FUNCTION,
+            "gpu": [None, *NO_TEXT],
+            "num_gpus": NO_COUNT,
+            "zero_stage": [4, "2", None],
+            "precision": ["bfloat16", 16, None],
+            "deepspeed_config": [3, {3: 3}],
+        },
+    ),
+    "offload_section": (
+        tk.offload_section,
+        {"profile": "optimizer-cpu"},
+        {
+            "profile": ["cpu", 3, None],
+            "zero_stage": NO_INT,
+            "offload_ratio": ["0.5", None],
+            "nvme_path": NO_PATH,
+            "pin_memory": NO_FLAG,
+        },
+    ),
+    "write_sample": (tk.write_sample, {}, {"folder": [*NO_PATH, None]}),
+    "Run.prepare": (RUN.prepare, {}, {"tokenizer": [*NO_TOKENIZER, None]}),
     "Plan.load": (tk.Plan.load, {}, {"path": [*NO_PATH, None]}),
     "Plan.save": (PLAN.save, {}, {"path": [*NO_PATH, None]}),
     "Plan.from_dict": (tk.Plan.from_dict, {}, {"value": NO_MAPPING}),

@@ -10,7 +10,7 @@ from tiny_plans import tiny_plan
 from transformers import TrainingArguments, get_scheduler
 
 from toolkit.config.job import Schedule
-from toolkit.engine.lr_scheduler import LazyLRScheduler, warmup_steps
+from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.errors import PlanError
 from toolkit.planning.plan import Plan
 
@@ -109,9 +109,9 @@ def test_a_restored_state_goes_on_where_it_stopped(late: bool) -> None:
 
 
 def test_warm_up_in_steps_wins_over_a_ratio() -> None:
-    assert warmup_steps(plan_of({"lr_scheduler_type": "linear", "warmup_steps": 3}), 100) == 3
-    assert warmup_steps(plan_of({"lr_scheduler_type": "linear", "warmup_ratio": 0.031}), 100) == 4
-    assert warmup_steps(plan_of({"lr_scheduler_type": "constant"}), 100) == 0
+    assert plan_of({"lr_scheduler_type": "linear", "warmup_steps": 3}).warmup_steps(100) == 3
+    assert plan_of({"lr_scheduler_type": "linear", "warmup_ratio": 0.031}).warmup_steps(100) == 4
+    assert plan_of({"lr_scheduler_type": "constant"}).warmup_steps(100) == 0
 
 
 @pytest.mark.parametrize("name", [name for name in get_args(Schedule) if name != "constant"])

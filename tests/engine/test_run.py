@@ -68,6 +68,12 @@ def evaluate(rank: int, plan: Plan, packing: str) -> dict[str, Any]:
     """Evaluation of the untrained model, then an epoch whose length the loader finds, then evaluation again."""
     training, held = documents(ROWS, packing=packing), documents(EVAL_ROWS, packing=packing)
     with tk.initialize(plan) as run:
+        called: list[tuple[str, Any]] = []
+        run.on_step_end(lambda own, loss: called.append(("step", (own.step_count, float(loss)))))
+        run.on_evaluation(lambda own, loss: called.append(("evaluation", loss)))
+        run.on_end(lambda own: called.append(("end", own.engine is not None)))
+        with pytest.raises(TypeError, match="cannot be called"):
+            run.on_save(3)  # type: ignore[type-var]
         before = [run.evaluate(run.eval_loader(held)) for _ in range(2)]
         if plan.settings.max_steps is None:
             with pytest.raises(ToolkitError) as caught:
@@ -92,6 +98,7 @@ def evaluate(rank: int, plan: Plan, packing: str) -> dict[str, Any]:
             "training": all(grads),
             "after": run.evaluate(run.eval_loader(held)),
             "kept": outputs_kept(run, held),
+            "called": called,
         }
 
 
@@ -232,6 +239,16 @@ def test_evaluation_is_the_mean_over_the_tokens_of_each_row_once(found: list[dic
     assert ours["before"] == theirs["before"]
     assert ours["before"] == pytest.approx([summed / count] * 2, abs=1e-6)
     assert ours["after"] == theirs["after"] < ours["before"][0]
+
+
+@pytest.mark.gloo
+def test_hooks_are_called_in_order_and_the_last_before_the_engine_ends(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        one = rank["padded"]
+        steps_done = [("step", (step + 1, loss)) for step, loss in enumerate(one["losses"])]
+        first = [("evaluation", loss) for loss in one["before"]]
+        assert one["called"][: len(first + steps_done) + 1] == [*first, *steps_done, ("evaluation", one["after"])]
+        assert one["called"][-1] == ("end", True)
 
 
 @pytest.mark.gloo

@@ -53,9 +53,7 @@ def steps_of(rank: int) -> dict[Any, Any]:
         whole = sequence()
         names = {id(weight): key for key, weight in whole.named_parameters()}
         own = split_sequential(whole, 2 * chunks)[world.coordinate.pp :: 2]
-        runner = PipelineRunner(
-            own, world, loss=nn.functional.mse_loss, micro_batches=MICRO_BATCHES, schedule=name
-        )
+        runner = PipelineRunner(own, world, loss=nn.functional.mse_loss, micro_batches=MICRO_BATCHES, schedule=name)
         inputs, targets = batches()
         losses = []
         for _ in range(2):

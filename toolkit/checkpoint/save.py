@@ -88,6 +88,7 @@ def save(
     with disk_errors(target):
         _publish(run, partial, target)
     run.world.barrier()
+    run.call_hooks("save", target)
     return target
 
 

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from toolkit.planning.checkpoint_size import DiskUse
     from toolkit.planning.plan import Plan
 
-# Causes below this share of the peak are summed up in one line.
-LEAST_SHARE = 0.005
-
 
 def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
     """Print an estimate: the verdict first, then its causes."""
+    from toolkit.memory.report.page import card_fields, cause_fields, host_fields, verdict
+
     settings, cluster = plan.settings, plan.job.cluster
     names = {"ddp": "DDP", "fsdp2": "FSDP2"}
     strategy = names.get(plan.job.parallel.strategy, f"ZeRO-{settings.zero_stage}")
@@ -39,11 +38,12 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequ
     if plan.grid.pp > 1:
         _print_stages(plan, report)
     _print_phases(report, device=device)
-    _print_causes(report)
+    print(f"\nCauses of the peak, in {report.limiting_phase}")
+    print_fields(cause_fields(report))
     print(f"\n{'Tensors of a process' if plan.on_cpu else 'A card must have'}")
-    print_fields(_card(report, on_cpu=plan.on_cpu))
+    print_fields(card_fields(report, on_cpu=plan.on_cpu))
     print(f"\nHost memory of a node, {report.host.ranks_per_node} {_plural('rank', report.host.ranks_per_node)}")
-    print_fields(_host(report))
+    print_fields(host_fields(report))
     print(f"\nDisk: {_disk(report.disk)}")
     print(_traced(report))
     if report.worst_routing_peak_bytes is not None:
@@ -65,38 +65,6 @@ def _shape(plan: Plan) -> Iterator[str]:
     yield f"accumulation {settings.batch.accumulation}"
     if train.loss != "full":
         yield f"{train.loss} loss"
-
-
-def verdict(report: MemoryReport, *, device: str) -> str:
-    """Return one line: whether card and host hold the job, and what is left or lacking.
-
-    Args:
-        report: The estimate.
-        device: Device of a rank: `card`, or `process` on CPU, which has no memory of its own.
-    """
-    if report.gpu_capacity_bytes is None and report.host.capacity_bytes is None:
-        taken = f"It takes {format_bytes(report.required_bytes)} a {device} and {format_bytes(report.host.bytes_per_node)} a host"
-        if device == "process":
-            taken = (
-                f"The tensors of a process take {format_bytes(report.required_bytes)}; with its libraries, "
-                f"{'it takes' if report.host.ranks_per_node == 1 else f'{report.host.ranks_per_node} of them take'} "
-                f"{format_bytes(report.host.bytes_per_node)} of a host"
-            )
-        return f"{taken}, whose capacity is not known"
-    parts = [_compare(device, report.required_bytes, report.gpu_capacity_bytes)]
-    if device == "process":
-        parts = [f"tensors of a process {format_bytes(report.required_bytes)}"]
-    parts.append(_compare("host", report.host.bytes_per_node, report.host.capacity_bytes))
-    said = "It does not fit" if not report.fits else "It fits tightly" if report.tight else "It fits"
-    return f"{said}: {'; '.join(parts)}"
-
-
-def _compare(name: str, needed: int, capacity: int | None) -> str:
-    if capacity is None:
-        return f"{name} {format_bytes(needed)}, capacity unknown"
-    room = capacity - needed
-    rest = f"{format_bytes(room)} left" if room >= 0 else f"{format_bytes(-room)} too much"
-    return f"{name} {format_bytes(needed)} of {format_bytes(capacity)}, {rest}"
 
 
 def _traced(report: MemoryReport) -> str:
@@ -143,53 +111,12 @@ def _print_stages(plan: Plan, report: MemoryReport) -> None:
 
 
 def _print_phases(report: MemoryReport, *, device: str) -> None:
+    from toolkit.memory.report.page import phase_fields
+
     rank = report.fullest
     where = f"the fullest rank, {rank.rank}" if len(report.ranks) > 1 else f"the {device}"
     print(f"\nPeak by phase on {where}")
-    lines = []
-    for name, phase in rank.phases.items():
-        mark = "  ◄ the peak" if name == report.limiting_phase else ""
-        lines.append((name, f"{format_bytes(phase.allocated_bytes):>10}{mark}"))
-    print_fields(lines)
-
-
-def _print_causes(report: MemoryReport) -> None:
-    phase = report.fullest.phases[report.limiting_phase]
-    print(f"\nCauses of the peak, in {report.limiting_phase}")
-    whole = phase.allocated_bytes or 1
-    ordered = sorted(phase.causes.items(), key=lambda item: -item[1])
-    shown = [(cause, size) for cause, size in ordered if size >= LEAST_SHARE * whole]
-    rest = sum(size for _, size in ordered) - sum(size for _, size in shown)
-    if rest:
-        shown.append(("all else", rest))
-    print_fields((cause, f"{format_bytes(size):>10}  {size / whole:4.0%}") for cause, size in shown)
-
-
-def _card(report: MemoryReport, *, on_cpu: bool) -> list[tuple[str, str]]:
-    allocator = "expandable segments" if report.allocator == "expandable" else "torch's default"
-    if on_cpu:
-        allocator = "assumed"
-    lines = [
-        ("peak allocated", format_bytes(report.peak_allocated_bytes)),
-        (f"allocator slack, {allocator}", format_bytes(report.allocator_slack_bytes)),
-        *([] if on_cpu else [("CUDA context and NCCL", format_bytes(report.context_and_nccl_bytes))]),
-        ("required", format_bytes(report.required_bytes)),
-    ]
-    if report.gpu_capacity_bytes is not None:
-        room = report.gpu_capacity_bytes - report.required_bytes
-        lines.append(("capacity", format_bytes(report.gpu_capacity_bytes)))
-        lines.append(("room left" if room >= 0 else "too much", format_bytes(abs(room))))
-    return [(name, f"{value:>10}") for name, value in lines]
-
-
-def _host(report: MemoryReport) -> list[tuple[str, str]]:
-    host = report.host
-    ordered = sorted(host.bytes_on_node.items(), key=lambda item: -item[1])
-    lines = [(cause, format_bytes(size)) for cause, size in ordered]
-    lines.append(("required", format_bytes(host.bytes_per_node)))
-    if host.capacity_bytes is not None:
-        lines.append(("capacity", format_bytes(host.capacity_bytes)))
-    return [(name, f"{value:>10}") for name, value in lines]
+    print_fields(phase_fields(report))
 
 
 def _print_savings(savings: Sequence[Saving], *, device: str) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from toolkit.arguments import checks_arguments
 from toolkit.distributed.fake import fake_world
 from toolkit.distributed.process_groups import join_group
 from toolkit.distributed.world import World, destroy_world, init_world
@@ -26,7 +27,8 @@ from toolkit.topology.grid import AXES, Axis, Grid
 __all__ = ["Grid", "World", "destroy", "fake", "from_device_mesh", "init", "to_device_mesh"]
 
 
-def init(*, pp: int = 1, tp: int = 1, backend: str | None = None) -> World:
+@checks_arguments
+def init(*, pp: int = 1, tp: int = 1, backend: Literal["nccl", "gloo"] | None = None) -> World:
     """Join the processes that a launcher has started to a grid; what pp × tp leaves is data-parallel.
 
     Args:
@@ -47,6 +49,7 @@ def destroy(world: World) -> None:
     destroy_world(world)
 
 
+@checks_arguments
 def to_device_mesh(world: World) -> DeviceMesh:
     """Return the grid as a torch mesh with the dimensions `pp`, `dp` and `tp`, over the groups that the world has.
 
@@ -59,6 +62,7 @@ def to_device_mesh(world: World) -> DeviceMesh:
     return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=AXES)
 
 
+@checks_arguments
 def from_device_mesh(mesh: DeviceMesh) -> World:
     """Return a world over the groups of a torch mesh whose dimensions are some of `pp`, `dp` and `tp`, in this order.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -36,7 +35,7 @@ class LazyLRScheduler:
         arguments = {}
         if settings.min_learning_rate_ratio is not None:
             arguments["min_lr_rate"] = settings.min_learning_rate_ratio
-        warmup = warmup_steps(self._plan, num_steps)
+        warmup = self._plan.warmup_steps(num_steps)
         scheduler = get_scheduler(
             train.lr_scheduler_type,
             # The polynomial schedule ends at an absolute rate, 1e-7, so its multipliers depend on the peak.
@@ -73,10 +72,3 @@ class LazyLRScheduler:
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         scheduler._last_lr = rates
-
-
-def warmup_steps(plan: Plan, num_steps: int) -> int:
-    """Return the length of the warm-up in optimizer steps."""
-    if plan.settings.warmup_steps is not None:
-        return plan.settings.warmup_steps
-    return math.ceil((plan.settings.warmup_ratio or 0.0) * num_steps)

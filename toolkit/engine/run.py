@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from torch import nn
 
 from toolkit.arguments import Positive, checks_arguments, each_fitting
 from toolkit.data.collate import Collator
+from toolkit.data.formats import TransformersTokenizer
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
+from toolkit.data.prepare import PreparedData
 from toolkit.distributed.deepspeed_private import restore_patches
 from toolkit.distributed.process_groups import join_group
 from toolkit.distributed.world import World, destroy_world
@@ -24,10 +27,17 @@ from toolkit.engine.hyperparameters import Hyperparameters
 from toolkit.engine.lr_scheduler import LazyLRScheduler
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.pipeline import PipelineForwardBackward
+from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.signals import StopFlag
 from toolkit.errors import RunError
 from toolkit.modeling.loss import count_targets
 from toolkit.planning.plan import Plan
+
+StepHook = TypeVar("StepHook", bound="Callable[[Run, torch.Tensor], object]")
+EvaluationHook = TypeVar("EvaluationHook", bound="Callable[[Run, float], object]")
+SaveHook = TypeVar("SaveHook", bound="Callable[[Run, Path], object]")
+EndHook = TypeVar("EndHook", bound="Callable[[Run], object]")
+H = TypeVar("H", bound="Callable[..., object]")
 
 
 class Run:
@@ -64,6 +74,7 @@ class Run:
         self.stop_requested = False
         self.should_stop = False
         self._schedule = schedule
+        self._hooks: dict[str, list[Callable[..., object]]] = {}
         self._stop_flag = StopFlag(late=world.device.type != "cpu")
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batches_compared = world.grid.size("model") == 1
@@ -77,6 +88,37 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
+    def on_step_end(self, hook: StepHook) -> StepHook:
+        """Call `hook(run, loss)` after each optimizer step, on every rank; usable as a decorator, like the other three.
+
+        Args:
+            hook: Gets the mean loss as `step` returns it: reading its value waits for the device.
+        """
+        return self._attach("step_end", hook)
+
+    def on_evaluation(self, hook: EvaluationHook) -> EvaluationHook:
+        """Call `hook(run, loss)` after each evaluation, with its mean loss, on every rank."""
+        return self._attach("evaluation", hook)
+
+    def on_save(self, hook: SaveHook) -> SaveHook:
+        """Call `hook(run, folder)` after each checkpoint is complete, on every rank."""
+        return self._attach("save", hook)
+
+    def on_end(self, hook: EndHook) -> EndHook:
+        """Call `hook(run)` once when the run is closed, also after an error, while the engine is still there."""
+        return self._attach("end", hook)
+
+    def call_hooks(self, event: Literal["step_end", "evaluation", "save", "end"], *given: Any) -> None:
+        """Call the hooks of an event in the order in which they were attached; what they raise ends the run."""
+        for hook in self._hooks.get(event, ()):
+            hook(self, *given)
+
+    def _attach(self, event: str, hook: H) -> H:
+        if not callable(hook):
+            raise TypeError(f"{hook!r} cannot be called: give a function of the run")
+        self._hooks.setdefault(event, []).append(hook)
+        return hook
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -85,12 +127,25 @@ class Run:
 
     def close(self, *, leave_groups: bool = True) -> None:
         """Free the engine and leave the process groups that `tk.initialize` joined."""
-        if self.engine is not None:
+        if self.engine is None:
+            return
+        try:
+            self.call_hooks("end")
+        finally:
             self.engine.destroy()
             self.engine = None
             restore_patches()
             if leave_groups:
                 destroy_world(self.world)
+
+    @checks_arguments
+    def prepare(self, tokenizer: TransformersTokenizer) -> PreparedData:
+        """Tokenise the plan's data on rank 0 while the others wait, then open its files on them.
+
+        Raises:
+            PlanError: TRAIN_NO_DATA. DataError, RunError: As of `tk.prepare`.
+        """
+        return prepare_in_turn(self.plan, self.world, tokenizer)
 
     @property
     def model(self) -> nn.Module:
@@ -197,6 +252,7 @@ class Run:
         total = self._passes.run(moved, num_targets)
         dist.all_reduce(total, group=self._replicas)
         self.step_count += 1
+        self.call_hooks("step_end", total)
         return total
 
     def request_stop(self) -> None:
@@ -235,7 +291,9 @@ class Run:
             del outputs  # else they would coexist with those of the next batch
         self.memory.end("evaluation")
         dist.all_reduce(sums, group=self._replicas)
-        return float(sums[0] / sums[1].clamp(min=1))
+        loss = float(sums[0] / sums[1].clamp(min=1))
+        self.call_hooks("evaluation", loss)
+        return loss
 
     @checks_arguments
     def outputs(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:

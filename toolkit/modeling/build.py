@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from toolkit.arguments import checks_arguments
 from toolkit.config.job import Fp8, Kernels, Lora, Loss
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
@@ -158,6 +159,7 @@ def build_model(
     return adapted  # type: ignore[no-any-return]
 
 
+@checks_arguments
 def apply_plan(plan: Plan, model: PreTrainedModel) -> nn.Module:
     """Add to a model built elsewhere what the plan has: adapters, float8, kernels, checkpointing, the loss, compilation."""
     options = BuildOptions.of(plan)

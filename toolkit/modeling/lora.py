@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.arguments import checks_arguments
 from toolkit.config.job import Lora
 from toolkit.errors import PlanError, Problem, first_line, raise_all
 from toolkit.modeling.sharded_adapters import ADAPTED_BY, draw_adapters, shard_adapters
@@ -20,6 +21,7 @@ from toolkit.tensor_parallel.guard import PartOfModel, guard_part
 from toolkit.tensor_parallel.linear import ShardedLinear
 
 
+@checks_arguments
 def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
     """Freeze the model and add adapters in its own precision.
 

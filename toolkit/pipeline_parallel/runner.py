@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.arguments import Positive, checks_arguments
 from toolkit.config.fields import PipelineSchedule
 from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, P2PChannels, PendingRecv
 from toolkit.distributed.world import World
@@ -223,13 +224,14 @@ class PipelineRunner(ScheduleRunner):
         The ranks of one pipeline create their channels.
     """
 
+    @checks_arguments
     def __init__(
         self,
         stages: Sequence[nn.Module],
         world: World,
         *,
         loss: Callable[[torch.Tensor, Any], torch.Tensor],
-        micro_batches: int,
+        micro_batches: Positive,
         schedule: PipelineSchedule | None = None,
     ) -> None:
         self.stages, self._world, self._loss = list(stages), world, loss
@@ -250,6 +252,7 @@ class PipelineRunner(ScheduleRunner):
         self._targets: Sequence[Any] = ()
         self._losses: list[torch.Tensor] = []
 
+    @checks_arguments
     def step(self, inputs: Sequence[torch.Tensor] = (), targets: Sequence[Any] = ()) -> torch.Tensor:
         """Run the forward and backward passes of all micro-batches; the optimizer is the caller's.
 
@@ -346,14 +349,15 @@ def _output_of(
     )
 
 
+@checks_arguments
 def split_sequential(
-    model: nn.Sequential, num_stages: int, *, counts: Sequence[int] | None = None
+    model: nn.Sequential, num_stages: Positive, *, counts: Sequence[int] | None = None
 ) -> list[nn.Sequential]:
     """Cut a sequence of modules into stages.
 
     >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
-    >>> [len(stage) for stage in split_sequential(model, 4)]
-    [1, 1, 2, 2]
+    >>> tuple(map(len, split_sequential(model, 4)))
+    (1, 1, 2, 2)
 
     Args:
         model: Modules that run one after the other; they are not copied.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -118,22 +120,42 @@ class Plan(UncheckedPlan):
         """Return the keyword arguments of `transformers.TrainingArguments`, DeepSpeed's configuration included."""
         return training_arguments(self)
 
+    def warmup_steps(self, num_steps: int) -> int:
+        """Return the length of the learning rate's warm-up in a run of `num_steps` optimizer steps."""
+        if self.settings.warmup_steps is not None:
+            return self.settings.warmup_steps
+        return math.ceil((self.settings.warmup_ratio or 0.0) * num_steps)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(choice.key)}</td><td>{html.escape(json.dumps(choice.value))}</td>"
+            f"<td>{html.escape(choice.source)}: {html.escape(choice.reason)}</td></tr>"
+            for choice in self.choices
+        )
+        head = "".join(f"<p>{html.escape(line)}</p>" for line in self._summary())
+        return f"<div>{head}<table><tr><th>key</th><th>value</th><th>why</th></tr>{rows}</table></div>"
+
     def explain(self) -> str:
         """Return in plain text what was decided, where each value came from, and why."""
-        lines = [
+        lines = [*self._summary(), ""]
+        width = max((len(choice.key) for choice in self.choices), default=0)
+        for choice in self.choices:
+            value = json.dumps(choice.value)
+            lines.append(one_line(f"{choice.key:<{width}}  {value:<12}  {choice.source}: {choice.reason}"))
+        return "\n".join(lines)
+
+    def _summary(self) -> list[str]:
+        return [
             f"{self.model.name} on {self.job.cluster.num_ranks} × {self.gpu.name}",
             f"batch: {self.settings.batch}",
             *([f"pipeline: {describe_pipeline(self)}"] if self.grid.pp > 1 else []),
             *([f"tensor: {describe_tensor(self)}"] if self.grid.tp > 1 else []),
             f"offload {self.profile.name}: {self.offload_meaning}",
             *([self._float8()] if self.settings.precision == "fp8" else []),
-            "",
         ]
-        width = max((len(choice.key) for choice in self.choices), default=0)
-        for choice in self.choices:
-            value = json.dumps(choice.value)
-            lines.append(one_line(f"{choice.key:<{width}}  {value:<12}  {choice.source}: {choice.reason}"))
-        return "\n".join(lines)
 
     def _float8(self) -> str:
         if self.on_cpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from toolkit.checkpoint.resume import AUTO, ResumePoint, set_aside, skip_damaged
 from toolkit.distributed.heartbeat import run_with_heartbeat
 from toolkit.distributed.world import World, destroy_world, init_world
 from toolkit.engine.initialize import initialize, locate_weights
+from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.run import Run
 from toolkit.errors import CheckpointError, PlanError, raise_all
 from toolkit.launch.builds import check_builds
 from toolkit.launch.extensions import Machine
 from toolkit.planning.plan import Plan
 from toolkit.planning.trainable import data_section_problems
-from toolkit.trainer.preparation import prepare_in_turn
 from toolkit.trainer.progress import Reporter, Silent, Terminal
 from toolkit.trainer.session import Session, TrainResult
 from toolkit.trainer.start import begin_together
@@ -30,7 +31,12 @@ from toolkit.trainer.tokenizer import load_tokenizer
 
 @checks_arguments
 def train(
-    plan: Plan, *, resume: str | Path | None = None, stop_after: int | None = None, reporter: Reporter | None = None
+    plan: Plan,
+    *,
+    resume: str | Path | None = None,
+    stop_after: int | None = None,
+    reporter: Reporter | None = None,
+    attach: Callable[[Run], object] | None = None,
 ) -> TrainResult:
     """Train a plan from its data section to its last checkpoint. Call it on every rank, under any launcher.
 
@@ -42,6 +48,7 @@ def train(
             output_dir, or the start if there is none.
         stop_after: Optimizer step after which this session saves and ends, before the run's length; counted from the
             run's beginning, also when it resumes.
+        attach: Called once with the run, before its first step, to attach hooks: `lambda run: run.on_step_end(log)`.
         reporter: Receiver of progress messages, entered by the caller; by default the terminal of rank 0.
 
     Returns:
@@ -62,7 +69,7 @@ def train(
                 own: Reporter = Terminal() if world.is_main else Silent()
                 reporter = stack.enter_context(own)
             point = begin_together(plan, world, resume=resume, held=stack, say=reporter.say)
-            return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after)
+            return _train(plan, world, reporter, point, skips=resume == AUTO, stop_after=stop_after, attach=attach)
     except BaseException:
         if world.size == 1:  # several ranks may still be in a collective, for which destroying the groups would wait
             destroy_world(world)
@@ -70,7 +77,14 @@ def train(
 
 
 def _train(
-    plan: Plan, world: World, reporter: Reporter, point: ResumePoint | None, *, skips: bool, stop_after: int | None
+    plan: Plan,
+    world: World,
+    reporter: Reporter,
+    point: ResumePoint | None,
+    *,
+    skips: bool,
+    stop_after: int | None,
+    attach: Callable[[Run], object] | None,
 ) -> TrainResult:
     """Train from the point on which the ranks have agreed.
 
@@ -95,6 +109,8 @@ def _train(
     began = time.perf_counter()
     with _build(plan, world, reporter) as run:
         reporter.say(describe_model(run, seconds=time.perf_counter() - began))
+        if attach is not None:
+            attach(run)
         resumed = None if point is None else _resume(run, point, reporter, skips=skips)
         if resumed is None and skips and world.is_main:
             set_aside(plan.output_dir)

@@ -17,7 +17,7 @@ from toolkit.units import GIB, format_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from toolkit.memory.report.report import MemoryReport
+    from toolkit.memory.report.report import CardReport
 
 SUFFIXES = (".png", ".svg", ".html")
 
@@ -64,7 +64,7 @@ def check_plot_path(path: Path) -> None:
         )
 
 
-def plot_report(report: MemoryReport, path: Path, *, title: str = "") -> None:
+def plot_report(report: CardReport, path: Path, *, title: str = "") -> None:
     """Draw one bar per phase, stacked by cause, for the fullest rank, and the card's memory that is left for them.
 
     Raises:
@@ -161,7 +161,7 @@ def _square(column: int, row: int, colour: str) -> Any:
     return Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=2)
 
 
-def _stacked(report: MemoryReport) -> dict[str, list[float]]:
+def _stacked(report: CardReport) -> dict[str, list[float]]:
     """Return GiB per phase for the largest causes of the fullest rank, and for the rest together."""
     phases = report.fullest.phases
     largest: dict[str, int] = {}

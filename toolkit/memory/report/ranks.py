@@ -72,7 +72,7 @@ def _phases_of_stage(
         workspace=0 if plan.on_cpu else workspace_bytes(Device.of(plan.gpu).capability),
         course=course,
     )
-    return {dp: _phases(account) for dp, account in accounts.items()}
+    return {dp: phases_of_ledger(account) for dp, account in accounts.items()}
 
 
 def stage_required_bytes(
@@ -188,7 +188,8 @@ def replay_ranks(
     return {rank: made[chosen[size]] for rank, size in sizes.items()}
 
 
-def _phases(account: MemoryLedger) -> dict[str, PhaseReport]:
+def phases_of_ledger(account: MemoryLedger) -> dict[str, PhaseReport]:
+    """Return the peak of each phase of a replayed rank."""
     return {
         name: PhaseReport(allocated_bytes=peak.allocated_bytes, causes=dict(peak.causes))
         for name, peak in account.peaks.items()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.memory.report.host import HostReport
 from toolkit.memory.report.overhead import Allocator
 from toolkit.planning.checkpoint_size import DiskUse
 from toolkit.topology.grid import Coordinate
+
+if TYPE_CHECKING:
+    import pandas
 
 # Share of a card: if less is left, another driver, uneven experts or a desktop session may use it up.
 TIGHT_SHARE = 0.05
@@ -59,9 +62,11 @@ class RankReport:
         return max(self.phases, key=lambda phase: self.phases[phase].allocated_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
-    """An estimate.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CardReport:
+    """An estimate of the memory of cards.
+
+    `print(report)` and its representation are a page; in a notebook it shows a table with bars.
 
     Args:
         ranks: One entry per rank.
@@ -69,13 +74,8 @@ class MemoryReport:
         allocator_slack_bytes: Bytes that the allocator of the fullest rank cannot reuse.
         context_and_nccl_bytes: CUDA context, kernels and communicators of the fullest rank.
         gpu_capacity_bytes: Memory of the card; None for CPU processes.
-        host: Host memory of the fullest node.
-        disk: Disk space of the run.
-        num_traced_layers: Layers that were run on fake tensors.
-        num_layers: Layers of the model that they represent.
         assumptions: Assumptions of the estimate, one sentence each.
         num_communicators: NCCL communicators of the fullest rank.
-        worst_routing_peak_bytes: Peak of the fullest rank if all tokens choose the same experts; None without experts.
     """
 
     ranks: tuple[RankReport, ...]
@@ -83,13 +83,8 @@ class MemoryReport:
     allocator_slack_bytes: int
     context_and_nccl_bytes: int
     gpu_capacity_bytes: int | None
-    host: HostReport
-    disk: DiskUse
-    num_traced_layers: int
-    num_layers: int
     assumptions: tuple[str, ...]
     num_communicators: int = 0
-    worst_routing_peak_bytes: int | None = None
 
     @property
     def fullest(self) -> RankReport:
@@ -107,11 +102,6 @@ class MemoryReport:
         return self.fullest.limiting_phase
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Disk space of one checkpoint, all ranks."""
-        return self.disk.checkpoint_bytes
-
-    @property
     def required_bytes(self) -> int:
         """Bytes that a card must have."""
         return self.peak_allocated_bytes + self.allocator_slack_bytes + self.context_and_nccl_bytes
@@ -122,15 +112,15 @@ class MemoryReport:
         return self.gpu_capacity_bytes is None or self.required_bytes <= self.gpu_capacity_bytes
 
     @property
+    def fits(self) -> bool:
+        """True if all that was estimated has enough memory."""
+        return self.fits_gpu
+
+    @property
     def tight(self) -> bool:
         """True if it fits, with less than 5 % of the card left."""
         capacity = self.gpu_capacity_bytes
         return capacity is not None and self.fits and capacity - self.required_bytes < TIGHT_SHARE * capacity
-
-    @property
-    def fits(self) -> bool:
-        """True if the card and the host have enough memory."""
-        return self.fits_gpu and self.host.fits
 
     def plot(self, path: str | Path) -> None:
         """Draw phases and causes of the fullest rank as stacked bars, with the card's capacity.
@@ -142,12 +132,27 @@ class MemoryReport:
 
         plot_report(self, Path(path))
 
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Return one row for each rank, phase and cause, with the bytes that it holds at the phase's peak.
+
+        Columns: rank, pp, dp, tp, phase, cause, bytes.
+        """
+        import pandas
+
+        return pandas.DataFrame(
+            [
+                {"rank": rank.rank, **rank.coordinate.as_dict(), "phase": phase, "cause": cause, "bytes": size}
+                for rank in self.ranks
+                for phase, peak in rank.phases.items()
+                for cause, size in peak.causes.items()
+            ]
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of `toolkit estimate --json`."""
+        """Return the estimate as a JSON object, in the words of `toolkit estimate --json`."""
         return {
             "fits": self.fits,
             "fits_gpu": self.fits_gpu,
-            "fits_host": self.host.fits,
             "tight": self.tight,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "allocator": self.allocator,
@@ -155,21 +160,13 @@ class MemoryReport:
             "context_and_nccl_bytes": self.context_and_nccl_bytes,
             "required_bytes": self.required_bytes,
             "gpu_capacity_bytes": self.gpu_capacity_bytes,
-            "host_bytes_per_node": self.host.bytes_per_node,
-            "host_bytes_per_rank": dict(self.host.bytes_per_rank),
-            "host_capacity_bytes": self.host.capacity_bytes,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "disk": self.disk.to_dict(),
-            "worst_routing_peak_bytes": self.worst_routing_peak_bytes,
             "limiting_phase": self.limiting_phase,
             "limiting_rank": self.fullest.rank,
-            "num_traced_layers": self.num_traced_layers,
-            "num_layers": self.num_layers,
             "assumptions": list(self.assumptions),
             "ranks": [
                 {
                     "rank": rank.rank,
-                    "coordinate": {"pp": rank.coordinate.pp, "dp": rank.coordinate.dp, "tp": rank.coordinate.tp},
+                    "coordinate": rank.coordinate.as_dict(),
                     "required_bytes": rank.required_bytes,
                     "phases": {
                         name: {"allocated_bytes": phase.allocated_bytes, "causes": dict(phase.causes)}
@@ -178,4 +175,61 @@ class MemoryReport:
                 }
                 for rank in self.ranks
             ],
+        }
+
+    def __repr__(self) -> str:
+        from toolkit.memory.report.page import text_page
+
+        return text_page(self)
+
+    def _repr_html_(self) -> str:
+        from toolkit.memory.report.page import html_page
+
+        return html_page(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MemoryReport(CardReport):
+    """An estimate of a job: cards, host and disk.
+
+    Args:
+        host: Host memory of the fullest node.
+        disk: Disk space of the run.
+        num_traced_layers: Layers that were run on fake tensors.
+        num_layers: Layers of the model that they represent.
+        worst_routing_peak_bytes: Peak of the fullest rank if all tokens choose the same experts; None without experts.
+    """
+
+    host: HostReport
+    disk: DiskUse
+    num_traced_layers: int
+    num_layers: int
+    worst_routing_peak_bytes: int | None = None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Disk space of one checkpoint, all ranks."""
+        return self.disk.checkpoint_bytes
+
+    @property
+    def fits(self) -> bool:
+        """True if the card and the host have enough memory."""
+        return self.fits_gpu and self.host.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of `toolkit estimate --json`."""
+        known = CardReport.to_dict(self)  # super() fails in a class with slots, which is made twice
+        last = {key: known.pop(key) for key in ("assumptions", "ranks")}
+        return {
+            **known,
+            "fits_host": self.host.fits,
+            "host_bytes_per_node": self.host.bytes_per_node,
+            "host_bytes_per_rank": dict(self.host.bytes_per_rank),
+            "host_capacity_bytes": self.host.capacity_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "disk": self.disk.to_dict(),
+            "worst_routing_peak_bytes": self.worst_routing_peak_bytes,
+            "num_traced_layers": self.num_traced_layers,
+            "num_layers": self.num_layers,
+            **last,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from toolkit.distributed.fake import fake_group
 from toolkit.errors import ToolkitError
 from toolkit.introspect import tied_groups
-from toolkit.memory.kernels.dispatch import cuda_kernels
+from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.kernels.linear_attention import replaced_kernels
 from toolkit.memory.kernels.quantized import quantize_linears
 from toolkit.memory.kernels.routing import LoopedExperts, assumptions, has_experts, runs_grouped
@@ -144,6 +144,68 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
         except Exception as error:
             backward = tracing is not None and tracing.in_backward
             raise trace_failed(error, None if made is None else made.model, backward=backward) from error
+
+
+def trace_module(
+    module: nn.Module,
+    step: Callable[[nn.Module], torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    device: Device,
+    marks_modules: bool,
+) -> MemoryTrace:
+    """Trace every module of a model that is not from Hugging Face.
+
+    Args:
+        module: Model on any device, also meta; it is not modified.
+        step: Makes a batch, runs the model on it, and returns the loss.
+        dtype: Data type of its floating-point weights.
+        device: Card, which decides on kernels.
+        marks_modules: Whether to mark the hooks of ZeRO-3.
+
+    Raises:
+        PlanError: TRACE_FAILED.
+    """
+    model: Any = None
+    tracing: LayerSegmenter | None = None
+    with _quiet(), cuda_kernels(device), FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            with unset_fake_temporarily():
+                model = _copy_empty(module)
+            allocate(model, device=torch.device("cpu"), dtype=dtype)
+            model.train()
+            with linear_modules(zero3=False):
+                tracing = LayerSegmenter(
+                    model, [], marked=marks_modules, answers=[disable_layer_dropout, inplace_collectives]
+                )
+                tracing.run(partial(step, model))
+            made = TraceRun(model=model, stacks=[], runs=[(tracing, None)], noted=_NOTED).expanded([])
+            assert made is not None, "all modules were traced"
+            return made
+        except ToolkitError:
+            raise
+        except Exception as error:
+            raise trace_failed(error, model, backward=tracing is not None and tracing.in_backward) from error
+
+
+def _copy_empty(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose parameters and buffers are on the meta device."""
+    copies: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
+    for weight in module.parameters():
+        copies[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
+    return copy.deepcopy(module, copies)
+
+
+# Fields of `MemoryTrace` of a model without experts, tensor ranks and stages.
+_NOTED: Mapping[str, Any] = {
+    "assumptions": (),
+    "has_experts": False,
+    "depends_on_routing": False,
+    "contracts": False,
+    "num_replicas": 1,
+    "copies": (),
+    "shared": None,
+}
 
 
 @contextlib.contextmanager
