@@ -2,7 +2,8 @@ import pytest
 from plan_jobs import plan_of
 
 from toolkit.config.job import Offload
-from toolkit.planning.offload import PROFILES, offload_keys, parameter_buffer_size
+from toolkit.errors import SpecError
+from toolkit.planning.offload import PROFILES, offload_keys, offload_section, parameter_buffer_size
 
 
 def section(name, **changes):
@@ -79,3 +80,34 @@ def test_every_profile_is_explained_and_carried_by_its_lowest_stage(name):
     zero = plan.deepspeed_config()["zero_optimization"]
     assert ("offload_optimizer" in zero) == (profile.optimizer is not None)
     assert ("offload_param" in zero) == (profile.parameters is not None)
+
+
+@pytest.mark.parametrize("name", [name for name, profile in PROFILES.items() if not profile.activations])
+def test_a_script_of_ones_own_gets_the_keys_of_a_plan(name):
+    profile = PROFILES[name]
+    given = {"nvme_path": "/local"} if profile.needs_nvme else {}
+    ours = offload_section(name, zero_stage=3, **given)
+    cluster = {"nvme_path": "/local", "host_memory_gib": 2000} if profile.needs_nvme else {"host_memory_gib": 2000}
+    planned = plan_of(ranks=8, **cluster, parallel={"offload": name, "zero_stage": 3})
+    theirs = planned.deepspeed_config()["zero_optimization"]
+    for key in ("offload_optimizer", "offload_param"):
+        expected = theirs.get(key)
+        if expected is not None:
+            expected = {inner: value for inner, value in expected.items() if inner != "buffer_size"}  # by the model
+        found = ours.get(key)
+        assert (found and {k: v for k, v in found.items() if k != "buffer_size"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("profile", "given", "says"),
+    [
+        ("activations-cpu", {}, "the model itself moves"),
+        ("full-cpu", {"zero_stage": 2}, "from 3 to 3"),
+        ("full-nvme", {}, "without nvme_path"),
+        ("optimizer-cpu-partial", {"offload_ratio": 1.5}, "offload_ratio=1.5"),
+    ],
+)
+def test_a_section_that_cannot_be_is_refused(profile, given, says):
+    with pytest.raises(SpecError, match=says) as refused:
+        offload_section(profile, **given)
+    assert refused.value.codes == ("OFFLOAD_PROFILE",)

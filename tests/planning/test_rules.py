@@ -164,6 +164,7 @@ BROKEN = [
 ]  # fmt: skip
 
 ELSEWHERE = {
+    "OFFLOAD_PROFILE": "test_offload.py",
     **dict.fromkeys(
         ("DEEPSPEED_SYNTAX", "DEEPSPEED_DUPLICATE", "ESTIMATE_UNSUPPORTED"),
         "../deepspeed_spec/test_user_file.py",
