@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -117,3 +119,18 @@ def test_one_run_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
     assert not swap.exists()
     outcome = launch_local(plan, [sys.executable, "-c", "pass"], log_dir=tmp_path / "logs")
     assert outcome.exit_code == 0, "the folder is free again"
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_a_process_that_a_run_forked_does_not_keep_its_folder(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    with nvme_folder_of(plan):
+        if not (child := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with nvme_folder_of(plan):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import resource
@@ -56,11 +55,12 @@ def nvme_folder_of(plan: Plan) -> Iterator[None]:
     if not plan.profile.needs_nvme or folder is None:
         yield
         return
-    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    from filelock import FileLock, Timeout
+
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            stack.enter_context(FileLock(folder / _LOCK, timeout=0))
+        except Timeout:
             raise RunError.of(
                 code="NVME_IN_USE",
                 key="cluster.nvme_path",
@@ -68,13 +68,10 @@ def nvme_folder_of(plan: Plan) -> Iterator[None]:
                 fix="Wait for its end, or set cluster.nvme_path to another folder",
                 source="deepspeed runtime/swap_tensor/optimizer_utils.py OptimizerSwapper",
             ) from None
-        shutil.rmtree(folder / SWAP_FOLDER, ignore_errors=True)
-        try:
-            yield
-        finally:
-            shutil.rmtree(folder / SWAP_FOLDER, ignore_errors=True)
-    finally:
-        os.close(handle)
+        swapped = folder / SWAP_FOLDER
+        stack.callback(shutil.rmtree, swapped, ignore_errors=True)
+        shutil.rmtree(swapped, ignore_errors=True)
+        yield
 
 
 def locked_bytes(plan: Plan) -> int:
