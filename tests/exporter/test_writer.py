@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from toolkit.errors import CheckpointError, RunError
-from toolkit.exporter.writer import Entry, ShardWriter, plan_shards, staged_folder
+from toolkit.exporter.writer import Entry, ShardWriter, staged_folder
 
 
 def _entry(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Entry:
@@ -59,10 +60,21 @@ def test_any_order_and_any_dtype_reads_back(tmp_path: Path, limit: int) -> None:
         }
 
 
-def test_shards_are_filled_in_order() -> None:
+@pytest.mark.parametrize("limit", [1, 80, 1000])
+def test_the_files_are_those_that_the_hub_writes(tmp_path: Path, limit: int) -> None:
     entries = [_entry(name, 10) for name in "abc"] + [_entry("large", 100), _entry("d", 1)]
-    shards = plan_shards(entries, max_shard_size_bytes=80)
-    assert [[entry.name for entry in shard] for shard in shards] == [["a", "b"], ["c"], ["large"], ["d"]]
+    ours, hubs = tmp_path / "ours", tmp_path / "hubs"
+    ours.mkdir()
+    with ShardWriter(ours, entries, limit) as writer:
+        for entry in reversed(entries):
+            writer.write(entry.name, _values(entry))
+    save_torch_state_dict({entry.name: _values(entry) for entry in entries}, hubs, max_shard_size=limit)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in hubs.iterdir()}
+    assert len(list(ours.glob("*.safetensors"))) == {1: 5, 80: 3, 1000: 1}[limit]
+    for path in ours.glob("*.safetensors"):
+        mine, theirs = load_file(path), load_file(hubs / path.name)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_what_differs_from_the_plan_is_refused(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from toolkit.checkpoint.disk import LIFT_LIMIT, file_limit
@@ -44,26 +45,9 @@ class Entry:
         return numel * self.dtype.itemsize
 
 
-def plan_shards(entries: Iterable[Entry], *, max_shard_size_bytes: int) -> list[list[Entry]]:
-    """Assign entries to shards in order; no shard exceeds the size unless a single tensor does.
-
-    Source:
-        huggingface_hub, serialization/_base.py, split_state_dict_into_shards_factory.
-    """
-    shards: list[list[Entry]] = [[]]
-    room = max_shard_size_bytes
-    for entry in entries:
-        if shards[-1] and entry.num_bytes > room:
-            shards.append([])
-            room = max_shard_size_bytes
-        shards[-1].append(entry)
-        room -= entry.num_bytes
-    return shards
-
-
 @dataclass(slots=True)
 class ShardWriter:
-    """A writer of tensors in any order, with only one in memory at a time.
+    """A writer of tensors in any order, with only one in memory at a time, into the files that `save_pretrained` would make.
 
     The headers are written first and fix every tensor's offset in its file, so a tensor is written in place when it
     is given, and several shards grow at once.
@@ -90,14 +74,17 @@ class ShardWriter:
     _waiting: dict[str, Entry] = field(default_factory=dict)
 
     def __enter__(self) -> ShardWriter:
-        shards = plan_shards(self.entries, max_shard_size_bytes=self.max_shard_size_bytes)
-        for number, shard in enumerate(shards, start=1):
-            name = f"{self.stem}.safetensors"
-            if len(shards) > 1:
-                name = f"{self.stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-            with _disk(self.folder / name):
-                self._begin(name, shard)
+        split = split_state_dict_into_shards_factory(
+            {entry.name: entry for entry in self.entries},
+            get_storage_size=lambda entry: entry.num_bytes,
+            filename_pattern=f"{self.stem}{{suffix}}.safetensors",
+            max_shard_size=self.max_shard_size_bytes,
+        )
+        self.file_of = split.tensor_to_filename
         self._waiting = {entry.name: entry for entry in self.entries}
+        for name, tensors in split.filename_to_tensors.items():
+            with _disk(self.folder / name):
+                self._begin(name, [self._waiting[tensor] for tensor in tensors])
         return self
 
     def __exit__(self, *failure: Any) -> None:
@@ -142,7 +129,6 @@ class ShardWriter:
             code = _CODES[entry.dtype]
             header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [offset, end]}
             self._starts[entry.name] = offset
-            self.file_of[entry.name] = file_name
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
