@@ -6,7 +6,7 @@ The plan of example 01 becomes a pipeline of two stages, with the same 16 sequen
     toolkit launch plans/sample/plan.json --set parallel.pipeline=2 --set parallel.virtual_stages=2 --set train.gradient_accumulation_steps=4 --set train.output_dir=runs/pipeline examples/10_pipeline.py
 
 The loop is that of example 02, and so are the losses: stages change where a layer runs, not what it computes. `toolkit topology
-plans/sample/plan.json` with the same `--set` says which rank holds what, and with `--schedule` when it computes what.
+plans/sample/plan.json` with the same `--set` shows which layers each rank has, and `toolkit schedule` when it computes what.
 """
 
 from __future__ import annotations

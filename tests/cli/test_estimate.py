@@ -160,6 +160,7 @@ def test_a_host_that_is_too_small_is_exit_code_1(capsys):
         ([], ["--gpus", "cpu"], "GPU_NO_MEMORY"),
         ([], ["--plot", "picture.jpg"], "PLOT_FORMAT"),
         ([], ["--plot", "no/such/folder/picture.png"], "PLOT_FOLDER"),
+        ([], ["--without-zero-init"], "ZERO_INIT_STAGE"),
         ([], ["--no-zero-init"], "ZERO_INIT_STAGE"),
         ([], ["--load-dtype", "fp32"], "LOAD_DTYPE"),
         ([], ["--deepspeed-config", "missing.json"], "FILE_NOT_FOUND"),
@@ -364,7 +365,7 @@ def test_a_file_decides_on_stage_and_offload(capsys, folder):
     assert "zero_stage=3 of ds.json in place of the job's 2" in found["assumptions"]
     ours = [saving["change"] for saving in found["savings"] if saving["change"].startswith("parallel.")]
     assert ours == []
-    _, unpartitioned = run(capsys, "--deepspeed-config", "ds.json", "--no-zero-init")
+    _, unpartitioned = run(capsys, "--deepspeed-config", "ds.json", "--without-zero-init")
     init = [report["ranks"][0]["phases"]["init"]["allocated_bytes"] for report in (found, unpartitioned)]
     assert init[1] > init[0]
     assert main(["estimate", "job.yaml", "--deepspeed-config", "ds.json"]) == 0

@@ -1,4 +1,4 @@
-"""`toolkit topology --schedule`: the chart of a step, as text, as JSON and as a picture."""
+"""`toolkit schedule`: the chart of a step, as text, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> str:
 
 
 def test_a_row_a_rank(capsys: pytest.CaptureFixture[str], job: str) -> None:
-    assert main(["topology", job, "--schedule"]) == 0
+    assert main(["schedule", job]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1f1b: 4 pipeline ranks, 4 micro-batches, bubble 42.9%"
     rows = [line for line in lines if line.startswith("pipeline rank ")]
@@ -41,10 +41,22 @@ def test_a_row_a_rank(capsys: pytest.CaptureFixture[str], job: str) -> None:
     assert stages == [[str(s), str(s), str(s), str(4 - s)] for s in range(4)]
 
 
+def test_topology_schedule_is_the_same(capsys: pytest.CaptureFixture[str], job: str) -> None:
+    assert main(["schedule", job]) == 0
+    shown = capsys.readouterr()
+    assert main(["topology", job, "--schedule"]) == 0
+    assert capsys.readouterr() == shown
+    assert main(["topology", "--help"]) == 0
+    options = capsys.readouterr().out
+    assert "--plot" in options
+    assert "--schedule" not in options
+    assert "--check" not in options
+
+
 def test_chunks_as_json(capsys: pytest.CaptureFixture[str], job: str) -> None:
     changed = ["pipeline=2", "pipeline_schedule=interleaved", "virtual_stages=2"]
     options = [part for change in changed for part in ("--set", f"parallel.{change}")]
-    assert main(["topology", job, "--schedule", "--json", *options]) == 0
+    assert main(["schedule", job, "--json", *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schedule"], found["pp"], found["micro_batches"], found["virtual_stages"]) == ("interleaved", 2, 4, 2)
     assert found["bubble_fraction"] == pytest.approx(1 / 9)
@@ -65,7 +77,7 @@ def test_chunks_as_json(capsys: pytest.CaptureFixture[str], job: str) -> None:
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
 def test_a_picture(capsys: pytest.CaptureFixture[str], job: str, tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"step{suffix}"
-    assert main(["topology", job, "--schedule", "--plot", str(file)]) == 0
+    assert main(["schedule", job, "--plot", str(file)]) == 0
     assert f"drawn: {file}" in capsys.readouterr().out.replace("\n", " ")
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG") if suffix == ".png" else b"<svg" in content
@@ -109,7 +121,7 @@ def test_a_long_step_without_colours_leaves_its_middle_out(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     changed = [f"train.gradient_accumulation_steps={accumulation}", f"parallel.pipeline={pipeline}"]
-    assert main(["topology", job, "--schedule", *(part for change in changed for part in ("--set", change))]) == 0
+    assert main(["schedule", job, *(part for change in changed for part in ("--set", change))]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.startswith("pipeline rank ")]
     assert len(rows) == pipeline
@@ -121,7 +133,7 @@ def test_a_long_step_without_colours_leaves_its_middle_out(
 
 
 def test_layers_of_a_stage_are_a_run(capsys: pytest.CaptureFixture[str], job: str) -> None:
-    assert main(["topology", job, "--schedule", "--set", "parallel.pipeline=2"]) == 0
+    assert main(["schedule", job, "--set", "parallel.pipeline=2"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row for row in rows if row[:1] in (["0"], ["1"])] == [["0", "0", "0-2", "2"], ["1", "1", "3", "1"]]
 
@@ -131,7 +143,7 @@ def test_no_heavy_library_is_loaded(job: str) -> None:
         "import sys; from toolkit.cli.app import main; code = main(sys.argv[1:]); "
         "sys.exit(code or [name for name in ('torch', 'matplotlib', 'deepspeed') if name in sys.modules] or 0)"
     )
-    command = [sys.executable, "-c", program, "topology", job, "--schedule"]
+    command = [sys.executable, "-c", program, "schedule", job]
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -139,15 +151,17 @@ def test_no_heavy_library_is_loaded(job: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("JOB", "--schedule", "--set", "parallel.pipeline=1"), "PIPELINE_UNUSED"),
-        (("--pp", "2", "--schedule"), "a job's: name one"),
-        (("JOB", "--schedule", "--check"), "give one of them"),
-        (("JOB", "--schedule", "--plot", "x.gif"), "PLOT_FORMAT"),
-        (("JOB", "--schedule", "--pp", "2"), "would be ignored"),
+        (("schedule", "JOB", "--set", "parallel.pipeline=1"), "PIPELINE_UNUSED"),
+        (("schedule",), "JOB"),
+        (("schedule", "JOB", "--plot", "x.gif"), "PLOT_FORMAT"),
+        (("topology", "--pp", "2", "--schedule"), "--schedule needs a JOB"),
+        (("topology", "JOB", "--schedule", "--check"), "mutually exclusive"),
+        (("topology", "JOB", "--schedule", "--plot", "x.gif"), "PLOT_FORMAT"),
+        (("topology", "JOB", "--schedule", "--pp", "2"), "would be ignored"),
     ],
 )
 def test_schedules_that_cannot_be(
     capsys: pytest.CaptureFixture[str], job: str, arguments: tuple[str, ...], part: str
 ) -> None:
-    assert main(["topology", *(job if argument == "JOB" else argument for argument in arguments)]) == 2
+    assert main([*(job if argument == "JOB" else argument for argument in arguments)]) == 2
     assert part in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_what_it_says_of_processes_is_the_jobs(tmp_path):
     notes = read_user_config(path).notes
     assert notes == (
         "accelerate.yaml is a configuration of Accelerate: what DeepSpeed is given of it is estimated; cards and nodes are the job's",
-        "accelerate.yaml: zero3_init_flag=false, which --no-zero-init estimates",
+        "accelerate.yaml: zero3_init_flag=false, which --without-zero-init estimates",
         "accelerate.yaml: Accelerate does not read deepspeed_config.zero_stagee",
     )
 

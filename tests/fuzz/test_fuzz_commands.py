@@ -83,6 +83,7 @@ def _words(rng: random.Random) -> list[str]:
     lines: tuple[list[str], ...] = (
         ["topology", *_some(rng, ["--pp", size()], ["--dp", size()], ["--tp", size()], ["--nodes", size()], ["--gpus-per-node", size()])],
         ["topology", job, *_some(rng, ["--set", override()], ["--schedule"], ["--plot", rng.choice(FORMATS)], ["--pp", size()])],
+        ["schedule", job, *_some(rng, ["--set", override()], ["--plot", rng.choice(FORMATS)])],
         ["estimate", job, *_some(rng, ["--sweep", swept()], ["--compare", names(STRATEGIES)], ["--gpus", names((*GPUS, "all", "x", ""))], ["--plot", rng.choice(FORMATS)]), "--set", "x=1"],
         ["emit", job, "--out", rng.choice(("emitted", "emitted", "/dev/null", "job.yaml", "", "/proc/x", "emitted/" + "d/" * 300)), *_some(rng, ["--hosts", names(("node0", "a b", "", "-x", "node0"))], ["--set", override()])],
         ["validate", job, *_some(rng, ["--explain"], ["--set", override()], ["--set", override()], ["--keys"])],

@@ -83,7 +83,7 @@ def test_a_configuration_that_deepspeed_would_not_take_as_it_is_is_refused(name:
     [
         ({"allocator": "anything"}, "ARGUMENT", "allocator"),
         ({"zero_init": "no"}, "ARGUMENT", "zero_init"),
-        ({"zero_init": False}, "ZERO_INIT_STAGE", "--no-zero-init"),
+        ({"zero_init": False}, "ZERO_INIT_STAGE", "--without-zero-init"),
         ({"deepspeed_config": 3}, "ARGUMENT", "deepspeed_config"),
         ({"deepspeed_config": "absent.json"}, "FILE_NOT_FOUND", "absent.json"),
         ({"calibration": {}}, "ARGUMENT", "calibration"),

@@ -31,6 +31,8 @@ COMMANDS = (
     "checkpoint",
     "export",
     "topology",
+    "schedule",
+    "diagnose",
     "gpus",
     "models",
 )

@@ -37,19 +37,20 @@ DeepSpeedOption = Annotated[
         show_default=False,
     ),
 ]
-NoZeroInitOption = Annotated[
+WithoutZeroInitOption = Annotated[
     bool,
     typer.Option(
-        "--no-zero-init",
+        "--without-zero-init",
         help="The stage-3 model is not built under zero.Init, as ours are: each rank of your script calls from_pretrained.",
     ),
 ]
+NoZeroInitOption = Annotated[bool, typer.Option("--no-zero-init", hidden=True, help="Older spelling of the same.")]
 LoadDtypeOption = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,
     typer.Option(
         "--load-dtype",
         metavar="bf16|fp16|fp32",
-        help="With --no-zero-init: the dtype= of that call; the files' own when left out.",
+        help="With --without-zero-init: the dtype= of that call; the files' own when left out.",
         show_default=False,
     ),
 ]
@@ -80,6 +81,7 @@ def estimate(
     job: JobArgument,
     overrides: SetOption = None,
     deepspeed_config: DeepSpeedOption = None,
+    without_zero_init: WithoutZeroInitOption = False,
     no_zero_init: NoZeroInitOption = False,
     load_dtype: LoadDtypeOption = None,
     plot: PlotOption = None,
@@ -105,7 +107,7 @@ def estimate(
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
     asked = _read_questions(job, overrides or [], deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)
-    case = _read_case(job, asked, zero_init=not no_zero_init, load_dtype=load_dtype)
+    case = _read_case(job, asked, zero_init=not (without_zero_init or no_zero_init), load_dtype=load_dtype)
     if asked.axes:
         from toolkit.cli.estimate_tables import answer_sweep
 

@@ -1,4 +1,4 @@
-"""`toolkit topology --schedule`: a step of the job's pipeline as a chart, one row per pipeline rank."""
+"""A step of a job's pipeline as a chart, one row per pipeline rank."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def timeline_of(plan: Plan) -> Timeline:
             code="PIPELINE_UNUSED",
             key="parallel.pipeline",
             message="pipeline=1: a job without stages has no schedule",
-            fix="Set parallel.pipeline above 1, or leave out --schedule",
+            fix="Set parallel.pipeline above 1",
         )
     return simulate(plan.schedule, Durations())
 

@@ -102,7 +102,7 @@ def _with_precision(config: Mapping[str, Any], document: Mapping[str, Any]) -> d
 def _notes(section: Mapping[str, Any], *, name: str) -> Iterator[str]:
     yield f"{name} is a configuration of Accelerate: what DeepSpeed is given of it is estimated; cards and nodes are the job's"
     if section.get("zero3_init_flag") is False and section.get("zero_stage") == 3:
-        yield f"{name}: zero3_init_flag=false, which --no-zero-init estimates"
+        yield f"{name}: zero3_init_flag=false, which --without-zero-init estimates"
     for key in section:
         if key not in (*_ZERO, *_BATCH, *_LAUNCH):
             yield f"{name}: Accelerate does not read deepspeed_config.{key}"

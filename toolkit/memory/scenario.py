@@ -90,17 +90,17 @@ def check_zero_init(plan: Plan, *, zero_init: bool, load_dtype: Dtype | None = N
     if not zero_init and stage != 3:
         raise SpecError.of(
             code="ZERO_INIT_STAGE",
-            key="--no-zero-init",
-            message=f"zero_init=False (--no-zero-init) with zero_stage={stage}: only stage 3 has a zero.Init",
+            key="--without-zero-init",
+            message=f"zero_init=False (--without-zero-init) with zero_stage={stage}: only stage 3 has a zero.Init",
             fix="Leave it out, or set zero_stage to 3",
         )
     if zero_init and load_dtype is not None:
         raise SpecError.of(
             code="LOAD_DTYPE",
             key="--load-dtype",
-            message=f"load_dtype={load_dtype} (--load-dtype) without zero_init=False (--no-zero-init): a model that is "
+            message=f"load_dtype={load_dtype} (--load-dtype) without zero_init=False (--without-zero-init): a model that is "
             "built under zero.Init is loaded in parts, in the training precision",
-            fix="Add --no-zero-init if each rank of your script calls from_pretrained, or leave --load-dtype out",
+            fix="Add --without-zero-init if each rank of your script calls from_pretrained, or leave --load-dtype out",
         )
 
 

@@ -1,4 +1,4 @@
-"""One rank of `toolkit topology --check`: `python -m toolkit.distributed.diagnose.worker --tp 2 --backend gloo …`."""
+"""One rank of `toolkit diagnose`: `python -m toolkit.distributed.diagnose.worker --tp 2 --backend gloo …`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`toolkit topology --check`: starts the ranks, or runs as one rank of a launcher, and prints the result."""
+"""`toolkit diagnose`: starts the ranks, or runs as one rank of a launcher, tests every group and prints the result."""
 
 from __future__ import annotations
 
@@ -8,9 +8,23 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption
 from toolkit.cli.output import new_table, print_json, print_problems, print_table, say
+from toolkit.cli.sizes import (
+    DataOption,
+    DevicesOption,
+    NodesOption,
+    PipelineOption,
+    Sizes,
+    TensorOption,
+    check_arguments,
+    read_placement,
+    with_launched_sizes,
+)
 from toolkit.errors import CheckError, Problem, RunError, ToolkitError, raise_all
 
 if TYPE_CHECKING:
@@ -20,7 +34,56 @@ if TYPE_CHECKING:
     from toolkit.topology.placement import Placement
 
 
-def check(placement: Placement, *, gpu: str | Card | None, timeout_seconds: float, as_json: bool) -> int:
+# Seconds without progress after which a check is taken to hang.
+DEFAULT_TIMEOUT = 60.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(diagnose)
+
+
+def diagnose(
+    job: OptionalJobArgument = None,
+    pp: PipelineOption = None,
+    dp: DataOption = None,
+    tp: TensorOption = None,
+    nodes: NodesOption = None,
+    gpus_per_node: DevicesOption = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=1.0,
+            help="If no rank makes progress for so long, show which ranks wait for which, and end.",
+        ),
+    ] = DEFAULT_TIMEOUT,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Test every process group of a job or of sizes with real collectives, and measure their bandwidth.
+
+    Starts the ranks of this machine: on its cards, or on CPU if there are too few. Under torchrun, `deepspeed` or
+    `accelerate launch` it runs as one of their ranks, on any number of machines, and sizes that are left out are theirs.
+    Exits with 1 if a group gives wrong results or hangs.
+
+    Example: `toolkit diagnose job.yaml`, `toolkit diagnose --tp 2 --gpus-per-node 8`,
+    `torchrun --nproc-per-node 8 -m toolkit diagnose --tp 4`
+
+    JSON keys: grid (pp, dp, tp), world_size, num_nodes, gpus_per_node, ranks (rank, node, local_rank, coordinate),
+    groups (by kind: size, num_groups, inside_node, max_nodes, ranks), check: passed, backend, operations,
+    kinds (by kind: passed, seconds, bus_gb_per_second, which is null on CPU), waiting (of ranks that hang: kind, operation,
+    group, waiting, missing), problems.
+    """
+    sizes = Sizes(pp=pp, dp=dp, tp=tp, nodes=nodes, gpus_per_node=gpus_per_node)
+    check_arguments(job, overrides, sizes)
+    read, placement = read_placement(job, overrides, with_launched_sizes(sizes) if job is None else sizes)
+    gpu = None if read is None else read.cluster.gpu
+    raise typer.Exit(check_placement(placement, gpu=gpu, timeout_seconds=timeout, as_json=as_json))
+
+
+def check_placement(placement: Placement, *, gpu: str | Card | None, timeout_seconds: float, as_json: bool) -> int:
     """Check every group of a placement, print the result and return the exit code.
 
     Args:
@@ -54,7 +117,7 @@ def _as_launcher(placement: Placement, *, backend: Backend | None, timeout_secon
     num_ranks = placement.grid.world_size
     backend = _choose_backend(num_ranks, backend)
     say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''} over {backend} ...")
-    folder = Path(tempfile.mkdtemp(prefix="toolkit-topology-"))
+    folder = Path(tempfile.mkdtemp(prefix="toolkit-diagnose-"))
     written = folder / "check.json"
     argv = [
         *python_module("toolkit.distributed.diagnose.worker"),
@@ -170,7 +233,7 @@ def _check_one_node(placement: Placement) -> None:
             message=f"nodes={placement.num_nodes}: this command starts the ranks of one machine",
             fix="Start it on each node under a launcher, such as `torchrun --nnodes "
             f"{placement.num_nodes} --nproc-per-node {placement.gpus_per_node} --rdzv-backend c10d --rdzv-endpoint "
-            "HOST:29500 -m toolkit topology JOB --check`",
+            "HOST:29500 -m toolkit diagnose JOB`",
         )
 
 

@@ -1,4 +1,4 @@
-"""`toolkit topology --check` in real processes on the CPU, by itself and as a launcher's rank."""
+"""`toolkit diagnose` in real processes on the CPU, by itself and as a launcher's rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from quick_python import quick_python
 from ranks import QUICK, free_port
 
 from toolkit.cli.app import main
-from toolkit.cli.topology_check import show
+from toolkit.cli.diagnose import show
 from toolkit.topology import Grid, place
 
 NO_CARDS = {**os.environ, **QUICK, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def toolkit(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [quick_python(), "-m", "toolkit", "topology", *arguments]
+    command = [quick_python(), "-m", "toolkit", *arguments]
     environment = NO_CARDS | variables
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.gloo
 def test_sizes_without_cards_are_checked_on_cpu() -> None:
-    done = toolkit("--tp", "2", "--gpus-per-node", "2", "--check", "--timeout", "200", "--json")
+    done = toolkit("diagnose", "--tp", "2", "--gpus-per-node", "2", "--timeout", "200", "--json")
     assert done.returncode == 0, done.stderr
     assert "0 cards for 2 ranks: checking on CPU" in done.stderr
     found = json.loads(done.stdout)
@@ -43,10 +43,10 @@ def test_sizes_without_cards_are_checked_on_cpu() -> None:
 
 
 @pytest.mark.gloo
-def test_a_job_on_cpu_says_so_itself_and_its_output_folder_is_left_alone(tmp_path: Path) -> None:
+def test_topology_check_is_the_same_and_a_job_on_cpu_leaves_its_output_folder_alone(tmp_path: Path) -> None:
     job = "model: quickstart-llama\ncluster: {gpu: cpu, gpus_per_node: 2}\ntrain: {output_dir: runs/mine}\n"
     (tmp_path / "job.yaml").write_text(job)
-    done = toolkit("job.yaml", "--check", "--timeout", "200", folder=tmp_path)
+    done = toolkit("topology", "job.yaml", "--check", "--timeout", "200", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "checking on CPU" not in done.stderr
     rows = {line.split()[0]: line.split()[1:5] for line in done.stdout.splitlines() if line[:1] == " " and line.split()}
@@ -59,7 +59,7 @@ def test_a_job_on_cpu_says_so_itself_and_its_output_folder_is_left_alone(tmp_pat
 def test_a_launchers_rank_that_is_alone_says_whom_it_misses() -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = toolkit("--check", "--timeout", "2", "--json", **place, **address)
+    done = toolkit("diagnose", "--timeout", "2", "--json", **place, **address)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert found["grid"] == {"pp": 1, "dp": 2, "tp": 1}, "the sizes are the launcher's"
@@ -97,14 +97,18 @@ def test_wrong_values_and_bandwidth_are_shown(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
-        (("--tp", "2", "--timeout", "5"), 2, "requires --check"),
-        (("--tp", "2", "--check", "--timeout", "0"), 2, "--timeout"),
-        (("--tp", "2", "--nodes", "2", "--gpus-per-node", "2", "--check"), 3, "LAUNCH_NODES"),
-        (("--check",), 2, "give a job, or sizes"),
+        (("topology", "--tp", "2", "--timeout", "5"), 2, "requires --check"),
+        (("diagnose", "--tp", "2", "--timeout", "0"), 2, "--timeout"),
+        (("diagnose", "--tp", "2", "--nodes", "2", "--gpus-per-node", "2"), 3, "LAUNCH_NODES"),
+        (("topology", "--tp", "2", "--nodes", "2", "--gpus-per-node", "2", "--check"), 3, "LAUNCH_NODES"),
+        (("diagnose",), 2, "give a job, or sizes"),
+        (("topology", "--check"), 2, "give a job, or sizes"),
+        (("diagnose", "--set", "parallel.pipeline=2"), 2, "needs a JOB"),
+        (("diagnose", "job.yaml", "--tp", "2"), 2, "would be ignored"),
     ],
 )
 def test_checks_that_cannot_be(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, part: str
 ) -> None:
-    assert main(["topology", *arguments]) == code
+    assert main([*arguments]) == code
     assert part in capsys.readouterr().err
