@@ -65,6 +65,7 @@ def test_the_files_are_those_that_the_hub_writes(tmp_path: Path, limit: int) -> 
     entries = [_entry(name, 10) for name in "abc"] + [_entry("large", 100), _entry("d", 1)]
     ours, hubs = tmp_path / "ours", tmp_path / "hubs"
     ours.mkdir()
+    hubs.mkdir()
     with ShardWriter(ours, entries, limit) as writer:
         for entry in reversed(entries):
             writer.write(entry.name, _values(entry))
