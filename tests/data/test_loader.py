@@ -130,7 +130,7 @@ def test_eval_sees_every_row_once_and_ranks_keep_step(num_rows: int, micro: int,
 
 
 def fetching() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "toolkit-prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("toolkit-prefetch")]
 
 
 def test_the_next_step_is_made_while_this_one_is_used() -> None:

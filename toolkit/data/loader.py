@@ -7,11 +7,10 @@ in a step.
 from __future__ import annotations
 
 import math
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from toolkit.modeling.loss import IGNORED
 StepBatch = list[MicroBatch]
 Collate = Callable[[Sequence[dict[str, np.ndarray]]], MicroBatch]
 _Item = TypeVar("_Item")
-_JOIN_SECONDS = 10.0  # a running fetch ends well within this time
+_END = object()  # what follows the last item
 
 
 def num_steps(num_sequences: int, train_batch_size: int, epochs: float) -> int:
@@ -175,40 +174,11 @@ def prefetch(items: Iterator[_Item]) -> Iterator[_Item]:
 
     Exceptions of the thread are raised here. Closing or dropping the iterator early ends the thread.
     """
-    ready: queue.Queue[tuple[bool, _Item | BaseException | None]] = queue.Queue(maxsize=1)
-    closed = threading.Event()
-
-    def put(last: bool, value: _Item | BaseException | None) -> None:
-        while not closed.is_set():
-            try:
-                ready.put((last, value), timeout=0.1)
-            except queue.Full:
-                continue
-            return
-
-    def work() -> None:
-        try:
-            for item in items:
-                put(False, item)
-                if closed.is_set():
-                    return
-            put(True, None)
-        except BaseException as error:
-            put(True, error)
-
-    thread = threading.Thread(target=work, name="toolkit-prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            last, value = ready.get()
-            if isinstance(value, BaseException):
-                raise value
-            if last:
-                return
-            yield value  # type: ignore[misc]
-    finally:
-        closed.set()
-        thread.join(_JOIN_SECONDS)
+    with ThreadPoolExecutor(1, thread_name_prefix="toolkit-prefetch") as thread:
+        ahead = thread.submit(next, items, _END)
+        while (item := ahead.result()) is not _END:
+            ahead = thread.submit(next, items, _END)
+            yield cast(_Item, item)
 
 
 def _pinned(batch: MicroBatch) -> MicroBatch:
