@@ -59,7 +59,7 @@ def test_every_job_of_the_repository_fits(path):
         {"train": {"report_to": ["tensorboard"]}},
         {"train": {"gradient_checkpointing": 0.5, "max_steps": 1e3}},
         {"train": {"gradient_checkpointing": True, "lora": {"target_modules": ["q_proj"]}}},
-        {"data": {"train": ["a.jsonl", "b.jsonl"]}},
+        {"data": {"train": ["a.jsonl", "b.jsonl"], "packing": "padding_free"}},
         {"parallel": {"partition": [16, 16]}},
         {"parallel": {"partition": "uniform"}},
         {"train": {"max_length": 512, "optim": "adamw_torch_fused"}, "parallel": {"tp": 2}},

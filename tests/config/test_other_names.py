@@ -4,7 +4,7 @@ from itertools import chain
 import pytest
 from pydantic import AliasChoices
 
-from toolkit.config.job import Cluster, Job, Lora, Parallel, Train
+from toolkit.config.job import Cluster, Data, Job, Lora, Parallel, Train
 from toolkit.config.loader import apply_override, parse_job
 from toolkit.config.other_names import OTHER_NAMES, REFUSED_NAMES, names_of_field
 from toolkit.config.schema import known_keys, own_key
@@ -173,6 +173,13 @@ def test_a_section_may_be_reached_by_either_name():
 def test_optimizers_of_training_arguments(value, ours):
     assert Train(optim=value).optimizer == ours
     assert Train(optim=value).model_dump()["optimizer"] == ours
+
+
+def test_padding_free_is_separated():
+    assert Data(train="a.jsonl", packing="padding_free") == Data(train="a.jsonl", packing="separated")
+    assert parse_job(document(("data.train", "a.jsonl"), ("data.packing", "padding_free"))).data.packing == "separated"
+    (problem,) = problems_of(lambda: Data(train="a.jsonl", packing="padding"))
+    assert (problem.code, problem.key) == ("KEY_VALUE", "data.packing")
 
 
 @pytest.mark.parametrize("value", ["adamw_torch_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", ["sgd"], None])

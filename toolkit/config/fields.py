@@ -25,6 +25,9 @@ MAX_PATH_BYTES = 4095
 # Other values of TrainingArguments.optim that mean one of ours: the same update with the same state.
 _OPTIMIZERS = {"adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
 
+# TRL's padding_free: documents of a row do not attend to each other, positions restart at each.
+_PACKINGS = {"padding_free": "separated"}
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -128,6 +131,11 @@ def reporters(value: Any) -> Any:
 def optimizer_named(value: Any) -> Any:
     """Map TrainingArguments' names of fused torch AdamW and of 8-bit bitsandbytes AdamW to ours."""
     return _OPTIMIZERS.get(value, value) if isinstance(value, str) else value
+
+
+def packing_named(value: Any) -> Any:
+    """Map TRL's name of packing without attention across documents to ours."""
+    return _PACKINGS.get(value, value) if isinstance(value, str) else value
 
 
 Capability = Annotated[

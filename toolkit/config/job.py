@@ -33,6 +33,7 @@ from toolkit.config.fields import (
     Word,
     ZeroStage,
     optimizer_named,
+    packing_named,
     reporters,
 )
 from toolkit.config.section import Section
@@ -53,6 +54,7 @@ Schedule = Literal[
 ]
 PartitionWay = Literal["auto", "parameters", "uniform"]
 Packing = Literal["wrapped", "separated", "none"]
+AnyPacking = Literal[Packing, "padding_free"]  # `packing_named` reads the last
 DataFormat = Literal["auto", "text", "prompt_completion", "messages"]
 LossOn = Literal["all", "completion", "assistant"]
 Reporter = Literal["tensorboard"]
@@ -304,9 +306,9 @@ class Data(Section):
     """How messages are rendered: `chatml`, or a file with a Jinja template; the tokenizer's own when left out. It is
     saved and exported with the tokenizer.
     """
-    packing: Packing = "wrapped"
-    """`wrapped`: documents are joined by end marks and cut; `separated`: joined, but documents do not see each other;
-    `none`: one document a row, padded.
+    packing: Annotated[Packing, BeforeValidator(packing_named, json_schema_input_type=AnyPacking)] = "wrapped"
+    """`wrapped`: documents are joined by end marks and cut; `separated` (or `padding_free`): joined, but attention does
+    not cross documents; `none`: one document a row, padded.
     """
     loss_on: LossOn = "all"
     """Tokens that count in the loss: `all`, `completion` (of prompt_completion), `assistant` (of messages)."""
