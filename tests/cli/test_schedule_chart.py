@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.app import main
-from toolkit.cli.schedule_chart import chart, title_of
+from toolkit.cli.schedule_chart import chart
+from toolkit.cli.schedule_legend import title_of
 from toolkit.pipeline_schedule import build_schedule, simulate
 
 JOB = """\

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,7 +10,7 @@ import typer
 
 from toolkit.cli.options import JobArgument, JsonOption, SetOption, collect, is_plan_file, read_job
 from toolkit.cli.output import print_json
-from toolkit.errors import INTERRUPTED_EXIT_CODE, Problem, SpecError, raise_all
+from toolkit.errors import Problem, SpecError, raise_all
 
 if TYPE_CHECKING:
     from toolkit.catalog.gpus import Gpu
@@ -25,7 +18,6 @@ if TYPE_CHECKING:
     from toolkit.memory.deepspeed_file import DeepSpeedFile
     from toolkit.memory.scenario import Scenario
     from toolkit.memory.search.compare import Strategy
-    from toolkit.memory.search.estimator import Estimator
     from toolkit.memory.search.sweep import Axis
 
 DeepSpeedOption = Annotated[
@@ -126,64 +118,6 @@ def estimate(
         raise typer.Exit(1)
 
 
-@contextmanager
-def estimating(*, as_json: bool) -> Iterator[Estimator]:
-    """Yield an estimator; show its progress on a terminal, as its imports and traces take seconds."""
-    from toolkit.launch.packages import quiet_torchao
-
-    quiet_torchao()
-    with _left_at_once(), warnings.catch_warnings():
-        # Libraries warn each other of their next versions, which the user cannot fix.
-        warnings.simplefilter("ignore", FutureWarning)
-        if as_json or not sys.stderr.isatty():
-            yield _make_estimator(lambda line: None)
-            return
-        from rich.console import Console
-
-        with Console(stderr=True, markup=False, emoji=False).status("loading torch and transformers") as status:
-            yield _make_estimator(status.update)
-
-
-@contextmanager
-def _left_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process at once: an estimate has nothing to save.
-
-    An exception would be raised amid the imports of torch and transformers, which mistake it for a missing package, or
-    crash in C++.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    from toolkit.launch.supervisor import restore_terminal
-
-    def leave(*_: object) -> None:
-        try:
-            restore_terminal()  # the status line hides the cursor
-        finally:
-            os._exit(INTERRUPTED_EXIT_CODE)
-
-    signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _make_estimator(notify: Callable[[str], None]) -> Estimator:
-    from toolkit.cli.calibrate import calibration_path
-    from toolkit.launch.environment import other_allocator
-    from toolkit.memory.report.calibration import load_calibrations
-    from toolkit.memory.search.estimator import Estimator
-
-    return Estimator(
-        calibrations=load_calibrations(calibration_path()),
-        notify=notify,
-        other_allocator=other_allocator(os.environ),
-    )
-
-
 def _check_options(
     *, plot: Path | None, sweep: list[str] | None, compare: str | None, gpus: str | None, deepspeed_config: Path | None
 ) -> None:
@@ -266,6 +200,7 @@ def _read_case(path: Path, asked: _Asked, *, zero_init: bool, load_dtype: Dtype 
 
 def _answer(case: Scenario, *, plot: Path | None, as_json: bool) -> bool:
     from toolkit.cli.estimate_report import print_report
+    from toolkit.cli.estimate_session import estimating
 
     plan = case.plan()
     with estimating(as_json=as_json) as estimator:

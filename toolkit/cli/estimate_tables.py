@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from toolkit.cli.estimate import estimating
+from toolkit.cli.estimate_session import estimating
 from toolkit.cli.output import new_table, print_json, print_table
 from toolkit.units import GIB
 

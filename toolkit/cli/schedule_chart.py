@@ -8,32 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.cli.schedule_legend import LOOKS, label, row_name, title_of
 from toolkit.errors import PlanError
-from toolkit.pipeline_schedule import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Durations,
-    Forward,
-    Span,
-    Timeline,
-    simulate,
-    stage_layers,
-)
+from toolkit.pipeline_schedule import Durations, Span, Timeline, simulate, stage_layers
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from toolkit.planning.plan import Plan
 
-# Letter, meaning, and colours on a terminal and in a picture: Okabe and Ito's, distinguishable to colour-blind readers.
-LOOKS: dict[type[Compute], tuple[str, str, str, str]] = {
-    Forward: ("F", "forward", "black on #56B4E9", "#56B4E9"),
-    Backward: ("B", "backward", "black on #009E73", "#009E73"),
-    BackwardInput: ("I", "backward, input", "black on #E69F00", "#E69F00"),
-    BackwardWeight: ("W", "backward, weights", "black on #F0E442", "#F0E442"),
-}
 # A narrower chart would show colours alone; lines wrap instead.
 _FEWEST_CELLS = 20
 # Placeholder for the middle of a chart that is too wide, and the number of forward passes kept on each side.
@@ -78,23 +61,6 @@ def timeline_of(plan: Plan) -> Timeline:
     return simulate(plan.schedule, Durations())
 
 
-def title_of(timeline: Timeline) -> str:
-    """Return a line with name, sizes and bubble."""
-    schedule = timeline.schedule
-    chunks = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
-    plural = "" if schedule.micro_batches == 1 else "es"
-    return (
-        f"{schedule.name}: {schedule.pp} pipeline ranks{chunks}, {schedule.micro_batches} micro-batch{plural}, "
-        f"bubble {timeline.bubble_fraction:.1%}"
-    )
-
-
-def label(instruction: Compute, *, with_chunk: bool) -> str:
-    """Return a short label of an instruction: kind, micro-batch, and after a dot the chunk if there are several."""
-    chunk = f".{instruction.chunk}" if with_chunk else ""
-    return f"{LOOKS[type(instruction)][0]}{instruction.micro_batch}{chunk}"
-
-
 def chart(timeline: Timeline, *, width: int | None, fill: str, most: int | None = None) -> list[Text]:
     """Return one line per pipeline rank, with time from left to right.
 
@@ -129,11 +95,6 @@ def chart(timeline: Timeline, *, width: int | None, fill: str, most: int | None 
             line.append(shown.ljust(stop - start, fill), LOOKS[type(span.instruction)][2])
         lines.append(line)
     return lines
-
-
-def row_name(rank: int) -> str:
-    """Return the name of a chart's row: a pipeline rank, which is not a global rank."""
-    return f"pipeline rank {rank}"
 
 
 def _without_middle(lines: list[Text], *, margin: int, cells_per_unit: int, most: int) -> list[Text]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.cli.schedule_chart import LOOKS, label, row_name, title_of
+from toolkit.cli.schedule_legend import LOOKS, label, row_name, title_of
 from toolkit.memory.report.figures import check_plot_path, new_figure, write_figure
 from toolkit.pipeline_schedule import Timeline
 

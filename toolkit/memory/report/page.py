@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard
 
-from toolkit.memory.report.report import CardReport, MemoryReport, PhaseReport
 from toolkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from toolkit.memory.report.report import CardReport, MemoryReport, PhaseReport
 
 # Causes below this share of the peak are summed up in one line.
 LEAST_SHARE = 0.005
@@ -49,10 +52,15 @@ def _lines(report: CardReport) -> Iterator[str]:
 def _requirements(report: CardReport) -> Iterator[tuple[str, Fields]]:
     on_cpu = device_of(report) == "process"
     yield "Tensors of a process" if on_cpu else "A card must have", card_fields(report, on_cpu=on_cpu)
-    if isinstance(report, MemoryReport):
+    if _is_of_job(report):
         yield f"Host memory of a node, ranks: {report.host.ranks_per_node}", host_fields(report)
         disk = report.disk
         yield "Disk", [("checkpoint", format_bytes(disk.checkpoint_bytes)), ("export", format_bytes(disk.export_bytes))]
+
+
+def _is_of_job(report: CardReport) -> TypeGuard[MemoryReport]:
+    """Return whether it has host and disk; by attribute, since the module of the reports imports this one."""
+    return hasattr(report, "host")
 
 
 def device_of(report: CardReport) -> str:
@@ -62,7 +70,7 @@ def device_of(report: CardReport) -> str:
 
 def verdict(report: CardReport, *, device: str) -> str:
     """Return one line: whether card and host hold the job, and what is left or lacking."""
-    host = report.host if isinstance(report, MemoryReport) else None
+    host = report.host if _is_of_job(report) else None
     if report.gpu_capacity_bytes is None and (host is None or host.capacity_bytes is None):
         required = format_bytes(report.required_bytes)
         if host is None:
