@@ -221,7 +221,8 @@ def _run_rank(
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         ended = "raised"
         results.put((rank, "returned", function(rank, *args)))
-        torch.distributed.barrier()
+        if torch.distributed.is_initialized():  # the function may have left the group
+            torch.distributed.barrier()
     except BaseException:
         results.put((rank, ended, traceback.format_exc()))
     finally:
@@ -249,6 +250,18 @@ def _run_on_card(
         results.close()
         results.join_thread()
         os._exit(0)
+
+
+def leave_group() -> None:
+    """Leaves the group of `run_distributed`, so that each `tk.initialize` that follows joins groups of its own and leaves them.
+
+    A function that makes many runs calls it first: groups that others joined are kept, each of them keeps threads, and with
+    hundreds of those a step takes twice the time.
+    """
+    import torch
+
+    if torch.distributed.is_initialized():  # not under `run_on_cards`
+        torch.distributed.destroy_process_group()
 
 
 def without_compilation() -> None:

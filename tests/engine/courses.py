@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_distributed
+from ranks import leave_group, run_distributed
 from tiny_plans import ACCUMULATION, RANKS, step_batches, tiny_plan
 from torch.nn import functional
 
@@ -185,6 +185,7 @@ def train_with_engine(rank: int, plan: Plan, packing: str, steps: int) -> Course
 
 def train_all(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, Any]:
     results: dict[str, Any] = {}
+    leave_group()
     for name, arguments in plans.items():
         try:
             results[name] = train_with_engine(rank, *arguments)

@@ -128,23 +128,13 @@ COPIES = {
 }
 # Few that have among them every pair that some case has.
 DEFAULT = (
-    *("1f1b zero 1", "four stages zero 1", "bf16 fp32 sums zero 2", "checkpointing zero 3", "pieces zero 2"),
-    *("optimizer-cpu zero 2", "lora beside tensor zero 3", "gpipe zero 1", "interleaved tied", "padded zero 2"),
-    *(
-        "separated zero 3",
-        "gpt2 zero 2",
-        "gpt_neox zero 1",
-        "gemma2 zero 2",
-        "qwen3 zero 3",
-        "experts zero 2",
-        "chunked zero 1",
-    ),
-    *("adamw zero 3", "tied beside tensor zero 1", "bf16 zero 1", "lora zero 1", "bf16 fp32 sums zero 3"),
-    *("interleaved zero 1", "checkpointing zero 1", "bf16 fp32 sums zero 1", "four stages zero 2", "lora zero 2"),
-    *("zb-h1 four stages", "zb-h1 beside tensor", "zb-h1 virtual", "zb-h1 fp32 sums"),
-    *("few adapters zero 2", "tied optimizer-cpu", "tied full-cpu"),
-    *("interleaved optimizer-cpu", "interleaved full-cpu"),
-    *("four stages zero 3", "gpipe zero 3", "interleaved zero 3", "full-cpu zero 3", "activations-cpu zero 2"),
+    *("1f1b zero 1", "bf16 zero 1", "lora zero 1", "four stages zero 2", "bf16 fp32 sums zero 2", "lora zero 2"),
+    *("four stages zero 3", "bf16 fp32 sums zero 3", "gpipe zero 1", "gpipe zero 3", "interleaved zero 1"),
+    *("interleaved tied", "interleaved optimizer-cpu", "interleaved full-cpu", "few adapters zero 2"),
+    *("tied optimizer-cpu", "tied full-cpu", "adamw zero 2", "activations-cpu zero 2", "checkpointing zero 3"),
+    *("padded zero 2", "separated zero 3", "pieces zero 2", "lora beside tensor zero 3", "tied beside tensor zero 1"),
+    *("gpt2 zero 2", "zb-h1 four stages", "zb-h1 beside tensor", "zb-h1 virtual", "zb-h1 fp32 sums"),
+    *("gpt_neox zero 1", "gemma2 zero 2", "qwen3 zero 3", "chunked zero 1", "experts zero 2"),
 )
 ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")
 

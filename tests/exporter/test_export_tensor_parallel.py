@@ -12,7 +12,7 @@ import pytest
 import torch
 from held_state import dense_state
 from hostile_files import agree
-from ranks import run_distributed
+from ranks import leave_group, run_distributed
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_plans import step_batches, tiny_plan
@@ -89,6 +89,7 @@ def _save(root: Path, name: str) -> None:
 
 
 def _save_all(rank: int, root: str) -> dict[str, str]:
+    leave_group()
     failures = {}
     for name in CASES | ADAPTED:
         try:

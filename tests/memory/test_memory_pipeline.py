@@ -28,6 +28,8 @@ from toolkit.planning.resolve import resolve
 FOUR: dict[str, Any] = {"pipeline": 4, "config": {"num_hidden_layers": 8}}
 EIGHT_LAYERS: dict[str, Any] = {"num_hidden_layers": 8}
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+# Windows and full attention in turn, both on each of three stages.
+WINDOWS: dict[str, Any] = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
 INTERLEAVED: dict[str, Any] = {"pipeline": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2}
 SPLIT: dict[str, Any] = {"pipeline_schedule": "zb-h1"}
 LORA: dict[str, Any] = {"method": "lora", "lora": {"r": 4}}
@@ -44,7 +46,7 @@ COURSES: dict[str, tuple[str, dict[str, Any], int]] = {
     "adapters": ("llama", {"pipeline": 2, "train": LORA}, 0),
     "sums in fp32": ("llama", {"pipeline": 2, "train": SUMS}, 0),
     "recomputing": ("llama", {"pipeline": 2, "train": {"gradient_checkpointing": True}}, 0),
-    "windows and full attention": ("gemma3_text", {"pipeline": 3}, 1),
+    "windows and full attention": ("gemma3_text", {"pipeline": 3, "config": WINDOWS}, 1),
     "chunked loss, the first": ("llama", {"pipeline": 2, "train": {"loss": "chunked"}}, 0),
     "chunked loss, the last": ("llama", {"pipeline": 2, "train": {"loss": "chunked"}}, 1),
     "split, the first": ("llama", SPLIT | FOUR, 0),
@@ -68,7 +70,9 @@ QUICK = (
 )
 def test_a_rank_holds_what_the_engines_own_loop_shows(tmp_path, monkeypatch, name):
     model, values, pp_rank = COURSES[name]
-    plan = staged_plan(tmp_path, model, **values)
+    # As many micro-batches as fill the pipeline, and two more.
+    train = {"gradient_accumulation_steps": values["pipeline"] + 2, **values.get("train", {})}
+    plan = staged_plan(tmp_path, model, **values | {"train": train})
     assert predicted(plan, pp_rank) == direct(plan, pp_rank, monkeypatch)
 
 
