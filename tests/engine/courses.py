@@ -115,24 +115,19 @@ def reference_loss(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]
     return mean, mean + torch.stack(routed).mean() if routed else mean
 
 
-def reference(case: Case, *, drawn_on: str = "cpu", drawn_in: str = "fp32") -> Course:
-    """The course of a case in fp32, whatever its ZeRO stage, precision and offload, of the weights that its ranks draw.
-
-    Args:
-        drawn_on: Device of the draws.
-        drawn_in: Precision of the draws: torch before 2.12 draws other weights in fp16 than in fp32.
-    """
+def reference(case: Case, *, drawn_on: str = "cpu") -> Course:
+    """The course of a case, whatever its ZeRO stage, precision and offload, of weights drawn on the device where its ranks draw them."""
     told = {"loss": "full", "precision": "fp32", "gradient_accumulation_dtype": None, "gradient_checkpointing": False}
     train = {**case.train, **told}
     data = {"ranks": case.data, "accumulation": case.micro_batches, "kind": case.packing}
-    return _reference(json.dumps([case.architecture, train, case.config, data, case.steps, drawn_on, drawn_in]))
+    return _reference(json.dumps([case.architecture, train, case.config, data, case.steps, drawn_on]))
 
 
 @cache
 def _reference(arguments: str) -> Course:
-    architecture, train, config, data, steps, drawn_on, drawn_in = json.loads(arguments)
-    plan = tiny_plan(architecture, train={**train, "precision": drawn_in}, parallel={"zero_stage": 0}, config=config)
-    model = build_model(plan, device=torch.device(drawn_on)).cpu().float()
+    architecture, train, config, data, steps, drawn_on = json.loads(arguments)
+    plan = tiny_plan(architecture, train=train, parallel={"zero_stage": 0}, config=config)
+    model = build_model(plan, device=torch.device(drawn_on)).cpu()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     decay = train.get("weight_decay", 0.0)
     exempt = [weight for name, weight in trained.items() if weight.ndim == 1]
