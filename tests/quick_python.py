@@ -40,9 +40,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-from ranks import preloaded
+from ranks import AT_START, preloaded
 
-_READ_AT_IMPORT = ("HOME", "HF_", "TRANSFORMERS_", "TORCH_HOME", "XDG_", "CUDA_HOME", "LD_", "PYTHONHASHSEED", "MPL")
+_READ_AT_IMPORT = (
+    "HOME",
+    "HF_",
+    "TRANSFORMERS_",
+    "TORCH_HOME",
+    "XDG_CACHE_HOME",
+    "CUDA_HOME",
+    "LD_",
+    "PYTHONHASHSEED",
+    "MPL",
+)
 _OPTIONS = ("-P", "-u")
 _F_SETSIG = 10  # linux/fcntl.h; Python's fcntl does not name it
 
@@ -93,7 +103,7 @@ def quick_python() -> Path:
     address, client = str(folder / "server"), folder / "python"
     client.write_text(_CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in AT_START.items() if name != "PYTHONPATH"}
     asked = subprocess.run(
         [sys.executable, "-P", "-c", "import sys; print(sys.path)"],
         env=environment,
@@ -103,7 +113,7 @@ def quick_python() -> Path:
     )
     up = preloaded().Event()
     server = preloaded().Process(
-        target=_serve, args=(address, str(client), ast.literal_eval(asked.stdout), dict(os.environ), up), daemon=True
+        target=_serve, args=(address, str(client), ast.literal_eval(asked.stdout), AT_START, up), daemon=True
     )
     server.start()
     assert up.wait(120)

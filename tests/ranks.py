@@ -17,6 +17,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any
+from unittest import mock
 
 # Imported once a session, by a server that starts no thread of its own and joins no group; each rank is forked from it.
 # A rank that imported them itself would take 10 s of a core. What cannot be imported there, a rank imports as usual.
@@ -46,6 +47,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore::FutureWarning",  # torch renames collectives that DeepSpeed still calls by their old names
 }
+AT_START = dict(os.environ)
 # Ranks of one card are an error to NCCL (init.cc initTransportsRank), unless they say that they are of different machines,
 # which talk over sockets.
 ONE_CARD = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
@@ -168,7 +170,8 @@ def preloaded() -> ForkServerContext:
     """Return a context whose processes are forked from the server that has imported what ranks need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with _environment(ENVIRONMENT):
+    # Whatever the test that comes first has set: what is imported here serves all the others.
+    with mock.patch.dict(os.environ, AT_START | ENVIRONMENT, clear=True):
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -285,20 +288,6 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager
