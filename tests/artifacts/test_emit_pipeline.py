@@ -59,7 +59,7 @@ def test_numbers_that_are_not_the_plans_are_explained(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "deepspeed.json").read_text())
     readme = (tmp_path / "README.txt").read_text()
     (line,) = [line for line in readme.splitlines() if line.startswith("  deepspeed.json")]
-    assert "gradient_accumulation_steps is 1 in it, since our loop runs the 8 micro-batches of a step" in line
+    assert "gradient_accumulation_steps is 1 in this file, since our loop runs the 8 micro-batches of a step" in line
     assert "pipeline: 2 stages of 17, 15 layers, 1f1b: 8 micro-batches, bubble 11.1%" in readme
     keys = json.loads((tmp_path / "provenance.json").read_text())["keys"]["deepspeed.json"]
     expected = {"train_batch_size": 4, "gradient_accumulation_steps": 1, "data_types.grad_accum_dtype": "bf16"}

@@ -44,7 +44,7 @@ def test_a_described_card_is_planned_for_and_what_is_left_out_is_explained() -> 
     assert said["cluster.gpu.memory_gib"] == (44.5, "job", "written in the job")
     assert said["cluster.gpu.vendor"][:2] == ("nvidia", "derived")
     assert "no share of the peak" in said["cluster.gpu.fp32_tflops"][2]
-    assert "held against nothing" in said["cluster.host_memory_gib"][2]
+    assert "not checked against a limit" in said["cluster.host_memory_gib"][2]
     assert "cluster.gpu.compute_capability  " in plan.explain()
     assert Plan.from_dict(plan.to_dict()) == plan
     assert plan.deepspeed_config()["bf16"]["enabled"]

@@ -33,15 +33,15 @@ def test_whole_weights(folder: Path) -> None:
 def test_weights_that_are_cut_or_missing(folder: Path) -> None:
     whole = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(whole[:-1])
-    assert said_of(folder) == (f"MODEL_NO_WEIGHTS: the weights in {folder} are not whole: {SINGLE}",)
+    assert said_of(folder) == (f"MODEL_NO_WEIGHTS: the weights in {folder} are incomplete: {SINGLE}",)
     (folder / SINGLE).unlink()
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
-    assert said_of(folder) == (f"MODEL_NO_WEIGHTS: the weights in {folder} are not whole: one.safetensors is missing",)
+    assert said_of(folder) == (f"MODEL_NO_WEIGHTS: the weights in {folder} are incomplete: one.safetensors is missing",)
 
 
 def test_no_weights_and_pickled_ones(folder: Path) -> None:
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
-    assert said_of(folder)[0].startswith(f"WEIGHTS_BIN: {folder} holds pytorch_model.bin")
+    assert said_of(folder)[0].startswith(f"WEIGHTS_BIN: {folder} has pytorch_model.bin")
     (folder / "pytorch_model.bin").unlink()
     assert said_of(folder)[0].startswith(f"MODEL_NO_WEIGHTS: model={folder} gives dimensions only")
     (problem,) = weight_problems(resolve_model(Model(name="llama-3.1-8b")))

@@ -73,7 +73,7 @@ def test_a_damaged_state_is_neither_resumed_nor_passed_over(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="has another SHA-256") as caught:
         latest_checkpoint(tmp_path)
     assert caught.value.codes == ("CHECKPOINT_DAMAGED",)
-    assert f"Name {tmp_path / 'checkpoint-2'} to go on from there" in str(caught.value)
+    assert f"Name {tmp_path / 'checkpoint-2'} to continue from there" in str(caught.value)
     rotate(tmp_path, keep=2)
     assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
     (tmp_path / "checkpoint-1" / "state.json").write_text("{")

@@ -77,8 +77,8 @@ def test_a_limit_of_file_sizes_is_one_error_whoever_writes(tmp_path: Path) -> No
     found = [answer.get(timeout=60) for _ in WRITERS]
     process.join(timeout=60)
     said = (
-        f"{tmp_path / 'big'} cannot be saved: no file may be larger than 100.00 KiB here, the limit of `ulimit -f`. Lift the limit "
-        "by `ulimit -f unlimited`, or write to a file system that takes larger files, then resume; checkpoints saved before "
+        f"{tmp_path / 'big'} cannot be saved: no file may be larger than 100.00 KiB here, the limit of `ulimit -f`. Raise the limit "
+        "with `ulimit -f unlimited`, or write to a file system that supports larger files, then resume; checkpoints saved before "
         "are untouched. [DISK_FULL]"
     )
     assert found == [(name, "RunError", said) for name in WRITERS]

@@ -287,7 +287,7 @@ def test_a_step_that_was_never_saved(results: list[dict[str, Any]], root: Path, 
     state = State.load(folder)
     state.model_copy(update={"step": 6}).save(folder)
     plan = tiny_plan("gpt2", **CASES["zero-2"])
-    with pytest.raises(CheckpointError, match="says step 6, but the checkpoint holds no global_step6") as caught:
+    with pytest.raises(CheckpointError, match="says step 6, but the checkpoint has no global_step6") as caught:
         check_resumable(plan, agree(folder))
     assert caught.value.codes == ("CHECKPOINT_DAMAGED",)
 
@@ -304,7 +304,7 @@ def test_nothing_of_a_checkpoint_runs(results: list[dict[str, Any]], root: Path,
     for result in results:
         codes, text = result["hostile", name]
         assert codes == ("CHECKPOINT_UNSAFE",)
-        assert f"{next((root / name).glob(HOSTILE[name]))} is more than data" in text
+        assert f"{next((root / name).glob(HOSTILE[name]))} contains more than data" in text
         assert f"would call {NAMED}" in text
         assert result["hostile", "engine"] == ("CHECKPOINT_UNSAFE",)
         codes, text = result["hostile", "nonsense"]

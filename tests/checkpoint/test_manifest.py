@@ -179,7 +179,7 @@ def test_folders_without_a_manifest(tmp_path: Path) -> None:
     complete = run / "checkpoint-4"
     complete.mkdir(parents=True)
     write_manifest(complete, {})
-    assert "There is checkpoint-4 beside it" in _codes(absent)[1]
+    assert "Its folder has checkpoint-4" in _codes(absent)[1]
     codes, text = _codes(run)
     assert codes == ("CHECKPOINT_NOT_FOUND",)
     assert f"Name one of {complete}" in text

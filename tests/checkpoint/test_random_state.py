@@ -62,6 +62,6 @@ def test_states_of_another_form_are_damage(tmp_path: Path, part: str, wrong: obj
     save_random_state(tmp_path, rank=0)
     path = tmp_path / "random" / "rank-00000.pt"
     torch.save(torch.load(path, weights_only=False) | {part: wrong}, path)
-    with pytest.raises(CheckpointError, match="holds no random states") as caught:
+    with pytest.raises(CheckpointError, match="has no random states") as caught:
         load_random_state(tmp_path, rank=0)
     assert caught.value.codes == ("CHECKPOINT_DAMAGED",)

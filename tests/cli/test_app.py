@@ -128,7 +128,7 @@ def test_bad_usage_is_2(arguments, capsys):
         (("topology", "--tp", "0"), "--tp", "--tp=0: "),
         (("topology", "--tp=x"), "--tp", "--tp=x: "),
         (("topology", "--nodes", "3", "--tp", "2"), "--nodes", "3 nodes do not divide"),
-        (("launch", "job.yaml", "absent.py"), "SCRIPT", "absent.py is no file"),
+        (("launch", "job.yaml", "absent.py"), "SCRIPT", "absent.py is not a file"),
         (("checkpoint", "list"), "output_dir", "Missing argument"),
     ],
 )

@@ -95,7 +95,7 @@ def test_whatever_is_broken_is_one_damaged_row(run, capsys, name):
 
 def test_list_of_nothing(tmp_path, capsys):
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path} holds no complete checkpoint\n"
+    assert capsys.readouterr().out == f"{tmp_path} has no complete checkpoint\n"
     assert main(["checkpoint", "list", str(tmp_path / "absent")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -109,7 +109,7 @@ def test_a_name_that_the_system_refuses_is_bad_input(capsys):
 
 def test_verify(run, capsys):
     assert main(["checkpoint", "verify", str(run / "checkpoint-9")]) == 0
-    assert "is complete: 3 files, 1.00 MiB, every checksum right" in capsys.readouterr().out
+    assert "is complete: 3 files, 1.00 MiB, every checksum matches" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(run / "checkpoint-9"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == 3
 

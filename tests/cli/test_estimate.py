@@ -81,7 +81,9 @@ def test_a_job_on_cpu_has_processes_and_no_cards(capsys, folder):
 def test_an_assumed_capability_is_said(capsys):
     sets = ["--set", "cluster.gpu.name=l20", "--set", "cluster.gpu.memory_gib=44.5"]
     assert main(["estimate", "job.yaml", *sets]) == 0
-    assert "gpu=l20 is taken to have compute_capability=8.6, that of most cards" in capsys.readouterr().out
+    assert (
+        "gpu=l20 is taken to have compute_capability=8.6, that of most Ampere graphics cards" in capsys.readouterr().out
+    )
     assert main(["estimate", "job.yaml", *sets, "--set", "cluster.gpu.compute_capability=8.9"]) == 0
     assert "compute_capability" not in capsys.readouterr().out
 

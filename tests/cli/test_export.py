@@ -188,7 +188,7 @@ def test_nothing_of_a_checkpoint_runs(root, capsys, tmp_path, name, pattern, opt
     )
     (problem,) = export(root, capsys, folder, "--out", tmp_path / "out", *options, code=2)["problems"]
     assert problem["code"] == "CHECKPOINT_UNSAFE"
-    assert f"{next(folder.glob(pattern))} is more than data: reading it would call {NAMED}" in problem["message"]
+    assert f"{next(folder.glob(pattern))} contains more than data: loading it would call {NAMED}" in problem["message"]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4"}
 
 
@@ -305,7 +305,7 @@ def test_what_was_not_checked_is_said(root, capsys, tmp_path):
     assert done["not_compared"] is None
     assert main(["export", str(root / "tied-bf16"), "--out", str(tmp_path / "told"), "--no-check-logits"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[0] == "checked"]
-    assert line.endswith("sampled values read back; scores not compared: not asked for")
+    assert line.endswith("sampled values verified; scores not compared: not asked for")
 
 
 def test_refusals(root, capsys, tmp_path):

@@ -122,7 +122,7 @@ def test_a_port_in_use(folder):
     ("arguments", "code", "part"),
     [
         (("job.yaml",), 2, "SCRIPT"),
-        (("job.yaml", "absent.py"), 2, "absent.py is no file"),
+        (("job.yaml", "absent.py"), 2, "absent.py is not a file"),
         (("job.yaml", "--nonsense", "script.py"), 2, "--nonsense is not an option of launch"),
         (("job.yaml", "--set", "cluster.nodes=2", "script.py"), 3, "LAUNCH_NODES"),
         (("job.yaml", "--set", "train.sequence_length=9999", "script.py"), 2, "SEQUENCE_LENGTH"),

@@ -130,7 +130,7 @@ def test_a_long_step_without_colours_leaves_its_middle_out(
     assert len({row.index(" … ") for row in rows}) == 1
     assert rows[0].startswith("pipeline rank 0 F0-")
     assert f"B{accumulation - 1}-" in rows[0].split(" … ")[1]
-    assert "The steady middle is left out: --plot FILE draws the whole step." in lines
+    assert "The steady state is abbreviated: --plot FILE draws the whole step." in lines
 
 
 def test_layers_of_a_stage_are_a_run(capsys: pytest.CaptureFixture[str], job: str) -> None:

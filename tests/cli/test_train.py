@@ -91,7 +91,7 @@ def test_a_terminal_without_noise(root, whole):
     assert [line for line in lines if any(word in line for word in NOISE)] == []
     stages = [line for line in lines if line.endswith(" ...")]
     assert stages == [
-        f"starting 2 CPU processes; ranks past the first write to {root / 'whole' / 'logs'} ...",
+        f"starting 2 CPU processes; the other ranks write to {root / 'whole' / 'logs'} ...",
         "importing torch and DeepSpeed ...",
         "reading and tokenising the data ...",
         "building the model ...",
@@ -125,7 +125,7 @@ def interrupted(
     os.kill(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 130, shown
-    assert "SIGINT: each rank ends its step and saves; once more to kill them" in shown
+    assert "SIGINT: each rank finishes its step and saves; once more to kill them" in shown
     saved = list_checkpoints(out)[-1]
     stopped_at = int(saved.name.removeprefix("checkpoint-"))
     assert 3 <= stopped_at < STEPS
@@ -214,7 +214,7 @@ def test_a_limit_of_file_sizes_ends_the_run_and_spares_what_was_saved(root, whol
         f"{out / 'checkpoint-40'} cannot be saved: no file may be larger than 40.00 KiB here, the limit of `ulimit -f`"
         in problem
     )
-    assert "Lift the limit by `ulimit -f unlimited`" in problem
+    assert "Raise the limit with `ulimit -f unlimited`" in problem
     assert "Traceback" not in done.stderr
     assert [path.name for path in list_checkpoints(out)] == ["checkpoint-30"]
     verify(out / "checkpoint-30")
@@ -273,7 +273,7 @@ def test_interrupted_before_the_first_step(root):
     os.kill(process.pid, signal.SIGUSR1)
     _, shown = process.communicate(timeout=240)
     assert process.returncode == 130, shown
-    assert "SIGUSR1: each rank ends its step and saves; SIGINT twice to kill them" in shown
+    assert "SIGUSR1: each rank finishes its step and saves; SIGINT twice to kill them" in shown
     assert shown.splitlines()[-2:] == ["Nothing was saved yet. Start again with:", f"  toolkit train {job}"]
     assert "Traceback" not in shown
 
@@ -524,11 +524,11 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_whole(root, tmp_path, capsys):
 def test_options_that_exclude_each_other(root, capsys):
     job = write_job(root, "both")
     twice = ("--resume", "latest", "--resume_from_checkpoint", str(root))
-    for options, named in ((twice, "--resume"), ((*twice[:2], "--overwrite"), "goes on deletes nothing")):
+    for options, named in ((twice, "--resume"), ((*twice[:2], "--overwrite"), "mutually exclusive")):
         code, lines = refused(root, capsys, job, *options)
         assert (code, codes(lines)) == (2, ["USAGE"])
         assert named in lines[0]
-        assert "leave out one of the two" in lines[0]
+        assert "give one of the two" in lines[0]
 
 
 def test_a_port_in_use(root, capsys):

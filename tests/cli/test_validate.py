@@ -55,10 +55,10 @@ def validate(*sets, extra=("--json",)):
 def test_a_sound_job(folder, capsys):
     assert validate(extra=()) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("job.yaml is sound as a plan, but `toolkit train` would refuse it until")
+    assert shown.startswith("job.yaml is sound as a plan, but `toolkit train` would refuse it; the warnings say why")
     assert shown.splitlines()[0].endswith(": MODEL_NO_WEIGHTS, TOKENIZER_NOT_FOUND")
     assert "64 = 8 micro × 2 accumulation × 4 data-parallel ranks: 32,768 tokens a step" in shown
-    assert "stage 2: parameters stay whole" in shown
+    assert "stage 2: parameters need not be sharded" in shown
     assert "none: everything stays on the GPU" in shown
     assert "train.jsonl: text, 24 B" in shown
 
@@ -172,7 +172,7 @@ def test_context_that_nothing_reads_is_a_warning(folder, capsys):
     record = {"prompt": "a", "input": "b", "completion": "c"}
     (folder / "train.jsonl").write_text(json.dumps(record) + "\n")
     assert validate() == 0
-    assert "the column input is read by nothing" in " ".join(capsys.readouterr().out.split())
+    assert "the column input is not used" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_folder_without_a_tokenizer(folder, capsys):
@@ -413,12 +413,12 @@ def test_a_pipeline_over_nodes_is_no_warning(folder, capsys):
 
 def test_tensor_ranks_have_a_line(folder, capsys):
     tensor = ("parallel.tensor=2", "train.train_batch_size=null")
-    for share, said in ((True, "a piece of every sequence"), (False, "every sequence whole")):
+    for share, said in ((True, "a shard of every sequence"), (False, "whole sequences")):
         sets = (*tensor, f"parallel.sequence_parallel={str(share).lower()}")
         assert validate(*sets) == 0
         assert json.loads(capsys.readouterr().out)["tensor"] == {"tp": 2, "sequence_parallel": share}
         assert validate(*sets, extra=()) == 0
-        assert f"  tensor   2 ranks share each layer; each holds {said} between" in capsys.readouterr().out
+        assert f"  tensor   2 ranks share each layer; each has {said} between" in capsys.readouterr().out
     assert validate() == 0
     assert json.loads(capsys.readouterr().out)["tensor"] is None
 

@@ -109,7 +109,12 @@ def test_a_dump_of_what_was_set_reads_back_equal():
     [
         (lambda: Train(bf16=True), "KEY_OTHER_TOOL", "train.bf16", "Here it is train.precision: bf16"),
         (lambda: Train(max_steps="many"), "KEY_VALUE", "train.max_steps", "train.max_steps='many' (str) is not valid"),
-        (lambda: Parallel(dp_size=2), "KEY_OTHER_TOOL", "parallel.dp_size", "Here it is what tensor × pipeline leave"),
+        (
+            lambda: Parallel(dp_size=2),
+            "KEY_OTHER_TOOL",
+            "parallel.dp_size",
+            "Here it is cluster.gpus_per_node × cluster.nodes",
+        ),
         (lambda: Cluster(gpus_per_node=2), "KEY_MISSING", "cluster.gpu", "cluster.gpu is missing"),
         (lambda: Cluster(gpu="cpu", node=2), "KEY_UNKNOWN", "cluster.node", "Did you mean cluster.nodes"),
         (lambda: Data(train=3), "KEY_VALUE", "data.train", "data.train=3 (int) is not valid"),

@@ -182,7 +182,7 @@ def test_a_key_in_the_wrong_section_names_its_section():
 def test_a_key_like_no_other_says_where_the_list_is(word):
     problem = only(SMALL + f"train: {{{word}: 1}}")
     assert problem.code == "KEY_UNKNOWN"
-    assert problem.fix == "Remove it; `toolkit validate --keys` lists what there is"
+    assert problem.fix == "Remove it; `toolkit validate --keys` lists all keys"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_key_like_no_other_says_where_the_list_is(word):
         ("tensor_parallel_size: 2", "parallel.tensor"),
         ("train: {tp: 2}", "parallel.tensor"),
         ("train: {model_name_or_path: m}", "model"),
-        ("parallel: {dp: 2}", "what tensor × pipeline leave over of cluster.gpus_per_node × cluster.nodes"),
+        ("parallel: {dp: 2}", "cluster.gpus_per_node × cluster.nodes divided by tensor × pipeline"),
     ],
 )
 def test_another_tools_name_is_translated(written, ours):
@@ -345,7 +345,7 @@ def test_broken_yaml(text):
             "train.output_dir=2026-99-99 is not a date: month must",
         ),
         ("train:\n  max_steps: " + "9" * 5000, "train.max_steps", "… is not a whole number: Exceeds the limit (4300"),
-        ('data:\n  train: "a\\ud800"', "data.train", "data.train=a\\ud800 is not Unicode text: it holds half of a"),
+        ('data:\n  train: "a\\ud800"', "data.train", "data.train=a\\ud800 is not Unicode text: it has half of a"),
         ("data:\n  train: [a, {b: !!int c}]", "data.train[1].b", "data.train[1].b=c is not a whole number: "),
         ("train:\n  fp8: !!bool maybe", "train.fp8", "train.fp8=maybe is not true or false: "),
     ],

@@ -57,7 +57,7 @@ def test_a_folder_that_this_user_may_not_enter_says_so(tmp_path: Path, monkeypat
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "stat", refuse)  # root, as whom tests may run, may enter all
-    with pytest.raises(SpecError, match=r"Permission denied.*Give this user the right") as caught:
+    with pytest.raises(SpecError, match=r"Permission denied.*Make it readable for this user") as caught:
         path_kind(tmp_path, key="model.name")
     assert caught.value.codes == ("PATH_UNREADABLE",)
 

@@ -181,8 +181,8 @@ def test_a_message_that_is_to_be_learned_is_as_any(tokenizer: Any, mark: dict[st
         (1, {"weight": True}, "messages[1].weight is True, neither 0 nor 1"),
         (1, {"train": 0}, "messages[1].train is 0, neither false nor true"),
         (1, {"train": "false"}, "messages[1].train is 'false'"),
-        (1, {"weight": 1, "train": False}, "learned and not learned at once"),
-        (0, {"train": True}, "messages[0].train=true asks to learn what user says"),
+        (1, {"weight": 1, "train": False}, "both to be trained on and not to be"),
+        (0, {"train": True}, "messages[0].train=true asks to train on the messages of user"),
     ],
 )
 def test_marks_that_say_nothing_clear(tokenizer: Any, at: int, mark: dict[str, Any], says: str) -> None:

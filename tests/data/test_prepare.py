@@ -104,7 +104,7 @@ def test_marks_and_unread_keys_of_several_files(write: Writer, build: Any, token
     learned = tokenizer.decode(second["labels"][second["labels"] != -100])
     assert learned.endswith(": hi\nassistant: good\n")
     own, sharegpt = prepared.warnings
-    assert own.startswith("own.jsonl: its messages have keys that nothing reads: id (1 ×)")
+    assert own.startswith("own.jsonl: its messages have unused keys: id (1 ×)")
     assert "model (1 ×)" in sharegpt
 
 
@@ -397,4 +397,4 @@ def test_a_fault_past_the_head_of_an_alpaca_file(write: Writer, build: Any) -> N
 def test_columns_that_nothing_reads_are_named(write: Writer, build: Any, texts: list[str]) -> None:
     write([{"prompt": text, "input": "more", "completion": "x", "id": 3} for text in texts])
     (warning,) = build(Data(train="train.jsonl", packing="none")).warnings
-    assert "train.jsonl: the column input is read by nothing" in warning
+    assert "train.jsonl: the column input is not used" in warning

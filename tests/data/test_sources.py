@@ -88,7 +88,7 @@ def test_the_revision_is_what_is_read_with_the_hub_and_without(tmp_path: Path, e
     newest, commit, other, tag = ask(tmp_path, None, OLD, NEW, "v1", HF_HUB_OFFLINE="1")
     assert (newest, commit) == (["of a"], ["of a"])
     assert other[0] == "DATA_REVISION"
-    assert f"revision={NEW} is out of reach, and the cache would give {OLD}" in other[1]
+    assert f"revision={NEW} is unreachable, and the cache has {OLD}" in other[1]
     assert tag[0] == "DATA_HUB", "what commit a tag stands for only the hub knows"
 
 

@@ -62,7 +62,7 @@ def test_unknown_keys_are_named_once_with_their_number(tmp_path: Path) -> None:
         {"role": "assistant", "content": "a", "id": 2, "model": "m", "weight": 1},
     ]
     (warning,) = look(tmp_path, chat, chat, chat_template="chatml")[0].warnings
-    assert "a.jsonl: its messages have keys that nothing reads: id (4 ×), model (2 ×) in the first 2 records" in warning
+    assert "a.jsonl: its messages have unused keys: id (4 ×), model (2 ×) in the first 2 records" in warning
     turns = [{"from": "human", "value": "a", "id": 1}, {"from": "gpt", "value": "b", "train": False}]
     (warning,) = look(tmp_path, turns, column="conversations")[0].warnings
     assert "id (1 ×) in" in warning
@@ -72,9 +72,9 @@ def test_unknown_keys_are_named_once_with_their_number(tmp_path: Path) -> None:
     ("messages", "column", "says"),
     [
         ([ASKED, {"role": "assistant", "content": "a", "weight": 2}], "messages", "messages[1].weight is 2, neither 0 nor 1"),
-        ([{**ASKED, "train": True}], "messages", "messages[0].train=true asks to learn what user says"),
+        ([{**ASKED, "train": True}], "messages", "messages[0].train=true asks to train on the messages of user"),
         ([{"from": "gpt", "value": "a", "train": "no"}], "conversations", "conversations[0].train is 'no'"),
-        ([{"from": "gpt", "value": "a", "tool_calls": [{}]}], "conversations", "conversations[0].tool_calls is not of ShareGPT"),
+        ([{"from": "gpt", "value": "a", "tool_calls": [{}]}], "conversations", "conversations[0].tool_calls is not part of ShareGPT"),
     ],
 )  # fmt: skip
 def test_marks_that_say_nothing_clear_are_refused(tmp_path: Path, messages: Any, column: str, says: str) -> None:

@@ -101,7 +101,7 @@ def test_empty(tmp_path: Path, name: str, content: str) -> None:
 def test_records_without_a_column_are_no_documents(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     problem = only(peek(Data(train="a.json"), base=tmp_path)[1], "DATA_EMPTY")
-    assert "a.json holds only records without a column" in problem.message
+    assert "a.json has only records without a column" in problem.message
 
 
 def test_an_empty_array_is_empty(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_surrogate_pair_is_a_character(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('text\n"abc\nfoo\n', "still open where the file ends"),
+        ('text\n"abc\nfoo\n', "a quoted cell is not closed"),
         ("text,text\na,b\n", "names 'text' more than once"),
     ],
 )

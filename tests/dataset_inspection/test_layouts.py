@@ -124,7 +124,7 @@ def test_context_that_nothing_reads_is_said(look: Any, record: dict[str, Any], c
     facts, problems = look(record)
     assert problems == ()
     (warning,) = facts.warnings
-    assert f"a.jsonl: the column {column} is read by nothing" in warning
+    assert f"a.jsonl: the column {column} is not used" in warning
 
 
 @pytest.mark.parametrize("value", ["", None, []])

@@ -77,7 +77,7 @@ def test_a_rank_that_gives_no_sign_is_lost(found: list[dict[str, Any]]) -> None:
     for result in (found[0], found[2]):
         ((code, message),) = result["lost"]
         assert code == "RANK_LOST"
-        assert message == "rank 1 has given no sign of life for 2 s, so this rank ends too"
+        assert message == "rank 1 has not responded for 2 s, so this rank ends too"
 
 
 WORKER = """

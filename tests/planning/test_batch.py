@@ -72,7 +72,7 @@ def test_one_visible_rank_shows_the_numbers_and_the_world():
     found = problem(train=256, micro=4, accumulation=8)
     assert "train_batch_size=256" in found.message
     assert "per_device_train_batch_size=4 × gradient_accumulation_steps=8 × 1 data-parallel rank = 32" in found.message
-    assert "the ranks of a pipeline and of a tensor group count as one" in found.message
+    assert "all ranks of a pipeline or tensor group count once" in found.message
     assert "4×64" in found.fix
     assert "8×32" in found.fix
     assert "start more data-parallel ranks" in found.fix
@@ -97,7 +97,7 @@ def test_a_batch_that_the_ranks_do_not_divide_names_the_nearest_that_they_do():
 
 def test_the_numbers_of_many_ranks():
     assert "× 8 data-parallel ranks = 256" in problem(train=100, micro=4, accumulation=8, dp_size=8).message
-    assert "count as one" not in problem(train=100, micro=4, accumulation=8, dp_size=8).message
+    assert "count once" not in problem(train=100, micro=4, accumulation=8, dp_size=8).message
 
 
 def test_a_batch_says_its_equation():

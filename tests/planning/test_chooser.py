@@ -27,10 +27,10 @@ FOLLOWED: list[tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = [
     ({**LLAMA, "parallel": {"pipeline": 2, "partition": [4, 4, 4, 4]}}, {"parallel.virtual_stages": (2, "1 would be"), "parallel.pipeline_schedule": ("interleaved", "virtual")}),
     ({"model": "gpt2", "ranks": 3, "parallel": {"tensor": 3, "sequence_parallel": True}}, {"train.sequence_length": (1023, "1024 would be refused: tensor=3")}),
     ({"model": "llama-3.1-8b", "ranks": 8, "host_memory_gib": 60, "parallel": {"offload": "optimizer-cpu-partial"}}, {"parallel.offload_ratio": (0.4, "0.5 would be refused")}),
-    ({"train": {"fp8": {"recipe": "rowwise"}}}, {"train.precision": ("fp8", "train.fp8 says")}),
-    ({"gpu": CPU, "train": {"fp8": {"recipe": "rowwise"}}}, {"train.precision": ("fp8", "train.fp8 says")}),
-    ({"train": {"gradient_accumulation_dtype": "fp16"}}, {"train.precision": ("fp16", "adds up gradients")}),
-    ({"gpu": CPU, "train": {"gradient_accumulation_dtype": "bf16"}}, {"train.precision": ("bf16", "adds up gradients")}),
+    ({"train": {"fp8": {"recipe": "rowwise"}}}, {"train.precision": ("fp8", "train.fp8 sets")}),
+    ({"gpu": CPU, "train": {"fp8": {"recipe": "rowwise"}}}, {"train.precision": ("fp8", "train.fp8 sets")}),
+    ({"train": {"gradient_accumulation_dtype": "fp16"}}, {"train.precision": ("fp16", "accumulates gradients")}),
+    ({"gpu": CPU, "train": {"gradient_accumulation_dtype": "bf16"}}, {"train.precision": ("bf16", "accumulates gradients")}),
     ({"deepspeed": {"fp16": {"loss_scale": 0}}}, {"train.precision": ("fp16", "deepspeed section")}),
 ]  # fmt: skip
 

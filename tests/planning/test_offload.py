@@ -101,7 +101,7 @@ def test_a_script_of_ones_own_gets_the_keys_of_a_plan(name):
 @pytest.mark.parametrize(
     ("profile", "given", "says"),
     [
-        ("activations-cpu", {}, "the model itself moves"),
+        ("activations-cpu", {}, "the model moves its layers' inputs itself"),
         ("full-cpu", {"zero_stage": 2}, "from 3 to 3"),
         ("full-nvme", {}, "without nvme_path"),
         ("optimizer-cpu-partial", {"offload_ratio": 1.5}, "offload_ratio=1.5"),

@@ -234,8 +234,8 @@ def test_a_failed_write_leaves_nothing(plan, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda plan: replace(plan, job="no job"), "job='no job' is no Job"),
-        (lambda plan: replace(plan, settings=None), "settings=None is no Settings"),
+        (lambda plan: replace(plan, job="no job"), "job='no job' is not a Job"),
+        (lambda plan: replace(plan, settings=None), "settings=None is not a Settings"),
         (lambda plan: with_settings(plan, max_steps="many"), "settings.max_steps='many' is not valid"),
         (lambda plan: with_settings(plan, learning_rate=float("nan")), "settings.learning_rate=nan"),
         (lambda plan: with_settings(plan, batch=None), "settings"),
@@ -246,7 +246,7 @@ def test_a_plan_of_parts_that_are_none_is_refused_when_it_is_made(plan, change, 
     with pytest.raises(PlanError) as caught:
         change(plan)
     assert caught.value.codes == ("PLAN_UNREADABLE",)
-    assert f"the plan was changed into one that cannot be: {words}" in str(caught.value)
+    assert f"the plan was edited and is no longer consistent: {words}" in str(caught.value)
     assert "job.with_(" in str(caught.value)
 
 

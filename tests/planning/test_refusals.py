@@ -23,8 +23,8 @@ def test_reasons_that_both_share_are_one_line() -> None:
     [(names, line)] = _lines(ranks=4, parallel={"tensor": 2, "pipeline": 2, "zero_stage": 1})
     assert names == ("trainer", "accelerate")
     assert line == (
-        "pipeline=2 cuts the model into stages and orders their passes by a loop of our own; tensor=2 shards the model by "
-        "modules of our own and hands DeepSpeed their groups. Train with `toolkit train` or a script that calls "
+        "pipeline=2 needs our model split and pipeline loop; tensor=2 needs our sharded modules, and their groups in "
+        "DeepSpeed. Train with `toolkit train` or a script that calls "
         "`tk.initialize`. [INTEGRATION_PIPELINE, INTEGRATION_TENSOR]"
     )
 
@@ -48,4 +48,4 @@ def test_no_name_stands_in_a_line_of_several() -> None:
     problems = tuple(consumer_problems(plan, "accelerate"))
     [(names, line)] = refusals({"a file": problems, "another": problems, "empty": ()})
     assert names == ("a file", "another")
-    assert "by our own loop, not by a plain Accelerate script." in line, "all are Accelerate's"
+    assert "by our training loop, not by a plain Accelerate script." in line, "all are Accelerate's"

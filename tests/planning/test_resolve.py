@@ -33,18 +33,18 @@ DEFAULTS = [
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 3, "train": {"optimizer": "lion"}}, 2, "since they fit"),
     ("parallel.zero_stage", {"parallel": {"offload": "full-cpu"}}, 3, "full-cpu"),
     ("parallel.zero_stage", {"gpu": CPU}, 2, "memory is shared"),
-    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 1}, 3, "steps by sub-groups"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 1}, 3, "steps one sub-group at a time"),
     ("parallel.zero_stage", {"model": "qwen3-0.6b", "gpu": "t4-16gb", "ranks": 1}, 2, "one optimizer sub-group"),
     ("parallel.zero_stage", {"model": "llama-3.1-70b", "ranks": 1, "train": {"method": "lora"}}, 2, "a single rank"),
     ("parallel.zero_stage", {"ranks": 1, "parallel": {"offload": "full-cpu"}}, 3, "full-cpu"),
     ("parallel.zero_stage", {"ranks": 1, "nodes": 2, "model": "llama-3.1-8b"}, 3, "must be sharded"),
     ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 8, "parallel": {"tensor": 2}}, 2, "since they fit"),
-    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 8, "parallel": {"pipeline": 2}}, 2, "they do not fit whole"),
-    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 8, "parallel": {"pipeline": 2}}, 1, "since they fit whole"),
-    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 4, "parallel": {"pipeline": 2}}, 1, "since they fit whole"),
-    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 16, "train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"pipeline": 4}}, 1, "since they fit whole"),
-    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 2, "parallel": {"pipeline": 2}}, 3, "stepped by sub-groups"),
-    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 8, "parallel": {"pipeline": 2, "pipeline_schedule": "zb-h1"}}, 1, "weights apart"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 8, "parallel": {"pipeline": 2}}, 2, "they do not fit unsharded"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 8, "parallel": {"pipeline": 2}}, 1, "since they fit unsharded"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "ranks": 4, "parallel": {"pipeline": 2}}, 1, "since they fit unsharded"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 16, "train": {"gradient_accumulation_dtype": "fp32"}, "parallel": {"pipeline": 4}}, 1, "since they fit unsharded"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 2, "parallel": {"pipeline": 2}}, 3, "stepped one sub-group at a time"),
+    ("parallel.zero_stage", {"model": "llama-3.1-8b", "gpu": "a100-sxm-40gb", "ranks": 8, "parallel": {"pipeline": 2, "pipeline_schedule": "zb-h1"}}, 1, "defers the gradients of weights"),
     ("train.attention", {}, "sdpa", "fused"),
     ("train.attention", {"model": "gemma-2-2b"}, "eager", "would be refused: attention=sdpa with"),
     ("train.num_train_epochs", {}, 1.0, "one pass"),
@@ -87,7 +87,7 @@ def test_what_the_job_says_is_said_to_be_from_the_job():
     assert choice(plan, "train.learning_rate").source == "job"
     assert choice(plan, "parallel.zero_stage").source == "job"
     assert choice(plan, "deepspeed.zero_optimization").source == "deepspeed"
-    assert "wins" in choice(plan, "deepspeed.zero_optimization").reason
+    assert "takes precedence" in choice(plan, "deepspeed.zero_optimization").reason
     assert plan.settings.learning_rate == 3e-4
 
 

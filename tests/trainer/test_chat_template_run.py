@@ -26,7 +26,7 @@ def test_chatml_is_trained_kept_and_exported(tmp_path):
     done = run_toolkit(tmp_path, "train", job, "--set", "data.chat_template=chatml")
     assert done.returncode == 0, done.stderr
     assert len(records(tmp_path / "run")) >= 2
-    assert "the column tools is read by nothing" in " ".join(done.stderr.split())
+    assert "the column tools is not used" in " ".join(done.stderr.split())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "export")
     opened = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1?"}], tokenize=False, add_generation_prompt=True

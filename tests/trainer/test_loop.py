@@ -275,7 +275,7 @@ def test_the_same_call_again_and_again(root: Path, results: dict[str, Any]) -> N
     first, second = (line for line in told if line.startswith("warning: "))
     assert f"{root / 'auto' / 'checkpoint-5'}/" in first
     assert f"{root / 'auto' / 'checkpoint-4' / 'state.json'} has another SHA-256" in second
-    assert first.endswith("; it is passed over")
+    assert first.endswith("; it is skipped")
     assert told[-1] == "the run is complete: step 8 of 8"
     assert not list((root / "auto").glob(".checkpoint-*")), "a complete run is cleaned, too"
     assert results["auto-other"] == ("CHECKPOINT_DATA",), "a job that has changed is no reason to begin anew"

@@ -60,7 +60,9 @@ def test_a_chat_template_that_is_no_text(root: Path, tmp_path: Path, template: o
     with pytest.raises(SpecError) as caught:
         load_tokenizer(_plan(root, tokenizer=str(tmp_path / "tokenizer")))
     assert caught.value.codes in (("TOKENIZER_INVALID",), ("TOKENIZER_NOT_FOUND",))
-    assert ("not a text" in str(caught.value)) == (caught.value.codes == ("TOKENIZER_INVALID",)) == (template != ["a"])
+    assert (
+        ("not a string" in str(caught.value)) == (caught.value.codes == ("TOKENIZER_INVALID",)) == (template != ["a"])
+    )
 
 
 def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ FILES: dict[str, str] = {
     "deepspeed.json": "DeepSpeed's configuration for toolkit's own engine",
     "deepspeed-trainer.json": "the same for transformers.Trainer, equal to training_arguments.json",
     "training_arguments.json": "keyword arguments of transformers.TrainingArguments",
-    "deepspeed-accelerate.json": "the same for a script over Accelerate, which brings its own optimizer",
+    "deepspeed-accelerate.json": "the same for an Accelerate script, which makes its own optimizer",
     "accelerate.yaml": "for accelerate launch --config_file",
     "hostfile": "the nodes, for DeepSpeed's launcher",
-    "commands.sh": "every way to start, with the environment before it",
+    "commands.sh": "every way to start the job, with its environment variables",
     "README.txt": "this overview",
     PROVENANCE: "for each key of each config: value, where it came from, why",
 }
@@ -108,8 +108,8 @@ def _meaning(plan: Plan, name: str) -> str:
     if name != "deepspeed.json" or plan.grid.pp == 1:
         return FILES[name]
     return (
-        f"{FILES[name]}: gradient_accumulation_steps is 1 in it, since our loop runs the "
-        f"{plan.settings.batch.accumulation} micro-batches of a step by itself"
+        f"{FILES[name]}: gradient_accumulation_steps is 1 in this file, since our loop runs the "
+        f"{plan.settings.batch.accumulation} micro-batches of a step itself"
     )
 
 

@@ -113,8 +113,8 @@ def _refuse_foreign(folder: Path, present: Mapping[str, str], known: Mapping[str
             Problem(
                 code="EMIT_WOULD_OVERWRITE",
                 key=str(folder / name),
-                message=f"{folder / name} exists and was not written by `{WRITTEN_BY}`: it would be lost",
-                fix="Move it, or name another folder with --out",
+                message=f"{folder / name} exists and was not written by `{WRITTEN_BY}`: it would be overwritten",
+                fix="Move it away, or name another folder with --out",
             )
             for name in present
             if name not in ours

@@ -54,8 +54,8 @@ def send_environment(plan: Plan) -> tuple[str, ...]:
     last = " ".join([*(export.name for export in ours if not export.yields), "PYTHONSAFEPATH", PLAN_VARIABLE])
     each = 'for name in {}; do [ -z "${{!name+set}}" ] || printf "%s=%s\\n" "$name" "${{!name}}"; done'
     return (
-        "# What DeepSpeed sends to the nodes: ours, then what your own .deepspeed_env says, which wins, but for what would",
-        "# contradict the job.",
+        "# What DeepSpeed sends to the nodes: our variables, then your .deepspeed_env, which takes precedence unless it",
+        "# contradicts the job.",
         f"{SEND_ENVIRONMENT}() {{",
         '  local yours="${DS_ENV_FILE:-.deepspeed_env}" files name file',
         '  case "$yours" in /*) files=("$yours") ;; *) files=("${HOME-}/$yours" "./$yours") ;; esac',

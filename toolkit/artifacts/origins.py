@@ -34,11 +34,13 @@ DEEPSPEED: dict[str, Origin] = {
     "data_types.grad_accum_dtype": Origin(("train.gradient_accumulation_dtype",)),
     "timers.throughput.enabled": Origin(
         ("parallel.pipeline",),
-        "DeepSpeed's clock waits for the card at each pass, and so for messages that wait for this rank",
+        "DeepSpeed's timer synchronises the device after each pass, and would so wait for messages that wait for "
+        "this rank",
     ),
     "zero_optimization.stage": Origin(("parallel.zero_stage",)),
     "zero_optimization.overlap_comm": Origin(
-        ("parallel.zero_stage",), "on under stage 3, as in DeepSpeed; below it would take a second bucket"
+        ("parallel.zero_stage",),
+        "on under stage 3, as in DeepSpeed; under lower stages it would allocate a second bucket",
     ),
     "zero_optimization.contiguous_gradients": _default("gradients go to one buffer, so memory is not fragmented"),
     "zero_optimization.reduce_scatter": _default("a rank receives only the gradients that it keeps"),
@@ -49,27 +51,28 @@ DEEPSPEED: dict[str, Origin] = {
         "DeepSpeed's default of 1e9 parameters, unless a partial or NVMe offload needs smaller sub-groups",
     ),
     "zero_optimization.stage3_prefetch_bucket_size": _default("parameters fetched ahead of their use"),
-    "zero_optimization.stage3_param_persistence_threshold": _default("smaller parameters stay whole on each GPU"),
-    "zero_optimization.stage3_max_live_parameters": _default("what prefetching may keep whole at a time"),
+    "zero_optimization.stage3_param_persistence_threshold": _default("smaller parameters are not sharded"),
+    "zero_optimization.stage3_max_live_parameters": _default("parameters that prefetching may keep gathered at a time"),
     "zero_optimization.stage3_max_reuse_distance": Origin(
-        (_OFFLOAD,), "what is used again sooner is not released; all is where it holds a swap buffer"
+        (_OFFLOAD,), "parameters used again sooner are not released; with swap buffers all are"
     ),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": Origin(
         ("parallel.zero_stage",),
-        "on for Trainer and Accelerate, which save no weights without it; our own checkpoints gather by themselves",
+        "on for Trainer and Accelerate, which save no weights without it; our own checkpoints gather weights "
+        "themselves",
     ),
     "zero_optimization.offload_optimizer.device": Origin((_OFFLOAD,)),
     "zero_optimization.offload_optimizer.pin_memory": Origin(
-        (_OFFLOAD, "cluster.gpu"), "page-locked memory crosses PCIe faster; CPU jobs cross none"
+        (_OFFLOAD, "cluster.gpu"), "page-locked memory crosses PCIe faster; CPU jobs have no PCIe transfers"
     ),
     "zero_optimization.offload_optimizer.ratio": Origin(("parallel.offload_ratio",)),
     "zero_optimization.offload_optimizer.nvme_path": Origin(("cluster.nvme_path",)),
     "zero_optimization.offload_optimizer.buffer_count": Origin(
-        (_OFFLOAD,), "Adam swaps four states a parameter: master copy, gradient and two moments"
+        (_OFFLOAD,), "Adam swaps four states per parameter: master copy, gradient and two moments"
     ),
     "zero_optimization.offload_param.device": Origin((_OFFLOAD,)),
     "zero_optimization.offload_param.pin_memory": Origin(
-        (_OFFLOAD, "cluster.gpu"), "page-locked memory crosses PCIe faster; CPU jobs cross none"
+        (_OFFLOAD, "cluster.gpu"), "page-locked memory crosses PCIe faster; CPU jobs have no PCIe transfers"
     ),
     "zero_optimization.offload_param.nvme_path": Origin(("cluster.nvme_path",)),
     "zero_optimization.offload_param.buffer_count": _default("swap buffers for parameters on NVMe"),
@@ -86,13 +89,13 @@ DEEPSPEED: dict[str, Origin] = {
     "optimizer.params.momentum": Origin(("train.momentum",)),
     "optimizer.params.torch_adam": Origin(
         ("train.optimizer", "cluster.gpu"),
-        "torch's Adam: asked for, or on CPU, where DeepSpeed's would be compiled first",
+        "torch's Adam: set by the job, or on CPU, where DeepSpeed's would have to be compiled",
     ),
     "zero_allow_untested_optimizer": Origin(
-        ("train.optimizer",), "DeepSpeed's list of ZeRO optimizers lacks torch's SGD and those that a script brings"
+        ("train.optimizer",), "DeepSpeed's list of ZeRO optimizers lacks torch's SGD and a script's own optimizers"
     ),
     "zero_force_ds_cpu_optimizer": Origin(
-        ("train.optimizer", _OFFLOAD), "off, or DeepSpeed's CPU Adam would take the place of the script's optimizer"
+        ("train.optimizer", _OFFLOAD), "off, or DeepSpeed's CPU Adam would replace the script's optimizer"
     ),
 }
 
@@ -100,15 +103,15 @@ DEEPSPEED: dict[str, Origin] = {
 PIPELINE: dict[str, Origin] = {
     "train_batch_size": Origin(
         ("train.per_device_train_batch_size", "train.train_batch_size"),
-        "one micro-batch of each data-parallel rank: our loop runs all micro-batches of a step, and tells the engine of one",
+        "one micro-batch of each data-parallel rank: our loop runs all micro-batches of a step, and DeepSpeed sees one",
     ),
     "gradient_accumulation_steps": Origin(
         ("parallel.pipeline", "train.gradient_accumulation_steps"),
-        "our loop runs all micro-batches of a step, and tells the engine of one",
+        "our loop runs all micro-batches of a step, and DeepSpeed sees one",
     ),
     "data_types.grad_accum_dtype": Origin(
         ("train.precision", "train.gradient_accumulation_dtype"),
-        "under ZeRO-1 that of the gradients, since our loop adds them up before the engine reduces them",
+        "under ZeRO-1 that of the gradients, since our loop accumulates them before the engine reduces them",
     ),
 }
 
@@ -116,7 +119,7 @@ ACCELERATE: dict[str, Origin] = {
     "compute_environment": Origin((), "`accelerate launch` starts the processes on the machine it runs on"),
     "debug": Origin((), "off: it would check shapes before every collective"),
     "deepspeed_config.deepspeed_config_file": Origin(
-        (), "the file beside this one; batch, precision, clipping and ZeRO have their one home there"
+        (), "the file next to this one; it alone has batch, precision, clipping and ZeRO"
     ),
     "deepspeed_config.zero3_init_flag": Origin(
         ("parallel.zero_stage",), "under stage 3 a model is partitioned while it is built"
@@ -125,12 +128,12 @@ ACCELERATE: dict[str, Origin] = {
         ("cluster.nodes",), "each node starts its own processes; the default, pdsh, needs a hostfile"
     ),
     "distributed_type": Origin(("parallel.strategy",)),
-    "machine_rank": Origin((), "the first node; commands.sh gives the others theirs as --machine_rank"),
+    "machine_rank": Origin((), "the first node; commands.sh gives the others their rank as --machine_rank"),
     "main_process_ip": Origin((), "the first of the hosts that `toolkit emit` was given: the node of rank 0"),
     "main_process_port": Origin(("cluster.master_port",)),
     "num_machines": Origin(("cluster.nodes",)),
-    "num_processes": Origin(("cluster.gpus_per_node", "cluster.nodes"), "one process a device, over all nodes"),
-    "rdzv_backend": Origin((), "ranks follow --machine_rank; under c10d they follow the order of arrival"),
+    "num_processes": Origin(("cluster.gpus_per_node", "cluster.nodes"), "one process per device, over all nodes"),
+    "rdzv_backend": Origin((), "ranks follow --machine_rank; under c10d they follow the order in which nodes join"),
     "same_network": Origin((), "all nodes reach each other directly"),
     "use_cpu": Origin(("cluster.gpu",)),
 }
@@ -144,13 +147,13 @@ TRAINER: dict[str, Origin] = {
     "gradient_accumulation_steps": Origin(("train.gradient_accumulation_steps",)),
     "learning_rate": Origin(("train.learning_rate",)),
     "weight_decay": Origin(("train.weight_decay",)),
-    "adam_beta1": Origin(("train.adam_beta1",), "read by Adam and Lion alone"),
-    "adam_beta2": Origin(("train.adam_beta2",), "read by Adam and Lion alone"),
-    "adam_epsilon": Origin(("train.adam_epsilon",), "read by Adam alone"),
+    "adam_beta1": Origin(("train.adam_beta1",), "used by Adam and Lion only"),
+    "adam_beta2": Origin(("train.adam_beta2",), "used by Adam and Lion only"),
+    "adam_epsilon": Origin(("train.adam_epsilon",), "used by Adam only"),
     "max_grad_norm": Origin(("train.max_grad_norm",)),
     "lr_scheduler_type": Origin(("train.lr_scheduler_type",)),
     "lr_scheduler_kwargs": Origin(
-        ("train.min_learning_rate_ratio", "train.lr_scheduler_type"), "only cosine_with_min_lr takes any"
+        ("train.min_learning_rate_ratio", "train.lr_scheduler_type"), "only cosine_with_min_lr has any"
     ),
     "lr_scheduler_kwargs.min_lr_rate": Origin(("train.min_learning_rate_ratio",)),
     "warmup_steps": Origin(
@@ -159,7 +162,7 @@ TRAINER: dict[str, Origin] = {
     ),
     "max_steps": Origin(("train.max_steps", "train.num_train_epochs"), "-1 leaves the length to num_train_epochs"),
     "num_train_epochs": Origin(
-        ("train.num_train_epochs", "train.max_steps"), "TrainingArguments' own default, not read, when max_steps is set"
+        ("train.num_train_epochs", "train.max_steps"), "TrainingArguments' own default, ignored when max_steps is set"
     ),
     "bf16": Origin(("train.precision",)),
     "fp16": Origin(("train.precision",)),
@@ -177,9 +180,9 @@ TRAINER: dict[str, Origin] = {
     "use_liger_kernel": Origin(("train.loss",)),
     "liger_kernel_config": Origin(("train.loss",)),
     **{
-        f"liger_kernel_config.{name}": Origin(("train.loss",), "the loss alone, as this run has it")
+        f"liger_kernel_config.{name}": Origin(("train.loss",), "the loss alone, as in this run")
         for name in LIGER_KERNELS
     },
     "use_cpu": Origin(("cluster.gpu",)),
-    "deepspeed": Origin((), "the file beside this one; Trainer compares it with these arguments and finds them equal"),
+    "deepspeed": Origin((), "the file next to this one; Trainer checks that it agrees with these arguments"),
 }

@@ -66,6 +66,6 @@ def _verbatim(path: str, value: Any) -> dict[str, Any]:
         key=f"deepspeed.{path}",
         value=value,
         source="deepspeed",
-        reason="written in the job's deepspeed section; wins",
+        reason="set in the job's deepspeed section, which takes precedence",
     )
     return {"value": value, "choices": [asdict(choice)], "reason": ""}

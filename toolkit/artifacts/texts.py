@@ -50,7 +50,7 @@ def _head(facts: Facts) -> Iterator[str]:
     yield "#!/usr/bin/env bash"
     yield f"# Ways to start {plan.model.name} on {plan.job.cluster.num_ranks} × {plan.gpu.name}{over}."
     yield "# Written by `toolkit emit`, which rewrites it: change the job and emit again."
-    yield "# Call it from the folder in which `toolkit emit` ran, where relative paths hold."
+    yield "# Call it from the folder in which `toolkit emit` ran, which relative paths refer to."
     yield "#"
     yield "# Usage:"
     for way in facts.ways:

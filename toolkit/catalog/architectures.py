@@ -89,20 +89,16 @@ def class_problems(config: Mapping[str, Any], *, name: str, trust_remote_code: b
         yield no_class(model_type, named, brings_code=_own_class(config) is not None)
     elif named and built.lower() not in (entry.lower() for entry in named):  # old folders write LLaMAForCausalLM
         why = f"what would be trained is a {built}" + (", which has a head" if named[0].endswith("Model") else "")
-        yield _other_task(name, named[0], why, f"Name a folder that holds a {built}")
+        yield _other_task(name, named[0], why, f"Name a folder with a {built}")
     elif built.endswith(_MULTIMODAL):
-        why = "it reads images or sound beside text, for which there is no data here"
-        yield _other_task(name, built, why, "Name a folder that holds its language model alone")
+        why = "it also reads images or audio, which no data format here provides"
+        yield _other_task(name, built, why, "Name a folder with its language model alone")
 
 
 def no_class(model_type: str, architectures: Sequence[str] = (), *, brings_code: bool = False) -> Problem:
     """Return the problem MODEL_CLASS: the installed transformers has no causal language model of a type."""
     named = f" ({', '.join(architectures)})" if architectures else ""
-    own = (
-        ", or set model.trust_remote_code to true, which runs the code that its repository brings"
-        if brings_code
-        else ""
-    )
+    own = ", or set model.trust_remote_code to true, which runs the code of its repository" if brings_code else ""
     return Problem(
         code="MODEL_CLASS",
         key="model",
@@ -116,7 +112,7 @@ def _other_task(name: str, architecture: str, why: str, fix: str) -> Problem:
     return Problem(
         code="MODEL_TASK",
         key="model",
-        message=f"model={name} holds a {architecture}, whose task is not built here: {why}",
+        message=f"model={name} is a {architecture}, whose task is not supported: {why}",
         fix=f"{fix}; this version trains causal language models",
         source="architectures of its config.json",
     )

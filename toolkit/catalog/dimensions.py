@@ -253,9 +253,11 @@ class Fields:
         fix = f"Set {key} to {want}, or download config.json again"
         if key != "model_type" and self.text_type not in _DEFAULTS and not isinstance(got, int):
             # A valid file of an architecture that uses another name for a size, or has one per layer.
-            why = f"the sizes of model_type={self.text_type} cannot be read, so this architecture is not supported as it is"
+            why = f"the sizes of model_type={self.text_type} cannot be read, so this architecture is not supported"
             known = ", ".join(sorted(_DEFAULTS))
-            fix = f"Name a model of another architecture, such as {known}, or set {key} to {want} if config.json has lost it"
+            fix = (
+                f"Name a model of another architecture, such as {known}, or set {key} to {want} if config.json lacks it"
+            )
         return SpecError(
             Problem(code="MODEL_CONFIG_INVALID", key=self.source, message=f"{state} in {self.source}: {why}", fix=fix)
         )
@@ -265,7 +267,7 @@ class Fields:
         value = self.values.get(key)
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
         if isinstance(value, bool) or not isinstance(value, int) or not (0 if zero else 1) <= value <= most:
-            why = f"model_type {self.text_type} takes its shape from it"
+            why = f"model_type {self.text_type} gets its shape from it"
             raise self.invalid(key, value, why, f"an integer from {0 if zero else 1} to {most}")
         return value
 

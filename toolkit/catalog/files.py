@@ -43,6 +43,6 @@ def configs_root(package: Path = _PACKAGE) -> Path:
     raise SpecError.of(
         code="CONFIGS_MISSING",
         key="configs/hardware",
-        message=f"the installation holds no configurations: looked in {looked}",
-        fix="Reinstall the package, or run from a checkout that has its configs folder",
+        message=f"the installation has no configurations: looked in {looked}",
+        fix="Reinstall the package, or run from a checkout with its configs folder",
     )

@@ -198,7 +198,7 @@ def describe_gpu(card: Card, base: Gpu | None = None) -> Gpu:
         raise _bad_description("cpu is not a card", "Write gpu: cpu alone, or the name of a card")
     if not name or (base is None and card.memory_gib is None):
         why = f"gpu={card.name} is not in the catalogue, and its memory is not given"
-        raise _bad_description(why, f"Set cluster.gpu.memory_gib to what a process sees of it, or {_DESCRIBE}")
+        raise _bad_description(why, f"Set cluster.gpu.memory_gib to what a process can use of it, or {_DESCRIBE}")
     tflops: dict[GpuPrecision, float | None] = {each: getattr(card, f"{each}_tflops") for each in PRECISIONS}
     capability, assumed = card.compute_capability or (base.compute_capability if base is not None else None), {}
     gfx = capability is not None and capability.startswith("gfx")
@@ -225,7 +225,7 @@ def describe_gpu(card: Card, base: Gpu | None = None) -> Gpu:
         elif rate is not None:
             figures[field] = rate * 1e12
         elif figures.get(field) is None:
-            assumed[f"{precision}_tflops"] = f"left out: metrics hold no share of the peak (mfu) in {precision}"
+            assumed[f"{precision}_tflops"] = f"left out: metrics have no share of the peak (mfu) in {precision}"
     if card.memory_gib is not None:
         if card.memory_gib > _MAX_MEMORY_GIB:
             why = f"memory_gib={card.memory_gib:g} is more than any card has: give GiB, not MiB or GB"
@@ -240,8 +240,8 @@ def _assumed_capability(vendor: str, tflops: dict[GpuPrecision, float | None]) -
     if vendor == "amd":
         return "gfx942", "that of the MI300"
     if tflops["fp8"] is not None:
-        return "8.9", "the first with float8 units, of which fp8_tflops speaks"
-    return "8.6", "that of most cards for graphics of Ampere, and no more than later ones have"
+        return "8.9", "the first with float8 units, which fp8_tflops implies"
+    return "8.6", "that of most Ampere graphics cards, and no higher than that of later ones"
 
 
 def _precisions_of(vendor: str, capability: str) -> tuple[GpuPrecision, ...]:
@@ -303,7 +303,7 @@ def _bad_file(path: Path, error: ValueError) -> Problem:
         code="GPU_FILE",
         key=str(path),
         message=f"{path.name} does not describe a GPU: {reason}",
-        fix="Mend the file after the pattern of h100-sxm-80gb.yaml",
+        fix="Correct the file; see h100-sxm-80gb.yaml",
     )
 
 

@@ -175,7 +175,7 @@ def resolve_model(model: Model) -> ModelSpec:
         return _from_catalogue(model)
     if kind == "folder":
         held = "only a LoRA adapter" if is_file(path / "adapter_config.json", key=_KEY) else "no config.json"
-        raise _not_found(name, f"model={name} is a folder that holds {held}")
+        raise _not_found(name, f"model={name} is a folder with {held}")
     if name.startswith((".", "/", "~")) or path.suffix == ".json":
         raise _not_found(name, f"model={shown(name)} does not exist on this machine")
     return _from_hub(model)
@@ -189,7 +189,7 @@ def _from_file(model: Model, path: Path) -> ModelSpec:
 
 
 def _from_catalogue(model: Model) -> ModelSpec:
-    _refuse_revision(model, "a catalogue entry, which holds dimensions only")
+    _refuse_revision(model, "a catalogue entry, which has dimensions only")
     entry = read_catalogue_model(model.name)
     source = Path("configs/models") / f"{model.name}.yaml"
     return _build(model, entry.config, source=source, origin="catalogue", hub_id=entry.hub_id)
@@ -244,11 +244,11 @@ def _download_config(model: Model, *, offline: bool) -> Path:
         raise _not_found(name, f"model={shown(name)} has no revision {model.revision}") from error
     except errors.LocalEntryNotFoundError as error:
         raise _offline(
-            name, f"model={shown(name)}{at} is not in the hub's cache, and the hub is off or out of reach"
+            name, f"model={shown(name)}{at} is not in the hub's cache, and the hub is offline or unreachable"
         ) from error
     except errors.EntryNotFoundError as error:
         raise _not_found(
-            name, f"model={shown(name)}{at} holds no config.json: an adapter or another file format"
+            name, f"model={shown(name)}{at} has no config.json: an adapter or another file format"
         ) from error
     except OSError as error:  # HfHubHTTPError and httpx's connection errors are among them
         raise _offline(
@@ -270,8 +270,8 @@ def _build(
         raise SpecError.of(
             code="MODEL_NOT_DECODER",
             key=_KEY,
-            message=f"model={shown(model.name)} is an encoder-decoder (model_type {config.get('model_type')}): "
-            "training and planning here are for causal language models",
+            message=f"model={shown(model.name)} is an encoder-decoder (model_type {config.get('model_type')}): only "
+            "causal language models are supported",
             fix="Name a decoder-only model",
         )
     try:

@@ -22,7 +22,7 @@ def weight_problems(model: ModelSpec) -> tuple[Problem, ...]:
                 Problem(
                     code="WEIGHTS_BIN",
                     key="model",
-                    message=f"{model.path} holds pytorch_model.bin, a pickle, and no safetensors",
+                    message=f"{model.path} has pytorch_model.bin, a pickle, and no safetensors",
                     fix="Convert it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)",
                 ),
             )
@@ -30,7 +30,7 @@ def weight_problems(model: ModelSpec) -> tuple[Problem, ...]:
             return ()
         if found.missing or found.damaged:
             broken = ", ".join([*(f"{name} is missing" for name in found.missing), *found.damaged])
-            message, fix = f"the weights in {model.path} are not whole: {broken}", "Download or copy the folder anew"
+            message, fix = f"the weights in {model.path} are incomplete: {broken}", "Download or copy the folder again"
             return (_no_weights(message, fix),)
     hub = f"the hub id {model.hub_id}" if model.hub_id else "a hub id"
     return (

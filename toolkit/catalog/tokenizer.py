@@ -93,7 +93,7 @@ def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
             decoder = map(int, config.get("added_tokens_decoder", {}))
             return _largest_id([*_read_object(path).values(), *added, *decoder])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _invalid(path, f"its vocabulary is not of a known form ({error!r})") from error
+        raise _invalid(path, f"its vocabulary has an unknown form ({error!r})") from error
     size = config.get("vocab_size")
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
 
@@ -113,7 +113,7 @@ def template_fault(template: Any) -> str | None:
     """Return why a tokenizer's `chat_template` is invalid: not a string, a set of named strings or None; else None."""
     named = template if isinstance(template, Mapping) else {"chat_template": "" if template is None else template}
     wrong = [f"{name} is a {type(text).__name__}" for name, text in named.items() if not isinstance(text, str)]
-    return f"of its chat templates {', '.join(wrong)}, not a text" if wrong else None
+    return f"of its chat templates {', '.join(wrong)}, not a string" if wrong else None
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, bool]:
@@ -136,6 +136,6 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, boo
         if fault := template_fault(named):
             raise TypeError(fault)
     except (TypeError, KeyError) as error:
-        found = "chat_template is neither a text nor a list of objects with name and template, both texts"
+        found = "chat_template is neither a string nor a list of objects with name and template, both strings"
         raise _invalid(folder / "tokenizer_config.json", found) from error
     return named.get("default"), others or bool(named)

@@ -80,7 +80,7 @@ def layout_problems(plan: Plan, saved: Plan, folder: Path) -> list[Problem]:
             Problem(
                 code="CHECKPOINT_MODEL",
                 key="model",
-                message=f"{folder} holds another model: {', '.join(changed)} differ",
+                message=f"{folder} has another model: {', '.join(changed)} differ",
                 fix=f"Set model to {saved.model.name}, or train into another output_dir",
             )
         )

@@ -34,7 +34,7 @@ def latest_checkpoint(output_dir: Path) -> Path:
         raise CheckpointError.of(
             code="CHECKPOINT_NONE",
             key=str(output_dir),
-            message=f"{output_dir} holds no complete checkpoint",
+            message=f"{output_dir} has no complete checkpoint",
             fix="Train without --resume_from_checkpoint, or name the folder of a checkpoint",
         )
     latest = found[-1]
@@ -68,7 +68,7 @@ def _check_state(folder: Path, *, instead: Path) -> None:
     except CheckpointError as error:
         if folder == instead:
             raise
-        fix = f"Name {instead} to go on from there, or copy {folder.name} again from where it was made"
+        fix = f"Name {instead} to continue from there, or copy {folder.name} again from where it was made"
         raise CheckpointError(*(replace(problem, fix=fix) for problem in error.problems)) from None
 
 

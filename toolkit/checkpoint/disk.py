@@ -15,7 +15,7 @@ from toolkit.errors import RunError
 from toolkit.io import nearest_folder
 from toolkit.units import format_bytes
 
-LIFT_LIMIT = "Lift the limit by `ulimit -f unlimited`, or write to a file system that takes larger files"
+LIFT_LIMIT = "Raise the limit with `ulimit -f unlimited`, or write to a file system that supports larger files"
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -45,7 +45,7 @@ def disk_errors(target: Path) -> Iterator[None]:
             code="CHECKPOINT_UNWRITABLE",
             key=str(target),
             message=f"{target} cannot be written: {error}",
-            fix="Check the folder's rights, or set train.output_dir to another one",
+            fix="Check the folder's permissions, or set train.output_dir to another one",
         ) from error
 
 

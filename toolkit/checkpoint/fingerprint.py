@@ -107,7 +107,7 @@ def _tokenizer_problems(
         changed = _changed_files(recorded[_TOKENIZER], now, partial=from_hub)
         if changed:
             what = f"the tokenizer of {_tokenizer_name(job)} has changed since {folder} was saved: {', '.join(changed)}"
-            yield _other_data(_NAMED_TOKENIZER, what, f"Put back the tokenizer with which {folder} was trained", folder)
+            yield _other_data(_NAMED_TOKENIZER, what, f"Restore the tokenizer with which {folder} was trained", folder)
     elif _NAMED_TOKENIZER in recorded:
         if _contents(recorded[_NAMED_TOKENIZER]) != [_digest_of_0_1_0(name) for name in after]:
             yield _other_source(_NAMED_TOKENIZER, before, after, folder)
@@ -120,7 +120,8 @@ def source_notes(recorded: Sources) -> tuple[str, ...]:
     if _TOKENIZER in recorded or _NAMED_TOKENIZER in recorded:
         return ()
     return (
-        "the checkpoint does not record its tokenizer, as earlier versions did not: whether it is still the same is not checked",
+        "the checkpoint does not record its tokenizer, since an earlier version wrote it: the tokenizer is not "
+        "compared",
     )
 
 
@@ -129,7 +130,7 @@ def _other_source(key: str, before: Sequence[str], after: Sequence[str], folder:
     if after != before:
         return _other_data(key, f"{key}={shown}, but {folder} was saved with {then}", f"Set {key} to {then}", folder)
     what = f"{key}={shown}, but its content has changed since {folder} was saved"
-    return _other_data(key, what, f"Put back what {shown} was", folder)
+    return _other_data(key, what, f"Restore the earlier content of {shown}", folder)
 
 
 def _contents(sources: Sequence[Source]) -> list[str]:
@@ -140,7 +141,7 @@ def _other_data(key: str, what: str, put_back: str, folder: Path) -> Problem:
     return Problem(
         code="CHECKPOINT_DATA",
         key=key,
-        message=f"{what}: its position would mean other documents",
+        message=f"{what}: its position in the data would refer to other documents",
         fix=f"{put_back} to resume, or export it (`toolkit export {folder}`) and warm-start from the export",
     )
 

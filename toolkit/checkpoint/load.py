@@ -84,7 +84,7 @@ def _load_engine(run: Run, folder: Path, tag: str) -> None:
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as error:
         raise CheckpointError(damaged(folder, tag, f"cannot be loaded: {error!r:.200}")) from error
     if loaded is None:
-        raise CheckpointError(damaged(folder, tag, "holds nothing that DeepSpeed loads"))
+        raise CheckpointError(damaged(folder, tag, "has nothing that DeepSpeed loads"))
 
 
 def load_as_data(engine: Any, folder: Path) -> None:

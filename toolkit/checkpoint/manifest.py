@@ -193,7 +193,7 @@ def damaged(folder: Path, name: str, what: str) -> Problem:
     )
 
 
-_OTHER_CHECKSUM = "has another SHA-256 than when it was written"
+_OTHER_CHECKSUM = "has another SHA-256 than the manifest"
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -238,17 +238,13 @@ def _without_manifest(folder: Path) -> Problem:
     key = str(folder)
     if not folder.is_dir():
         inside = sorted(path.name for path in folder.parent.glob("checkpoint-*")) if folder.parent.is_dir() else []
-        fix = (
-            f"There is {', '.join(inside)} beside it"
-            if inside
-            else "Check the path; checkpoints lie in train.output_dir"
-        )
+        fix = f"Its folder has {', '.join(inside)}" if inside else "Check the path; checkpoints are in train.output_dir"
         return Problem(code="CHECKPOINT_NOT_FOUND", key=key, message=f"{folder} is not a folder", fix=fix)
     if list(folder.glob("*.safetensors")):
         return Problem(
             code="CHECKPOINT_WEIGHTS_ONLY",
             key=key,
-            message=f"{folder} holds weights only: no optimizer state, no step, nothing to resume",
+            message=f"{folder} has weights only: no optimizer state and no step to resume from",
             fix=f"For a warm start, set model: {folder} in the job and train without --resume_from_checkpoint",
         )
     tags = sorted(path.name for path in folder.glob("global_step*") if path.is_dir())
@@ -265,7 +261,7 @@ def _without_manifest(folder: Path) -> Problem:
         return Problem(
             code="CHECKPOINT_INCOMPLETE",
             key=key,
-            message=f"{folder} is what a run left that ended while saving ({format_bytes(size)})",
+            message=f"{folder} was left by a run that ended while saving ({format_bytes(size)})",
             fix="Resume from the checkpoint before it",
         )
     held = sorted(path.name for path in folder.glob("checkpoint-*") if (path / MANIFEST).exists())
@@ -273,7 +269,7 @@ def _without_manifest(folder: Path) -> Problem:
         return Problem(
             code="CHECKPOINT_NOT_FOUND",
             key=key,
-            message=f"{folder} is not a checkpoint, but holds some",
+            message=f"{folder} is not a checkpoint, but a folder of checkpoints",
             fix=f"Name one of {', '.join(str(folder / name) for name in held)}",
         )
     return Problem(

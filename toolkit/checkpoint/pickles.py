@@ -51,7 +51,7 @@ def read_pickle(folder: Path, name: str, *, mmap: bool = False, map_location: An
             raise _unsafe(folder / name, str(error)) from None
         raise ValueError(f"cannot be read: {reason}") from None
     if not isinstance(value, dict):
-        raise ValueError("does not hold a state")
+        raise ValueError("has no state")
     return value
 
 
@@ -76,6 +76,8 @@ def _unsafe(path: Path, what: str) -> CheckpointError:
     return CheckpointError.of(
         code="CHECKPOINT_UNSAFE",
         key=str(path),
-        message=f"{path} is more than data: reading it would call {named or 'what it names'}, which no saved state needs",
-        fix="Nothing of it has run. Do not use it: take the checkpoint from where it was trained, or another one",
+        message=f"{path} contains more than data: loading it would call {named or 'what it names'}, which no saved "
+        "state needs",
+        fix="None of it was run. Do not use it: copy the checkpoint again from where it was trained, or use another "
+        "one",
     )

@@ -86,7 +86,7 @@ def skip_damaged(error: CheckpointError, *, skips: bool, say: Callable[[str], No
     """Report that a damaged checkpoint is skipped; raise the error if it is not damage, or skipping is not allowed."""
     if not skips or set(error.codes) != {"CHECKPOINT_DAMAGED"}:
         raise error
-    say(f"warning: {error.problems[0].message}; it is passed over")
+    say(f"warning: {error.problems[0].message}; it is skipped")
 
 
 def _latest_first(output_dir: Path) -> tuple[Path, ...]:

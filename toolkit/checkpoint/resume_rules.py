@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from toolkit.planning.plan import Plan
 
-_SHARDS = "its shards fit that layout only"
-_POSITION = "its position would mean other documents"
+_SHARDS = "its shards are for that layout"
+_POSITION = "its position in the data would refer to other documents"
 
 Both = Callable[[Plan, Plan], bool]
 
@@ -112,7 +112,7 @@ _ADAPTERS = replace(_REFUSED, counts=_with_adapters)
 _SCALE = replace(_ADAPTERS, why="its adapters were trained for that scale")
 _SCALER = replace(
     _REFUSED,
-    why="it holds the loss scaler, which goes on as it was made",
+    why="it has the loss scaler, whose settings cannot change",
     counts=lambda now, then: now.settings.dtype == then.settings.dtype == "fp16",
 )
 _ORDER = replace(_REFUSED, code="CHECKPOINT_DATA", why=_POSITION)
@@ -159,7 +159,7 @@ RULES: dict[str, Rule] = {
     ),
     "train.momentum": replace(
         _REFUSED,
-        why="its optimizer's state fits that only",
+        why="its optimizer state is for that one",
         counts=_optimizer_is("sgd"),
         fits=lambda now, then: bool(now.job.train.momentum) == bool(then.job.train.momentum),
     ),

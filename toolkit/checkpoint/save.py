@@ -140,9 +140,9 @@ def _check_replaceable(target: Path) -> None:
         complete = {MANIFEST, STATE} <= names or (step_of(target) is not None and MANIFEST in names)
         if not names or complete or any(map(is_tag, names)):
             return
-        what = f"is a folder that holds no checkpoint, but {', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''}"
+        what = f"is a folder without a checkpoint, but with {', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''}"
     else:
-        what = "is no folder"
+        what = "is not a folder"
     raise PlanError.of(
         code="OUTPUT_EXISTS",
         key="path",

@@ -72,7 +72,7 @@ def step_problems(folder: Path, names: Iterable[str], state: State) -> list[Prob
     tag = tag_of(state.step)
     if any(name.startswith(f"{tag}/") for name in names):
         return []
-    return [damaged(folder, STATE, f"says step {state.step}, but the checkpoint holds no {tag}")]
+    return [damaged(folder, STATE, f"says step {state.step}, but the checkpoint has no {tag}")]
 
 
 def is_readable(folder: Path) -> bool:

@@ -31,7 +31,7 @@ def calibrate(
     metrics: Annotated[
         list[Path], typer.Argument(metavar="METRICS...", help="metrics.jsonl of runs on GPUs.", show_default=False)
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the errors, save nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the errors without saving.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show how right past estimates were, and learn what no source code tells: CUDA's context and NCCL's buffers.

@@ -47,7 +47,7 @@ def list_command(
         print_json({"checkpoints": rows})
         return
     if not rows:
-        print(f"{output_dir} holds no complete checkpoint")
+        print(f"{output_dir} has no complete checkpoint")
         return
     numbers = ["step", "ZeRO", "ranks", "pipeline", "tensor", "size"]
     table = new_table([*numbers, "saved", "path"], right=numbers)
@@ -109,4 +109,4 @@ def verify_command(
     if as_json:
         print_json({"checkpoint": str(checkpoint), "files": len(manifest), "bytes": size})
         return
-    print(f"{checkpoint} is complete: {len(manifest)} files, {format_bytes(size)}, every checksum right")
+    print(f"{checkpoint} is complete: {len(manifest)} files, {format_bytes(size)}, every checksum matches")

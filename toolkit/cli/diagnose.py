@@ -164,7 +164,7 @@ def _as_rank(
     if report is None:
         return 0  # rank 0's exit code stands for all
     if backend is None and report.backend == "gloo":
-        say("not every rank has a card: checked on CPU")
+        say("not every rank has a GPU: checked on CPU")
     result = report_to_dict(report)
     show(placement, result, as_json=as_json)
     return 0 if result["passed"] else CheckError.exit_code
@@ -183,7 +183,7 @@ def show(placement: Placement, result: dict[str, Any], *, as_json: bool) -> None
         _show_waiting(result["waiting"])
     print_problems((Problem(**problem) for problem in result["problems"]), as_json=False)
     if result["passed"]:
-        print(f"every group is sound over {result['backend']}: {', '.join(result['operations'])}")
+        print(f"every group works over {result['backend']}: {', '.join(result['operations'])}")
 
 
 def _show_kinds(placement: Placement, result: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ def _show_waiting(waiting: Sequence[dict[str, Any]]) -> None:
             f"{wait['kind']} {format_ranks(wait['group'])}",
             format_ranks([missing["rank"] for missing in wait["missing"]])
             if wait["missing"]
-            else "none: all have come",
+            else "none: all have arrived",
             places,
         )
     print_table(table)

@@ -70,10 +70,10 @@ def emit(
     for name, state in result.states.items():
         print(f"{state:<10} {result.folder / name}")
     edited = [name for name, state in result.states.items() if state == "edited"]
-    own = ["commands.sh starts scripts of your own alone, for that reason"] if result.untrainable else []
+    own = ["for that reason commands.sh only starts your own scripts"] if result.untrainable else []
     warn(
         [*verdict.warnings, *own]
-        + [f"{name} had been edited by hand; put such changes into the job, where they stay" for name in edited]
+        + [f"{name} had been edited by hand and was overwritten; make such changes in the job" for name in edited]
         + [f"no {', '.join(names)}: {reason}" for names, reason in refusals(result.left_out)]
     )
 

@@ -25,7 +25,7 @@ DeepSpeedOption = Annotated[
     typer.Option(
         "--deepspeed-config",
         metavar="FILE",
-        help='Your own DeepSpeed JSON, or Accelerate YAML, in place of ours; its "auto" as Trainer fills it in.',
+        help='Your own DeepSpeed JSON, or Accelerate YAML, instead of ours; "auto" is filled in as by Trainer.',
         show_default=False,
     ),
 ]
@@ -33,7 +33,7 @@ WithoutZeroInitOption = Annotated[
     bool,
     typer.Option(
         "--without-zero-init",
-        help="The stage-3 model is not built under zero.Init, as ours are: each rank of your script calls from_pretrained.",
+        help="The stage-3 model is not built under zero.Init: each rank of your script calls from_pretrained.",
     ),
 ]
 NoZeroInitOption = Annotated[bool, typer.Option("--no-zero-init", hidden=True, help="Older spelling of the same.")]
@@ -42,7 +42,7 @@ LoadDtypeOption = Annotated[
     typer.Option(
         "--load-dtype",
         metavar="bf16|fp16|fp32",
-        help="With --without-zero-init: the dtype= of that call; the files' own when left out.",
+        help="With --without-zero-init: the dtype= of that call; the dtype of the files when left out.",
         show_default=False,
     ),
 ]
@@ -60,7 +60,7 @@ CompareOption = Annotated[
 ]
 GpusOption = Annotated[
     str | None,
-    typer.Option(metavar="all|NAMES", help="For each card the fewest on which the job fits.", show_default=False),
+    typer.Option(metavar="all|NAMES", help="For each card, the fewest with which the job fits.", show_default=False),
 ]
 
 
@@ -124,13 +124,13 @@ def _check_options(
     modes = {"--sweep": bool(sweep), "--compare": compare is not None, "--gpus": gpus is not None}
     chosen = [name for name, given in modes.items() if given]
     if len(chosen) > 1:
-        raise typer.BadParameter(f"{' and '.join(chosen)} answer different questions: give one", param_hint=chosen[1])
+        raise typer.BadParameter(f"{' and '.join(chosen)} are mutually exclusive", param_hint=chosen[1])
     if plot is not None and chosen and chosen != ["--sweep"]:
-        raise typer.BadParameter(f"there is no picture of {chosen[0]}", param_hint="--plot")
+        raise typer.BadParameter(f"nothing is drawn for {chosen[0]}", param_hint="--plot")
     if plot is not None and sweep and len(sweep) > 2:
-        raise typer.BadParameter("a picture has room for one or two swept keys", param_hint="--plot")
+        raise typer.BadParameter("it can draw one or two swept keys", param_hint="--plot")
     if deepspeed_config is not None and compare is not None:
-        raise typer.BadParameter("it compares our strategies: leave --deepspeed-config out", param_hint="--compare")
+        raise typer.BadParameter("it compares our configurations: leave --deepspeed-config out", param_hint="--compare")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequ
     print(f"\nDisk: {_disk(report.disk)}")
     print(_traced(report))
     if report.worst_routing_peak_bytes is not None:
-        print(f"At worst, all tokens choosing the same experts: {_worst_routing(report)}")
+        print(f"Worst case, all tokens choose the same experts: {_worst_routing(report)}")
     _print_savings(savings, device=device)
     assumed = [line for line in report.assumptions if line not in notes]
     if assumed:
@@ -121,7 +121,7 @@ def _print_phases(report: MemoryReport, *, device: str) -> None:
 
 def _print_savings(savings: Sequence[Saving], *, device: str) -> None:
     if not savings:
-        print(f"\nNone of the changes that were tried saves memory of a {device}")
+        print(f"\nNo change that was tried saves memory of a {device}")
         return
     print("\nWhat would save most")
     table = new_table(("change", "required", "saved", "host a node", ""), right=("required", "saved", "host a node"))

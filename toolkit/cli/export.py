@@ -29,22 +29,22 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint-STEP folder, or an output_dir for its latest.")
     ],
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to create. Default: export beside it.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to create. Default: `export` next to it.")] = None,
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option(help="Weights' precision. Default: the training precision. fp32 reads the masters."),
+        typer.Option(help="Weights' precision. Default: the training precision. fp32 reads the master weights."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, as 5GB or 500MB.")] = "5GB",
     merge_adapter: Annotated[
-        bool, typer.Option("--merge-adapter", help="LoRA: merge the adapter into its base.")
+        bool, typer.Option("--merge-adapter", help="LoRA: merge the adapter into the base model.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the folder.")] = False,
     check_logits: Annotated[
         bool | None,
         typer.Option(help="Reload the export and compare its scores with the live model's. Default: for small models."),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code that the checkpoint's model brings.")
+        bool, typer.Option("--trust-remote-code", help="Run the Python code of the checkpoint's model.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -149,7 +149,7 @@ def describe_scores(difference: float) -> str:
 
 def describe_checks(done: Export) -> str:
     """Return what of an export was checked, and what was not and why, as text."""
-    read = "names, shapes and sampled values read back; "
+    read = "names, shapes and sampled values verified; "
     if done.logits_difference is not None:
         return read + describe_scores(done.logits_difference)
     return f"{read}scores not compared: {done.not_compared}"

@@ -106,7 +106,7 @@ def output_problems(folder: Path) -> Iterator[Problem]:
         yield Problem(
             code="OUTPUT_PATH",
             key="train.output_dir",
-            message=f"output_dir={folder}: {nearest} exists and is no folder, so nothing could be written there",
+            message=f"output_dir={folder}: {nearest} exists and is not a folder",
             fix="Set train.output_dir to another folder, or move that file",
         )
 
@@ -128,7 +128,7 @@ def _tokenizer_folder(job: Job, model: ModelSpec | None) -> Path | None:
         raise SpecError.of(
             code="TOKENIZER_NOT_FOUND",
             key="model.tokenizer",
-            message=f"tokenizer={shown(name)} is no folder on this machine",
+            message=f"tokenizer={shown(name)} is not a folder on this machine",
             fix="Name a folder with tokenizer.json, or a hub id",
         )
     return None
@@ -147,7 +147,7 @@ def _tokenizer_problems(
         yield Problem(
             code="DATA_NO_TOKENIZER",
             key="model.tokenizer",
-            message=f"{folder} holds no tokenizer, so the data cannot be turned into tokens",
+            message=f"{folder} has no tokenizer, so the data cannot be tokenised",
             fix="Set model.tokenizer to a folder with tokenizer.json, or to a hub id",
         )
         return
@@ -163,7 +163,7 @@ def _tokenizer_problems(
         yield Problem(
             code="DATA_NO_EOS",
             key="model.tokenizer",
-            message=f"the tokenizer in {folder} has no eos_token, so nothing would mark where a document ends",
+            message=f"the tokenizer in {folder} has no eos_token, so nothing would mark the end of a document",
             fix="Set eos_token in its tokenizer_config.json, or name another tokenizer in model.tokenizer",
         )
 
@@ -171,14 +171,14 @@ def _tokenizer_problems(
 def _warnings(job: Job, model: ModelSpec | None, plan: Plan | None, facts: TokenizerFacts | None) -> Iterator[str]:
     if model is not None and model.origin == "hub" and not model.has_weights and job.model.init != "random":
         yield (
-            f"model={model.name} has no whole safetensors in the hub's cache, and the hub is off or out of reach: to train, "
-            "go online, or set model.init to random"
+            f"model={model.name} has no complete safetensors in the hub's cache, and the hub is offline or "
+            "unreachable: to train, go online, or set model.init to random"
         )
     if model is not None and facts is not None and (facts.vocab_size or 0) > model.vocab_size:
         # Not an error: published tokenizers hold tokens that never occur in text (Gemma 3), and training checks ids.
         yield (
-            f"the tokenizer has {facts.vocab_size} tokens, the model's embedding {model.vocab_size} rows: training stops "
-            f"at a document that needs a token past {model.vocab_size - 1}"
+            f"the tokenizer has {facts.vocab_size} tokens, the model's embedding {model.vocab_size} rows: training "
+            f"stops at a document with a token id above {model.vocab_size - 1}"
         )
     if plan is not None:
         yield from plan_warnings(plan)

@@ -73,5 +73,5 @@ def _script(command: list[str]) -> Path:
         raise typer.BadParameter("name the script to run", param_hint="SCRIPT")
     script = Path(command[0])
     if not script.is_file():
-        raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
+        raise typer.BadParameter(f"{script} is not a file", param_hint="SCRIPT")
     return script

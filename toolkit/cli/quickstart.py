@@ -34,8 +34,8 @@ def quickstart(
     out: Annotated[Path, typer.Option("--out", help="Folder to work in.")] = Path("quickstart"),
     processes: Annotated[int, typer.Option("--processes", min=1, help="Data-parallel processes on CPU.")] = 2,
     zero_stage: Annotated[int, typer.Option("--zero-stage", min=0, max=3, help="ZeRO stage.")] = 2,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU even where there are GPUs.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU even if there are GPUs.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the folder.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plan, train, save, resume, export and reload a small Llama on English text, offline.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FEWEST_CELLS = 20
 # Placeholder for the middle of a chart that is too wide, and the number of forward passes kept on each side.
 _LEFT_OUT, _FEWEST_UNITS = " … ", 2
-_SCALE = "Equal stages, a backward pass of twice the forward one, and messages that take no time."
+_SCALE = "Assumed: equal stages, a backward pass twice as long as a forward pass, and no communication time."
 
 
 def show(plan: Plan, *, plot: Path | None, as_json: bool) -> None:
@@ -174,7 +174,7 @@ def _print(timeline: Timeline, partition: tuple[int, ...]) -> None:
     for line in lines:
         console.print(line)
     if any(_LEFT_OUT in line.plain for line in lines):
-        print("The steady middle is left out: --plot FILE draws the whole step.")
+        print("The steady state is abbreviated: --plot FILE draws the whole step.")
     kinds = [kind for kind in LOOKS if any(isinstance(one, kind) for order in timeline.schedule.order for one in order)]
     legend = Text("\n")
     for kind in kinds:
@@ -187,7 +187,7 @@ def _print(timeline: Timeline, partition: tuple[int, ...]) -> None:
 
 
 def _chunk_note(timeline: Timeline) -> str:
-    return ", and behind the dot the pipeline rank's chunk" if timeline.schedule.virtual_stages > 1 else ""
+    return ", and the number after the dot is the pipeline rank's chunk" if timeline.schedule.virtual_stages > 1 else ""
 
 
 def _table(timeline: Timeline, partition: tuple[int, ...]) -> Any:

@@ -32,8 +32,9 @@ def train(
         typer.Option(
             "--resume",
             metavar="DIR|latest|auto",
-            help="Go on from a checkpoint; from output_dir's latest; `auto`: from its last sound one, or from the start where "
-            "there is none, so that the same command can be given again. --resume_from_checkpoint is the same.",
+            help="Resume from a checkpoint; `latest`: from output_dir's latest; `auto`: from its last undamaged one, "
+            "or start if there is none, so that the same command can be repeated. --resume_from_checkpoint is the "
+            "same.",
         ),
     ] = None,
     resume_from_checkpoint: Annotated[
@@ -41,14 +42,14 @@ def train(
     ] = None,
     stop_after: Annotated[
         int | None,
-        typer.Option(
-            "--stop-after", metavar="STEP", min=1, help="Save and end at this step of the run, to go on later."
-        ),
+        typer.Option("--stop-after", metavar="STEP", min=1, help="Save and end after this step, to resume later."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and show what would run; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and show what would run, without starting it.")
+    ] = False,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Delete the checkpoints, metrics and export that output_dir holds."),
+        typer.Option("--overwrite", help="Delete the checkpoints, metrics and export in output_dir."),
     ] = False,
     no_export: Annotated[
         bool, typer.Option("--no-export", help="Write no safetensors to output_dir/export at the end.")
@@ -90,13 +91,11 @@ def _one_resume(resume: str | None, resume_from_checkpoint: str | None, *, overw
     """Return the checkpoint given by either option: ours, or the name that transformers uses."""
     if resume is not None and resume_from_checkpoint is not None:
         raise typer.BadParameter(
-            "it is the same option as --resume; leave out one of the two", param_hint="--resume_from_checkpoint"
+            "it is the same option as --resume: give one of the two", param_hint="--resume_from_checkpoint"
         )
     named = resume_from_checkpoint if resume is None else resume
     if named is not None and overwrite:
-        raise typer.BadParameter(
-            "a run that goes on deletes nothing; leave out one of the two", param_hint="--overwrite"
-        )
+        raise typer.BadParameter("--overwrite and --resume are mutually exclusive", param_hint="--overwrite")
     return named
 
 
@@ -153,14 +152,14 @@ def run_workers(plan: Plan, *, resume: str | None, stop_after: int | None) -> Ru
     from toolkit.launch.environment import python_module
     from toolkit.trainer.progress import describe_devices
 
-    others = "" if plan.grid.world_size == 1 else f"; ranks past the first write to {log_folder(plan)}"
+    others = "" if plan.grid.world_size == 1 else f"; the other ranks write to {log_folder(plan)}"
     say(f"starting {describe_devices(plan)}{others} ...")
     emit(plan, plan.output_dir / "configs")
     argv = [*python_module("toolkit.trainer.worker"), "--plan", str(plan.output_dir / "plan.json")]
     argv += ["--log-dir", str(log_folder(plan)), *(["--resume", resume] if resume else [])]
     argv += ["--stop-after", str(stop_after)] if stop_after else []
     # A rank saves when asked to; after another has failed there is nothing to wait for.
-    outcome = run_on_this_node(plan, argv, when_asked="each rank ends its step and saves", grace_seconds=0.0)
+    outcome = run_on_this_node(plan, argv, when_asked="each rank finishes its step and saves", grace_seconds=0.0)
     if outcome.exit_code != 0:
         # No worker lives any more; a partial checkpoint may fill the disk.
         remove_leftovers(plan.output_dir)
@@ -199,7 +198,7 @@ def _show(plan: Plan, call: Call, *, overwrite: bool, as_json: bool) -> None:
     from toolkit.trainer.progress import describe_devices
 
     print_fields(plan_fields(plan))
-    print(f"`{call.validate_command()}` says where every value comes from, and why\n")
+    print(f"`{call.validate_command()}` shows the source and reason of every value\n")
     if point is not None and point.is_complete:
         print(complete_line(point))
         return

@@ -58,8 +58,9 @@ def startable_plan(plan: Plan, resume: str | None = None, *, alone: bool = True)
         return plan, ()
     (missing,) = lacking
     return with_torch_adam(plan, f"DeepSpeed's FusedAdam cannot be compiled on this machine: {missing}"), (
-        f"torch's AdamW steps in place of DeepSpeed's FusedAdam, which cannot be compiled here: {missing}. It takes more of "
-        "each card: `toolkit estimate JOB --set train.optimizer=adamw_torch` says how much; set train.optimizer to decide it",
+        f"torch's AdamW replaces DeepSpeed's FusedAdam, which cannot be compiled here: {missing}. It needs more "
+        "memory: `toolkit estimate JOB --set train.optimizer=adamw_torch` shows how much; set train.optimizer to "
+        "choose",
     )
 
 

@@ -104,7 +104,7 @@ def export_finished(plan: Plan, checkpoint: Path | None = None, *, verify_first:
     except KeyboardInterrupt:
         trusted = ["--trust-remote-code"] if plan.job.model.trust_remote_code else []
         command = shlex.join(["toolkit", "export", str(source), "--overwrite", *trusted])
-        say(f"the export was stopped, but the run is whole in {source}. Export it with:\n  {command}")
+        say(f"the export was stopped, but the run is complete in {source}. Export it with:\n  {command}")
         raise
     return Exported(folder=done.folder, checked=describe_checks(done))
 

@@ -25,9 +25,9 @@ def register(app: typer.Typer) -> None:
 def validate(
     job: OptionalJobArgument = None,
     overrides: SetOption = None,
-    explain: Annotated[bool, typer.Option("--explain", help="List every value, where it came from, and why.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="List every value with its source and reason.")] = False,
     keys: Annotated[
-        bool, typer.Option("--keys", help="List every key that a job file may hold, its values, default and meaning.")
+        bool, typer.Option("--keys", help="List every key of a job file, with its values, default and meaning.")
     ] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of a job file, for editors that check YAML.")
@@ -46,7 +46,8 @@ def validate(
     if keys or schema:
         if job is not None or overrides or explain or (keys and schema):
             raise typer.BadParameter(
-                "it is about any job: leave JOB and other options out", param_hint="--keys" if keys else "--schema"
+                "it does not depend on a job: leave out JOB and other options",
+                param_hint="--keys" if keys else "--schema",
             )
         if keys:
             _print_keys(as_json=as_json)
@@ -75,7 +76,7 @@ def _headline(job: Path, verdict: Verdict) -> str:
     if not verdict.untrainable:
         return f"{job} is sound"
     codes = ", ".join(problem.code for problem in verdict.untrainable)
-    return f"{job} is sound as a plan, but `toolkit train` would refuse it until it has what the warnings name: {codes}"
+    return f"{job} is sound as a plan, but `toolkit train` would refuse it; the warnings say why: {codes}"
 
 
 def _print_schema() -> None:
@@ -97,7 +98,7 @@ def _print_keys(*, as_json: bool) -> None:
     for key in found:
         table.add_row(key.path, key.values, key.default, key.meaning)
     print_table(table)
-    print("No default: the rest of the job decides (`toolkit validate JOB --explain` shows how), or it is not used.")
+    print("No default: the rest of the job decides (`toolkit validate JOB --explain` shows how), or it is unused.")
 
 
 def _data_fields(data: DatasetFacts | None) -> list[tuple[str, str]]:

@@ -38,8 +38,8 @@ def refuse_accelerate_file(document: Mapping[str, Any], *, name: str) -> None:
         code="ACCELERATE_FILE",
         key=name,
         message=f"{name} is a configuration of Accelerate, not a job",
-        fix=f"Write a job that names model, cluster.gpu and data, and says {sections or 'what it says'}; the rest is how "
-        "Accelerate starts processes, and `toolkit emit` writes it for each job" + _beside(document),
+        fix=f"Write a job that names model, cluster.gpu and data, with {sections or 'the same settings'}; the rest tells Accelerate how to start processes, and `toolkit emit` writes it for each job"
+        + _beside(document),
     )
 
 
@@ -77,7 +77,7 @@ def job_sections(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _beside(document: Mapping[str, Any]) -> str:
     file = _section(document, "deepspeed_config").get("deepspeed_config_file")
-    return f". What {file} says can be estimated: `toolkit estimate JOB --deepspeed-config {file}`" if file else ""
+    return f". To estimate {file} as it is: `toolkit estimate JOB --deepspeed-config {file}`" if file else ""
 
 
 def _section(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -49,7 +49,7 @@ def _not_a_bool(value: Any) -> Any:
 
 def _in_float32(value: float) -> float:
     if not MIN_FLOAT32 <= value <= MAX_FLOAT32:
-        raise ValueError(f"give a number of 32 bits: from {MIN_FLOAT32:.2g} to {MAX_FLOAT32:.2g}")
+        raise ValueError(f"give a 32-bit number, from {MIN_FLOAT32:.2g} to {MAX_FLOAT32:.2g}")
     return value
 
 
@@ -65,7 +65,7 @@ def _at_home(value: Any) -> Any:
 
 def _of_somebody(value: Path) -> Path:
     if str(value).startswith("~"):
-        raise ValueError("no user of this machine has that home folder: write the path out")
+        raise ValueError("no user of this machine has that home folder: write out the path")
     return value
 
 
@@ -99,9 +99,9 @@ def _nameable(value: Any) -> Any:
     except UnicodeEncodeError:
         raise ValueError("write it in UTF-8") from None
     if len(path) > MAX_PATH_BYTES:
-        raise ValueError(f"it has {len(path)} bytes, and a path of at most {MAX_PATH_BYTES} is possible")
+        raise ValueError(f"it has {len(path)} bytes, and a path may have {MAX_PATH_BYTES} at most")
     if (longest := max(map(len, path.split(b"/")))) > MAX_NAME_BYTES:
-        raise ValueError(f"a name between slashes has {longest} bytes, and {MAX_NAME_BYTES} at most are possible")
+        raise ValueError(f"a name between slashes has {longest} bytes, and may have {MAX_NAME_BYTES} at most")
     return value
 
 
@@ -122,8 +122,8 @@ def reporters(value: Any) -> Any:
         return ()
     if isinstance(given, list | tuple) and any(name != "tensorboard" for name in given):
         raise ValueError(
-            "give tensorboard or none: no other reporter is supported, but output_dir/metrics.jsonl holds every logged "
-            "step as JSON for any other tool"
+            "give tensorboard or none: no other reporter is supported, but output_dir/metrics.jsonl has every logged "
+            "step as JSON for other tools"
         )
     return given
 

@@ -71,8 +71,8 @@ def _problem(key: str, detail: Any) -> Problem:
         return Problem(
             code="JOB_FROZEN",
             key=key,
-            message=f"{key} is set, but a job does not change once it is made",
-            fix=f'Make another one: job.with_({{"{key}": ...}})',
+            message=f"{key} cannot be set: a job is immutable",
+            fix=f'Make a changed copy: job.with_({{"{key}": ...}})',
         )
     message = _FORMS.get(detail["type"], detail["msg"].removeprefix("Value error, "))
     if own_key(key) == "model":
@@ -140,7 +140,7 @@ def _unknown_key(key: str, value: Any) -> Problem:
             fix=f"Here it is {ours}",
         )
     near = [path for path in known if path.rpartition(".")[2] == leaf] or nearest_key(key, known, n=2)
-    fix = f"Did you mean {' or '.join(near)}" if near else "Remove it; `toolkit validate --keys` lists what there is"
+    fix = f"Did you mean {' or '.join(near)}" if near else "Remove it; `toolkit validate --keys` lists all keys"
     return Problem(code="KEY_UNKNOWN", key=key, message=f"{key} is not a key of a job", fix=fix)
 
 

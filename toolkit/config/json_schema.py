@@ -24,7 +24,7 @@ def job_json_schema() -> dict[str, Any]:
         "$schema": GenerateJsonSchema.schema_dialect,
         **schema,
         "title": "Job file of accelerator-toolkit",
-        "description": "A fine-tuning job. `toolkit validate JOB` checks what rests on several keys, and says why.",
+        "description": "A fine-tuning job. `toolkit validate JOB` also checks rules about several keys.",
     }
 
 

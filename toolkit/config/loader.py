@@ -155,7 +155,8 @@ def _bad_key(key: str, given: str) -> SpecError:
     return SpecError.of(
         code="SET_SYNTAX",
         key=key[:200],
-        message=f"{given:.200} is not key=value, or a word of its key is empty, or there are more than {_MAX_DEPTH}",
+        message=f"{given:.200} is not key=value, or part of its key is empty, or the key has more parts than "
+        f"{_MAX_DEPTH}",
         fix="Write --set train.sequence_length=8192; in Python with_({'train.sequence_length': 8192})",
     )
 

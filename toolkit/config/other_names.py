@@ -24,32 +24,33 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline_parallel_size", "pipeline_model_parallel_size", "pp", "pp_size"),
 }
 
-_DATA_PARALLEL = "what tensor × pipeline leave over of cluster.gpus_per_node × cluster.nodes, and no key"
+_DATA_PARALLEL = "cluster.gpus_per_node × cluster.nodes divided by tensor × pipeline, and not a key"
 _LOADED = (
-    "train.precision, the number format of the computation: bf16, fp16 or fp32; no key says how weights are loaded"
+    "train.precision, the number format of the computation: bf16, fp16 or fp32; no key sets the dtype in which "
+    "weights are loaded"
 )
 
 # Names whose meaning or values differ, and what to write in their place.
 REFUSED_NAMES: dict[str, str] = {
-    "bf16": "train.precision: bf16, a word in place of true",
-    "fp16": "train.precision: fp16, a word in place of true",
+    "bf16": "train.precision: bf16, a name instead of true",
+    "fp16": "train.precision: fp16, a name instead of true",
     "mixed_precision": "train.precision, where 16 bit computes without autocast and `no` is fp32",
     "torch_dtype": _LOADED,
     "dtype": _LOADED,
-    "batch_size": "train.per_device_train_batch_size, of a rank and forward pass, or train.train_batch_size, of an "
+    "batch_size": "train.per_device_train_batch_size, per rank and forward pass, or train.train_batch_size, per "
     "optimizer step over all ranks",
-    "chat_template_path": "data.chat_template, which takes chatml or a file with a Jinja template, and no tokenizer",
-    "assistant_only_loss": "data.loss_on: assistant, a word in place of true",
-    "completion_only_loss": "data.loss_on: completion, a word in place of true",
+    "chat_template_path": "data.chat_template, which takes chatml or a file with a Jinja template, not a tokenizer",
+    "assistant_only_loss": "data.loss_on: assistant, a name instead of true",
+    "completion_only_loss": "data.loss_on: completion, a name instead of true",
     "dp": _DATA_PARALLEL,
     "dp_size": _DATA_PARALLEL,
     "data_parallel_size": _DATA_PARALLEL,
-    "stage": "parallel.zero_stage for ZeRO's; parallel.pipeline is the number of a pipeline's",
+    "stage": "parallel.zero_stage for ZeRO's stage; parallel.pipeline is the number of pipeline stages",
     "zero": "parallel.zero_stage, a number from 0 to 3",
-    "scheduler": "train.lr_scheduler_type, a word in place of a section",
-    "dataset": "data.train, which takes files, folders and hub ids, and no names from a list of data sets",
+    "scheduler": "train.lr_scheduler_type, a name instead of a section",
+    "dataset": "data.train, which takes files, folders and hub ids, not names from a registry of data sets",
     "num_gpus": "cluster.gpus_per_node, which counts the cards of one node",
-    "use_peft": "train.method: lora, a word in place of true",
+    "use_peft": "train.method: lora, a name instead of true",
     "load_in_4bit": "train.method: qlora, which can be estimated, not trained",
     "gradient_checkpointing_enable": "train.gradient_checkpointing",
 }

@@ -68,6 +68,6 @@ def _refused(path: Path, key: str, error: OSError | ValueError) -> SpecError:
     return SpecError.of(
         code="PATH_UNREADABLE",
         key=key,
-        message=f"{key}={shown(path)!r} cannot be looked at: {reason}",
-        fix="Give this user the right to read it, or name another path" if may_not else "Name another path",
+        message=f"{key}={shown(path)!r} cannot be accessed: {reason}",
+        fix="Make it readable for this user, or name another path" if may_not else "Name another path",
     )

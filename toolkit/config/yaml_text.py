@@ -31,8 +31,8 @@ _FORMS = {
     "int": ("a whole number", "Write digits, at most 4300, or put quotes around a text"),
     "float": ("a number", "Write a number such as 1.0e-5, or put quotes around a text"),
     "bool": ("true or false", "Write true or false, or put quotes around a text"),
-    "timestamp": ("a date", "Write a date of the calendar, or put quotes around a text"),
-    "str": ("Unicode text", r'Write the character itself, or its whole code such as "\U0001F600"'),
+    "timestamp": ("a date", "Write a valid date, or put quotes around a text"),
+    "str": ("Unicode text", r'Write the character itself, or its full code such as "\U0001F600"'),
 }
 
 
@@ -60,7 +60,7 @@ class _Constructor(SafeConstructor):
             if isinstance(value, str):
                 value.encode()  # escapes can spell halves of surrogate pairs
         except UnicodeEncodeError:
-            raise _ValueError(node, "it holds half of a surrogate pair") from None
+            raise _ValueError(node, "it has half of a surrogate pair") from None
         except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
             # SafeConstructor lets the errors of int(), datetime() and its table of booleans through.
             if not isinstance(node, ScalarNode):
@@ -131,12 +131,12 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
         line = mark.line + 1 if mark else None
         problem = " ".join((getattr(error, "problem", None) or str(error)).split())
         if problem == "but found another document":
-            problem = "a second document begins, and a job is one"
+            problem = "a second document begins, and a job is a single one"
         raise SpecError.of(
             code="YAML_SYNTAX",
             key=name,
             message=f"{_place(name, line)}: {problem}",
-            fix="Fix the YAML there",
+            fix="Fix the YAML at that line",
             line=line,
         ) from None
     if not isinstance(value, dict):
@@ -144,7 +144,7 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Any]:
         raise SpecError.of(
             code="YAML_NOT_MAPPING",
             key=name,
-            message=f"{name} holds {kind}, not a mapping",
+            message=f"{name} is {kind}, not a mapping",
             fix="Start with `model:`, `cluster:` and `train:`",
         )
     return value
@@ -164,7 +164,7 @@ def parse_value(text: str, *, name: str) -> Any:
         raise
     except (ArithmeticError, ValueError, LookupError, AttributeError, TypeError) as error:
         # The scanner lets the errors of chr() through.
-        raise YAMLError(f"a value is not what its tag or its form says: {error}") from None
+        raise YAMLError(f"a value does not match its tag or form: {error}") from None
     return value
 
 
@@ -182,10 +182,10 @@ def _composed(reader: YAML, text: str, *, name: str) -> Node | None:
     try:
         node: Node | None = reader.compose(text)
     except MaxDepthExceededError:
-        raise _recursive(name, "sections are nested too deep", "Remove levels: a job has four at most") from None
+        raise _recursive(name, "sections are nested too deep", "Remove levels: a job has at most four") from None
     if node is not None and _count_values(node, {}, name=name) > _MAX_VALUES:
         raise _recursive(
-            name, f"its aliases stand for more than {_MAX_VALUES:,} values", "Write out what the job needs"
+            name, f"its aliases expand to more than {_MAX_VALUES:,} values", "Write out what the job needs"
         )
     return node
 
@@ -250,7 +250,7 @@ def _count_values(node: Node, counted: dict[int, int], *, name: str) -> int:
     key = id(node)
     if (known := counted.get(key)) is not None:
         if not known:
-            raise _recursive(name, "an anchor stands inside itself", "Write the value out in place of the alias")
+            raise _recursive(name, "an anchor contains itself", "Write out the value instead of the alias")
         return known
     if isinstance(node, ScalarNode):
         return 1

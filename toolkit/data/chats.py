@@ -120,7 +120,7 @@ class ChatTokeniser:
         for at in sorted(chosen):
             before, after = (len(self._blocks(messages, tools, upto)) for upto in (at, at + 1))
             if after > len(blocks) or after < before:
-                reason = f"it marks other answers in the first {at + 1} messages than in all"
+                reason = f"the first {at + 1} messages alone mark other answers than the whole conversation"
                 raise self._refused(reason, index)
             found += blocks[before:after]
         return found
@@ -131,7 +131,7 @@ class ChatTokeniser:
             raise DataError.of(
                 code="DATA_SLOW_TOKENIZER",
                 key="data.loss_on",
-                message="the tokenizer gives no character offsets to find messages by that are not to be learned",
+                message="the tokenizer has no character offsets, which are needed to leave messages out of the loss",
                 fix="Name a model with a tokenizer.json in model.tokenizer, or remove such messages",
             )
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -179,7 +179,8 @@ def message_spans(messages: Messages, render: Callable[..., str], chosen: Collec
             raise DataError.of(
                 code="DATA_CHAT_TEMPLATE",
                 key="data.loss_on",
-                message=f"the chat template rewrites turn {index + 1} as the conversation goes on, so that it cannot be found",
+                message=f"the chat template rewrites turn {index + 1} when later turns follow, so its tokens cannot "
+                "be located",
                 fix="Put {% generation %} around the assistant's turns in the template, or set data.loss_on to all",
             )
         spans.append((start, stop))

@@ -118,7 +118,7 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
         problems.append(problem)
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if format_ != "messages" and tokenizer.eos_token_id is None:
-        message = f"the tokenizer {name} has no eos_token, so nothing would mark where a document ends"
+        message = f"the tokenizer {name} has no eos_token, so nothing would mark the end of a document"
         fix = "Set eos_token in its tokenizer_config.json, or name another tokenizer in model.tokenizer"
         problems.append(Problem(code="DATA_NO_EOS", key="model.tokenizer", message=message, fix=fix))
     template = chat_template(tokenizer) if format_ == "messages" else None
@@ -132,7 +132,8 @@ def check_tokenizer(tokenizer: Any, *, format_: Format, loss_on: str) -> None:
         )
     if loss_on == "assistant" and template is not None and not getattr(tokenizer, "is_fast", False):
         message = (
-            f"data.loss_on=assistant: the tokenizer {name} gives no character offsets to find the assistant's tokens by"
+            f"data.loss_on=assistant: the tokenizer {name} has no character offsets, which are needed to find the "
+            "assistant's tokens"
         )
         fix = "Set data.loss_on to all, or name a tokenizer that has a tokenizer.json in model.tokenizer"
         problems.append(Problem(code="DATA_SLOW_TOKENIZER", key="data.loss_on", message=message, fix=fix))

@@ -121,14 +121,14 @@ def _size_problems(dataset: PackedDataset, data: Data, *, part: str, needed: int
     report = dataset.report
     if report.dropped_sequences and not report.sequences:
         message = (
-            f"{part}: data.loss_on={data.loss_on} leaves no token to learn from in {report.documents} documents"
-            f" of rows of train.sequence_length={dataset.sequence_length}"
+            f"{part}: data.loss_on={data.loss_on} leaves no token in the loss in {report.documents} documents of rows "
+            f"of train.sequence_length={dataset.sequence_length}"
         )
         fix = "Raise train.sequence_length above the longest prompt, or set data.loss_on to all"
         return [Problem(code="DATA_NO_TARGETS", key="data.loss_on", message=message, fix=fix)]
     if report.sequences >= needed:
         return []
-    need = f"fewer than train_batch_size={needed}: one optimizer step takes as many" if needed > 1 else "none to use"
+    need = f"fewer than train_batch_size={needed}: one optimizer step needs that many" if needed > 1 else "none to use"
     message = (
         f"{part} of {report.documents} documents gives sequences={report.sequences} of"
         f" train.sequence_length={dataset.sequence_length} under data.packing={dataset.packing}, {need}"

@@ -289,7 +289,7 @@ def _load_hub(name: str, data: Data, *, key: str, split: str) -> Any:
         raise DataError.of(
             code="DATA_REVISION",
             key="data.revision",
-            message=f"{key}={name} at revision={data.revision} is out of reach, and the cache would give {', '.join(found)}",
+            message=f"{key}={name} at revision={data.revision} is unreachable, and the cache has {', '.join(found)}",
             fix="Go online, or set data.revision to the commit that is cached",
             source="datasets.load_dataset",
         )
@@ -306,7 +306,7 @@ def _load_problem(source: SourceFacts, error: Exception, *, key: str) -> Problem
     if source.kind in ("jsonl", "json") and source.path is not None:
         bad = first_bad_json_line(source.path) if source.kind == "jsonl" else None
         if bad is not None:
-            fix = 'Write one object a line, such as {"text": "..."}'
+            fix = 'Write one object per line, such as {"text": "..."}'
             return Problem(code="DATA_JSON", key=key, message=f"{source.path}: {bad}", fix=fix)
     message = f"{source.path} does not load: {reason}"
     saved, files = "Write it again with Dataset.save_to_disk", "Give every record the same columns, each of one type"

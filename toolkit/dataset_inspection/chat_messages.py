@@ -52,17 +52,19 @@ def learning_fault(messages: Sequence[Mapping[str, Any]], loss_on: str = "all", 
         for key, value in said.items():
             yes, no = _LEARNED[key]
             if value not in (yes, no) or isinstance(value, bool) != isinstance(yes, bool):
-                shown = [str(allowed).lower() for allowed in (no, yes)]
+                allowed = [str(each).lower() for each in (no, yes)]
                 return (
-                    f"{at}[{index}].{key} is {value!r}, neither {shown[0]} nor {shown[1]}: a message is learned or not"
+                    f"{at}[{index}].{key} is {value!r}, neither {allowed[0]} nor {allowed[1]}: whether a message is "
+                    "trained on is true or false"
                 )
         if len({value == _LEARNED[key][0] for key, value in said.items()}) > 1:
-            return f"{at}[{index}] is learned and not learned at once: {', '.join(f'{k}={v}' for k, v in said.items())}"
+            shown = [f"{key}={value}" for key, value in said.items()]
+            return f"{at}[{index}] is marked both to be trained on and not to be: {', '.join(shown)}"
         asked = [key for key in _ASKING if said.get(key) is True]
         if asked and loss_on == "assistant" and message["role"] != "assistant":
             return (
-                f"{at}[{index}].{asked[0]}=true asks to learn what {message['role']} says, and data.loss_on=assistant "
-                "learns what the assistant says alone"
+                f"{at}[{index}].{asked[0]}=true asks to train on the messages of {message['role']}, and "
+                "data.loss_on=assistant trains on the assistant's alone"
             )
     return None
 
@@ -191,7 +193,7 @@ def dropped_problem(part: str, *, where: str, key: str) -> Problem:
     return Problem(
         code="DATA_CHAT_DROPPED",
         key=key,
-        message=f"{where}: the chat template leaves out {part}, so that the conversation would be learned without it",
+        message=f"{where}: the chat template leaves out {part}, so the model would be trained without it",
         fix=f"Set data.chat_template or model.tokenizer to a template that shows {leaf}, such as that of the model's "
         f"instruct version, or remove {leaf} from the record",
     )

@@ -70,7 +70,7 @@ def read_chat_template(name: str, *, base: Path | None = None) -> str:
         if not text.strip():
             raise ValueError("it is empty")
         if len(text) > _MAX_CHARACTERS:
-            raise ValueError(f"it holds more than {_MAX_CHARACTERS:,} characters")
+            raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters")
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise DataError(chat_template_problem(name, f"{shown(path)} cannot be read: {reason}")) from None
@@ -218,7 +218,7 @@ def refused_problem(reason: str, *, where: str, key: str = "data") -> Problem:
         code="DATA_CHAT_TEMPLATE",
         key=key,
         message=f"{where}: the chat template does not render it: {reason.rstrip('.')}",
-        fix="Correct or remove the record, or set data.chat_template to a template that takes it",
+        fix="Correct or remove the record, or set data.chat_template to a template that accepts it",
     )
 
 
@@ -230,7 +230,7 @@ def unused_chat_template(data: Data, format_: Format) -> list[Problem]:
         Problem(
             code="DATA_CHAT_TEMPLATE_UNUSED",
             key="data.chat_template",
-            message=f"data.chat_template={data.chat_template} is read by nothing: the data is {format_}",
+            message=f"data.chat_template={data.chat_template} is not used: the data is {format_}",
             fix="Remove data.chat_template, or give messages",
         )
     ]

@@ -121,6 +121,6 @@ def unread_key_warning(name: str, conversations_: Sequence[Any], *, template: st
         return None
     keys = ", ".join(f"{key} ({count} ×)" for key, count in found.most_common())
     return (
-        f"{name}: its messages have keys that nothing reads: {keys} in the first {len(conversations_)} records; work them "
-        "into the content, or remove them"
+        f"{name}: its messages have unused keys: {keys} in the first {len(conversations_)} records; move them into the "
+        "content, or remove them"
     )

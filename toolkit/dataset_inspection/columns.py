@@ -53,7 +53,7 @@ def resolve_layout(columns: Iterable[str], wanted: str, *, key: str, name: str) 
         if wanted == "auto"
         else needed
     )
-    message = f"columns={listed} of {name} hold no documents: needed are {accepted}"
+    message = f"columns={listed} of {name} have no documents: the columns must be {accepted}"
     fix = _renames(found) or f"Give the columns {accepted}"
     return Problem(code="DATA_COLUMNS", key=key, message=message, fix=fix)
 

@@ -79,10 +79,10 @@ def read_head(path: Path, kind: Kind, *, key: str, split: str = "train") -> Head
         return Head(problems=(_unreadable(path, kind, key, error),))
     if (head.columns and head.records) or head.problems:
         return head
-    found = "is empty (0 bytes)" if path.is_file() and path.stat().st_size == 0 else "holds no record"
+    found = "is empty (0 bytes)" if path.is_file() and path.stat().st_size == 0 else "has no record"
     if head.records:
-        found = f"holds only records without a column, such as that at line {head.records[0][0]}"
-    problem = Problem(code="DATA_EMPTY", key=key, message=f"{path} {found}", fix="Name files that hold documents")
+        found = f"has only records without a column, such as that at line {head.records[0][0]}"
+    problem = Problem(code="DATA_EMPTY", key=key, message=f"{path} {found}", fix="Name files with documents")
     return Head(columns=head.columns, problems=(problem,))
 
 
@@ -134,7 +134,7 @@ def _json_problem(path: Path, key: str, found: str) -> Problem:
     if " is not UTF-8: " in found:
         line, _, byte = found.partition(" is not UTF-8: ")
         return _encoding_problem(path, key, f"{line}, {byte}", "LATIN1")
-    fix = 'Write one object a line, such as {"text": "..."}, or in .json an array of objects'
+    fix = 'Write one object per line, such as {"text": "..."}, or in .json an array of objects'
     return Problem(code="DATA_JSON", key=key, message=f"{path}: {found}", fix=fix)
 
 
@@ -153,7 +153,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | str:
 
 def _not_a_record(value: Any) -> str:
     if isinstance(value, dict):
-        return r"is not Unicode: it holds half of a surrogate pair (\ud800 to \udfff)"
+        return r"is not Unicode: it has half of a surrogate pair (\ud800 to \udfff)"
     return f"holds {kind_of(value, null='null')}, not an object"
 
 
@@ -254,12 +254,12 @@ def _read_csv(path: Path, key: str) -> Head:
     repeated = [column for column, times in Counter(columns).items() if times > 1]
     if ragged is not None:
         message = f"{path}: line {ragged} has more cells than the header's {len(columns)}"
-        fix = 'Quote cells that hold a comma: "a, b"'
+        fix = 'Quote cells that have a comma: "a, b"'
     elif repeated:
-        message, fix = f"{path}: the header names {repeated[0]!r} more than once", "Give each column a name of its own"
+        message, fix = f"{path}: the header names {repeated[0]!r} more than once", "Give each column a different name"
     elif ends_open:
-        message = f"{path}: a quoted cell is still open where the file ends"
-        fix = 'Close each quoted cell, and double the marks inside it: "she said ""no"""'
+        message = f"{path}: a quoted cell is not closed"
+        fix = 'Close each quoted cell, and double the quotes inside it: "she said ""no"""'
     else:
         return Head(columns=columns, records=records)
     return Head(columns=columns, problems=(Problem(code="DATA_READ", key=key, message=message, fix=fix),))
@@ -304,7 +304,7 @@ def _read_saved(path: Path, key: str, split: str) -> Head:
     if splits_file.is_file():
         splits = [str(name) for name in read_json_object(splits_file)["splits"]]
         if split not in splits:
-            message = f"{path} has no split {split!r}: it holds {', '.join(splits)}"
+            message = f"{path} has no split {split!r}: it has {', '.join(splits)}"
             split_key = "data.eval_split" if key.startswith("data.eval") else "data.split"
             problem = Problem(
                 code="DATA_SPLIT", key=split_key, message=message, fix=f"Set it to one of {', '.join(splits)}"

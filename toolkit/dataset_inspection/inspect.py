@@ -86,8 +86,8 @@ def unread_warning(name: str, columns: Sequence[str]) -> str:
     """Return the warning that columns with context are not read, and what to do."""
     them, is_ = ("it", "is") if len(columns) == 1 else ("them", "are")
     return (
-        f"{name}: the column{'s' * (len(columns) > 1)} {', '.join(columns)} {is_} read by nothing: work {them} into the"
-        f" columns that are read, or remove {them}"
+        f"{name}: the column{'s' * (len(columns) > 1)} {', '.join(columns)} {is_} not used: move {them} into the "
+        f"columns that are, or remove {them}"
     )
 
 
@@ -234,7 +234,7 @@ def _odd_kind(name: str, path: Path, found: PathKind, *, key: str) -> Problem:
     return Problem(
         code="DATA_SUFFIX",
         key=key,
-        message=f"{key}={name} is not a kind of file that is read: {what}",
+        message=f"{key}={name} is not a supported kind of file: {what}",
         fix=f"Name a file ending in {', '.join(SUFFIXES)}, or a folder written by Dataset.save_to_disk",
     )
 
@@ -264,7 +264,7 @@ def _blank_problems(
     if format_ != "text" or not texts or any(not isinstance(text, str) or text.strip() for text in texts):
         return []
     message = f"{name}: text is blank in all of the first {len(texts)} records"
-    return [Problem(code="DATA_EMPTY", key=key, message=message, fix="Name files that hold documents")]
+    return [Problem(code="DATA_EMPTY", key=key, message=message, fix="Name files with documents")]
 
 
 def _unread(layout: Layout, head: Head) -> tuple[str, ...]:
@@ -296,20 +296,18 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
         problems.append(Problem(code="DATA_VALIDATION", key="data.validation_fraction", message=message, fix=fix))
     if data.max_samples == 1 and data.validation_fraction is not None:
         message = (
-            f"data.max_samples=1 leaves nothing to train on beside data.validation_fraction={data.validation_fraction}"
+            f"data.max_samples=1 leaves nothing to train on with data.validation_fraction={data.validation_fraction}"
         )
         fix = "Set data.max_samples to at least 2, or remove data.validation_fraction"
         problems.append(Problem(code="DATA_TOO_SMALL", key="data.max_samples", message=message, fix=fix))
     if data.eval_split is not None and data.eval is None:
-        message = f"data.eval_split={data.eval_split} is read by nothing: data.eval is not given"
-        fix = "Set data.eval to the data set whose split it is, or remove data.eval_split"
+        message = f"data.eval_split={data.eval_split} is not used: data.eval is not given"
+        fix = "Set data.eval to the data set with that split, or remove data.eval_split"
         problems.append(Problem(code="DATA_SPLIT", key="data.eval_split", message=message, fix=fix))
     kinds = {part: {source.kind for source in found} for part, found in sources.items()}
     everything = kinds["train"] | kinds["eval"]
     if data.name is not None and everything and "hub" not in everything:
-        message = (
-            f"data.name={data.name} is read by nothing: it is a configuration of a hub data set, and all data is local"
-        )
+        message = f"data.name={data.name} is not used: it is a configuration of a hub data set, and all data is local"
         problems.append(Problem(code="DATA_SPLIT", key="data.name", message=message, fix="Remove data.name"))
     problems += _revision_problems(data, [source for found in sources.values() for source in found])
     unsplit = {part for part, found in kinds.items() if found and not found & {"hub", "saved"}}
@@ -318,7 +316,7 @@ def _combination_problems(data: Data, format_: Format | None, sources: dict[str,
         ("eval", "data.eval_split", data.eval_split, None),
     ):
         if part in unsplit and split != default:
-            message = f"{key}={split} is read by nothing: local files have no splits"
+            message = f"{key}={split} is not used: local files have no splits"
             problems.append(Problem(code="DATA_SPLIT", key=key, message=message, fix=f"Remove {key}"))
     return problems
 
@@ -343,9 +341,9 @@ def _revision_problems(data: Data, sources: list[SourceFacts]) -> list[Problem]:
     said, ids = f"data.revision={data.revision}", sorted({source.name for source in sources if source.kind == "hub"})
     local = [source.name for source in sources if source.kind != "hub"]
     if local:
-        message, fix = f"{said} is of a hub data set, and {', '.join(local)} is local", "Remove data.revision"
+        message, fix = f"{said} belongs to a hub data set, and {', '.join(local)} is local", "Remove data.revision"
     elif len(ids) > 1:
-        message = f"{said} is of one hub data set, and the job names {len(ids)}: {', '.join(ids)}"
+        message = f"{said} belongs to one hub data set, and the job names {len(ids)}: {', '.join(ids)}"
         fix = "Name one data set, or remove data.revision"
     else:
         return []

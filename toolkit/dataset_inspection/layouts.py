@@ -126,7 +126,7 @@ def _sharegpt_fault(record: Record) -> str | None:
         if not isinstance(said, str):
             return f"{at}.value is {kind_of(said)}, not a string"
         if (besides := said_besides(turn)) is not None:
-            return f"{at}.{besides} is not of ShareGPT: give conversations that have it as messages"
+            return f"{at}.{besides} is not part of ShareGPT: give conversations with it as messages"
     return learning_fault(turns, at="conversations")
 
 

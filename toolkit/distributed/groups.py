@@ -79,8 +79,8 @@ def from_device_mesh(mesh: DeviceMesh) -> World:
         raise PlanError.of(
             code="MESH_LAYOUT",
             key="mesh",
-            message=f"a mesh with the dimensions {names} over the ranks {mesh.mesh.flatten().tolist()} is no grid: its dimensions "
-            f"are some of {', '.join(get_args(Axis))}, in this order, over all ranks in order",
+            message=f"a mesh with the dimensions {names} over the ranks {mesh.mesh.flatten().tolist()} is not a grid: "
+            f"its dimensions must be some of {', '.join(get_args(Axis))}, in this order, over all ranks in order",
             fix='Make it by init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp", "tp"))',
         )
     grid, rank = Grid(**sizes), dist.get_rank()

@@ -59,7 +59,7 @@ def run_with_heartbeat(world: World, work: Callable[[], T], *, lost_seconds: flo
         for rank in range(world.size):
             _await(store, rank, lost_seconds=lost_seconds)
     except dist.DistError as lost:
-        raise _lost("the process that keeps the ranks' store has ended") from lost
+        raise _lost("the process that hosts the ranks' store has ended") from lost
     world.agree(error)
     return done[0]
 
@@ -97,7 +97,7 @@ def _await(store: Store, rank: int, *, lost_seconds: float) -> None:
         if now != beats:
             beats, heard = now, time.monotonic()
         elif time.monotonic() - heard > lost_seconds:
-            raise _lost(f"rank {rank} has given no sign of life for {lost_seconds:g} s")
+            raise _lost(f"rank {rank} has not responded for {lost_seconds:g} s")
         time.sleep(pause)  # not Store.wait: it would block Ctrl-C, and logs each timeout
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -114,5 +114,5 @@ def _lost(what: str) -> RunError:
     return RunError.of(
         code="RANK_LOST",
         message=f"{what}, so this rank ends too",
-        fix="See the end of that rank's output, and the launcher's; then start again",
+        fix="See the last lines of that rank's output, and the launcher's; then start again",
     )

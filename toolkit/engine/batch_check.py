@@ -33,10 +33,10 @@ def compare_batches(micro_batches: Sequence[Mapping[str, torch.Tensor]], world: 
             raise RunError.of(
                 code="TP_BATCH",
                 key="parallel.tensor" if world.grid.pp == 1 else "parallel.pipeline",
-                message=f"ranks {', '.join(map(str, others))} were given another batch than rank {group[0]} of their replica "
-                f"{', '.join(map(str, group))}: their parts of one model would see different tokens",
-                fix="Give all ranks of a replica the same batch: draw it by `run.world.coordinate.dp`, not by rank, or "
-                "take batches from `run.loader`",
+                message=f"ranks {', '.join(map(str, others))} got another batch than rank {group[0]} of their replica "
+                f"{', '.join(map(str, group))}: the shards of one model would see different tokens",
+                fix="Give all ranks of a replica the same batch: choose it by `run.world.coordinate.dp`, not by "
+                "rank, or take batches from `run.loader`",
             )
 
 

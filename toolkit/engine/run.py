@@ -115,7 +115,7 @@ class Run:
 
     def _attach(self, event: str, hook: H) -> H:
         if not callable(hook):
-            raise TypeError(f"{hook!r} cannot be called: give a function of the run")
+            raise TypeError(f"{hook!r} is not callable: give a function that takes the run")
         self._hooks.setdefault(event, []).append(hook)
         return hook
 
@@ -358,7 +358,7 @@ class Run:
             raise RunError.of(
                 code="STEP_TOTAL_UNKNOWN",
                 key="train.num_train_epochs",
-                message="the number of steps is not known, so the learning rate is not either",
+                message="the number of steps is unknown, and so is the learning rate",
                 fix="Set train.max_steps, take batches from `run.loader`, or call `run.set_num_steps` first",
             )
 

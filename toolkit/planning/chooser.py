@@ -55,7 +55,9 @@ class Chooser:
                 elif written[name] not in (None, [], {}) and not unread(job, f"{section}.{name}"):
                     self._add(f"{section}.{name}", written[name], "default", "the fixed default")
         for key, value in job.deepspeed.items():
-            self._add(f"deepspeed.{key}", value, "deepspeed", "written in the job's deepspeed section; wins")
+            self._add(
+                f"deepspeed.{key}", value, "deepspeed", "set in the job's deepspeed section, which takes precedence"
+            )
 
     def _add_card(self, card: Card) -> None:
         self._add("cluster.gpu", card.name, "job", "described in the job")

@@ -21,9 +21,9 @@ from toolkit.units import format_count
 MICRO_BATCHES_OF_A_STAGE = 4
 
 _BALANCED_BY: dict[PartitionWay, str] = {
-    "auto": "the slowest stage does the fewest operations possible, the head's among those of the last",
-    "parameters": "the largest stage holds the fewest parameters possible",
-    "uniform": "as many in each as division allows",
+    "auto": "minimises the operations of the slowest stage, the head counted in the last one",
+    "parameters": "minimises the parameters of the largest stage",
+    "uniform": "as even as the number of layers allows",
 }
 
 # Tokens: half the target of a micro batch, so that two sequences fill it.
@@ -52,7 +52,7 @@ def decide(job: Job, model: ModelSpec, gpu: Gpu, chooser: Chooser) -> Settings:
     )
     dtype: Dtype = "bf16" if precision == "fp8" else precision
     if precision == "fp8" and train.fp8 is None:
-        chooser.choose("train.fp8.recipe", None, Fp8().recipe, "one scale a matrix, the fastest of torchao's recipes")
+        chooser.choose("train.fp8.recipe", None, Fp8().recipe, "one scale per matrix, the fastest of torchao's recipes")
     longest = min(DEFAULT_SEQUENCE_LENGTH, model.max_position_embeddings or DEFAULT_SEQUENCE_LENGTH)
     sequence_length = chooser.choose(
         "train.sequence_length",
@@ -133,7 +133,9 @@ def _note_card(job: Job, gpu: Gpu, chooser: Chooser) -> None:
     for key, reason in gpu.assumed.items():
         chooser.derive(f"cluster.gpu.{key}", getattr(gpu, key, None), reason)
     if gpu.described and gpu.host is None and job.cluster.host_memory_gib is None:
-        reason = "no catalogue tells of machines with this card: host memory is estimated, and held against nothing"
+        reason = (
+            "the host memory of machines with this card is unknown: it is estimated, and not checked against a limit"
+        )
         chooser.derive("cluster.host_memory_gib", None, reason)
 
 
@@ -149,14 +151,14 @@ def _decide_batch(job: Job, sequence_length: int, chooser: Chooser) -> Batch:
     )
     if train.per_device_train_batch_size is None:
         reason = (
-            f"about {TARGET_MICRO_BATCH_TOKENS} tokens a forward pass, within the batch equation; "
+            f"about {TARGET_MICRO_BATCH_TOKENS} tokens per forward pass, within the batch equation; "
             f"{default_micro(sequence_length)} at most"
         )
         chooser.derive("train.per_device_train_batch_size", batch.micro, reason)
     if train.gradient_accumulation_steps is None:
         reason = f"the batch equation: {batch}"
         if job.parallel.pipeline > 1 and train.train_batch_size is None:
-            reason = f"{MICRO_BATCHES_OF_A_STAGE} micro-batches for each stage of the pipeline, so that they wait for a fifth of the time"
+            reason = f"{MICRO_BATCHES_OF_A_STAGE} micro-batches per pipeline stage, so that stages are idle for about a fifth of the time"
         chooser.derive("train.gradient_accumulation_steps", batch.accumulation, reason)
     if train.train_batch_size is None:
         chooser.derive("train.train_batch_size", batch.train, f"the batch equation: {batch}")
@@ -182,11 +184,11 @@ def _plain_precisions(job: Job, gpu: Gpu) -> tuple[Precision, ...]:
 def _spoken_of(job: Job) -> tuple[Precision, str] | None:
     """Return the precision that other keys of the job imply, and why; None where none or two are implied."""
     if job.train.fp8 is not None:
-        return "fp8", "train.fp8 says how it rounds"
+        return "fp8", "train.fp8 sets its scaling"
     summed = job.train.gradient_accumulation_dtype
     found: dict[Precision, str] = {}
     if summed in ("bf16", "fp16"):
-        found[summed] = f"gradient_accumulation_dtype={summed} adds up gradients of it"
+        found[summed] = f"gradient_accumulation_dtype={summed} accumulates gradients of that type"
     written: tuple[Precision, ...] = ("bf16", "fp16")
     found |= {dtype: f"the deepspeed section has keys of {dtype}" for dtype in written if dtype in job.deepspeed}
     return next(iter(found.items())) if len(found) == 1 else None
@@ -246,7 +248,7 @@ def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: Chooser
         return chooser.derive(
             "deepspeed.zero_optimization.sub_group_size",
             NVME_SUB_GROUP_SIZE,
-            "four buffers of a sub-group, 1.6 GB a rank, are locked into memory; DeepSpeed's default would lock 16 GB",
+            "four buffers of a sub-group, 1.6 GB per rank, are page-locked; DeepSpeed's default would lock 16 GB",
         )
     if not profile.partial or trainable is None:
         return SUB_GROUP_SIZE
@@ -254,7 +256,7 @@ def _decide_sub_group(job: Job, model: ModelSpec, batch: Batch, chooser: Chooser
     return chooser.derive(
         "deepspeed.zero_optimization.sub_group_size",
         size,
-        f"{PARTIAL_SUB_GROUPS} sub-groups a rank, since a partial offload moves whole sub-groups",
+        f"{PARTIAL_SUB_GROUPS} sub-groups per rank, since a partial offload moves whole sub-groups",
     )
 
 
@@ -279,7 +281,7 @@ def _decide_bucket(job: Job, model: ModelSpec, zero_stage: int, chooser: Chooser
 def _decide_sequence_parallel(job: Job, chooser: Chooser) -> bool:
     if job.parallel.tensor == 1:
         return bool(job.parallel.sequence_parallel)
-    reason = "each rank keeps what lies between sharded layers, as any model and any length of sequence allow"
+    reason = "activations between sharded layers are replicated, which every model and sequence length allows"
     return chooser.choose("parallel.sequence_parallel", job.parallel.sequence_parallel, False, reason)
 
 
@@ -294,12 +296,12 @@ def _decide_pipeline(job: Job, model: ModelSpec, sequence_length: int, chooser: 
         "parallel.virtual_stages",
         parallel.virtual_stages,
         1,
-        "each rank holds one run of layers",
+        "each rank has one contiguous range of layers",
         others=range(2, most + 1),
     )
     schedule: PipelineSchedule = "interleaved" if virtual > 1 else "1f1b"
     reason = (
-        "the order that virtual stages need" if virtual > 1 else "as short as gpipe, with fewer activations at once"
+        "the order that virtual stages need" if virtual > 1 else "as fast as gpipe, with fewer activations in flight"
     )
     schedule = chooser.choose(
         "parallel.pipeline_schedule",

@@ -60,8 +60,8 @@ PROFILES: dict[str, OffloadProfile] = {
             optimizer="cpu",
             min_zero_stage=1,
             explanation=(
-                "the fp32 master copy, the Adam moments and the fp32 gradients live in host memory and the CPU does the "
-                "step; gradients cross PCIe each step; `toolkit estimate` says what a node needs"
+                "the fp32 master copy, the Adam moments and the fp32 gradients live in host memory and the CPU runs "
+                "the optimizer step; gradients cross PCIe each step; `toolkit estimate` shows what a node needs"
             ),
         ),
         OffloadProfile(
@@ -80,8 +80,8 @@ PROFILES: dict[str, OffloadProfile] = {
             parameters="cpu",
             min_zero_stage=3,
             explanation=(
-                "parameters wait in pinned host memory too and are fetched layer by layer; the GPU holds live layers "
-                "and activations alone; `toolkit estimate` says what a node needs"
+                "parameters are in pinned host memory too and are fetched layer by layer; the GPU has only the "
+                "current layers and activations; `toolkit estimate` shows what a node needs"
             ),
         ),
         OffloadProfile(
@@ -99,15 +99,15 @@ PROFILES: dict[str, OffloadProfile] = {
             parameters="nvme",
             min_zero_stage=3,
             explanation=(
-                "parameters too live in files on cluster.nvme_path, but for the first 1e9 a rank, which DeepSpeed keeps in "
-                "host memory (offload_param.max_in_cpu): least memory, slowest"
+                "parameters too live in files on cluster.nvme_path, except the first 1e9 per rank, which DeepSpeed "
+                "keeps in host memory (offload_param.max_in_cpu): least memory, slowest"
             ),
         ),
         OffloadProfile(
             name="activations-cpu",
             activations=True,
             explanation=(
-                "the input of each checkpointed layer (2 bytes × batch × sequence × hidden a layer) waits in pinned "
+                "the input of each checkpointed layer (2 bytes × batch × sequence × hidden a layer) is kept in pinned "
                 "host memory between forward and backward"
             ),
         ),
@@ -156,19 +156,20 @@ def offload_section(
     chosen = PROFILES[profile]
     stage = chosen.min_zero_stage if zero_stage is None else zero_stage
     refused = {
-        f"profile={profile}: the model itself moves its layers' inputs, not DeepSpeed": chosen.activations,
+        f"profile={profile}: the model moves its layers' inputs itself, so no DeepSpeed section exists": chosen.activations,
         f"zero_stage={stage} with profile={profile}: it needs a stage from {chosen.min_zero_stage} to 3": not (
             chosen.min_zero_stage <= stage <= 3
         ),
         f"profile={profile} without nvme_path: it writes swap files": chosen.needs_nvme and nvme_path is None,
-        f"offload_ratio={offload_ratio:g}: it is a share, from 0 to 1": not 0 <= offload_ratio <= 1,
+        f"offload_ratio={offload_ratio:g}: it must be between 0 and 1": not 0 <= offload_ratio <= 1,
     }
     for why in (why for why, applies in refused.items() if applies):
         raise SpecError.of(
             code="OFFLOAD_PROFILE",
             key="profile",
             message=why,
-            fix=f"Choose one of {', '.join(name for name, each in PROFILES.items() if not each.activations)}, with a stage and path that it can have",
+            fix=f"Choose one of {', '.join(name for name, each in PROFILES.items() if not each.activations)}, with a "
+            "stage and a path that it supports",
         )
     return {"stage": stage} | offload_keys(
         chosen,

@@ -58,7 +58,7 @@ def across_stages(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if values.get("layerdrop"):
         yield (
             f"layerdrop={values['layerdrop']}",
-            "layers are left out at random, and each stage would draw for itself",
+            "layers are dropped at random, and each stage would draw independently",
         )
     if values.get("output_router_logits"):
         yield (

@@ -30,10 +30,7 @@ from toolkit.topology.grid import Grid
 
 SCHEMA_VERSION = 1
 
-_FP8 = (
-    "precision fp8: the products of the decoder layers' linear modules run in float8; parameters, gradients, the optimizer "
-    "and all else as in bf16"
-)
+_FP8 = "precision fp8: the products of the decoder layers' linear modules run in float8; everything else as in bf16"
 _EMULATED = "; on CPU they are emulated: rounded to float8, multiplied in fp32"
 # Llama-3.2-1B on one H100, sequence 2048, micro batch 4: 0.54 of bf16 without, 1.12 of compiled bf16 with torch_compile.
 _UNFUSED = "; without torch_compile each matrix is rounded in several passes, and fp8 is about half as fast as bf16"
@@ -57,7 +54,7 @@ class Plan(UncheckedPlan):
         """
         for name, kind in _PARTS.items():
             if not isinstance(part := getattr(self, name), kind):
-                raise _unsound(f"{name}={shown(part)} is no {kind.__name__}")
+                raise _unsound(f"{name}={shown(part)} is not a {kind.__name__}")
         with _read("settings", _unsound):
             self.settings.check()
 
@@ -186,7 +183,7 @@ class Plan(UncheckedPlan):
             text = json_text(self.to_dict())
             read = Plan._made_of(parse_json(text), _unsound)
         if read != self:
-            raise _unsound("what is written of it reads back as another plan")
+            raise _unsound("it differs from what its own values resolve to")
         return text
 
     def checked(self) -> Plan:
@@ -289,7 +286,7 @@ def _unreadable(what: str) -> PlanError:
 
 
 def _unsound(what: str) -> PlanError:
-    return _refused(f"the plan was changed into one that cannot be: {what}")
+    return _refused(f"the plan was edited and is no longer consistent: {what}")
 
 
 def _refused(message: str) -> PlanError:
@@ -297,6 +294,6 @@ def _refused(message: str) -> PlanError:
         code="PLAN_UNREADABLE",
         key="plan.json",
         message=message,
-        fix="Write it anew with `toolkit emit JOB.yaml --out DIR`; to change a value, change the job (--set, in Python "
-        "job.with_(...)) and resolve it again",
+        fix="Write it again with `toolkit emit JOB.yaml --out DIR`; to change a value, change the job (--set, in "
+        "Python job.with_(...)) and resolve it again",
     )

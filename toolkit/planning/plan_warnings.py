@@ -23,7 +23,7 @@ def plan_warnings(draft: UncheckedPlan) -> Iterator[str]:
 
 
 def learning_rate_warning(draft: UncheckedPlan) -> Iterator[str]:
-    """Yield a warning of a learning rate under which training diverges as a rule."""
+    """Yield a warning of a learning rate under which training usually diverges."""
     train, rate = draft.job.train, draft.settings.learning_rate
     sgd = train.optimizer == "sgd"
     largest = LARGEST_SGD_LEARNING_RATE if sgd else LARGEST_LEARNING_RATE[train.method]
@@ -32,6 +32,6 @@ def learning_rate_warning(draft: UncheckedPlan) -> Iterator[str]:
     scaled = f" after learning_rate_scaling={train.learning_rate_scaling}" if rate != train.learning_rate else ""
     customary = "" if sgd else f" ({'1e-5' if train.method == 'full' else '1e-4'} is customary)"
     yield (
-        f"learning_rate={rate:g}{scaled} is above {largest:g}, where {train.optimizer} with method={train.method} diverges "
-        f"as a rule{customary}: is it meant? If not, set train.learning_rate"
+        f"learning_rate={rate:g}{scaled} is above {largest:g}, where {train.optimizer} with method={train.method} "
+        f"usually diverges{customary}. If this is not intended, set train.learning_rate"
     )

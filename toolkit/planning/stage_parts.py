@@ -37,11 +37,11 @@ def describe_pipeline(draft: UncheckedPlan) -> str:
 def describe_tensor(draft: UncheckedPlan) -> str:
     """Return the ranks that share each layer of a job with tensor parallelism, and their shard of a sequence, as one line."""
     held = (
-        "a piece of every sequence between the sharded layers (sequence_parallel)"
+        "a shard of every sequence between the sharded layers (sequence_parallel)"
         if draft.settings.sequence_parallel
-        else "every sequence whole between the sharded layers"
+        else "whole sequences between the sharded layers"
     )
-    return f"{draft.job.parallel.tensor} ranks share each layer; each holds {held}"
+    return f"{draft.job.parallel.tensor} ranks share each layer; each has {held}"
 
 
 def bubble_warning(draft: UncheckedPlan) -> Iterator[str]:
@@ -55,7 +55,7 @@ def bubble_warning(draft: UncheckedPlan) -> Iterator[str]:
         ADVISED_BUBBLE, settings.pipeline_schedule, pp=pp, virtual_stages=settings.virtual_stages, at_least=count
     )
     same = (
-        "; a smaller train.per_device_train_batch_size gives more of them in the same batch"
+        "; a smaller train.per_device_train_batch_size gives more of them for the same batch"
         if settings.batch.micro > 1
         else ""
     )

@@ -31,52 +31,54 @@ def default_stage(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) ->
         return _default_stage_of_pipeline(job, model, gpu, precision)
     alone = job.dp_size <= 1
     if alone and job.train.method != "full":
-        return 2, "a single rank has nobody to share frozen weights with: stage 3 would gather them and save nothing"
+        return 2, "with a single rank stage 3 would save nothing: there is no rank to shard frozen weights with"
     if gpu.memory_bytes is None:
         return 2, "on CPU memory is shared; stage 2 shards optimizer and gradients"
     if model.num_parameters is None:
-        return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
+        return 3, "the parameter count of this architecture is unknown, and stage 3 needs the least memory"
     state = card_bytes(job, model, precision, stage=2)
     compared = _compared(state, gpu.memory_bytes, stage=2)
     if state <= STATE_SHARE * gpu.memory_bytes:
-        return 2, f"parameters stay whole, which is fastest, since they fit: {compared}"
+        return 2, f"parameters need not be sharded, which is fastest, since they fit: {compared}"
     if alone and model.num_parameters <= SUB_GROUP_SIZE:
-        return 2, "a single rank has nobody to share parameters with, and one optimizer sub-group holds them all"
+        return 2, "with a single rank there is nothing to shard, and all parameters fit one optimizer sub-group"
     if alone:
         # Stage 2 makes fp32 gradients of its whole partition for the step (stage_1_and_2.py step), stage 3 of a sub-group.
         return (
             3,
-            f"a single rank shares nothing, but stage 3 steps by sub-groups, without fp32 gradients of all: {compared}",
+            "with a single rank nothing is sharded, but stage 3 steps one sub-group at a time, without fp32 "
+            f"gradients of all parameters: {compared}",
         )
     return 3, f"parameters must be sharded too: {compared}"
 
 
 def _default_stage_of_pipeline(job: Job, model: ModelSpec, gpu: Gpu, precision: Precision) -> tuple[int, str]:
     if job.parallel.pipeline_schedule == "zb-h1":
-        return 1, "zb-h1 computes the gradients of weights apart, and reduces them once a step"
+        return 1, "zb-h1 defers the gradients of weights, and reduces them once per step"
     if gpu.memory_bytes is None:
-        return 1, "a pipeline reduces gradients once a step, which is fastest, and on CPU memory is shared"
+        return 1, "a pipeline reduces gradients once per step, which is fastest, and on CPU memory is shared"
     alone = job.dp_size <= 1
     if alone and job.train.method != "full":
-        return 1, "a single replica has nobody to share frozen weights with"
+        return 1, "with a single replica there is no rank to shard frozen weights with"
     if model.num_parameters is None:
-        return 3, "the parameter count of this architecture is unknown, and stage 3 takes least memory"
+        return 3, "the parameter count of this architecture is unknown, and stage 3 needs the least memory"
     limit = STATE_SHARE * gpu.memory_bytes
     whole, sharded = (card_bytes(job, model, precision, stage=stage) for stage in (1, 2))
     if whole <= limit:
         compared = _compared(whole, gpu.memory_bytes, stage=1)
-        return 1, f"a pipeline reduces gradients once a step, which is fastest, since they fit whole: {compared}"
+        return 1, f"a pipeline reduces gradients once per step, which is fastest, since they fit unsharded: {compared}"
     compared = _compared(sharded, gpu.memory_bytes, stage=2)
     if not alone and sharded <= limit:
-        return 2, f"gradients are reduced after each micro-batch, since they do not fit whole: {compared}"
+        return 2, f"gradients are reduced after each micro-batch, since they do not fit unsharded: {compared}"
     if alone and model.num_parameters <= job.parallel.pipeline * SUB_GROUP_SIZE:
         return (
             1,
-            "a single replica has nobody to share parameters with, and one optimizer sub-group holds those of a stage",
+            "with a single replica there is nothing to shard, and the parameters of a stage fit one optimizer "
+            "sub-group",
         )
-    return 3, f"parameters must be sharded too, or stepped by sub-groups: {compared}"
+    return 3, f"parameters must be sharded too, or stepped one sub-group at a time: {compared}"
 
 
 def _compared(state: float, memory_bytes: int, *, stage: int) -> str:
     against = f"{STATE_SHARE:.0%} of {format_bytes(memory_bytes)}"
-    return f"{format_bytes(state)} of state a rank under stage {stage} against {against}"
+    return f"{format_bytes(state)} of state per rank under stage {stage} against {against}"

@@ -29,7 +29,7 @@ def test_the_step_that_a_rank_left_out_comes_first():
     (problem,) = hang_error(waits, seconds=60).problems
     assert problem.code == "GROUP_HANG"
     assert problem.message == (
-        "no rank has moved for 60 s: rank 2 waits in gather of tp (ranks 2-3) for rank 3 (in tp scatter); "
+        "no rank has made progress for 60 s: rank 2 waits in gather of tp (ranks 2-3) for rank 3 (in tp scatter); "
         "2 more groups wait too"
     )
     assert "network of rank 3" in problem.fix
@@ -49,11 +49,11 @@ def test_data_that_does_not_move_stands_behind_ranks_that_are_missed():
         (SCATTER, (2, 3), [3]),
         (GATHER, (0, 1), []),
     ]
-    assert str(waits[1]) == "ranks 0-1 wait in gather of tp (ranks 0-1) though all have come: the data does not move"
+    assert str(waits[1]) == "ranks 0-1 wait in gather of tp (ranks 0-1) though all have arrived: no data is transferred"
 
 
 def test_ranks_that_are_all_between_steps():
     places = dict.fromkeys(range(4), at(GATHER, inside=False))
     (problem,) = hang_error(find_blocked(GRID, STEPS, places), seconds=5).problems
-    assert "each rank is between two operations" in problem.message
+    assert "every rank is between two operations" in problem.message
     assert "network of all ranks" in problem.fix

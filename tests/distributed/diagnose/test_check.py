@@ -142,7 +142,7 @@ def test_a_rank_that_stays_away_is_named_by_all(tmp_path: Path, what: str, expec
     assert len(told) >= 3
     assert {rank["exit_code"] for rank in told} == {1}
     (error,) = {rank["error"] for rank in told}
-    assert error.startswith(f"no rank has moved for 6 s: {expected}")
+    assert error.startswith(f"no rank has made progress for 6 s: {expected}")
     assert error.endswith("[GROUP_HANG]")
     assert told[0]["waits"][0].startswith(expected)
 

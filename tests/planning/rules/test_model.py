@@ -56,7 +56,7 @@ def test_a_class_without_layers_that_recompute_keeps_its_activations() -> None:
 
 
 def test_a_kernel_that_would_take_the_place_of_another_is_named() -> None:
-    with pytest.raises(PlanError, match="would put kernels-community"):
+    with pytest.raises(PlanError, match="would use kernels-community"):
         plan_with(model_with(model_type="gpt_oss", architectures=["GptOssForCausalLM"]), attention="flash_attention_2")
 
 

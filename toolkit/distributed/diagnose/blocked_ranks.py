@@ -71,7 +71,7 @@ class Wait:
     def for_whom(self) -> str:
         """Return text on the ranks that they wait for and where those are."""
         if not self.missing:
-            return "though all have come: the data does not move"
+            return "though all have arrived: no data is transferred"
         places: dict[str, list[int]] = {}
         for rank, place in self.missing:
             places.setdefault(str(place), []).append(rank)
@@ -115,14 +115,14 @@ def hang_error(waits: Sequence[Wait], *, seconds: float) -> CheckError:
     """Return the error of ranks that hang: its message describes the first wait, which causes the others."""
     more = len(waits) - 1
     others = f"; {more} more group{'s' if more > 1 else ''} wait{'' if more > 1 else 's'} too" if more > 0 else ""
-    first = waits[0] if waits else "each rank is between two operations"
+    first = waits[0] if waits else "every rank is between two operations"
     absent = [rank for rank, _ in waits[0].missing] if waits else []
     who = _ranks(absent or (waits[0].waiting if waits else ()))
     return CheckError.of(
         code="GROUP_HANG",
-        message=f"no rank has moved for {seconds:g} s: {first}{others}",
-        fix=f"Look at the output, the node and the network of {who or 'all ranks'}; with cards, NCCL_DEBUG=INFO tells how they "
-        "connect. Where ranks are only slow, give a longer --timeout",
+        message=f"no rank has made progress for {seconds:g} s: {first}{others}",
+        fix=f"Check the output, the node and the network of {who or 'all ranks'}; with GPUs, NCCL_DEBUG=INFO shows "
+        "how they connect. If ranks are only slow, give a longer --timeout",
     )
 
 

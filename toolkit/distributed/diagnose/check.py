@@ -162,7 +162,7 @@ def _prove(operation: Operation, member: GroupMember) -> list[Problem]:
             raise CheckError.of(
                 code="GROUP_OPERATION",
                 message=f"{where} failed on rank {member.rank}: {first_line(error)}",
-                fix="Look at the other ranks first: one that died takes its neighbours with it; NCCL_DEBUG=INFO tells more",
+                fix="Check the other ranks first: one that died makes its peers fail; NCCL_DEBUG=INFO shows more",
             ) from error
     if got == expected:
         return []
@@ -170,8 +170,8 @@ def _prove(operation: Operation, member: GroupMember) -> list[Problem]:
         Problem(
             code="GROUP_RESULT",
             message=f"{where} gave rank {member.rank} {_brief(got)}, not {_brief(expected)}",
-            fix="Compare driver, NCCL and torch of these ranks' machines; with cards, NCCL_P2P_DISABLE=1 tells whether "
-            "transfers from card to card are at fault",
+            fix="Compare driver, NCCL and torch of these ranks' machines; with GPUs, NCCL_P2P_DISABLE=1 shows "
+            "whether peer-to-peer transfers are at fault",
         )
     ]
 
@@ -203,9 +203,10 @@ def _meet(rank: int, *, timeout_seconds: float) -> Store:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CheckError.of(
             code="GROUP_HANG",
-            message=f"rank {rank} cannot reach the ranks' store at {address} within {timeout_seconds:g} s: rank 0 "
-            "has not started there, or the network lets nobody through",
-            fix="Check that rank 0's machine has this name and that its firewall lets the other machines in",
+            message=f"rank {rank} cannot reach the ranks' store at {address} within {timeout_seconds:g} s: rank 0 has "
+            "not started there, or the network blocks the connection",
+            fix="Check that rank 0's machine has this name and that its firewall accepts connections from the other "
+            "machines",
         ) from error
     # A group that waits for a rank waits on the store; the hang detection must report before the store times out.
     store.set_timeout(timedelta(seconds=_GROUP_PATIENCE * timeout_seconds))

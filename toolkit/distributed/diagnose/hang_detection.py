@@ -174,6 +174,6 @@ def watched(
 def _lost() -> RunError:
     return RunError.of(
         code="RANK_LOST",
-        message="the process that keeps the ranks' store has ended, so this rank ends too",
-        fix="See the end of rank 0's output, and the launcher's; then start again",
+        message="the process that hosts the ranks' store has ended, so this rank ends too",
+        fix="See the last lines of rank 0's output, and the launcher's; then start again",
     )

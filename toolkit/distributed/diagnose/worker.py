@@ -25,9 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1, help="size of this axis of the grid")
     parser.add_argument("--backend", choices=("nccl", "gloo"), required=True)
-    parser.add_argument("--timeout", type=float, required=True, help="seconds in which some rank must move")
     parser.add_argument(
-        "--log-dir", type=Path, required=True, help="where to leave a machine-readable error for the launcher"
+        "--timeout", type=float, required=True, help="seconds within which some rank must make progress"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, required=True, help="folder for a machine-readable error for the launcher"
     )
     parser.add_argument("--result", type=Path, required=True, help="file that rank 0 writes")
     options = parser.parse_args(arguments)

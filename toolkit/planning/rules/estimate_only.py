@@ -25,7 +25,7 @@ def estimate_only(draft: UncheckedPlan) -> Iterator[Problem]:
                 code="ESTIMATE_ONLY",
                 key=key,
                 message=f"{name}={value} can be estimated, not trained: this version has no engine for it",
-                fix=f"Set {key} to {values[value]}, or ask `toolkit estimate` alone",
+                fix=f"Set {key} to {values[value]}, or use `toolkit estimate` only",
             )
 
 
@@ -54,7 +54,7 @@ def qlora_partitions(draft: UncheckedPlan) -> Iterator[Problem]:
             fix=(
                 "Set parallel.zero_stage to 0, 1 or 2"
                 if strategy == "zero"
-                else "Set parallel.strategy to ddp, or to zero, whose stages 0 to 2 leave weights whole"
+                else "Set parallel.strategy to ddp, or to zero, whose stages 0 to 2 do not partition weights"
             )
             + ", or train.method to lora",
             source="deepspeed runtime/zero/partition_parameters.py; peft #306",
@@ -65,7 +65,7 @@ def _foreign(strategy: str, key: str, value: object) -> Problem:
     return Problem(
         code="STRATEGY_KEY",
         key=key,
-        message=f"{key.rpartition('.')[2]}={value} is not read under strategy={strategy}: it is a key of DeepSpeed",
+        message=f"{key.rpartition('.')[2]}={value} is ignored under strategy={strategy}: it is a key of DeepSpeed",
         fix=f"Remove {key}, or set parallel.strategy to zero",
     )
 

@@ -30,8 +30,8 @@ def fp8_engine(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="FP8_STRATEGY",
             key="train.precision",
-            message=f"precision=fp8 under strategy={strategy}: the estimate of {strategy} is that of Accelerate's own "
-            "training loop, which brings other float8 layers",
+            message=f"precision=fp8 under strategy={strategy}: the estimate of {strategy} models Accelerate's "
+            "training loop, which uses other float8 layers",
             fix="Set parallel.strategy to zero, or train.precision to bf16",
             source="accelerate utils/ao.py convert_model_to_fp8_ao",
         )
@@ -39,8 +39,8 @@ def fp8_engine(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="FP8_METHOD",
             key="train.precision",
-            message="precision=fp8 with method=qlora: the linear layers hold 4-bit weights, whose products bitsandbytes "
-            "computes in 16 bit",
+            message="precision=fp8 with method=qlora: the linear layers have 4-bit weights, which bitsandbytes "
+            "multiplies in 16 bit",
             fix="Set train.method to lora or full, or train.precision to bf16",
             source="bitsandbytes autograd/_functions.py MatMul4Bit",
         )

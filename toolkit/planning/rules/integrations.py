@@ -33,10 +33,10 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             code="INTEGRATION_CHECKPOINTING",
             key="train.gradient_checkpointing",
             message=(
-                f"gradient_checkpointing={fraction:g} is a share of the layers: {name} has them checkpointed by "
-                "transformers, which takes every n-th layer (`every_n_layers`) and no share"
+                f"gradient_checkpointing={fraction:g} is a share of the layers: {name} uses transformers' "
+                "checkpointing, which supports every n-th layer (`every_n_layers`) but no share"
             ),
-            fix=f"Set it to true or false, with `every_n_layers` in a script of yours, or {OWN}",
+            fix=f"Set it to true or false, with `every_n_layers` in your script, or {OWN}",
             source="transformers modeling_utils.py _set_gradient_checkpointing",
         )
     if draft.profile.activations:
@@ -44,18 +44,18 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             code="INTEGRATION_ACTIVATIONS",
             key="parallel.offload",
             message=(
-                f"offload=activations-cpu moves the inputs of checkpointed layers by a function of our own: for {name} "
-                "transformers has another (`offload`), which our files do not turn on"
+                f"offload=activations-cpu moves the inputs of checkpointed layers with our own function: for {name}, "
+                "transformers has its own option (`offload`), which the emitted files do not set"
             ),
-            fix=f"Set parallel.offload to none, with `offload` in a script of yours, or {OWN}",
+            fix=f"Set parallel.offload to none, with `offload` in your script, or {OWN}",
             source="transformers modeling_utils.py gradient_checkpointing_enable",
         )
     if draft.job.parallel.pipeline > 1:
         yield Problem(
             code="INTEGRATION_PIPELINE",
             key="parallel.pipeline",
-            message=f"pipeline={draft.job.parallel.pipeline} cuts the model into stages and orders their passes by a loop of our own: "
-            f"{name} has no place for either",
+            message=f"pipeline={draft.job.parallel.pipeline} needs our model split and pipeline loop: {name} uses "
+            "neither",
             fix=f"Set parallel.pipeline to 1, or {OWN}",
             source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
         )
@@ -63,8 +63,8 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
         yield Problem(
             code="INTEGRATION_TENSOR",
             key="parallel.tensor",
-            message=f"tensor={draft.job.parallel.tensor} shards the model by modules of our own and hands DeepSpeed their groups: "
-            f"{name} has no place for either",
+            message=f"tensor={draft.job.parallel.tensor} needs our sharded modules, and their groups in DeepSpeed: "
+            f"{name} supports neither",
             fix=f"Set parallel.tensor to 1, or {OWN}",
             source="transformers integrations/deepspeed.py, accelerate accelerator.py _prepare_deepspeed: neither passes an mpu",
         )
@@ -72,8 +72,8 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
         yield Problem(
             code="INTEGRATION_FP8",
             key="train.precision",
-            message=f"precision=fp8 is applied to the model by our own loop: {name} would train in bf16 with our files, and with "
-            "its own fp8 switch convert other layers",
+            message=f"precision=fp8 is applied by our training loop: with the emitted files {name} would train in "
+            "bf16, and its own fp8 option converts other layers",
             fix=f"Set train.precision to bf16, or {OWN}",
             source="accelerate accelerator.py _prepare_deepspeed, utils/ao.py convert_model_to_fp8_ao",
         )
@@ -81,8 +81,8 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
         yield Problem(
             code="INTEGRATION_KERNELS",
             key="train.kernels",
-            message=f"kernels={draft.settings.kernels} is applied by our own loop, to the modules of one model: {name} has no such "
-            "switch, and Liger's own patches the classes of the process, rotary embeddings too",
+            message=f"kernels={draft.settings.kernels} is applied by our training loop, to one model: {name} has no "
+            "such option, and Liger's own patches classes process-wide, including rotary embeddings",
             fix=f"Set train.kernels to eager, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
@@ -99,7 +99,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
         yield Problem(
             code="INTEGRATION_LEARNING_RATE",
             key="train.learning_rate_scaling",
-            message=f"learning_rate_scaling={train.learning_rate_scaling} sets a rate that {name} sets itself",
+            message=f"learning_rate_scaling={train.learning_rate_scaling} sets a learning rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
         )
 
@@ -110,15 +110,15 @@ def _loss_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
         yield Problem(
             code="INTEGRATION_LOSS",
             key="train.loss",
-            message=f"loss={train.loss} is computed by our own loop, not by {name}",
+            message=f"loss={train.loss} is computed by our training loop, not by {name}",
             fix=f"Set train.loss to full{' or liger' if consumer == 'trainer' else ''}, or {OWN}",
         )
     elif train.loss == "liger" and draft.model.model_type not in LIGER_MODEL_TYPES:
         yield Problem(
             code="INTEGRATION_LIGER",
             key="train.loss",
-            message=f"loss=liger with model_type={draft.model.model_type}: {name} has Liger patch the model's class, which it "
-            "does for other types, and leaves this one silently as it is",
+            message=f"loss=liger with model_type={draft.model.model_type}: {name} asks Liger to patch the model's "
+            "class, which silently does nothing for this type",
             fix=f"Set train.loss to full, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )

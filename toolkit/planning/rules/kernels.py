@@ -52,8 +52,8 @@ def fused_kernels(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="KERNELS_COMPILE",
             key="train.kernels",
-            message="kernels=liger with torch_compile=true: the compiler fuses norms and gated activations itself, with what "
-            "stands beside them, and cannot look into kernels that are there already",
+            message="kernels=liger with torch_compile=true: the compiler fuses norms and gated activations with "
+            "their neighbours itself, and cannot fuse existing Triton kernels",
             fix=f"{alone}, or train.torch_compile to false",
             source="torch _inductor: user-defined Triton kernels are not fused",
         )

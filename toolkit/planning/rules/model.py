@@ -43,7 +43,7 @@ def attention_of_class(draft: UncheckedPlan) -> Iterator[Problem]:
         return
     why = f"transformers has no {attention} for this class"
     if attention == "flash_attention_2" and built.flash_kernel is not None:
-        why = f"transformers would put {built.flash_kernel} in its place, which the class needs"
+        why = f"transformers would use {built.flash_kernel} instead, which the class requires"
     valid = built.attention
     yield Problem(
         code="ATTENTION_CLASS",
@@ -61,8 +61,8 @@ def _soft_capped(draft: UncheckedPlan) -> Iterator[Problem]:
             code="ATTENTION_SOFTCAP",
             key="train.attention",
             message=(
-                f"attention=sdpa with attn_logit_softcapping={cap}: torch's "
-                "kernel cannot cap the scores, so the model would not be the one that was pretrained"
+                f"attention=sdpa with attn_logit_softcapping={cap}: torch's kernel cannot cap attention scores, so "
+                "outputs would differ from the pretrained model's"
             ),
             fix="Set train.attention to eager, or to flash_attention_2 on a card that has it",
             source="transformers integrations/sdpa_attention.py",
@@ -76,7 +76,8 @@ def mode_that_trains(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="MODEL_CONFIG_INVALID",
             key="model",
-            message=f"mode=inference in the config.json of {model.name} computes fp32 states, which do not fit weights in {dtype}",
+            message=f"mode=inference in the config.json of {model.name} computes fp32 states, which cannot be "
+            f"multiplied with weights in {dtype}",
             fix='Set "mode": "train" in its config.json',
             source="transformers models/xlstm/modeling_xlstm.py xLSTMBackend",
         )

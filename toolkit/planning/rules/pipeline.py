@@ -65,7 +65,7 @@ def split_backward_passes(draft: UncheckedPlan) -> Iterator[Problem]:
     if draft.job.parallel.pipeline == 1 or not settings.splits_backward:
         return
     if settings.zero_stage == 3:
-        why = "ZeRO-3 lets a weight go with the pass through its layer, before its gradient is computed"
+        why = "ZeRO-3 releases a weight after its layer's pass, before the deferred weight gradient is computed"
         if draft.profile.min_zero_stage == 3:
             yield _unsplit(
                 "parallel.offload", draft.profile.name, f"it needs ZeRO-3, and {why}", "none or optimizer-cpu"
@@ -73,13 +73,13 @@ def split_backward_passes(draft: UncheckedPlan) -> Iterator[Problem]:
         else:
             yield _unsplit("parallel.zero_stage", "3", why, "1")
     if settings.zero_stage == 2:
-        why = "ZeRO-2 reduces gradients as a backward pass gives them, and those of weights come after it"
+        why = "ZeRO-2 reduces gradients during the backward pass, and weight gradients are computed after it"
         yield _unsplit("parallel.zero_stage", "2", why, "1")
     if train.method == "lora":
-        why = "adapters have next to no weights, so that nothing is left to compute while a rank waits"
+        why = "adapters have so few weights that deferring their gradients fills no bubble"
         yield _unsplit("train.method", "lora", why, "full")
     if train.torch_compile:
-        why = "a compiled layer computes the gradients of inputs and weights in one"
+        why = "a compiled layer computes the gradients of inputs and weights in one graph"
         yield _unsplit("train.torch_compile", "true", why, "false")
 
 
@@ -119,7 +119,8 @@ def _halt(path: str, what: str, *, source: str, instead: str = "") -> Problem:
     return Problem(
         code="PIPELINE_BLOCKING_OPTION",
         key=f"deepspeed.{path}",
-        message=f"{what}: DeepSpeed would wait between passes for messages that another stage sends only after it has waited too",
+        message=f"{what}: DeepSpeed would block between passes on messages that another stage sends only later: a "
+        "deadlock",
         fix=f"Remove deepspeed.{path}{instead}",
         source=f"deepspeed {source}",
     )
@@ -148,12 +149,12 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
     if train.method == "qlora":
         yield _refused("train.method", "qlora", "packed 4-bit weights are not built stage by stage", "lora")
     if draft.settings.precision == "fp8":
-        yield _refused("train.precision", "fp8", "its products have not been held against a whole model's", "bf16")
+        yield _refused("train.precision", "fp8", "it has not been verified against an unsplit model", "bf16")
     if train.method == "lora" and train.lora is not None and train.lora.modules_to_save:
-        why = "peft copies a module that other stages do not have"
+        why = "peft copies a module that other stages lack"
         yield _refused("train.lora.modules_to_save", ", ".join(train.lora.modules_to_save), why, "none")
     if draft.profile.needs_nvme:
-        why = "its swap files are named by data-parallel rank alone, so stages of a node would write over each other's"
+        why = "its swap files are named by data-parallel rank alone, so stages of a node would overwrite each other's"
         yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
 
 
@@ -186,7 +187,7 @@ def adapters_on_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
         if at_ends or any(map(held.owns, known.layers)):
             continue
         shown = targets if isinstance(targets, str) else ", ".join(targets)
-        why = f"pipeline rank {rank}, which holds {held}, has none of them, and so nothing to train"
+        why = f"pipeline rank {rank}, which has {held}, contains none of them, and so nothing to train"
         yield _refused("train.lora.target_modules", shown, why, "modules of all layers")
         return
 

@@ -44,17 +44,17 @@ def whole_heads(draft: UncheckedPlan) -> Iterator[Problem]:
     if size in valid:
         return
     if query % size:
-        name, number, why = "num_attention_heads", query, "a rank must own whole heads"
+        name, number, why = "num_attention_heads", query, "a rank must have whole heads"
     elif width % size or width // size % multiple:
-        number, why = width, "each rank holds equally many features"
-        why += f", of experts a multiple of {multiple}, as their kernels want" if multiple > 1 else ""
+        number, why = width, "each rank must have the same number of features"
+        why += f", for experts a multiple of {multiple}, as their kernels require" if multiple > 1 else ""
     elif key_value % size and size % key_value:
-        name, number, why = "num_key_value_heads", key_value, "a key head must lie on equally many ranks as the others"
+        name, number, why = "num_key_value_heads", key_value, "every key head must be on the same number of ranks"
     else:
         name, number = "num_key_value_heads", key_value
         why = (
-            f"model_type={model.model_type} keeps queries, keys and values in one matrix, of which ranks would share a part: "
-            "DeepSpeed counts a parameter in the gradient norm once or on each rank, not by parts"
+            f"model_type={model.model_type} keeps queries, keys and values in one matrix, part of which ranks would "
+            "replicate: DeepSpeed's gradient norm counts a parameter as wholly sharded or wholly replicated"
         )
     yield Problem(
         code="TP_HEADS",
@@ -80,10 +80,10 @@ def known_styles(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="TP_ARCHITECTURE",
             key=_KEY,
-            message=f"tensor={draft.job.parallel.tensor} with model_type={draft.model.model_type}: tensor parallelism of this "
-            "architecture is not known to be right",
-            fix=f"{_ALONE} and let parallel.zero_stage=3 shard the parameters, or call apply_tensor_parallel in a script with a "
-            f"table of your own; known are {', '.join(sorted(TENSOR_MODEL_TYPES))}",
+            message=f"tensor={draft.job.parallel.tensor} with model_type={draft.model.model_type}: tensor parallelism "
+            "has not been verified for this architecture",
+            fix=f"{_ALONE} and let parallel.zero_stage=3 shard the parameters, or call apply_tensor_parallel in a "
+            f"script with your own plan; supported are {', '.join(sorted(TENSOR_MODEL_TYPES))}",
         )
 
 
@@ -97,26 +97,26 @@ def proven_together(draft: UncheckedPlan) -> Iterator[Problem]:
             "parallel.strategy", parallel.strategy, "our tensor parallelism runs in the DeepSpeed engine", "zero"
         )
     if train.method == "qlora":
-        yield _refused("train.method", "qlora", "packed 4-bit weights cannot be cut", "lora")
+        yield _refused("train.method", "qlora", "packed 4-bit weights cannot be sharded", "lora")
     if draft.settings.precision == "fp8":
         yield _refused(
             "train.precision",
             "fp8",
-            "the products of cut layers are our own, in the precision of their factors",
+            "sharded layers use our own matrix products, without float8",
             "bf16",
         )
     if train.loss != "full":
-        why = "the loss over the ranks' parts of the vocabulary never joins the logits, and has one way to be computed"
+        why = "the vocabulary-parallel loss never gathers the logits, and has a single implementation"
         yield _refused("train.loss", train.loss, why, "full")
     if draft.profile.needs_nvme:
         why = "its swap files are named by data-parallel rank alone, so tensor ranks of a node would write over each other's"
         yield _refused("parallel.offload", draft.profile.name, why, "full-cpu or optimizer-cpu")
     if train.method == "lora" and draft.model.num_experts and not _adapts_attention_alone(train.adapters):
-        why = "adapters of stacked experts cannot be cut"
+        why = "adapters of stacked experts cannot be sharded"
         yield _refused("train.lora.target_modules", _shown(train.adapters), why, f"some of {', '.join(_ATTENTION)}")
     if train.method == "lora" and train.lora is not None:
         if train.lora.lora_dropout:
-            why = "adapters of cut inputs would need other random numbers than those of whole ones"
+            why = "adapters with sharded inputs would draw other random numbers than unsharded ones"
             yield _refused("train.lora.lora_dropout", f"{train.lora.lora_dropout:g}", why, "0")
         if train.lora.modules_to_save:
             why = "peft copies a module with its process group"
@@ -139,7 +139,7 @@ def pieces_of_sequences(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="TP_SEQUENCE",
             key=_SEQUENCE,
-            message=f"tensor={size} does not divide sequence_length={length}: each rank holds an equal piece",
+            message=f"tensor={size} does not divide sequence_length={length}: each rank has an equal shard",
             fix=f"Set train.sequence_length to a multiple of {size}, such as {max(length // size, 1) * size}, or {_SEQUENCE} to false",
         )
     elif data is not None and data.packing == "none" and PADDED_TO % size:
@@ -158,9 +158,9 @@ def counted_norm(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="TP_ZERO_STAGE",
             key="parallel.zero_stage",
-            message=f"zero_stage=0 with tensor={draft.job.parallel.tensor} and precision={settings.precision}: DeepSpeed would leave "
-            "the other ranks' shards out of the gradient norm, and clip too little",
-            fix="Set parallel.zero_stage to 1, which takes no more memory and no more time",
+            message=f"zero_stage=0 with tensor={draft.job.parallel.tensor} and precision={settings.precision}: "
+            "DeepSpeed would omit the other ranks' shards from the gradient norm, and clip too little",
+            fix="Set parallel.zero_stage to 1, which costs no memory and no time",
             source="deepspeed runtime/fp16/unfused_optimizer.py step, runtime/utils.py get_weight_norm",
         )
 

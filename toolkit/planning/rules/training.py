@@ -50,7 +50,8 @@ def lora_targets(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="LORA_TARGETS",
             key="train.lora.target_modules",
-            message=f"target_modules={shown} with model_type={draft.model.model_type}: none of its modules is called so",
+            message=f"target_modules={shown} with model_type={draft.model.model_type}: none of its modules has that "
+            "name",
             fix=f"Name some of {', '.join(names)}, or all-linear",
             source="peft tuners/tuners_utils.py",
         )
@@ -64,7 +65,7 @@ def optimizer_keys(draft: UncheckedPlan) -> Iterator[Problem]:
             yield Problem(
                 code="OPTIMIZER_KEY",
                 key=f"train.{key}",
-                message=f"{key}={getattr(train, key):g} is not read by optimizer={train.optimizer}",
+                message=f"{key}={getattr(train, key):g} is ignored by optimizer={train.optimizer}",
                 fix=f"Remove {key}, or set train.optimizer to {' or '.join(optimizers)}",
             )
 
@@ -105,14 +106,14 @@ def warmup(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="WARMUP_LENGTH",
             key="train.warmup_steps",
-            message=f"warmup_steps={train.warmup_steps} leaves nothing of max_steps={train.max_steps}",
+            message=f"warmup_steps={train.warmup_steps} leaves no step of max_steps={train.max_steps}",
             fix=f"Set train.warmup_steps below {train.max_steps}",
         )
     if train.warmup_ratio == 1:
         yield Problem(
             code="WARMUP_LENGTH",
             key="train.warmup_ratio",
-            message="warmup_ratio=1 leaves nothing of the run, and Trainer reads it as one step",
+            message="warmup_ratio=1 leaves no step after the warm-up, and Trainer reads it as one step",
             fix="Set train.warmup_ratio below 1",
             source="transformers training_args.py get_warmup_steps",
         )
@@ -128,9 +129,9 @@ def minimum_learning_rate(draft: UncheckedPlan) -> Iterator[Problem]:
         code="MIN_LEARNING_RATE",
         key="train.min_learning_rate_ratio",
         message=(
-            "lr_scheduler_type=cosine_with_min_lr without min_learning_rate_ratio has no floor"
+            "lr_scheduler_type=cosine_with_min_lr needs min_learning_rate_ratio, the floor"
             if with_floor
-            else f"min_learning_rate_ratio={train.min_learning_rate_ratio:g} is not read by lr_scheduler_type={train.lr_scheduler_type}"
+            else f"min_learning_rate_ratio={train.min_learning_rate_ratio:g} is ignored by lr_scheduler_type={train.lr_scheduler_type}"
         ),
         fix="Set train.min_learning_rate_ratio, such as 0.1"
         if with_floor
@@ -177,7 +178,7 @@ def evaluation(draft: UncheckedPlan) -> Iterator[Problem]:
             yield Problem(
                 code="EVAL_WITHOUT_DATA",
                 key=f"train.{key}",
-                message=f"{key}={getattr(train, key)} without evaluation data is never read",
+                message=f"{key}={getattr(train, key)} has no effect without evaluation data",
                 fix="Set data.eval or data.validation_fraction, or remove it",
             )
 
@@ -206,7 +207,7 @@ def liger_loss(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="LOSS_CARD",
             key="train.loss",
-            message=f"loss=liger with gpu={draft.gpu.name}: its kernel is Triton's, which needs a card",
+            message=f"loss=liger with gpu={draft.gpu.name}: its kernel is written in Triton, which needs a GPU",
             fix="Set train.loss to chunked, which needs none and saves as much",
             source="liger_kernel ops/fused_linear_cross_entropy.py",
         )

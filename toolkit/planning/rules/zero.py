@@ -23,7 +23,7 @@ def offload_stage(draft: UncheckedPlan) -> Iterator[Problem]:
             code="OFFLOAD_STAGE",
             key="parallel.offload",
             message=f"offload={draft.profile.name} needs zero_stage of at least {needed}, zero_stage={stage}: DeepSpeed would "
-            + ("swap in its CPU optimizer and move nothing" if stage == 0 else "ignore it"),
+            + ("use its CPU optimizer but offload nothing" if stage == 0 else "ignore it"),
             fix=f"Set parallel.zero_stage to {needed}, or {instead}" if raised else f"Set {instead}",
             source="deepspeed runtime/engine.py zero_use_cpu_optimizer",
         )
@@ -36,7 +36,8 @@ def offload_path(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="OFFLOAD_NVME_PATH",
             key="cluster.nvme_path",
-            message=f"offload={draft.profile.name} without cluster.nvme_path: the engine fails on a path of None",
+            message=f"offload={draft.profile.name} without cluster.nvme_path: DeepSpeed needs a path for its swap "
+            "files",
             fix="Set cluster.nvme_path to a folder on a local NVMe disk of each node",
             source="deepspeed runtime/zero/stage3.py _configure_tensor_swapping",
         )
@@ -48,8 +49,8 @@ def offload_frozen(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="OFFLOAD_NVME_FROZEN",
             key="parallel.offload",
-            message=f"offload={draft.profile.name} with method=lora and init=random: DeepSpeed saves frozen weights as they "
-            "lie in memory, and these lie on disk",
+            message=f"offload={draft.profile.name} with method=lora and init=random: DeepSpeed saves frozen weights "
+            "from memory, and these are on disk",
             fix="Set parallel.offload to optimizer-nvme or full-cpu, or model.init to pretrained",
             source="deepspeed runtime/engine.py _get_zero_frozen_param_attributes",
         )
@@ -62,7 +63,7 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="OFFLOAD_RATIO",
             key="parallel.offload_ratio",
-            message=f"offload_ratio={ratio:g} with offload={profile.name}: only a partial offload has a ratio",
+            message=f"offload_ratio={ratio:g} with offload={profile.name}: only optimizer-cpu-partial has a ratio",
             fix="Set parallel.offload to optimizer-cpu-partial, or remove offload_ratio",
             source="deepspeed runtime/zero/config.py offload_ratio_check",
         )
@@ -70,7 +71,8 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="OFFLOAD_PARTIAL_OPTIMIZER",
             key="train.optimizer",
-            message=f"optimizer={draft.job.train.optimizer} with offload={profile.name}: Twin-Flow steps with CPUAdam only",
+            message=f"optimizer={draft.job.train.optimizer} with offload={profile.name}: Twin-Flow supports CPUAdam "
+            "only",
             fix="Set train.optimizer to adamw, or parallel.offload to optimizer-cpu",
             source="deepspeed runtime/zero/stage3.py",
         )
@@ -78,7 +80,8 @@ def offload_ratio(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="OFFLOAD_PARTIAL_SIZE",
             key="parallel.offload",
-            message=f"offload={profile.name} cuts the state into sub-groups, but {draft.model.name} has an unknown size",
+            message=f"offload={profile.name} splits the state into sub-groups, but {draft.model.name} has an unknown "
+            "size",
             fix="Set parallel.offload to optimizer-cpu",
         )
 
@@ -89,7 +92,8 @@ def offload_activations(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="OFFLOAD_ACTIVATIONS",
             key="parallel.offload",
-            message="offload=activations-cpu with gradient_checkpointing=false: only inputs of checkpointed layers move",
+            message="offload=activations-cpu with gradient_checkpointing=false: only the inputs of checkpointed "
+            "layers are offloaded",
             fix="Set train.gradient_checkpointing to true or to a share of the layers",
         )
 
@@ -102,7 +106,8 @@ def accumulation_dtype(draft: UncheckedPlan) -> Iterator[Problem]:
         yield Problem(
             code="ACCUMULATION_DTYPE",
             key="train.gradient_accumulation_dtype",
-            message=f"gradient_accumulation_dtype={dtype} with precision={precision}: gradients would lose what they hold",
+            message=f"gradient_accumulation_dtype={dtype} with precision={precision}: accumulated gradients would "
+            "lose precision",
             fix=f"Set it to {own}" + ("" if own == "fp32" else " or fp32"),
         )
     elif dtype != own and settings.zero_stage == 0:
