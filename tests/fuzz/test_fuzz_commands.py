@@ -151,7 +151,7 @@ def _run_commands(place: Path, count: int) -> dict[str, int]:
 
 
 def test_commands(place: Path) -> None:
-    outcomes = _run_commands(place, 40)
+    outcomes = _run_commands(place, 75)
     if not is_chosen():
         assert outcomes.keys() >= {"topology 2", "estimate 2", "validate 2", "calibrate 0", "calibrate 2"}
 
