@@ -44,7 +44,7 @@ def test_no_file_takes_the_place_of_a_device_or_a_pipe(tmp_path: Path) -> None:
         os.close(master)
         os.close(terminal)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="is no file"):
+    with pytest.raises(OSError, match="is not a file"):
         write_text(tmp_path / "pipe", "x")
     assert (tmp_path / "pipe").is_fifo()
 
@@ -64,10 +64,10 @@ def test_only_plain_files_inside_the_folder_are_opened(tmp_path: Path) -> None:
             with open_plain(root, name) as file:
                 assert file.read() == b"12345"
     refused = {
-        "out": "leads out",
-        "zero": "leads out",
-        "../outside": "leads out",
-        str(tmp_path / "outside"): "leads out",
+        "out": "points outside",
+        "zero": "points outside",
+        "../outside": "points outside",
+        str(tmp_path / "outside"): "points outside",
         "pipe": "is a pipe",
         "sub": "is a folder",
     }

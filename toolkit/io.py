@@ -35,7 +35,7 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
     """
     if (mode := _special_mode(path)) is not None:
         if not stat.S_ISCHR(mode):
-            raise OSError(errno.EINVAL, "is no file", str(path))
+            raise OSError(errno.EINVAL, "is not a file", str(path))
         path.write_text(text, encoding="utf-8")
         return
     # Ranks of several machines may write one file concurrently, and neither process id nor host name is unique.
@@ -127,7 +127,7 @@ def parse_object(text: str) -> dict[str, Any]:
     """Parse one JSON object; raises like `parse_json`, and ValueError for any other value."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+        raise ValueError(f"it is a {type(value).__name__}, not an object")
     return value
 
 
@@ -191,10 +191,10 @@ def plain_file(folder: Path, name: str) -> Path:
     path = folder / name
     mode = path.stat().st_mode
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise OSError("leads out of the folder")
+        raise OSError("points outside the folder")
     if not stat.S_ISREG(mode):
         kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "device")
-        raise OSError(f"is a {kind}, not a plain file")
+        raise OSError(f"is a {kind}, not a regular file")
     return path
 
 
@@ -203,7 +203,7 @@ def open_plain(folder: Path, name: str) -> BinaryIO:
     file = open(plain_file(folder, name), "rb", opener=_open_at_once)  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # it has been replaced meanwhile
         file.close()
-        raise OSError("is no plain file")
+        raise OSError("is not a regular file")
     return file
 
 

@@ -112,10 +112,10 @@ def test_only_plain_files_inside_the_folder_are_read(folder: Path) -> None:
     outside.write_bytes(b"")
     inside = folder / "random" / "rank-00000.pt"
     for make, what in (
-        (lambda: os.mkfifo(inside), "is a pipe, not a plain file"),
-        (lambda: inside.symlink_to("/dev/zero"), "leads out of the folder"),
-        (lambda: inside.symlink_to(outside), "leads out of the folder"),
-        (inside.mkdir, "is a folder, not a plain file"),
+        (lambda: os.mkfifo(inside), "is a pipe, not a regular file"),
+        (lambda: inside.symlink_to("/dev/zero"), "points outside the folder"),
+        (lambda: inside.symlink_to(outside), "points outside the folder"),
+        (inside.mkdir, "is a folder, not a regular file"),
     ):
         inside.rmdir() if inside.is_dir() else inside.unlink()
         make()

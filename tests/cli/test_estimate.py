@@ -71,7 +71,7 @@ def test_a_job_on_cpu_has_processes_and_no_cards(capsys, folder):
         r"MiB; with its libraries, 2 of them take [\d.]+ GiB of a host, whose capacity is not known$", verdict
     )
     assert "\nTensors of a process\n" in shown
-    assert "the figures of a process are its tensors; Python, torch and DeepSpeed are counted in the host's" in shown
+    assert "the figures of a process are its tensors; Python, torch and DeepSpeed count as host" in shown
     assert "Traced every layer, 4 in all\n" in shown
     assert not re.search("card|CUDA |cuBLAS|the others repeat", shown)
     assert main(["estimate", "cpu.yaml", "--set", "cluster.host_memory_gib=64"]) == 0

@@ -293,7 +293,7 @@ def test_scores_that_differ_are_an_error(root, capsys, tmp_path):
     assert done["problems"][0]["code"] == "EXPORT_NO_PROBE"
     done = export(root, capsys, folder, "--out", tmp_path / "none")
     assert done["logits_difference"] is None
-    assert done["not_compared"].startswith("this checkpoint holds no scores of the live model")
+    assert done["not_compared"].startswith("this checkpoint has no scores of the live model")
 
 
 def test_what_was_not_checked_is_said(root, capsys, tmp_path):

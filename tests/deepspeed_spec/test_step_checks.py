@@ -142,7 +142,7 @@ def test_schedules_are_refused_where_deepspeed_refuses_them(section: dict[str, A
         (file_with("Adam", {"adam_w_mode": "false"}), "optimizer.params.adam_w_mode='false' (str), which DeepSpeed reads as true"),
         (file_with("Adam", {"torch_adam": "false"}), "optimizer.params.torch_adam='false' (str), which DeepSpeed reads as true"),
         (file_with("AdamW", {"adam_w_mode": False}), "optimizer.params.adam_w_mode=false has no effect with optimizer.type=AdamW"),
-        (file_with(schedule={"type": "WarmupLR", "params": {"warmup_type": "cosine"}}), "scheduler.params.warmup_type='cosine', in place of which DeepSpeed takes log"),
+        (file_with(schedule={"type": "WarmupLR", "params": {"warmup_type": "cosine"}}), "scheduler.params.warmup_type='cosine', instead of which DeepSpeed uses log"),
     ],
 )  # fmt: skip
 def test_what_deepspeed_reads_otherwise_is_a_note(config: dict[str, Any], said: str) -> None:

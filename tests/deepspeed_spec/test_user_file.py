@@ -75,7 +75,7 @@ def test_auto_under_the_shorter_name_is_deepspeeds_default():
     user = read_user_config(config)
     assert "stage3_prefetch_bucket_size" not in user.config["zero_optimization"]
     assert user.config["zero_optimization"]["stage3_max_live_parameters"] == 0
-    assert [said for said in user.notes if 'prefetch_bucket_size="auto", which nobody fills in there' in said]
+    assert [said for said in user.notes if 'prefetch_bucket_size="auto", which is not filled in there' in said]
     assert read_user_config(ACCEPTED["zero3"]).config["zero_optimization"]["stage3_prefetch_bucket_size"] == "auto"
 
 
@@ -152,7 +152,7 @@ def test_the_key_that_was_meant_is_shown(config, meant):
         ({"comms_config": {"verbose": False}}, "comms_config is not a key of DeepSpeed, which ignores it"),
         ({"monitor_config": {"enabled": True}}, "monitor_config is not a key of DeepSpeed, which ignores it"),
         ({"checkpoint": {"anything": 1}}, "checkpoint.anything is not a key of DeepSpeed, which ignores it"),
-        (zero(sub_group_size="auto"), 'zero_optimization.sub_group_size="auto", which nobody fills in there: DeepSpeed takes its default, 1000000000'),
+        (zero(sub_group_size="auto"), 'zero_optimization.sub_group_size="auto", which is not filled in there: DeepSpeed uses its default, 1000000000'),
         (zero(stage=2, reduce_bucket_size=True), "zero_optimization.reduce_bucket_size=True (bool), which DeepSpeed reads as 1"),
         ({"dump_state": "false"}, "dump_state='false' (str), which DeepSpeed reads as true"),
         ({"comms_logger": {"enabled": False, "verbose": False}}, "comms_logger.enabled=false has no effect with a section comms_logger, which by itself turns the logger on"),
@@ -162,7 +162,7 @@ def test_the_key_that_was_meant_is_shown(config, meant):
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing has no effect with a model that does not call deepspeed.checkpointing.checkpoint, and none of Hugging Face's does"),
         (zero(allgather_partitions=False), "zero_optimization.allgather_partitions has no effect with this DeepSpeed, which never reads it"),
         (zero(stage=2, cpu_offload=True, cpu_offload_use_pin_memory=False), "zero_optimization.cpu_offload_use_pin_memory has no effect with this DeepSpeed, which pins what it offloads"),
-        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "bfloat16 has no effect with a section bf16, which stands in its place"),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "bfloat16 has no effect with a section bf16, which replaces it"),
         ({"aio": {"queue_depth": 16}}, "aio has no effect with offload_optimizer.device=none and offload_param.device=none"),
         (zero(stage=2, contiguous_gradients=False, offload_optimizer={"device": "cpu"}), "zero_optimization.contiguous_gradients=false has no effect with offload_optimizer.device=cpu and offload_param.device=none, which turns it on"),
         (zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 5}), "zero_optimization.offload_param.max_in_cpu has no effect with offload_optimizer.device=none and offload_param.device=cpu"),
@@ -239,7 +239,7 @@ def test_a_file_that_never_ends_is_not_read_to_its_end():
 
 def test_comments_are_named_as_what_only_deepspeed_takes(tmp_path):
     (tmp_path / "ds.json").write_text("{ # hjson\n}")
-    with pytest.raises(SpecError, match="only DeepSpeed by itself takes hjson"):
+    with pytest.raises(SpecError, match="only DeepSpeed alone accepts hjson"):
         read_user_config(tmp_path / "ds.json")
 
 

@@ -56,7 +56,7 @@ def test_counts_that_are_absurd_beside_the_tensors(tmp_path: Path, values: dict[
     message = refused(described(tmp_path, **values))
     assert f"{tmp_path / 'config.json'}: " in message
     assert said in message
-    assert "the checkpoint holds 20 tensors. Put the config.json of this job into" in message
+    assert "the checkpoint has 20 tensors. Put this job's config.json into" in message
 
 
 def test_counts_that_multiply_are_found_while_the_model_is_built(
@@ -64,7 +64,7 @@ def test_counts_that_multiply_are_found_while_the_model_is_built(
 ) -> None:
     monkeypatch.setattr(foreign_settings, "_FEWEST_MODULES", 500)
     message = refused(described(tmp_path, num_hidden_layers=1000))
-    assert "describes more than 500 modules, and the checkpoint holds 20 tensors" in message
+    assert "describes more than 500 modules, and the checkpoint has 20 tensors" in message
     assert len(list(empty_model(tmp_path, trust_remote_code=False, num_tensors=9000).modules())) > 9000
 
 
@@ -79,7 +79,7 @@ def test_patterns_where_our_runs_write_names(tmp_path: Path, key: str) -> None:
     assert caught.value.codes == ("EXPORT_ADAPTER_CONFIG",)
     said = str(caught.value)
     assert f"{tmp_path / 'adapter_config.json'}: {key}={ENDLESS!r} is not the name of a module" in said
-    assert "Put the adapter_config.json of this job into" in said
+    assert "Put this job's adapter_config.json into" in said
 
 
 def test_more_patterns_than_are_remembered(tmp_path: Path) -> None:

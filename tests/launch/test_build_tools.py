@@ -68,7 +68,7 @@ def test_no_cuda_at_all(machine) -> None:
 
 def test_the_nvcc_of_another_cuda(machine) -> None:
     environment = machine("ninja", "c++", "nvcc", nvcc="12.8")
-    assert "is CUDA 12.8's, and torch was built with CUDA 13.0: CUDA_HOME must lead to a CUDA 13" in lacking(
+    assert "is CUDA 12.8's, and torch was built with CUDA 13.0: CUDA_HOME must point to a CUDA 13" in lacking(
         environment
     )
     assert lacking(environment, installed=Installed(torch=(2, 13), cuda="12.6")) == "", "minor versions go together"
@@ -115,7 +115,7 @@ def test_an_nvme_offload_needs_libaio_too(machine, tmp_path: Path) -> None:
         Machine(environment=environment | {"CC": shutil.which(name)}, installed=CUDA) for name in ("false", "true")
     )
     (problem,) = tool_problems(nvme_plan(tmp_path, **plan), machine=without)
-    assert "loads DeepSpeed's async_io, compiled at the first use" in problem.message
+    assert "loads DeepSpeed's async_io, which is compiled at first use" in problem.message
     assert "no libaio to link with" in problem.message
     assert "set parallel.offload to full-cpu" in problem.fix
     assert not list(tool_problems(nvme_plan(tmp_path, **plan), machine=with_it))

@@ -62,7 +62,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path: Path, holder:
     assert f"output_dir={folder} is in use by another run, process {holder.pid} on {socket.gethostname()}" in _refusal(
         folder
     )
-    assert f"`kill {holder.pid}` there lets it save" in _refusal(folder)
+    assert f"`kill {holder.pid}` there makes it save" in _refusal(folder)
     assert [problem.code for problem in use_problems(folder)] == ["OUTPUT_IN_USE"]
     assert (folder / LOCK).read_bytes() == before
     holder.kill()

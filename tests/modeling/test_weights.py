@@ -136,7 +136,7 @@ def test_every_misfit_is_told_at_once(tmp_path: Path) -> None:
     assert "model.layers.0.self_attn.q_proj.weight has shape (3, 5) in the checkpoint and (32, 16) in the model" in text
     assert "lacks 1 tensor of the model: model.norm.weight" in text
     assert "model.layers.1.mlp.experts.gate_up_proj" in text
-    assert "1 tensor that the model has no place for: model.layers.7.input_layernorm.weight" in text
+    assert "1 tensor that the model does not have: model.layers.7.input_layernorm.weight" in text
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:

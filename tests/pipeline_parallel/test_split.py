@@ -108,7 +108,7 @@ def test_the_whole_is_cut_on_meta_without_a_value() -> None:
     ],
 )
 def test_parts_that_are_none(chunks: tuple[range, ...]) -> None:
-    with pytest.raises(ValueError, match=r"must follow each other|not a run of the model"):
+    with pytest.raises(ValueError, match=r"must follow each other|not a contiguous range of the model"):
         StageSpec(chunks=chunks, num_layers=LAYERS)
 
 
@@ -129,7 +129,7 @@ def test_what_a_stage_receives() -> None:
         forward_stage(second, given, received=sent)
     with torch.no_grad():
         assert forward_stage(second, given, received=sent.detach()).logits.shape == (2, 11, 61)
-    with pytest.raises(ValueError, match="not cut"):
+    with pytest.raises(ValueError, match="not split"):
         forward_stage(dense, given)
     with pytest.raises(RuntimeError, match="forward_stage"):
         second(**given)
@@ -190,10 +190,10 @@ def test_configurations_that_no_stage_can_follow() -> None:
 
 def test_another_number_of_layers_and_a_second_cut() -> None:
     model = dense_model("llama")
-    with pytest.raises(ValueError, match="4 layers is cut by a part of 6"):
+    with pytest.raises(ValueError, match="4 layers is split by a StageSpec of 6"):
         split_model(model, parts(2, num_layers=6)[0])
     split_model(model, parts(2)[0])
-    with pytest.raises(ValueError, match="cut already"):
+    with pytest.raises(ValueError, match="already split"):
         split_model(model, parts(2)[0])
     parted = dense_model("llama", tied=True)
     parted.lm_head.weight = nn.Parameter(parted.lm_head.weight.detach().clone())
@@ -248,7 +248,10 @@ class Odd(LlamaModel):
     [
         ("changes", "changes hidden states between layer 0 and layer 1 of model.layers"),
         ("reversed", "does not call the 4 layers of model.layers once each, in their order"),
-        ("embedding", "layer 0 of model.layers reads the embeddings, or what another layer gives, besides its input"),
+        (
+            "embedding",
+            "layer 0 of model.layers reads the embeddings or another layer's output in addition to its input",
+        ),
         ("norm", "model.norm is called between the layers of model.layers"),
         ("parameter", "model.scale is used by the model itself"),
         ("fails", "does not run without its modules: no such thing"),

@@ -163,5 +163,5 @@ def test_nothing_waits_outside_of_a_block() -> None:
 
 
 def test_a_whole_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="not cut"):
+    with pytest.raises(ValueError, match="not split"):
         split_backward(dense_model("llama"))

@@ -69,7 +69,7 @@ WRONG_ORDERS = [
     ),
     (
         of_two([F[0], BackwardWeight(chunk=0, micro_batch=0)], [F[0], B[0]]),
-        "rank 0, BackwardWeight(chunk=0, micro_batch=0): BackwardInput(chunk=0, micro_batch=0) does not come before it",
+        "rank 0, BackwardWeight(chunk=0, micro_batch=0): BackwardInput(chunk=0, micro_batch=0) does not precede it",
     ),
     (
         of_two([F[0], B[0], BackwardWeight(chunk=0, micro_batch=0)], [F[0], B[0]]),
@@ -146,7 +146,7 @@ def swapped(kind: type[Instruction]) -> Callable[[Stream], Stream]:
         (
             1,
             lambda stream: [*stream, ReceiveActivation(chunk=0, micro_batch=7, peer=0)],
-            "rank 1, ReceiveActivation(chunk=0, micro_batch=7, peer=0): nothing takes what it receives",
+            "rank 1, ReceiveActivation(chunk=0, micro_batch=7, peer=0): nothing uses what it receives",
         ),
         (
             0,

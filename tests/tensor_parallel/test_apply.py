@@ -519,11 +519,11 @@ def test_a_model_is_sharded_once_and_before_it_is_cut() -> None:
     with fake_world(Grid(tp=2)):
         group = join_group(Grid(tp=2), 0, "tp")
         model = shard(dense_model("llama"), group)
-        with pytest.raises(ValueError, match="sharded already"):
+        with pytest.raises(ValueError, match="already sharded"):
             shard(model, group)
         stage = dense_model("llama")
         split_model(stage, StageSpec(chunks=(range(1),), num_layers=stage.config.num_hidden_layers))
-        with pytest.raises(ValueError, match="shard before you cut, apply_tensor_parallel then split_model"):
+        with pytest.raises(ValueError, match="shard before splitting: apply_tensor_parallel, then split_model"):
             shard(stage, group)
 
 

@@ -157,14 +157,14 @@ def test_a_wrapper_over_the_tensor_group_is_refused_before_it_touches_a_weight(r
         assert codes == ("TP_REPLICATED",), name
         assert untouched or name.startswith("fully_shard"), name  # which tells nobody before it has cut them
         assert "tk.initialize" in text, name
-    assert "takes ranks 2, 3 for copies of one model" in refused["accelerate"][1]
+    assert "treats ranks 2, 3 as copies of one model" in refused["accelerate"][1]
 
 
 @pytest.mark.gloo
 def test_a_part_is_neither_saved_as_the_model_nor_asked_for_text(refused: dict[str, Any]) -> None:
     for name in TAKES_THE_WHOLE:
         codes, text, _ = refused[name]
-        assert "this rank holds its shard of each layer, one of 2 tensor-parallel ranks" in text, name
+        assert "this rank has its shard of each layer, one of 2 tensor-parallel ranks" in text, name
         assert codes == ("PART_GENERATE" if "generate" in name else "PART_SAVE",), name
         assert "tk.export" in text, name
 
@@ -186,7 +186,7 @@ def test_a_stage_of_a_pipeline_is_not_taken_for_the_model_either() -> None:
     for use in (TAKES_THE_WHOLE["save_pretrained"], TAKES_THE_WHOLE["generate"]):
         codes, text, _ = refusal(stage, use)
         assert codes[0] in ("PART_SAVE", "PART_GENERATE")
-        assert "this rank holds the layers of its stage of a pipeline" in text
+        assert "this rank has the layers of its stage of a pipeline" in text
         assert "tk.export" in text
 
 

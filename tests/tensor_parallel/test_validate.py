@@ -103,10 +103,10 @@ def test_layers_directly_under_the_model_are_sharded_and_named_as_they_are() -> 
     assert of_table(inside, model=Inner()) == []
     [(code, key, text)] = of_table({"up": COLUMN, "down": ROW, "inner": Replicated(reads_shards=False)}, model=Block())
     assert (code, key) == ("TP_PLAN_INCOMPLETE", "norm")
-    assert "norm is left whole beside up" in text
+    assert "norm is not sharded, but up" in text
     [(code, key, text), _] = of_table({"up": COLUMN}, model=Inner())
     assert (code, key) == ("TP_PLAN_INCOMPLETE", "")
-    assert "the table gives the model itself up and no RowParallel" in text
+    assert "the plan gives the model itself up and no RowParallel" in text
     [(code, key, text), *_] = of_table({"": COLUMN}, model=nn.Linear(4, 8))
     assert (code, key) == ("TP_STYLE_KIND", "")
     assert "the model itself is a Linear, which ColumnParallel cannot shard" in text
@@ -116,7 +116,7 @@ def test_layers_directly_under_the_model_are_sharded_and_named_as_they_are() -> 
 def test_what_is_left_whole_beside_shards_is_named_once_for_all_layers(left_out: str) -> None:
     [(code, key, text)] = of_table({name: style for name, style in SOUND.items() if name != left_out})
     assert (code, key) == ("TP_PLAN_INCOMPLETE", left_out)
-    assert f"{left_out} is left whole beside up, which is sharded" in text
+    assert f"{left_out} is not sharded, but up is" in text
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_style_that_the_module_is_not_made_for(name: str, style: Style) -> Non
 def test_an_empty_table_is_refused() -> None:
     ((code, key, message),) = of_table({})
     assert (code, key) == ("TP_STYLE_UNUSED", "table")
-    assert "would lie whole" in message
+    assert "would be replicated" in message
 
 
 @pytest.mark.parametrize("value", ["colwise", None, 2])
@@ -186,7 +186,7 @@ def test_parts_that_are_not_the_layer_s() -> None:
 def test_widths_that_ranks_cannot_share() -> None:
     found = of_table(SOUND, tp=3)
     assert [(code, key) for code, key, _ in found] == [("TP_DIVISIBILITY", "parallel.tensor")] * 2
-    assert "tensor=3 cannot share the 8 features of blocks.*.up" in found[0][2]
+    assert "tensor=3 cannot shard the 8 features of blocks.*.up" in found[0][2]
     assert "Set tensor to one of 1, 2, 4, 8" in found[0][2]
     assert [code for code, _, _ in of_table(SOUND, tp=16)] == ["TP_DIVISIBILITY"] * 2
 
@@ -207,7 +207,7 @@ def test_experts_must_leave_rows_that_the_kernels_take() -> None:
     model = dense_model("mixtral", intermediate_size=24)
     [(code, _, text)] = problems_of(model, tp_plan_for(model), 4)
     assert code == "TP_DIVISIBILITY"
-    assert "a multiple of 4, as the kernels want" in text
+    assert "a multiple of 4, as the kernels require" in text
     assert "Set tensor to one of 1, 2, 3, 6." in text
 
 
@@ -285,7 +285,7 @@ def test_a_table_of_one_s_own_may_lie_in_pieces() -> None:
         ({"embed": Vocabulary()}, "its sharded modules lie in 0 lists of decoder layers instead of all in one"),
         (
             {"blocks.*.inner.up": COLUMN, "blocks.*.inner.down": ROW},
-            "blocks.0.up may mix tokens and has no style, blocks.0.down may mix tokens and has no style",
+            "blocks.0.up may mix tokens and is not in the plan, blocks.0.down may mix tokens and is not in the plan",
         ),
         (
             {**SOUND, "blocks.*.up": ColumnParallel(parts=("query",)), "blocks.*.down": RowParallel(part="query")},
@@ -293,7 +293,7 @@ def test_a_table_of_one_s_own_may_lie_in_pieces() -> None:
         ),
         (
             {name.replace("*", "1"): style for name, style in SOUND.items()},
-            "blocks.0.up may mix tokens and has no style, blocks.0.down may mix",
+            "blocks.0.up may mix tokens and is not in the plan, blocks.0.down may mix",
         ),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_table_whose_sequence_cannot_lie_in_pieces(table: dict[str, Style], wo
 @pytest.mark.parametrize(
     ("name", "values", "words"),
     [
-        ("opt", {"layerdrop": 0.1}, "layerdrop leaves out layers"),
+        ("opt", {"layerdrop": 0.1}, "layerdrop drops layers"),
         ("mixtral", {"router_jitter_noise": 0.1, "attention_dropout": 0.1}, "model.layers.0.mlp adds noise"),
     ],
 )

@@ -102,7 +102,7 @@ def test_faults():
         grid.coordinate(2)
     with pytest.raises(ValueError, match="outside"):
         grid.rank(Coordinate(pp=0, dp=2, tp=0))
-    with pytest.raises(ValueError, match="'cp' is no kind"):
+    with pytest.raises(ValueError, match="'cp' is not a kind"):
         grid.groups("cp")
     with pytest.raises(ValueError, match="no kind of group"):
         grid.groups()

@@ -29,7 +29,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def _refuse(word: str) -> None:
-    raise AssertionError(f"{word} is no JSON")
+    raise AssertionError(f"{word} is not a JSON")
 
 
 def test_one_object_a_line_at_once(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def _gradient_norm(keys: DeepSpeedConfig) -> Iterator[Finding]:
     if not zero.compute_grad_norm and zero.stage not in (1, 2):
         yield refused(
             "zero_optimization.compute_grad_norm",
-            f"=false with stage={zero.stage}: only stages 1 and 2 can do without the norm",
+            f"=false with stage={zero.stage}: only stages 1 and 2 work without the norm",
             "Remove it",
             source=_ZERO,
         )
@@ -57,7 +57,7 @@ def _partial_offload(keys: DeepSpeedConfig) -> Iterator[Finding]:
     if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1 and zero.stage != 3:
         yield refused(
             "zero_optimization.offload_optimizer.ratio",
-            f"={zero.offload_optimizer.ratio:g} with stage={zero.stage}: only stage 3 offloads a part",
+            f"={zero.offload_optimizer.ratio:g} with stage={zero.stage}: only stage 3 supports partial offload",
             "Set stage to 3, or ratio to 1",
             source=_ZERO,
         )

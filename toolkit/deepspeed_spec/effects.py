@@ -45,7 +45,7 @@ _DYNAMIC_SCALE_KEYS = (
 # Keys that nothing reads in any run of a Hugging Face model, and why.
 NEVER_READ: Mapping[str, str] = {
     "activation_checkpointing": "a model that does not call deepspeed.checkpointing.checkpoint, and none of Hugging Face's does",
-    "pipeline": "a model that is no PipelineModule of DeepSpeed's",
+    "pipeline": "a model that is not a DeepSpeed PipelineModule",
     "disable_allgather": "this DeepSpeed, which never reads it",
     "vocabulary_size": "this DeepSpeed, which only warns of some sizes",
     "zero_optimization.allgather_partitions": "this DeepSpeed, which never reads it",

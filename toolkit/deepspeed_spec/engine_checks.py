@@ -61,7 +61,7 @@ def _secondary_partition(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[
             code="DEEPSPEED_HPZ",
             path="zero_optimization.zero_hpz_partition_size",
             message=f"={size} does not divide the world of {ranks} ranks",
-            fix=f"Set it to one of {join(divisors(ranks))}; the cards of a node are what it is meant for",
+            fix=f"Set it to one of {join(divisors(ranks))}; it is meant to be the number of GPUs of a node",
             outcome="other" if size > ranks else "refused",
             source="deepspeed utils/groups.py _create_zero_param_parallel_group",
         )
@@ -79,8 +79,8 @@ def _groups_of_neighbours(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator
             yield Finding(
                 code="DEEPSPEED_GROUPS",
                 path=f"zero_optimization.{name}",
-                message=f"={str(getattr(zero, name)).lower()} with {sizes}: DeepSpeed groups neighbouring ranks of the world, which need "
-                "not hold the same part of the model here",
+                message=f"={str(getattr(zero, name)).lower()} with {sizes}: DeepSpeed groups neighbouring ranks of "
+                "the world, which may have different parts of the model here",
                 fix=f"Remove {name}, or set {' and '.join(f'parallel.{key}' for key in facts.split)} to 1",
                 outcome="refused",
                 source="deepspeed utils/groups.py _create_zero_param_parallel_group, _get_local_all_to_all_group",
@@ -95,7 +95,7 @@ def _cuda_kernels(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding
             yield Finding(
                 code="DEEPSPEED_CARD",
                 path=path,
-                message="=true on gpu=cpu: it exists as CUDA code only",
+                message="=true on gpu=cpu: it exists in CUDA only",
                 fix="Set it to false, or cluster.gpu to a card",
                 outcome="refused",
                 source="deepspeed runtime/zero/partition_parameters.py CUDAQuantizer, runtime/swap_tensor/aio_config.py",
@@ -108,8 +108,8 @@ def _quantized_gradients(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[
         yield Finding(
             code="DEEPSPEED_QUANTIZED",
             path="zero_optimization.reduce_scatter",
-            message="=false with zero_quantized_gradients=true: quantized gradients travel by all-to-all",
-            fix="Set one of the two the other way",
+            message="=false with zero_quantized_gradients=true: quantized gradients are exchanged by all-to-all",
+            fix="Change one of the two",
             outcome="refused",
             source="deepspeed runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3",
         )
@@ -141,7 +141,7 @@ def _swap_folder(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]
         if facts.zero_stage == 3 and section is not None and section.device == "nvme" and section.nvme_path is None:
             yield refused(
                 f"zero_optimization.{name}.nvme_path",
-                " is left out with device=nvme: the engine fails on a path of None",
+                " is left out with device=nvme: the engine needs a path",
                 "Set it to a folder on a local NVMe disk",
                 source="deepspeed runtime/zero/stage3.py _configure_tensor_swapping",
             )
@@ -162,7 +162,7 @@ def _first_stage_1(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Findin
     if keys.zero_optimization.legacy_stage1 and facts.zero_stage > 0:
         yield refused(
             "zero_optimization.legacy_stage1",
-            "=true: this DeepSpeed has no such optimizer any more",
+            "=true: this DeepSpeed no longer has that optimizer",
             "Remove it",
             source="deepspeed runtime/engine.py _configure_zero_optimizer",
         )
@@ -172,7 +172,7 @@ def _clipping_of_the_optimizer(keys: DeepSpeedConfig, facts: EngineFacts) -> Ite
     if keys.optimizer_params.get("max_grad_norm") is not None:
         yield refused(
             "optimizer.params.max_grad_norm",
-            " is no parameter of an optimizer any more",
+            " is no longer a parameter of an optimizer",
             "Set gradient_clipping instead",
             source="deepspeed runtime/engine.py _configure_basic_optimizer",
         )

@@ -20,7 +20,7 @@ HOMES: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "train.per_device_train_batch_size",
     "gradient_accumulation_steps": "train.gradient_accumulation_steps",
     "gradient_clipping": "train.max_grad_norm",
-    "optimizer": "train.optimizer, train.learning_rate and their neighbours",
+    "optimizer": "train.optimizer, train.learning_rate and related keys",
     "zero_allow_untested_optimizer": "train.optimizer",
     "zero_force_ds_cpu_optimizer": "train.optimizer",
     "scheduler": "train.lr_scheduler_type and train.warmup_steps",
@@ -51,20 +51,20 @@ _NO_OTHER_LOADER = "the toolkit loads the data itself"
 _NO_EXPERT_GROUPS = "the toolkit makes no groups of experts"
 _NO_SEQUENCE_GROUPS = "the toolkit splits sequences along parallel.tensor alone"
 _OWN_METRICS = "the toolkit writes metrics itself, to metrics.jsonl and as train.report_to says"
-_OWN_CHECKPOINTS = "checkpoint, resume and export count on the layout that DeepSpeed's defaults write"
-_FP32_MASTER = "checkpoint and export count on fp32 master weights"
-_NOT_PRICED = "its memory is not foreseen"
+_OWN_CHECKPOINTS = "checkpoint, resume and export rely on the layout of DeepSpeed's defaults"
+_FP32_MASTER = "checkpoint and export rely on fp32 master weights"
+_NOT_PRICED = "its memory is not estimated"
 
 # Keys that DeepSpeed accepts and the toolkit's own training does not support, and why.
 UNSUPPORTED: Mapping[str, str] = {
-    "gradient_allreduce_op": "clipping and learning rate count on the mean of gradients",
+    "gradient_allreduce_op": "clipping and learning rate assume averaged gradients",
     "managed_gradient_accumulation": "the engine accumulates",
     "sequence_parallel_size": _NO_SEQUENCE_GROUPS,
     "data_parallel_size": _NO_SEQUENCE_GROUPS,
     "seq_parallel_communication_data_type": _NO_SEQUENCE_GROUPS,
     "expert_parallel": _NO_EXPERT_GROUPS,
     "use_data_before_expert_parallelism": _NO_EXPERT_GROUPS,
-    "hybrid_engine": "the toolkit trains, and does not generate in between",
+    "hybrid_engine": "the toolkit does not generate during training",
     "weight_quantization": "it is for inference",
     "autotuning": "`toolkit plan` searches",
     "data_efficiency": _NO_OTHER_LOADER,
@@ -85,13 +85,13 @@ UNSUPPORTED: Mapping[str, str] = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _NOT_PRICED,
     "zero_optimization.zero_quantized_nontrainable_weights": _NOT_PRICED,
     "zero_optimization.leaf_module": _NOT_PRICED,
-    "zero_optimization.legacy_stage1": "DeepSpeed has no such optimizer any more",
+    "zero_optimization.legacy_stage1": "DeepSpeed no longer has that optimizer",
     "zero_optimization.compute_grad_norm": "the toolkit logs the norm and clips by it",
     "zero_optimization.load_from_fp32_weights": _OWN_CHECKPOINTS,
     "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
     "zero_optimization.parameter_alignment": _OWN_CHECKPOINTS,
     "zero_optimization.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
-    "zero_optimization.override_module_apply": "the toolkit draws weights itself",
+    "zero_optimization.override_module_apply": "the toolkit initialises weights itself",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "the toolkit does not train by Muon",
 }
 
@@ -119,7 +119,7 @@ def check_section(section: Mapping[str, Any]) -> tuple[Reading, list[Problem]]:
             code="DEEPSPEED_UNKNOWN",
             key="deepspeed",
             message=f"deepspeed {fault}, far more than DeepSpeed knows",
-            fix="Remove what is not of DeepSpeed",
+            fix="Remove the keys that are not DeepSpeed's",
         )
         return read_config({}), [problem]
     placed = sorted(path for path in set(paths(section)) if path in HOMES or path in UNSUPPORTED)
@@ -138,12 +138,12 @@ def _misplaced(path: str) -> Problem:
         return Problem(
             code="DEEPSPEED_SET_ELSEWHERE",
             key=f"deepspeed.{path}",
-            message=f"deepspeed.{path} has its home elsewhere in the job file",
+            message=f"deepspeed.{path} is set elsewhere in the job file",
             fix=f"Set {HOMES[path]}",
         )
     return Problem(
         code="DEEPSPEED_UNSUPPORTED",
         key=f"deepspeed.{path}",
-        message=f"deepspeed.{path} is a key of DeepSpeed that a job cannot hold: {UNSUPPORTED[path]}",
+        message=f"deepspeed.{path} is a DeepSpeed key that a job cannot have: {UNSUPPORTED[path]}",
         fix="Remove it",
     )

@@ -24,7 +24,7 @@ def parse_object(text: str, *, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise _syntax(name, str(error)) from None
     if not isinstance(value, dict):
-        raise _syntax(name, f"it holds a {type(value).__name__}, not an object")
+        raise _syntax(name, f"it is a {type(value).__name__}, not an object")
     return value
 
 
@@ -45,7 +45,7 @@ def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _syntax(name: str, what: str) -> SpecError:
@@ -53,6 +53,7 @@ def _syntax(name: str, what: str) -> SpecError:
         code="DEEPSPEED_SYNTAX",
         key=name,
         message=f"{name} is not plain JSON: {what}",
-        fix="Write it as Trainer and Accelerate read it: no comments, no comma before a closing bracket; only DeepSpeed by itself takes hjson",
+        fix="Write it as Trainer and Accelerate read it: no comments, no comma before a closing bracket; only "
+        "DeepSpeed alone accepts hjson",
         source="accelerate utils/deepspeed.py HfDeepSpeedConfig",
     )

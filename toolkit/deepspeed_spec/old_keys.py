@@ -24,7 +24,8 @@ REMOVED: Mapping[str, str] = {
     "eigenvalue": "Remove it",
     "sparse_attention": "Remove it",
     "graph_harvesting": "Remove it",
-    "curriculum_learning": "Remove it: DeepSpeed's own data loader takes data_efficiency.data_sampling.curriculum_learning",
+    "curriculum_learning": "Remove it: DeepSpeed's own data loader uses "
+    "data_efficiency.data_sampling.curriculum_learning",
     "progressive_layer_drop": "Remove it",
     "zero_optimization.mics_shard_size": "Use zero_hpz_partition_size",
     "zero_optimization.mics_hierarchical_params_gather": "Use zero_hpz_partition_size",
@@ -66,7 +67,7 @@ def bring_up_to_date(config: dict[str, Any]) -> Iterator[Finding]:
     if "bfloat16" in config:
         old = config.pop("bfloat16")
         if "bf16" in config:
-            yield ineffective("bfloat16", "a section bf16, which stands in its place", "Remove it")
+            yield ineffective("bfloat16", "a section bf16, which replaces it", "Remove it")
         else:
             config["bf16"] = old
     for name in MONITORS:
@@ -101,7 +102,7 @@ def replace_deprecated(config: dict[str, Any]) -> Iterator[Finding]:
         if new in zero:
             yield refused(
                 f"zero_optimization.{old}",
-                f"={shown(value)} with {new}, the key of today for the same",
+                f"={shown(value)} with {new}, its current name",
                 "Remove it",
                 source="deepspeed runtime/config_utils.py _process_deprecated_field",
             )

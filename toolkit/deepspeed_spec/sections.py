@@ -147,7 +147,7 @@ class HybridEngine(Section):
 
 
 def _refuse(value: Any) -> Any:
-    raise ValueError("Input should be a torch.dtype, which no file can hold: leave the key out")
+    raise ValueError("Input should be a torch.dtype, which a file cannot contain: leave the key out")
 
 
 class TensorParallelGroup(Section):

@@ -117,9 +117,7 @@ def optimizer(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
             yield refused(path, f" is no argument of {name}", fix, source=_OPTIMIZER)
         elif key == "betas" and not _are_betas(value):
             what = f"={shown(value)}: Adam and Lion keep two averages, each with a share below 1"
-            yield refused(
-                path, what, "Write two numbers from 0 up to but not 1, such as [0.9, 0.999]", source=_OPTIMIZER
-            )
+            yield refused(path, what, "Write two numbers from 0 to below 1, such as [0.9, 0.999]", source=_OPTIMIZER)
         elif key in _AMOUNTS and not _is_amount(value):
             yield refused(path, f"={shown(value)} is not valid", "Write a number of at least 0", source=_OPTIMIZER)
         elif key == "amsgrad" and value and name == "FusedAdam":
@@ -173,7 +171,7 @@ def schedule(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
         near = nearest(section.type, [*SCHEDULES, *TORCH_SCHEDULES])
         fix = f"Did you mean {near[0]}" if near else f"Write one of {', '.join(SCHEDULES)}, or one of torch's"
         yield refused(
-            "scheduler.type", f"={shown(section.type)} is no schedule of DeepSpeed or torch", fix, source=_SCHEDULE
+            "scheduler.type", f"={shown(section.type)} is not a schedule of DeepSpeed or torch", fix, source=_SCHEDULE
         )
         return
     if "params" not in section.model_fields_set:
@@ -194,7 +192,7 @@ def schedule(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
             yield Finding(
                 code="DEEPSPEED_VALUE",
                 path=path,
-                message=f"={shown(value)}, in place of which DeepSpeed takes log",
+                message=f"={shown(value)}, instead of which DeepSpeed uses log",
                 fix="Write log or linear",
                 outcome="other",
                 source="deepspeed runtime/lr_schedules.py WarmupLR",

@@ -94,7 +94,7 @@ def read_user_config(source: Mapping[str, Any] | str | Path) -> UserConfig:
             code="DEEPSPEED_UNKNOWN",
             key=name,
             message=f"{name} {fault}, far more than DeepSpeed knows",
-            fix="Remove what is not of DeepSpeed",
+            fix="Remove the keys that are not DeepSpeed's",
         )
     place, autos = Place(label=f"{name}: "), auto_paths(written)
     filled = autos & TRAINER_AUTO

@@ -84,7 +84,7 @@ def _unread(section: Mapping[str, Any], model: type[BaseModel], prefix: str = ""
             yield Finding(
                 code="DEEPSPEED_AUTO",
                 path=path,
-                message=f'="auto", which nobody fills in there: DeepSpeed takes {kept}',
+                message=f'="auto", which is not filled in there: DeepSpeed uses {kept}',
                 fix="Write the value, or leave the key out",
                 outcome="other",
                 source="deepspeed runtime/config_utils.py DeepSpeedConfigModel",
@@ -177,7 +177,7 @@ def _reread(section: Mapping[str, Any], keys: BaseModel, prefix: str = "") -> It
                 code="DEEPSPEED_VALUE",
                 path=f"{prefix}{key}",
                 message=f"={shown(value)} ({type(value).__name__}), which DeepSpeed reads as {str(read).lower()}",
-                fix="Write what is meant",
+                fix="Write the value explicitly",
                 outcome="other",
             )
 

@@ -58,7 +58,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError.of(
             code="EXPORT_ADAPTER_CONFIG",
             key=str(path),
-            message=f"{path} is missing, but the checkpoint holds LoRA weights",
+            message=f"{path} is missing, but the checkpoint has LoRA weights",
             fix=f"Put the adapter_config.json of this job into {folder}, or export another checkpoint",
         )
     try:
@@ -219,7 +219,7 @@ class MergedWeights:
                 code="EXPORT_ADAPTER_BASE",
                 key=lacking[0],
                 message=f"the checkpoint lacks {lacking[0]}, one of {len(lacking)} frozen weights to merge into",
-                fix="Bring back the weights that the run started from, or export the adapter alone, without merging",
+                fix="Restore the weights from which the run started, or export the adapter without merging",
             )
         known = {target.module for target in self.targets.values()}
         differing = (self._factors.keys() ^ known) | {name for name, pair in self._factors.items() if len(pair) < 2}
@@ -229,7 +229,7 @@ class MergedWeights:
                 key=ADAPTER_CONFIG,
                 message=f"{ADAPTER_CONFIG} does not describe the checkpoint's adapter: they differ at "
                 f"{some(sorted(differing))}",
-                fix="Put the adapter_config.json of this job into the checkpoint's folder model",
+                fix="Put this job's adapter_config.json into the checkpoint's `model` folder",
             )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -280,8 +280,9 @@ def _other_shape(name: str, stored: StoredTensor, a: Tensor, b: Tensor) -> Probl
     return Problem(
         code="EXPORT_SHAPE",
         key=name,
-        message=f"{name} has shape {stored.shape}, for which factors of shapes {tuple(a.shape)} and {tuple(b.shape)} make no change",
-        fix="Put the adapter_config.json of this job into the checkpoint's folder model",
+        message=f"{name} has shape {stored.shape}, which factors of shapes {tuple(a.shape)} and {tuple(b.shape)} do "
+        "not match",
+        fix="Put this job's adapter_config.json into the checkpoint's `model` folder",
     )
 
 
@@ -289,7 +290,7 @@ def _unknown_kind(what: str) -> Problem:
     return Problem(
         code="EXPORT_ADAPTER_KIND",
         key=what,
-        message=f"{what} is an adapter that the export cannot name: it knows plain LoRA and rsLoRA",
+        message=f"{what} is an unsupported adapter: the export supports plain LoRA and rsLoRA",
         fix="Save it with peft's PeftModel.save_pretrained",
         source="peft, utils/save_and_load.py, get_peft_model_state_dict",
     )

@@ -102,7 +102,7 @@ def export(
         raise CheckpointError.of(
             code="EXPORT_NO_PROBE",
             key=str(source),
-            message=f"{source} holds no scores of the live model to compare with",
+            message=f"{source} has no scores of the live model to compare with",
             fix="Export without comparing logits, or save with `tk.save(run, path, probe=True)`; "
             "`toolkit train` does at a run's end",
         )
@@ -140,16 +140,16 @@ def _why_not_compared(
     if asked is False:
         return "not asked for"
     if probe is None:
-        return "this checkpoint holds no scores of the live model, as that of a run's last step does"
+        return "this checkpoint has no scores of the live model; that of a run's last step does"
     if plan.job.train.method == "lora" and plan.settings.init == "random" and not merge_adapter:
-        return "the base that the adapter belongs to was drawn at random, and lies in no folder to reload"
+        return "the adapter's base model was initialised at random and is not saved anywhere"
     if asked:
         return None
     if dtype not in (None, own):
-        return f"{dtype} is not the training precision {own}; --check-logits compares all the same"
+        return f"{dtype} is not the training precision {own}; --check-logits compares anyway"
     if known is None or known > CHECK_LOGITS_PARAMETERS:
         size = "of unknown size" if known is None else f"of {format_count(known)} parameters"
-        return f"a model {size} takes much of the host; --check-logits compares all the same"
+        return f"a model {size} needs much host memory; --check-logits compares anyway"
     return None
 
 
@@ -185,7 +185,7 @@ def logits_difference(model: Any, probe: Path) -> float:
             logits_BSV = model(input_ids=ids_BS).logits.float()
         return float((logits_BSV - wanted_BSV).abs().max() / wanted_BSV.abs().max())
     except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
-        what = f"holds no scores of this model: {error!r:.200}"
+        what = f"has no scores of this model: {error!r:.200}"
         raise CheckpointError(damaged(probe.parent, probe.name, what)) from None
 
 
@@ -197,7 +197,7 @@ def _compare(plan: Plan, model: Any, report: ExportReport, probe: Path) -> float
             code="EXPORT_LOGITS",
             key=str(report.output_dir),
             message=f"the export's scores differ from the trained model's by {difference:.2%} of the largest",
-            fix="Nothing was put in place; please report it with the model's name",
+            fix="No export was written; please report it with the model's name",
         )
     return difference
 
@@ -226,7 +226,7 @@ def _reload(plan: Plan, folder: Path, report: ExportReport, *, trust_remote_code
             code="EXPORT_CONFIG",
             key=str(report.output_dir),
             message=f"the export cannot be loaded: {first_line(error)}",
-            fix="Nothing was put in place; export another checkpoint, or pass --no-check-logits to export without loading",
+            fix="No export was written; export another checkpoint, or pass --no-check-logits to export without loading",
         ) from error
 
 

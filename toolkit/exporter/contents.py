@@ -21,7 +21,7 @@ from toolkit.modeling.safetensors_folder import some
 from toolkit.modeling.weights import full_shapes
 
 Kind = Literal["model", "adapter", "merged"]
-_OF_THIS_JOB = "Put the config.json of this very job into the checkpoint's folder model"
+_OF_THIS_JOB = "Put this job's config.json into the checkpoint's `model` folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def _disagreements(weights: Weights, wanted: Mapping[str, Tensor]) -> Iterable[P
     stored = weights.tensors
     for message, keys in (
         ("the checkpoint lacks", sorted(wanted.keys() - stored.keys())),
-        ("the model has no place for", sorted(stored.keys() - wanted.keys())),
+        ("the model does not have", sorted(stored.keys() - wanted.keys())),
     ):
         if keys:
             yield Problem(

@@ -74,7 +74,7 @@ def _no_checkpoint(folder: Path) -> Problem:
     return Problem(
         code="EXPORT_NO_CHECKPOINT",
         key=str(folder),
-        message=f"{folder} holds no *_model_states.pt: it is not a folder that the DeepSpeed engine saved",
+        message=f"{folder} has no *_model_states.pt: it was not saved by the DeepSpeed engine",
         fix="Name a checkpoint-STEP folder of output_dir",
     )
 
@@ -83,7 +83,7 @@ def _of_layers(folder: Path, name: str) -> Problem:
     return Problem(
         code="EXPORT_MODEL_PARALLEL",
         key=str(folder),
-        message=f"{folder} holds {name}: layers that DeepSpeed's pipeline engine saved one by one cannot be joined",
+        message=f"{folder} has {name}: layer files of DeepSpeed's pipeline engine cannot be joined",
         fix="Export a checkpoint of `toolkit train`, whose stages are saved by their ranks",
         source="deepspeed, runtime/pipe/module.py, PipelineModule.save_state_dict",
     )
@@ -94,10 +94,10 @@ def _of_others(folder: Path, names: list[str], grid: Grid) -> Problem:
     return Problem(
         code="EXPORT_MODEL_PARALLEL",
         key=str(folder),
-        message=f"{folder} holds {some(names)}, but a run with {_written(grid)} has files of model-parallel rank "
+        message=f"{folder} has {some(names)}, but a run with {_written(grid)} has files of model-parallel rank "
         f"{f'0 to {last}' if last else '0'} only",
-        fix="Put the plan.json of the run that saved these files beside them: its parallel.pipeline and parallel.tensor say "
-        "how they join",
+        fix="Put the plan.json of the run that saved these files next to them: its parallel.pipeline and "
+        "parallel.tensor determine how they are joined",
         source="deepspeed, runtime/engine.py, DeepSpeedEngine._get_ckpt_name",
     )
 

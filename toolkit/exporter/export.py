@@ -210,14 +210,15 @@ def _latest(checkpoint_dir: Path) -> Path:
     try:
         tag = read_plain(checkpoint_dir, "latest", max_bytes=_MAX_TAG_BYTES).decode("utf-8").strip()
         if not tag.isprintable() or Path(tag).name != tag:
-            raise ValueError(f"{tag!r:.80} is no tag")
+            raise ValueError(f"{tag!r:.80} is not a tag")
         return checkpoint_dir / tag
     except (OSError, ValueError) as error:
         raise CheckpointError.of(
             code="EXPORT_LATEST",
             key=str(latest),
-            message=f"{latest} cannot be read ({error}): saving this checkpoint never came to its end, or this is none",
-            fix="Name a checkpoint-STEP folder of output_dir that holds a file named latest",
+            message=f"{latest} cannot be read ({error}): saving this checkpoint did not finish, or it is not a "
+            "checkpoint",
+            fix="Name a checkpoint-STEP folder of output_dir with a file named latest",
             source="deepspeed, runtime/engine.py, DeepSpeedEngine.save_checkpoint",
         ) from error
 
@@ -226,7 +227,7 @@ def _would_be_lost(source: Path, target: Path) -> Problem:
     return Problem(
         code="EXPORT_EXISTS",
         key=str(target),
-        message=f"{target} holds {source}, the checkpoint itself, which the export would take the place of",
+        message=f"{target} contains {source}, the checkpoint itself, which the export would replace",
         fix="Name another folder",
     )
 
@@ -235,7 +236,7 @@ def _not_adapted(source: Path) -> Problem:
     return Problem(
         code="EXPORT_NOT_ADAPTED",
         key="merge_adapter",
-        message=f"merge_adapter=True, but {source} holds no LoRA weights",
+        message=f"merge_adapter=True, but {source} has no LoRA weights",
         fix="Leave merge_adapter out",
     )
 

@@ -19,7 +19,7 @@ from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.io import read_plain_object
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_OWN_CONFIG = "Put the {} of this job into the checkpoint's folder model"
+_OWN_CONFIG = "Put this job's {} into the checkpoint's `model` folder"
 
 # Counts in configurations of transformers: num_hidden_layers, n_layer, decoder_layers, num_blocks, n_routed_experts; num_labels, for
 # each of which a configuration has a name.
@@ -75,7 +75,8 @@ def _absurd_counts(section: Mapping[str, Any], path: Path, num_tensors: int, pre
                 yield Problem(
                     code="EXPORT_CONFIG",
                     key=name,
-                    message=f"{path}: {name:.200}={shown(count)} is above {largest:,}, and the checkpoint holds {num_tensors:,} tensors",
+                    message=f"{path}: {name:.200}={shown(count)} is above {largest:,}, and the checkpoint has "
+                    f"{num_tensors:,} tensors",
                     fix=_OWN_CONFIG.format(_CONFIG),
                 )
 
@@ -96,7 +97,8 @@ def bounded_modules(model_dir: Path, *, num_tensors: int) -> Iterator[None]:
             raise CheckpointError.of(
                 code="EXPORT_CONFIG",
                 key=str(model_dir / _CONFIG),
-                message=f"{model_dir / _CONFIG} describes more than {largest:,} modules, and the checkpoint holds {num_tensors:,} tensors",
+                message=f"{model_dir / _CONFIG} describes more than {largest:,} modules, and the checkpoint has "
+                f"{num_tensors:,} tensors",
                 fix=_OWN_CONFIG.format(_CONFIG),
             )
 
@@ -130,9 +132,7 @@ def _refused_patterns(config: Mapping[str, Any], path: Path) -> Iterator[Problem
             yield _refused(path, f"{key} has {len(entries):,} entries, and may have {most:,}")
         for entry in entries if not is_compared else ():
             if not isinstance(entry, str) or not _NAME.fullmatch(entry):
-                yield _refused(
-                    path, f"{key}={shown(entry)} is not the name of a module, with which alone a run of ours writes it"
-                )
+                yield _refused(path, f"{key}={shown(entry)} is not the name of a module, and our runs write only those")
                 break
 
 

@@ -67,7 +67,7 @@ def empty_model(model_dir: Path, *, trust_remote_code: bool, num_tensors: int) -
         raise CheckpointError.of(
             code="EXPORT_CONFIG",
             key=str(model_dir),
-            message=f"{model_dir} holds no configuration of a causal language model: {first_line(error)}",
+            message=f"{model_dir} has no configuration of a causal language model: {first_line(error)}",
             fix=f"Put this model's config.json and tokenizer into {model_dir}, or export another checkpoint",
         ) from error
     tie_weights(model)
@@ -92,8 +92,8 @@ def adapted_model(model: PreTrainedModel, lora: Mapping[str, Any]) -> nn.Module:
         raise CheckpointError.of(
             code="EXPORT_ADAPTER_CONFIG",
             key=ADAPTER_CONFIG,
-            message=f"{ADAPTER_CONFIG} makes no adapter of this model: {first_line(error)}",
-            fix="Put the adapter_config.json of this job into the checkpoint's folder model",
+            message=f"{ADAPTER_CONFIG} does not fit this model: {first_line(error)}",
+            fix="Put this job's adapter_config.json into the checkpoint's `model` folder",
         ) from error
 
 
@@ -145,7 +145,7 @@ def brings_code(model_dir: Path) -> Problem:
     return Problem(
         code="EXPORT_REMOTE_CODE",
         key="trust_remote_code",
-        message=f"{model_dir} brings Python code that builds the model, and an export would run it",
+        message=f"{model_dir} has Python code that builds the model, and an export would run it",
         fix="Read that code; if you trust it, pass --trust-remote-code (trust_remote_code=True)",
         source="transformers dynamic_module_utils.py resolve_trust_remote_code",
     )

@@ -69,7 +69,7 @@ def _other_values(folder: Path, stage: int, names: list[str]) -> Problem:
     return Problem(
         code="EXPORT_DAMAGED",
         key=str(folder),
-        message=f"the files of stage {stage} in {folder} hold {some(names)} with other values than an earlier stage: they are "
-        "not of one run",
-        fix="Copy the files of every rank from one and the same run, or export an earlier checkpoint",
+        message=f"the files of stage {stage} in {folder} have {some(names)} with other values than an earlier stage: "
+        "they belong to different runs",
+        fix="Copy the files of every rank from the same run, or export an earlier checkpoint",
     )

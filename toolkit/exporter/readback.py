@@ -31,11 +31,11 @@ def verify_written(folder: Path, writer: ShardWriter, model: PreTrainedModel, *,
         faults = [problem.message for problem in plan_loading(model, files.metas).problems]
     for name, digest in writer.digests.items():
         if hashlib.sha256(tensor_bytes(files.read(name))).hexdigest() != digest:
-            faults.append(f"{name} reads back with other values than were written")
+            faults.append(f"{name} has other values than were written")
     if faults:
         raise CheckError.of(
             code="EXPORT_VERIFY",
             key=str(folder),
-            message=f"the exported files do not load as they should: {some(faults)}",
-            fix="Check the disk and export again; nothing was put in place",
+            message=f"verification of the exported files failed: {some(faults)}",
+            fix="Check the disk and export again; no export was written",
         )

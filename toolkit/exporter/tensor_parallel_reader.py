@@ -114,9 +114,9 @@ def _unlike(folder: Path, rank: int, first: int, names: list[str]) -> Problem:
     return Problem(
         code="EXPORT_DAMAGED",
         key=str(folder),
-        message=f"the files of model-parallel rank {rank:02d} in {folder} hold other tensors than those of rank {first:02d}: "
-        f"they differ at {some(names)}",
-        fix="Copy the files of every rank from one and the same run, or export an earlier checkpoint",
+        message=f"the files of model-parallel rank {rank:02d} in {folder} have other tensors than those of rank "
+        f"{first:02d}: they differ at {some(names)}",
+        fix="Copy the files of every rank from the same run, or export an earlier checkpoint",
     )
 
 
@@ -126,5 +126,5 @@ def _of_another_model(name: str, stored: StoredTensor, shard: Shard, length: int
         key=name,
         message=f"{name} has shape {stored.shape} on each tensor rank; by the config, dimension {shard.dim} of length "
         f"{shard.dense_length} has {length} there",
-        fix="Put the config.json of this very job into the checkpoint's folder model",
+        fix="Put this job's config.json into the checkpoint's `model` folder",
     )

@@ -98,7 +98,7 @@ class ZeroCheckpoint:
             return self._join(name, self._fragments[stored.owner], dtype)
         whole = self._module[name]
         if tuple(whole.shape) != stored.shape:
-            raise CheckpointError(_damaged(self.folder, f"holds no values of {name}"))
+            raise CheckpointError(_damaged(self.folder, f"has no values of {name}"))
         if not whole.is_floating_point() or whole.dtype == dtype:
             return whole.contiguous()
         with _as_damage(self.folder):
@@ -116,7 +116,7 @@ class ZeroCheckpoint:
         numel = math.prod(stored.shape)
         held = sum(part.numel() for part in parts)
         if held < numel:
-            raise CheckpointError(_damaged(self.folder, f"holds {held} of the {numel} elements of {name}"))
+            raise CheckpointError(_damaged(self.folder, f"has {held} of the {numel} elements of {name}"))
         joined = torch.empty(numel, dtype=dtype if parts[0].is_floating_point() else parts[0].dtype)
         start = 0
         for part in parts:  # the last part may be padded
@@ -151,7 +151,7 @@ class ZeroCheckpoint:
                 yield name, [part for flat in flats for part in flat.slices(start, start + length)]
                 start += length
         if any(flat.numel != start for flat in flats):
-            raise CheckpointError(_damaged(self.folder, f"does not hold {start} master weights in each rank's file"))
+            raise CheckpointError(_damaged(self.folder, f"does not have {start} master weights in each rank's file"))
 
     def _master_weights(self) -> Iterator[list[Tensor]]:
         """Yield each rank's flat master weights at stage 3, in memory or in swap files of an NVMe offload."""
@@ -166,7 +166,7 @@ class ZeroCheckpoint:
             for dp_rank, flats in enumerate(in_memory):
                 yield list(master_weights(self.folder, self._global_rank(dp_rank), flats, groups))
         except (OSError, ValueError) as error:
-            raise CheckpointError(_damaged(self.folder, f"holds swap files that cannot be read: {error}")) from error
+            raise CheckpointError(_damaged(self.folder, f"has swap files that cannot be read: {error}")) from error
 
     def _global_rank(self, dp_rank: int) -> int:
         """Return the global rank that names the swap files."""
@@ -236,14 +236,14 @@ def _as_damage(folder: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise CheckpointError(_damaged(folder, f"holds no state of the engine: {error!r:.200}")) from error
+        raise CheckpointError(_damaged(folder, f"has no engine state: {error!r:.200}")) from error
 
 
 def _incomplete(folder: Path, wanted: str, found: int) -> Problem:
     return Problem(
         code="EXPORT_INCOMPLETE",
         key=str(folder),
-        message=f"{folder} lacks {wanted}, found {found}: each data-parallel rank writes one",
+        message=f"{folder} lacks {wanted}, found {found}: every data-parallel rank writes one",
         fix="Copy the files of every node into this folder, or export an earlier checkpoint",
         source="deepspeed, runtime/engine.py, DeepSpeedEngine._save_zero_checkpoint",
     )
@@ -253,7 +253,7 @@ def _on_nvme(folder: Path) -> Problem:
     return Problem(
         code="EXPORT_NVME",
         key=str(folder),
-        message=f"{folder} keeps its master weights as swap files, and lacks the list of their lengths that we write",
+        message=f"{folder} has its master weights as swap files, but not the list of their lengths that we write",
         fix="Resume it with the program that wrote it, or export a checkpoint of `toolkit train`",
         source="deepspeed, runtime/swap_tensor/optimizer_utils.py, OptimizerSwapper",
     )

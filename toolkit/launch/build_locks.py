@@ -51,7 +51,7 @@ def lock_problems(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machin
             yield Problem(
                 code="BUILD_LOCK",
                 key=str(lock),
-                message=f"{lock} is held by no process: a compilation was killed, and DeepSpeed would wait for its end for ever",
+                message=f"{lock} is a stale lock of a killed compilation, for which DeepSpeed would wait forever",
                 fix=f"Delete it: rm {lock}",
                 source="torch utils/file_baton.py",
             )

@@ -99,7 +99,7 @@ def build_settings(plan: Plan, consumer: Consumer = "toolkit", *, machine: Machi
     ninja = _packaged_ninja() if extensions and _which("ninja", environment) is None else None
     if ninja is not None:
         path = f"{environment.get('PATH', os.defpath)}{os.pathsep}{ninja.parent}"
-        found["PATH"] = Setting(path, f"ninja is not on PATH: DeepSpeed's builds take {ninja}")
+        found["PATH"] = Setting(path, f"ninja is not on PATH: DeepSpeed's builds use {ninja}")
     written = environment.get(_ARCH_LIST, "").strip()
     if written and any(extension.by_nvcc for extension in extensions):
         readable = readable_architectures(written, plan.gpu.known_capability)
@@ -144,8 +144,8 @@ def _unfit_nvcc(nvcc: str, machine: Machine) -> Iterator[str]:
     wanted = cuda.split(".")[0]
     if asked and release is not None and wanted and release[1] != wanted:
         yield (
-            f"{nvcc} is CUDA {release[1]}.{release[2]}'s, and torch was built with CUDA {cuda}: "
-            f"CUDA_HOME must lead to a CUDA {wanted}"
+            f"{nvcc} is CUDA {release[1]}.{release[2]}'s, and torch was built with CUDA {cuda}: CUDA_HOME must point "
+            f"to a CUDA {wanted}"
         )
 
 
@@ -184,7 +184,8 @@ def _problem(missing: str, extensions: Sequence[Extension]) -> Problem:
     return Problem(
         code="BUILD_TOOLS",
         key=first.key,
-        message=f"{first.wanted} loads DeepSpeed's {titles}, compiled at the first use, which cannot be done here: {missing}",
+        message=f"{first.wanted} loads DeepSpeed's {titles}, which is compiled at first use and cannot be compiled "
+        f"here: {missing}",
         fix="Install what is missing" + (f", or {instead}" if instead else ""),
         source="deepspeed ops/op_builder/builder.py",
     )

@@ -42,8 +42,8 @@ def fewer_cards(wanted: int, num_cards: int) -> Iterator[Problem]:
         yield Problem(
             code="LAUNCH_CARDS",
             key="cluster.gpus_per_node",
-            message=f"gpus_per_node={wanted}, but this machine lets processes use {num_cards}",
-            fix="Lower cluster.gpus_per_node, mend CUDA_VISIBLE_DEVICES, or start on another machine",
+            message=f"gpus_per_node={wanted}, but processes on this machine can use {num_cards}",
+            fix="Lower cluster.gpus_per_node, fix CUDA_VISIBLE_DEVICES, or start on another machine",
             source="nvmlDeviceGetCount",
         )
 
@@ -57,7 +57,7 @@ def card_problems(plan: Plan, environment: Mapping[str, str] | None = None) -> I
         yield _no_driver(plan)
         return
     yield from fewer_cards(plan.job.cluster.gpus_per_node, len(found))
-    others = sorted({name or "a card that the catalogue lacks" for name in found} - {plan.gpu.name})
+    others = sorted({name or "a GPU that is not in the catalogue" for name in found} - {plan.gpu.name})
     if others:
         yield Problem(
             code="LAUNCH_CARDS",

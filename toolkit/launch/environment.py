@@ -103,8 +103,8 @@ def explain_environment(
         "TOKENIZERS_PARALLELISM": Setting(
             "false", "data loader workers are forked, and tokenizers' thread pool does not survive a fork"
         ),
-        "PYTHONUNBUFFERED": Setting("1", "the last lines of a rank that is killed are in its log"),
-        "PYTHONFAULTHANDLER": Setting("1", "a crash in native code prints the Python stack that led to it"),
+        "PYTHONUNBUFFERED": Setting("1", "the last lines of a killed rank reach its log"),
+        "PYTHONFAULTHANDLER": Setting("1", "a crash in native code prints the Python stack"),
         **(_GPU_SETTINGS if backend == "nccl" else _CPU_SETTINGS),
     }
     if any(name in base for name in _ALLOCATOR_NAMES):
@@ -133,8 +133,8 @@ def other_allocator(base: Mapping[str, str]) -> str | None:
 _GPU_SETTINGS = {
     "PYTORCH_CUDA_ALLOC_CONF": Setting(
         ALLOCATOR,
-        "segments grow in place, so little of a card is lost to fragmentation; by pages that are large enough to cost "
-        "no time on a card that is nearly full",
+        "segments grow in place, so little of a card is lost to fragmentation; large pages keep remapping cheap on a "
+        "nearly full card",
     ),
     "DS_ACCELERATOR": Setting(
         "cuda", "spares DeepSpeed the probing of other vendors (accelerator/real_accelerator.py get_accelerator)"
@@ -142,9 +142,9 @@ _GPU_SETTINGS = {
 }
 _CPU_SETTINGS = {
     "DS_ACCELERATOR": Setting(
-        "cpu", "DeepSpeed would take a card that it finds (accelerator/real_accelerator.py get_accelerator)"
+        "cpu", "DeepSpeed would use any GPU it finds (accelerator/real_accelerator.py get_accelerator)"
     ),
-    "CUDA_VISIBLE_DEVICES": Setting("", "a job on CPU neither sees nor occupies a card of the machine"),
+    "CUDA_VISIBLE_DEVICES": Setting("", "a job on CPU neither sees nor uses a GPU"),
 }
 
 
@@ -263,7 +263,7 @@ def _unreadable(env: Mapping[str, str], numbers: Mapping[str, int | None]) -> li
     return [
         _problem(name, f"{name}={env[name]!r} is not a whole number")
         if name in env
-        else _problem(name, f"{name} is not set, though {present} is: the environment describes a worker only in part")
+        else _problem(name, f"{name} is not set, though {present} is: the worker's environment is incomplete")
         for name, number in numbers.items()
         if number is None
     ]

@@ -112,8 +112,9 @@ def _folder_problems(folder: Path) -> Iterator[Problem]:
         if probe.exists():
             yield _problem(
                 code="NVME_DIRECT",
-                message=f"nvme_path={folder} takes no direct transfers (O_DIRECT): {error.strerror}",
-                fix="Choose a folder of a local ext4 or xfs disk: memory, overlay and network file systems may refuse",
+                message=f"nvme_path={folder} does not support direct I/O (O_DIRECT): {error.strerror}",
+                fix="Choose a folder of a local ext4 or xfs disk: memory, overlay and network file systems may not "
+                "support it",
                 source="deepspeed csrc/aio/common/deepspeed_aio_common.cpp open_file",
             )
         else:
@@ -132,7 +133,8 @@ def _space_problems(plan: Plan, folder: Path) -> Iterator[Problem]:
     if needed is not None and needed > free + left_over:
         yield _problem(
             code="NVME_SPACE",
-            message=f"nvme_path={folder} has {format_bytes(free + left_over)} free, and the swap files take {format_bytes(needed)}",
+            message=f"nvme_path={folder} has {format_bytes(free + left_over)} free, and the swap files need "
+            f"{format_bytes(needed)}",
             fix="Choose a larger disk, or train on more nodes",
         )
 
@@ -144,8 +146,8 @@ def _lock_problems(plan: Plan) -> Iterator[Problem]:
         return
     yield _problem(
         code="NVME_MEMLOCK",
-        message=f"offload={plan.profile.name} locks {format_bytes(needed)} of swap buffers a rank into memory, and the limit is "
-        f"{format_bytes(limit)}",
+        message=f"offload={plan.profile.name} locks {format_bytes(needed)} of swap buffers per rank into memory, and "
+        f"the limit is {format_bytes(limit)}",
         fix="Raise it: `ulimit -l unlimited`, or start the container with --ulimit memlock=-1",
         source="deepspeed csrc/pin_memory/page_alloc.cpp ds_page_aligned_alloc",
     )

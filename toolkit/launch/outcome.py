@@ -25,12 +25,11 @@ _SILENT_DEATH_ALLOWANCE_SECONDS = 0.5
 # often do too. What `toolkit train` raises is written to the error file, whatever its exit code.
 _PYTHON_INTERRUPTED_AT_START = 1
 _SIGNAL_FIXES = {
-    signal.SIGKILL: "Most often this is the kernel's out-of-memory killer: look for it in `dmesg`, and compare the "
-    "host's RAM with what parallel.offload keeps there (`toolkit validate JOB --explain`)",
-    signal.SIGBUS: "Most often /dev/shm is full: look at `df -h /dev/shm`, and give a container more with --shm-size",
-    signal.SIGSEGV: "A native library crashed: the Python stack that led to it is in the rank's output",
-    signal.SIGABRT: "A native library gave up (a communication timeout does this): its reason is in the rank's output",
-    signal.SIGTERM: "Something outside this run ended the rank: ask the scheduler or the machine's log",
+    signal.SIGKILL: "Most often this is the kernel's out-of-memory killer: check `dmesg`, and compare the host's RAM with what parallel.offload needs (`toolkit validate JOB --explain`)",
+    signal.SIGBUS: "Most often /dev/shm is full: check `df -h /dev/shm`, and give a container more with --shm-size",
+    signal.SIGSEGV: "A native library crashed: its Python stack is in the rank's output",
+    signal.SIGABRT: "A native library aborted (as after a communication timeout): the reason is in the rank's output",
+    signal.SIGTERM: "Something outside this run ended the rank: check the scheduler's and the machine's logs",
 }
 
 

@@ -176,7 +176,7 @@ def _lives_all_the_same(path: Path, holder: Holder, *, has_flock: bool) -> bool:
     last = _touched(path)
     if (silence := _silence(path)) < SILENCE_SECONDS:
         print(
-            f"output_dir={path.parent} was in use by {holder}; it is taken over if that gives no sign of life for another "
+            f"output_dir={path.parent} was in use by {holder}; it is taken over if that does not respond for another "
             f"{SILENCE_SECONDS - silence:.0f} s ...",
             file=sys.stderr,
             flush=True,
@@ -235,7 +235,7 @@ def _beating(path: Path, handles: list[int]) -> Iterator[None]:
 
 def _in_use(folder: Path, holder: Holder | None) -> Problem:
     who = "another process" if holder is None else str(holder)
-    end = "end it" if holder is None else f"end it (`kill {holder.pid}` there lets it save)"
+    end = "end it" if holder is None else f"end it (`kill {holder.pid}` there makes it save)"
     return Problem(
         code="OUTPUT_IN_USE",
         key="train.output_dir",

@@ -28,8 +28,8 @@ def check_port(port: int) -> None:
     raise RunError.of(
         code="PORT_IN_USE",
         key="cluster.master_port",
-        message=f"master_port={port} is taken by {_holder(port)}: rank 0 cannot listen on it",
-        fix=f"Leave `cluster.master_port` out, and a free port is found; or set a free one, such as {free_port()}",
+        message=f"master_port={port} is in use by {_holder(port)}: rank 0 cannot listen on it",
+        fix=f"Leave out `cluster.master_port` to use any free port, or set a free one, such as {free_port()}",
     )
 
 

@@ -121,11 +121,11 @@ def software_warnings(plan: Plan) -> Iterator[str]:
         return
     names = " and ".join(missing)
     said = (
-        f"{plan.model.name} has layers with kernels in {names}, not installed here: transformers' own PyTorch code runs instead, "
-        "slower and with more memory, which `toolkit estimate` prices"
+        f"{plan.model.name} has layers with kernels in {names}, not installed here: transformers' own PyTorch code "
+        "runs instead, slower and with more memory, which `toolkit estimate` includes"
     )
     if CHUNK_SCAN in kernels and not here.contracts_chunks:
-        said += f"; that of transformers {here.transformers} takes many times more than {CONTRACTS_CHUNKS} and newer"
+        said += f"; that of transformers {here.transformers} needs many times more than {CONTRACTS_CHUNKS} and newer"
     yield f"{said} (pip install {' '.join(missing)})"
 
 

@@ -189,7 +189,8 @@ class _Run:
                 raise RunError.of(
                     code="WORKER_START",
                     message=f"the worker {argv[0]} of rank {rank} cannot be started: {error.strerror}",
-                    fix="Check that the file exists, that it is executable and that processes and memory are left",
+                    fix="Check that the file exists and is executable, and that the limits of processes and memory "
+                    "are not reached",
                 ) from error
         self._running.append(_Worker(rank=rank, process=process, log=log))
         self._watchdog.watch(process.pid)

@@ -186,18 +186,16 @@ class DeepSpeedFile:
             plan: Plan of the job under this file.
             job: Job as the user wrote it.
         """
-        found = [f"{self.name} in place of the toolkit's configuration, started by a script with torch's own allocator"]
+        found = [f"{self.name} instead of the toolkit's configuration, in a script with torch's default allocator"]
         stage, offload = job.parallel.zero_stage, job.parallel.offload
         if stage is not None and stage != self.zero_stage:
-            found.append(f"zero_stage={self.zero_stage} of {self.name} in place of the job's {stage}")
+            found.append(f"zero_stage={self.zero_stage} of {self.name} instead of the job's {stage}")
         if offload != "none" and not PROFILES[offload].activations:
-            found.append(f"the offload of {self.name} in place of the job's {offload}")
+            found.append(f"the offload of {self.name} instead of the job's {offload}")
         if self._optimizer is None:
-            found.append(f"{self.name} has no optimizer: that of the job, as Trainer makes it")
+            found.append(f"{self.name} has no optimizer: the job's is used, as Trainer builds it")
         if job.train.gradient_accumulation_dtype is not None and self._accumulation_dtype is None:
-            found.append(
-                f"{self.name} says nothing of grad_accum_dtype: gradients accumulate in the training precision"
-            )
+            found.append(f"{self.name} does not set grad_accum_dtype: gradients accumulate in the training precision")
         return (*found, *self.check(plan))
 
     def _stated(self, job: Job) -> dict[str, Any]:
@@ -222,7 +220,7 @@ class DeepSpeedFile:
             yield Problem(
                 code="DEEPSPEED_CONFLICT",
                 key="deepspeed",
-                message=f"the job has a deepspeed section, and {self.name} stands in place of the whole configuration",
+                message=f"the job has a deepspeed section, and {self.name} replaces the whole configuration",
                 fix="Put its keys into the file, or leave one of the two out",
             )
         if job.parallel.strategy != "zero":
@@ -236,7 +234,8 @@ class DeepSpeedFile:
             yield Problem(
                 code="DEEPSPEED_CONTRADICTS",
                 key="train.precision",
-                message=f"{self.name} is of a script of its own, but the job's precision=fp8 is applied by `toolkit train` alone",
+                message=f"{self.name} belongs to a script, but the job's precision=fp8 is applied by `toolkit train` "
+                "only",
                 fix="Set train.precision to bf16 and leave train.fp8 out, or leave the file out",
             )
         names = {ours: theirs for theirs, ours in _BATCH.items()}

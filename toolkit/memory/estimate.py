@@ -43,8 +43,8 @@ ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 ADAPTER_INPUTS = (
-    "adapters under checkpointing are priced as Trainer and scripts run them, whose first layer's input needs a gradient; "
-    "`toolkit train` does not hold these two through the step, where memory is low"
+    "adapters under checkpointing are estimated as run by Trainer and scripts, where the first layer's input needs a "
+    "gradient; `toolkit train` frees both before the step"
 )
 
 
@@ -191,8 +191,8 @@ def _check_pipeline(plan: Plan, *, with_file: bool) -> None:
         raise PlanError.of(
             code="ESTIMATE_FILE",
             key="--deepspeed-config",
-            message=f"a DeepSpeed configuration of your own (--deepspeed-config) with pipeline={plan.grid.pp}: a pipeline's loop accumulates by itself, under the "
-            "configuration that the plan makes for it",
+            message=f"a DeepSpeed configuration of your own (--deepspeed-config) with pipeline={plan.grid.pp}: the "
+            "pipeline loop accumulates gradients itself and needs the plan's configuration",
             fix="Leave --deepspeed-config out, put its keys into the job's `deepspeed` section, or set parallel.pipeline to 1",
         )
 
@@ -211,46 +211,47 @@ def _disk(plan: Plan, traces: Traces) -> DiskUse:
 
 
 def _loading_assumption(plan: Plan, loaded: Loading) -> str:
-    """Return the assumption about a user's own script, and what it would hold if it loaded in fp32."""
+    """Return the assumption about a user's own script, and what it would allocate if it loaded in fp32."""
     said = (
-        f"each rank builds the model by from_pretrained in {loaded.dtype} and holds {format_bytes(loaded.peak)} of its own "
-        "meanwhile; weights that are as in the files are mapped from them, once for all ranks"
+        f"each rank builds the model by from_pretrained in {loaded.dtype} and allocates {format_bytes(loaded.peak)} "
+        "itself meanwhile; weights in the files' dtype are memory-mapped, once for all ranks"
     )
     if loaded.dtype == "fp32":
         return said
-    return f"{said} (loaded in fp32, --load-dtype fp32, it would hold {format_bytes(loading(plan, dtype='fp32').peak)})"
+    return f"{said} (loaded in fp32, --load-dtype fp32, it would allocate {format_bytes(loading(plan, dtype='fp32').peak)})"
 
 
 def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> Iterator[str]:
     """Yield what the estimate of a job assumes."""
     if (why := plan.gpu.assumed.get("compute_capability")) is not None:
         yield (
-            f"gpu={plan.gpu.name} is taken to have compute_capability={plan.gpu.compute_capability}, {why}; it decides on precisions, "
-            "kernels and their workspaces: set cluster.gpu.compute_capability"
+            f"gpu={plan.gpu.name} is taken to have compute_capability={plan.gpu.compute_capability}, {why}; "
+            "precisions, kernels and workspaces depend on it: set cluster.gpu.compute_capability"
         )
     if plan.on_cpu:
         yield (
-            "the figures of a process are its tensors; Python, torch and DeepSpeed are counted in the host's memory, and as much as "
-            f"beside a GPU, {format_bytes(PROCESS_BYTES)} a process: without CUDA's libraries they took about {CPU_PROCESS_GIB:g} GiB"
+            "the figures of a process are its tensors; Python, torch and DeepSpeed count as host memory, estimated as "
+            f"for a process with a GPU, {format_bytes(PROCESS_BYTES)} per process: without CUDA's libraries they took "
+            f"about {CPU_PROCESS_GIB:g} GiB"
         )
     if plan.job.train.method == "qlora":
         yield NF4
     if plan.job.train.method != "full" and plan.settings.gradient_checkpointing and plan.grid.size("model") == 1:
         yield ADAPTER_INPUTS
     if plan.job.train.torch_compile:
-        yield "torch.compile is priced as eager execution, which holds no less"
+        yield "torch.compile is estimated as eager execution, which needs no less"
     if plan.settings.kernels == "liger":
-        yield "fused kernels are priced as eager ones, which hold no less"
+        yield "fused kernels are estimated as eager ones, which need no less"
     if plan.grid.pp > 1 and not plan.on_cpu:
-        yield "each communicator of a pipeline is taken to hold as much as one of many ranks does"
+        yield "each communicator of a pipeline is assumed to take as much memory as one of many ranks"
         if plan.settings.virtual_stages > 1:
             yield (
-                f"the last {MAX_SENDS_IN_FLIGHT} messages that a rank has sent are taken to be under way: beside virtual stages it "
-                "cannot wait for those before"
+                f"the last {MAX_SENDS_IN_FLIGHT} messages that a rank has sent are assumed to be in flight: with "
+                "virtual stages it cannot wait for the earlier ones"
             )
     if settings.zero.zero_quantized_weights:
-        yield "zero_quantized_weights is priced as if gathers were not quantized"
+        yield "zero_quantized_weights is estimated as if gathers were not quantized"
     if allocator == "expandable":
         yield TIGHT_EXPANDABLE
     if allocator == "native" and not plan.on_cpu:
-        yield "under torch's default allocator the slack is the largest share that measured runs reserved on top"
+        yield "under torch's default allocator the slack is the largest that measured runs reserved in addition"

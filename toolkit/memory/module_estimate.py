@@ -116,7 +116,7 @@ def _configuration(
         raise SpecError.of(
             code="DEEPSPEED_AUTO",
             key=autos[0],
-            message=f'{autos[0]} is "auto", which Trainer fills in from its own arguments: here are none',
+            message=f'{autos[0]} is "auto", which Trainer fills in from its arguments, and there are none here',
             fix="Give its value",
         )
     return config

@@ -89,7 +89,7 @@ def find_logit_map(model: PreTrainedModel, head_path: str, loss: Loss) -> LogitM
             seen = outputs.logits.float().flatten()
         except Exception as error:  # any model code, which may need more than its head
             raise _refused(
-                model, loss, f"its forward pass cannot be told from its head's: {first_line(error)}"
+                model, loss, f"its forward pass cannot be separated from its head's: {first_line(error)}"
             ) from error
     if len(taken.inputs) != 1 or seen.shape != given.shape:
         raise _refused(model, loss, f"it calls its head {len(taken.inputs)} times")

@@ -43,7 +43,7 @@ class LocalShard:
         if not shards and not is_cut:
             return cls(shards={}, tp_group=None)
         if dense is None:
-            raise ValueError("a model that is sharded or cut needs its dense twin: dense=, on the meta device")
+            raise ValueError("a model that is sharded or split needs its dense copy: dense=, on the meta device")
         own_keys = _own_keys(model, dense) if is_cut else None
         if own_keys is not None:
             shards = {key: shards[own] for key, own in own_keys.items() if own in shards}

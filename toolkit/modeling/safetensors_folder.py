@@ -55,7 +55,7 @@ class SafetensorsFolder:
             self._open(folder / name)
         lost = sorted(expected.keys() - self._file_of.keys())
         if lost:
-            raise CheckpointError(corrupt(index, f"names {some(lost)}, which its shards do not hold"))
+            raise CheckpointError(corrupt(index, f"names {some(lost)}, which its shards do not have"))
 
     def read(self, key: str) -> Tensor:
         """Return one tensor, memory-mapped from its file; its pages are read on access."""
@@ -79,7 +79,7 @@ class SafetensorsFolder:
                 view = file.get_slice(key)
                 dtype = DTYPES.get(view.get_dtype())
                 if dtype is None:
-                    raise CheckpointError(corrupt(path, f"holds {key} in the unknown dtype {view.get_dtype()}"))
+                    raise CheckpointError(corrupt(path, f"has {key} in the unknown dtype {view.get_dtype()}"))
                 self.metas[key] = torch.empty(view.get_shape(), dtype=dtype, device="meta")
                 self._file_of[key] = file
         except (SafetensorError, OSError, struct.error) as error:
@@ -92,14 +92,14 @@ def _no_weights(folder: Path) -> Problem:
         return Problem(
             code="WEIGHTS_BIN",
             key=str(folder),
-            message=f"{folder} holds {some(pickles)} and no safetensors: pickles can run code and cannot be streamed",
+            message=f"{folder} has {some(pickles)} and no safetensors: pickles can run code and cannot be streamed",
             fix="Convert it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), then name "
             "NEW_FOLDER in model.name",
         )
     return Problem(
         code="WEIGHTS_ABSENT",
         key=str(folder),
-        message=f"{folder} holds neither model.safetensors nor model.safetensors.index.json",
+        message=f"{folder} has neither model.safetensors nor model.safetensors.index.json",
         fix="Name a folder that save_pretrained wrote, or set model.init: random",
     )
 

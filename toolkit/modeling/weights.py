@@ -94,7 +94,7 @@ def load_pretrained(
     part = LocalShard.of(model, dense)
     is_part = part.tp_group is not None or (part.own_keys is not None and dist.is_initialized())
     if is_part and group is None:
-        raise ValueError("a model that is sharded or cut needs group=, the ranks that hold the same part")
+        raise ValueError("a model that is sharded or split needs group=, the ranks with the same part")
     tie_weights(model)
     initialize_buffers(model)
     reader = _Reader(dense or model, Path(folder), part) if is_source(group) else None
@@ -216,8 +216,8 @@ class _Reader:
                 yield Problem(
                     code="WEIGHTS_TIED",
                     key=first,
-                    message=f"{first} differs from {second} in the checkpoint, but the config ties "
-                    "them (tie_word_embeddings=true): one of the two would be lost",
+                    message=f"{first} differs from {second} in the checkpoint, but the config ties them "
+                    "(tie_word_embeddings=true): one of the two would be ignored",
                     fix='Set "tie_word_embeddings": false in the model\'s config.json',
                     source="transformers, modeling_utils.py, PreTrainedModel.tie_weights",
                 )
@@ -329,7 +329,7 @@ def _unconvertible(group: ConversionGroup, error: Exception) -> Problem:
         code="WEIGHTS_SHAPE",
         key=group.name,
         message=f"{group.name} cannot be assembled from {some(list(group.keys))}: {error}",
-        fix="Download the checkpoint again: tensors that are stacked must all be there and of one shape",
+        fix="Download the checkpoint again: stacked tensors must all be present and have one shape",
         source="transformers, core_model_loading.py, WeightConverter.convert",
     )
 
@@ -349,7 +349,7 @@ def _unexpected(keys: list[str]) -> Iterator[Problem]:
         yield Problem(
             code="WEIGHTS_UNEXPECTED",
             key=keys[0],
-            message=f"the checkpoint holds {len(keys)} tensor{'s' * (len(keys) > 1)} that the model has no place for: "
+            message=f"the checkpoint has {len(keys)} tensor{'s' * (len(keys) > 1)} that the model does not have: "
             f"{some(keys)}",
             fix="Use the config.json that was saved with these weights: architecture and number of layers must agree",
         )

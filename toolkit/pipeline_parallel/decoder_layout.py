@@ -83,9 +83,9 @@ def find_layers(model: nn.Module) -> str:
     raise PlanError.of(
         code="PIPELINE_LAYERS",
         key="parallel.pipeline",
-        message=f"a pipeline cuts {type(model).__name__} along its one nn.ModuleList whose members are all a "
+        message=f"a pipeline splits {type(model).__name__} at its only nn.ModuleList whose members are all a "
         f"GradientCheckpointingLayer, and {found}",
-        fix="Set parallel.pipeline to 1; in model code of your own, derive the decoder layer from "
+        fix="Set parallel.pipeline to 1; in your own model, derive the decoder layer from "
         "transformers.modeling_layers.GradientCheckpointingLayer and keep all layers in one nn.ModuleList",
         source="transformers modeling_layers.py",
     )
@@ -120,7 +120,7 @@ def _reasons(model: PreTrainedModel, layers: str) -> Iterator[str]:
         name = ".".join(parts[:depth])
         for own, weight in model.get_submodule(name)._parameters.items():
             if weight is not None:
-                yield f"{f'{name}.{own}'.lstrip('.')} is used by the model itself, not by a module that a stage could hold"
+                yield f"{f'{name}.{own}'.lstrip('.')} is used by the model itself, not by a module that a stage could have"
     for value, why in across_stages(model.config.get_text_config(decoder=True).to_dict()):
         yield f"{value}: {why}"
 
@@ -181,7 +181,8 @@ class _DryRun:
         others = (args[1:], {name: value for name, value in kwargs.items() if value is not hidden})
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(others)):
             self._note(
-                f"layer {position} of {self._layers} reads the embeddings, or what another layer gives, besides its input"
+                f"layer {position} of {self._layers} reads the embeddings or another layer's output in addition to its "
+                "input"
             )
         self._given = torch.zeros_like(hidden, requires_grad=True)
         return (self._given,) if self._gives_tuple else self._given
@@ -227,6 +228,6 @@ def _refused(model: PreTrainedModel, reason: str) -> PlanError:
     return PlanError.of(
         code="PIPELINE_ARCHITECTURE",
         key="parallel.pipeline",
-        message=f"{type(model).__name__} cannot be cut into stages: {reason}",
+        message=f"{type(model).__name__} cannot be split into stages: {reason}",
         fix="Set parallel.pipeline to 1",
     )

@@ -59,14 +59,14 @@ def split_model(model: PreTrainedModel, part: StageSpec) -> StageInfo:
         ValueError: If the model has another number of layers than `part` says, is split already, or was never tied.
     """
     if hasattr(model, "pipeline_cut"):
-        raise ValueError("the model is cut already")
+        raise ValueError("the model is already split")
     for one, other in tied_keys(model).items():
         if model.get_parameter(one) is not model.get_parameter(other):
             raise ValueError(f"{one} and {other} are tied by the configuration, and not yet by tie_weights")
     anatomy = find_anatomy(model)
     stack: Any = model.get_submodule(anatomy.layers)
     if len(stack) != part.num_layers:
-        raise ValueError(f"a model of {len(stack)} layers is cut by a part of {part.num_layers}")
+        raise ValueError(f"a model of {len(stack)} layers is split by a StageSpec of {part.num_layers}")
     tied = _tied_ends(model, anatomy)
     pieces = getattr(stack, "sequence_pieces", None)
     passage = StageContext(num_layers=part.num_layers, gives_tuple=anatomy.gives_tuple, pieces=pieces)
@@ -115,8 +115,8 @@ def _tied_ends(model: PreTrainedModel, anatomy: DecoderLayout) -> tuple[str, str
             raise PlanError.of(
                 code="PIPELINE_SHARED",
                 key="parallel.pipeline",
-                message=f"{type(model).__name__} has one weight as {' and '.join(parts.values())}, which may lie on different "
-                "stages: only an embedding and a head can share one over a pipeline",
+                message=f"{type(model).__name__} has one weight as {' and '.join(parts.values())}, which may be on "
+                "different stages: only an embedding and a head can share one over a pipeline",
                 fix="Set parallel.pipeline to 1",
             )
         tied = parts["before"], parts["behind"]

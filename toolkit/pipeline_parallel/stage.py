@@ -123,8 +123,8 @@ def _unexpected(model: Any, taken: torch.Tensor | None, wanted: torch.Size, dtyp
     return PlanError.of(
         code="PIPELINE_OUTPUT_MISMATCH",
         key="parallel.pipeline",
-        message=f"a stage of {type(model).__name__} gives {found}, where the next expects {tuple(wanted)} in {dtype}, the dtype "
-        "of its layers' weights",
+        message=f"a stage of {type(model).__name__} returns {found}, where the next expects {tuple(wanted)} in "
+        f"{dtype}, the dtype of its layers' weights",
         fix="Set parallel.pipeline to 1",
     )
 
@@ -132,5 +132,5 @@ def _unexpected(model: Any, taken: torch.Tensor | None, wanted: torch.Size, dtyp
 def _info(model: Any) -> StageInfo:
     info = stage_info(model)
     if info is None:
-        raise ValueError("the model is not cut for a pipeline")
+        raise ValueError("the model is not split for a pipeline")
     return info

@@ -99,7 +99,7 @@ class StageContext:
     @property
     def _under_way(self) -> _Call:
         if self._call is None:
-            raise RuntimeError("a model that is cut for a pipeline runs one chunk of it: call forward_stage")
+            raise RuntimeError("a model that is split for a pipeline runs one chunk at a time: call forward_stage")
         return self._call
 
 

@@ -44,7 +44,7 @@ def split_backward(model: Any) -> WeightGradStore:
     """
     info = stage_info(model)
     if info is None:
-        raise ValueError("the model is not cut for a pipeline")
+        raise ValueError("the model is not split for a pipeline")
     return defer_weight_gradients([inner_model(model).get_submodule(info.layers)])
 
 

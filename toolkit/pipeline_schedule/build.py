@@ -61,13 +61,15 @@ def schedule_problems(name: str, *, pp: int, micro_batches: int, virtual_stages:
         yield Problem(
             code="SCHEDULE_VIRTUAL_STAGES",
             key="parallel.virtual_stages",
-            message="virtual_stages=1 leaves pipeline_schedule=interleaved nothing to interleave: a rank holds one chunk",
+            message="virtual_stages=1 with pipeline_schedule=interleaved: with one chunk per rank there is nothing "
+            "to interleave",
             fix="Set virtual_stages to 2 or more, or pipeline_schedule to 1f1b",
         )
     elif name in ("gpipe", "1f1b") and virtual_stages > 1:
         yield Problem(
             code="SCHEDULE_VIRTUAL_STAGES",
             key="parallel.virtual_stages",
-            message=f"virtual_stages={virtual_stages} is not for pipeline_schedule={name}: its ranks hold one chunk each",
+            message=f"virtual_stages={virtual_stages} is not supported by pipeline_schedule={name}: its ranks have "
+            "one chunk each",
             fix="Set virtual_stages to 1, or pipeline_schedule to interleaved or zb-h1",
         )

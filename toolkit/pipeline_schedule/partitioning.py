@@ -146,8 +146,8 @@ def _check_stages(num_layers: int, stages: int) -> None:
         raise PlanError.of(
             code="PARTITION_STAGES",
             key="parallel.pipeline",
-            message=f"pipeline × virtual_stages = {stages} stages exceed num_hidden_layers={num_layers}: "
-            "each stage holds at least one layer",
+            message=f"pipeline × virtual_stages = {stages} stages exceed num_hidden_layers={num_layers}: each stage "
+            "needs at least one layer",
             fix=f"Set them so that their product is at most {num_layers}",
         )
 
@@ -212,8 +212,8 @@ def _does_not_fit(num_layers: int, stages: int, memory: StageMemory, limits: Seq
     return PlanError.of(
         code="PARTITION_MEMORY",
         key="parallel.partition",
-        message=f"no cut of {num_layers} layers into {stages} stages fits: in the closest one, "
-        f"[{', '.join(map(str, closest))}], stage {tightest} needs {format_bytes(needed)} "
-        f"of {format_bytes(limits[tightest])}",
+        message=f"no partition of {num_layers} layers into {stages} stages fits: in the closest one, "
+        f"[{', '.join(map(str, closest))}], stage {tightest} needs {format_bytes(needed)} of "
+        f"{format_bytes(limits[tightest])}",
         fix="Raise pipeline or tensor, or lower per_device_train_batch_size or sequence_length",
     )

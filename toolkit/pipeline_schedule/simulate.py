@@ -199,7 +199,7 @@ class _Rank:
                     missing = BackwardWeight if BackwardInput(**place) in self.done else Backward
                     raise _invalid(self.rank, missing(**place), "it is missing")
         if unused := set(self.received) - {received_before(self.schedule, self.rank, done) for done in self.done}:
-            raise _invalid(self.rank, min(unused, key=str), "nothing takes what it receives")
+            raise _invalid(self.rank, min(unused, key=str), "nothing uses what it receives")
 
     def _execute(self, instruction: Instruction) -> bool:
         if isinstance(instruction, Compute):
@@ -267,7 +267,7 @@ class _Rank:
             raise _invalid(self.rank, instruction, "it is done twice")
         for earlier in self._before(instruction):
             if not any(one in self.done for one in earlier):
-                raise _invalid(self.rank, instruction, f"{earlier[0]} does not come before it")
+                raise _invalid(self.rank, instruction, f"{earlier[0]} does not precede it")
 
     def _before(self, instruction: Compute) -> list[list[Compute]]:
         """Return the instructions that this rank must have executed before: one of each list."""
@@ -323,7 +323,7 @@ def _invalid(rank: int, instruction: Instruction, why: str) -> PlanError:
         code="SCHEDULE_INVALID",
         key="parallel.pipeline_schedule",
         message=f"rank {rank}, {instruction}: {why}",
-        fix="Correct the order of the schedule; those of build_schedule are sound",
+        fix="Correct the order of the schedule; those of build_schedule are valid",
     )
 
 
@@ -341,5 +341,5 @@ def _deadlock(ranks: Sequence[_Rank]) -> PlanError:
         code="SCHEDULE_DEADLOCK",
         key="parallel.pipeline_schedule",
         message=f"the schedule never ends: {'; '.join(waiting)}",
-        fix="Correct the order of the schedule; those of build_schedule are sound",
+        fix="Correct the order of the schedule; those of build_schedule are valid",
     )

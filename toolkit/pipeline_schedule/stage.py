@@ -36,7 +36,7 @@ class StageSpec:
             if not isinstance(chunk, range):
                 raise TypeError(f"chunks={self.chunks!r}: each chunk is a range of layers, such as range(0, 2)")
             if not chunk or chunk.step != 1 or chunk.start < 0 or chunk.stop > self.num_layers:
-                raise ValueError(f"{chunk} is not a run of the model's {self.num_layers} layers")
+                raise ValueError(f"{chunk} is not a contiguous range of the model's {self.num_layers} layers")
         if not self.chunks or any(later.start < earlier.stop for earlier, later in pairwise(self.chunks)):
             raise ValueError(f"chunks {self.chunks} must follow each other")
 

@@ -76,14 +76,14 @@ def apply_tensor_parallel(
         PlanError: TP_HEADS, TP_DIVISIBILITY if the ranks cannot share the model; TP_STYLE_UNUSED, TP_STYLE_KIND,
             TP_PLAN_SHAPE, TP_PLAN_INCOMPLETE, TP_STYLE_TIED if the table does not fit the model. All are raised together,
             and the model is unchanged. Then TP_SEQUENCE_ARCHITECTURE if the sequence cannot be sharded.
-        ValueError: If the model is sharded already, or split into pipeline stages: shard before splitting.
+        ValueError: If the model is already sharded, or split into pipeline stages: shard before splitting.
     """
     if hasattr(model, "pipeline_cut"):
         raise ValueError(
-            "the model is a stage of a pipeline: shard before you cut, apply_tensor_parallel then split_model"
+            "the model is a stage of a pipeline: shard before splitting: apply_tensor_parallel, then split_model"
         )
     if parameter_shards(model):
-        raise ValueError("the model is sharded already")
+        raise ValueError("the model is already sharded")
     raise_all(PlanError, problems(model, styles, num_ranks=tp_group.size()))
     found = _found(model, styles)
     decoder = find_decoder(model, found) if sequence_parallel else None

@@ -124,7 +124,7 @@ def _stays_whole(model: nn.Module, child: str, parents: set[str], found: Mapping
 
 def _model_reasons(model: nn.Module) -> Iterator[_Reason]:
     if getattr(getattr(model, "config", None), "layerdrop", 0):
-        yield "", "layerdrop leaves out layers, the first one too"
+        yield "", "layerdrop drops layers, including the first one"
 
 
 def _layer_reasons(model: nn.Module, decoder: Decoder, found: Mapping[str, Style]) -> Iterator[_Reason]:
@@ -138,7 +138,7 @@ def _layer_reasons(model: nn.Module, decoder: Decoder, found: Mapping[str, Style
         for name, module in model.get_submodule(layer).named_modules(prefix=layer):
             matrix = any(parameter.dim() > 1 for parameter in module._parameters.values() if parameter is not None)
             if matrix and name not in found and decoder.acts_on_pieces(name):
-                yield name, "may mix tokens and has no style"
+                yield name, "may mix tokens and is not in the plan"
 
 
 def _random_reasons(model: nn.Module, decoder: Decoder) -> Iterator[_Reason]:
@@ -148,7 +148,7 @@ def _random_reasons(model: nn.Module, decoder: Decoder) -> Iterator[_Reason]:
         if any(isinstance(inner, nn.Dropout) and inner.p for inner in module.modules()):
             yield name, "drops elements of the whole sequence, which would differ between ranks"
         if getattr(module, "jitter_noise", 0):
-            yield name, "adds noise (router_jitter_noise) beside dropout, which would differ between ranks"
+            yield name, "adds noise (router_jitter_noise) and dropout, which would differ between ranks"
 
 
 def _drops(model: nn.Module) -> bool:
@@ -177,5 +177,5 @@ def _refused(model: nn.Module, reasons: list[_Reason]) -> PlanError:
         code="TP_SEQUENCE_ARCHITECTURE",
         key="parallel.sequence_parallel",
         message=f"sequence parallelism of {type(model).__name__} is not possible: {join(reversed(told.values()))}",
-        fix="Set parallel.sequence_parallel to false; in a script of your own, leave sequence_parallel out",
+        fix="Set parallel.sequence_parallel to false; in your own script, leave sequence_parallel out",
     )

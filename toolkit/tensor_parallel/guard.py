@@ -80,14 +80,14 @@ def _guarded(kind: Any) -> Any:
 
 # Reason and fix for each method that would treat the part as the whole.
 _SAVE = (
-    "no `from_pretrained` could join the parts of all ranks",
-    "Save the run with `tk.save` and write the whole model with `tk.export`; in a loop of your own join each sharded weight by "
-    "`parameter_shards(model)[name].gather(weight, tp_group=tp_group)`",
+    "no `from_pretrained` could join the shards of all ranks",
+    "Save the run with `tk.save` and write the whole model with `tk.export`; in your own loop join each sharded "
+    "weight by `parameter_shards(model)[name].gather(weight, tp_group=tp_group)`",
 )
 _GENERATE = (
     "not all scores from which a token is chosen",
-    "Write the whole model with `tk.export` and generate with that; in a loop of your own over tensor-parallel ranks choose "
-    "tokens from `gather_scores` of the logits",
+    "Write the whole model with `tk.export` and generate with that; in your own loop over tensor-parallel ranks "
+    "choose tokens from `gather_scores` of the logits",
 )
 _REFUSED = {"save_pretrained": _SAVE, "push_to_hub": _SAVE, "generate": _GENERATE}
 
@@ -96,7 +96,7 @@ def _refusal(name: str) -> Callable[..., None]:
     why, fix = _REFUSED[name]
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        message = f"{name} of {type(self).__name__}: this rank holds {self.held_part}, and {why}"
+        message = f"{name} of {type(self).__name__}: this rank has {self.held_part}, and {why}"
         raise PlanError.of(
             code="PART_GENERATE" if _REFUSED[name] is _GENERATE else "PART_SAVE", key=name, message=message, fix=fix
         )
@@ -122,9 +122,9 @@ def _check_wrapper(wrapper: object, tp_group: dist.ProcessGroup) -> None:
         raise PlanError.of(
             code="TP_REPLICATED",
             key="FullyShardedDataParallel",
-            message="FullyShardedDataParallel flattens the parameters of a model that tensor-parallel ranks share, and what "
-            "sums their gradients over those ranks is lost",
-            fix=f"Take DistributedDataParallel or `fully_shard` over the data-parallel ranks. {_BY_ENGINE}",
+            message="FullyShardedDataParallel flattens the parameters of a model that tensor-parallel ranks share, "
+            "and the hooks that sum their gradients over those ranks are lost",
+            fix=f"Use DistributedDataParallel or `fully_shard` over the data-parallel ranks. {_BY_ENGINE}",
         )
     elif _is_engine(wrapper) and getattr(wrapper, "mpu", None) is None:
         raise _replicated("deepspeed.initialize without mpu=", dist.get_process_group_ranks(tp_group), "mpu=")
@@ -155,8 +155,8 @@ def _replicated(wrapper: str, ranks: list[int], argument: str) -> PlanError:
     return PlanError.of(
         code="TP_REPLICATED",
         key=wrapper,
-        message=f"{wrapper} takes ranks {join(ranks)} for copies of one model, but each holds other shards of it: those of rank "
-        f"{ranks[0]} would replace the others'",
-        fix=f"Name the data-parallel ranks alone ({argument}), which hold the same shards; where `accelerator.prepare` wraps "
-        f"models, keep this one out of it. {_BY_ENGINE}",
+        message=f"{wrapper} treats ranks {join(ranks)} as copies of one model, but each has other shards of it: those "
+        f"of rank {ranks[0]} would replace the others'",
+        fix=f"Name only the data-parallel ranks ({argument}), which have the same shards; do not pass this model to "
+        f"`accelerator.prepare`. {_BY_ENGINE}",
     )

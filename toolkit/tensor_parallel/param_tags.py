@@ -32,8 +32,8 @@ def mark_parameters(model: nn.Module, *, tp_group: dist.ProcessGroup) -> None:
             raise PlanError.of(
                 code="TP_HEADS",
                 key="parallel.tensor",
-                message=f"tensor={size}: {name} holds heads of one rank beside heads that {max(owners)} ranks share, and DeepSpeed "
-                "counts a parameter in the gradient norm once or on each rank, not by parts",
+                message=f"tensor={size}: {name} has both heads of one rank and heads that {max(owners)} ranks "
+                "replicate, but DeepSpeed's gradient norm counts a parameter as wholly sharded or wholly replicated",
                 fix="Set parallel.tensor to a divisor of num_key_value_heads",
             )
         if rank % owners.pop() == 0:

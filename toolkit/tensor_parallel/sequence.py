@@ -116,7 +116,7 @@ def check_length(length: int, num_ranks: int) -> None:
         raise PlanError.of(
             code="TP_SEQUENCE",
             key="parallel.sequence_parallel",
-            message=f"tensor={num_ranks} does not divide a sequence of {length} tokens: with sequence parallelism each rank holds "
-            "an equal piece",
+            message=f"tensor={num_ranks} does not divide a sequence of {length} tokens: with sequence parallelism "
+            "each rank has an equal shard",
             fix=f"Pad sequences to a multiple of {num_ranks}, or set parallel.sequence_parallel to false",
         )

@@ -218,8 +218,10 @@ def _unknown(model: PreTrainedModel) -> PlanError:
     return PlanError.of(
         code="TP_ARCHITECTURE",
         key="parallel.tensor",
-        message=f"tensor parallelism of {type(model).__name__} (model_type={model.config.model_type}) is not known to be right",
-        fix="Set parallel.tensor to 1, or call apply_tensor_parallel with a table of your own, whose … are ColumnParallel, RowParallel or "
+        message=f"tensor parallelism of {type(model).__name__} (model_type={model.config.model_type}) has not been "
+        "verified",
+        fix="Set parallel.tensor to 1, or call apply_tensor_parallel with your own plan, whose … are ColumnParallel, "
+        "RowParallel or "
         "Replicated: TPPlan(heads=Heads(query=…, key_value=…), table={\n    " + "\n    ".join(lines) + "\n})",
     )
 

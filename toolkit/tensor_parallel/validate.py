@@ -39,8 +39,8 @@ def problems(model: nn.Module, styles: TPPlan, *, num_ranks: int) -> Iterator[Pr
         yield Problem(
             code="TP_STYLE_UNUSED",
             key="table",
-            message=f"the table of styles is empty: {type(model).__name__} would lie whole on each rank",
-            fix="Name the modules to shard, or take the table that tp_plan_for(model) gives",
+            message=f"the plan is empty: {type(model).__name__} would be replicated on each rank",
+            fix="Name the modules to shard, or use the plan of tp_plan_for(model)",
         )
     strange = {pattern: style for pattern, style in styles.table.items() if not isinstance(style, Style)}
     if strange:
@@ -65,7 +65,7 @@ def _no_style(pattern: str, value: object) -> Problem:
     return Problem(
         code="TP_STYLE_KIND",
         key=pattern,
-        message=f"{pattern} is given {value!r} in the table of styles, which is not a style",
+        message=f"{pattern} is given {value!r} in the plan, which is not a style",
         fix=f"Give it one of {kinds}, of toolkit.tensor_parallel",
     )
 
@@ -76,8 +76,8 @@ def _matches_nothing(model: nn.Module, pattern: str) -> Problem:
     return Problem(
         code="TP_STYLE_UNUSED",
         key=pattern,
-        message=f"{pattern} in the table of styles matches no module of {type(model).__name__}",
-        fix=f"Take it out, or name one such as {join(near)}",
+        message=f"{pattern} in the plan matches no module of {type(model).__name__}",
+        fix=f"Remove it, or name one such as {join(near)}",
     )
 
 
@@ -86,11 +86,11 @@ def _head_problems(heads: Heads, found: Mapping[str, Style], num_ranks: int) -> 
     if not used & {"query", "key_value"}:
         return
     if heads.query % num_ranks:
-        number, why = f"num_attention_heads={heads.query}", "a rank must own whole heads"
+        number, why = f"num_attention_heads={heads.query}", "a rank must have whole heads"
     elif heads.key_value % num_ranks and num_ranks % heads.key_value:
         number, why = (
             f"num_key_value_heads={heads.key_value}",
-            "a key head must lie on equally many ranks as the others",
+            "every key head must be on the same number of ranks",
         )
     else:
         return
@@ -122,8 +122,8 @@ def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads
             yield Problem(
                 code="TP_PLAN_SHAPE",
                 key=pattern,
-                message=f"{pattern} is not of the parts that {style} says: {error}, with {heads}",
-                fix="Give the parts in the order in which its weight holds them, and the model's heads",
+                message=f"{pattern} does not have the parts of {style}: {error}, with {heads}",
+                fix="Give the parts in the order in which its weight has them, and the model's heads",
             )
             return
         width = length // len(style.parts) if isinstance(style, ColumnParallel) else length
@@ -137,11 +137,11 @@ def _module_problems(module: nn.Module, pattern: str, style: Style, heads: Heads
 def _width_problems(pattern: str, width: int, num_ranks: int, *, multiple: int = 1) -> Iterator[Problem]:
     valid = [size for size in divisors(width) if width // size % multiple == 0]
     if num_ranks not in valid:
-        each = f"a multiple of {multiple}, as the kernels want" if multiple > 1 else "equally many"
+        each = f"a multiple of {multiple}, as the kernels require" if multiple > 1 else "equally many"
         yield Problem(
             code="TP_DIVISIBILITY",
             key=_KEY,
-            message=f"tensor={num_ranks} cannot share the {width} features of {pattern}: each rank holds {each}",
+            message=f"tensor={num_ranks} cannot shard the {width} features of {pattern}: each rank needs {each}",
             fix=f"Set tensor to one of {join(valid)}" if valid else "Set tensor to 1",
         )
 
@@ -184,12 +184,13 @@ def _neighbour_problems(model: nn.Module, found: Mapping[str, Style]) -> Iterato
             place = parent or "the model itself"
             yield _neighbour(
                 parent,
-                f"the table gives {place} {columns} and {rows}: one RowParallel must take what ColumnParallel modules give",
+                f"the plan gives {place} {columns} and {rows}: a RowParallel must get its input from ColumnParallel "
+                "modules",
             )
         for child in _whole_beside(model, region.parent, found):
             sharded = names[0].rpartition(".")[2]
             key = inside(parent, child)
-            yield _neighbour(key, f"{key} is left whole beside {sharded}, which is sharded")
+            yield _neighbour(key, f"{key} is not sharded, but {sharded} is")
 
 
 def _whole_beside(model: nn.Module, parent: str, found: Mapping[str, Style]) -> Iterator[str]:
@@ -208,8 +209,8 @@ def _neighbour(key: str, message: str) -> Problem:
         code="TP_PLAN_INCOMPLETE",
         key=key,
         message=message,
-        fix="Give it a style: ColumnParallel, RowParallel, or Replicated(reads_shards=True) where it stands between the two, "
-        "Replicated(reads_shards=False) where it does not",
+        fix="Give it a style: ColumnParallel, RowParallel, or Replicated(reads_shards=True) if it is between the "
+        "two, else Replicated(reads_shards=False)",
     )
 
 

@@ -80,7 +80,7 @@ class Grid:
                 Problem(
                     code="GRID_SIZE",
                     key=f"parallel.{name}",
-                    message=f"{name}={size} is below 1: each axis of the grid holds at least one rank",
+                    message=f"{name}={size} is below 1: each axis of the grid has at least one rank",
                     fix=f"Set {name} to 1 or more",
                 )
                 for name, size in (("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp))
@@ -138,10 +138,10 @@ class Grid:
         return Coordinate(pp=stage, dp=within // self.tp, tp=within % self.tp)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Return the rank at a coordinate; raise ValueError if it lies outside the grid."""
+        """Return the rank at a coordinate; raise ValueError if it is outside the grid."""
         for axis in AXES:
             if not 0 <= getattr(coordinate, axis) < self._size(axis):
-                raise ValueError(f"{coordinate} lies outside {self}")
+                raise ValueError(f"{coordinate} is outside {self}")
         return (coordinate.pp * self.dp + coordinate.dp) * self.tp + coordinate.tp
 
     def groups(self, *kinds: str) -> tuple[tuple[int, ...], ...]:
@@ -221,7 +221,7 @@ def _axes(kinds: Iterable[str]) -> tuple[Axis, ...]:
         parts = [kind] if kind in KINDS else kind.split("-")
         for part in parts:
             if part not in KINDS:
-                raise ValueError(f"{kind!r} is no kind of group: name {join(KINDS)} or axes joined by hyphens")
+                raise ValueError(f"{kind!r} is not a kind of group: name {join(KINDS)} or axes joined by hyphens")
             named.update(KINDS[part])
     if not named:
         raise ValueError(f"no kind of group given: name {join(KINDS)} or axes joined by hyphens")

@@ -26,7 +26,7 @@ def check_stop_after(stop_after: int | None, step: int) -> None:
     raise PlanError.of(
         code="STOP_AFTER",
         key="--stop-after",
-        message=f"stop_after={stop_after} is not past step {step}, from which the run goes on",
+        message=f"stop_after={stop_after} is not after step {step}, from which the run resumes",
         fix=f"Steps count from the run's beginning: give at least {step + 1}",
     )
 
@@ -57,9 +57,10 @@ def output_problems(plan: Plan, *, resuming: bool, overwrite: bool) -> Iterator[
         yield Problem(
             code="OUTPUT_EXISTS",
             key="train.output_dir",
-            message=f"output_dir={folder} holds an earlier run: {', '.join(held[:4])}{' ...' if len(held) > 4 else ''}",
-            fix="Go on with --resume_from_checkpoint latest (in Python `resume='latest'`; `auto` starts, too, where there is "
-            "nothing to go on from), choose another train.output_dir, or delete it, as --overwrite does",
+            message=f"output_dir={folder} contains an earlier run: "
+            f"{', '.join(held[:4])}{' ...' if len(held) > 4 else ''}",
+            fix="Resume with --resume_from_checkpoint latest (in Python `resume='latest'`; `auto` also starts new "
+            "runs), choose another train.output_dir, or delete it, as --overwrite does",
         )
     yield from write_problems(folder)
 

@@ -24,9 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Train as one rank of a launch; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.trainer.worker", description=__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the run")
-    parser.add_argument("--resume", help="checkpoint to go on from, `latest` or `auto`")
+    parser.add_argument("--resume", help="checkpoint to resume from, `latest` or `auto`")
     parser.add_argument("--stop-after", type=int, help="optimizer step after which this session saves and ends")
-    parser.add_argument("--log-dir", type=Path, help="where to leave a machine-readable error for the launcher")
+    parser.add_argument("--log-dir", type=Path, help="folder for a machine-readable error for the launcher")
     options = parser.parse_args(arguments)
     return run_rank(
         lambda: Plan.load(options.plan), resume=options.resume, stop_after=options.stop_after, log_dir=options.log_dir

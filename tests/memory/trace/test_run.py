@@ -174,7 +174,7 @@ class TestDataLayouts:
         assert extra >= pairs * (1 + 2 * layers)
 
     def test_padding_is_assumed_and_said(self):
-        assert "one that is padded" in traced("llama", "padded").assumptions[0]
+        assert "a padded one" in traced("llama", "padded").assumptions[0]
         assert traced("llama").assumptions == ()
 
     def test_padded_and_separated_rows_need_the_same_mask(self):

@@ -162,7 +162,7 @@ class EngineReplay(ABC):
 
     @singledispatchmethod
     def _act(self, action: Instruction) -> None:
-        raise TypeError(f"{type(action).__name__} is no instruction that the engine runs")
+        raise TypeError(f"{type(action).__name__} is not an instruction of the engine")
 
     @_act.register
     def _receive_activation(self, action: ReceiveActivation) -> None:

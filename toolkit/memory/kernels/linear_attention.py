@@ -39,14 +39,14 @@ class Recurrence:
         """Yield what was traced; nothing if there are no such layers."""
         if self.missing:
             yield (
-                f"Linear attention and state-space layers are priced as transformers {self.software.transformers}'s own PyTorch "
-                f"code, which runs without {' and '.join(sorted(self.missing))}; where the cluster has them, less is needed: "
-                f"cluster.kernel_packages=[{', '.join(sorted(self.missing))}]"
+                f"Linear attention and state-space layers are estimated as transformers {self.software.transformers}'s "
+                f"own PyTorch code, which runs without {' and '.join(sorted(self.missing))}; if the cluster has them, "
+                f"less is needed: cluster.kernel_packages=[{', '.join(sorted(self.missing))}]"
             )
         if self.present:
             yield (
-                f"the kernels of {' and '.join(sorted(self.present))} are taken to be installed where the job trains, and priced "
-                "from their source; no card has shown these figures"
+                f"the kernels of {' and '.join(sorted(self.present))} are assumed to be installed on the cluster, and "
+                "estimated from their source; these figures have not been measured"
             )
 
 
@@ -151,6 +151,6 @@ def _multiply_out(equation: str, first: Tensor, second: Tensor) -> Tensor:
 def older_transformers(peak_bytes: int) -> str:
     """Return a note on what a transformers version that multiplies chunks out would need."""
     return (
-        f"with transformers before {CONTRACTS_CHUNKS}, whose own code multiplies each chunk of a Mamba-2 layer out, the peak would "
-        f"be {format_bytes(peak_bytes)}; cluster.transformers says which version the cluster has"
+        f"with transformers before {CONTRACTS_CHUNKS}, whose own code expands each chunk of a Mamba-2 layer, the peak "
+        f"would be {format_bytes(peak_bytes)}; cluster.transformers says which version the cluster has"
     )

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 BLOCK, NESTED_BLOCK = 64, 256
 
 ASSUMPTION = (
-    "QLoRA keeps the linear layers in NF4 with double quantization, but for the output projection; all else, adapters "
-    "included, has the training precision"
+    "QLoRA keeps the linear layers in NF4 with double quantization, except the output projection; everything else, "
+    "adapters included, has the training precision"
 )
 
 

@@ -15,8 +15,8 @@ Routing = Literal["balanced", "worst"]
 # transformers integrations/moe.py grouped_mm_experts_forward: one row for each token and chosen expert, sorted; the
 # default on every device (modeling_utils.py get_correct_experts_implementation).
 GROUPED = (
-    "Experts run as grouped matrix products: one row a token and chosen expert, whoever is chosen, so that memory does "
-    "not depend on the routing"
+    "Experts run as grouped matrix products: one row per token and chosen expert, so memory does not depend on the "
+    "routing"
 )
 LOOPED = {
     "balanced": "Experts run one after the other, and each is assumed to get the same number of tokens",

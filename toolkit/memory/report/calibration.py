@@ -88,13 +88,13 @@ class MeasuredRun:
 def _comparable(run: MeasuredRun) -> MeasuredRun:
     """Refuse numbers that cannot be compared, and sizes that no card has."""
     if not any(run.measured.values()):
-        raise ValueError("measured holds no phase with memory")
+        raise ValueError("measured has no phase with memory")
     if lacking := sorted(run.measured.keys() - run.predicted.keys()):
         raise ValueError(f"predicted lacks {', '.join(lacking)}")
     if not run.reserved_bytes <= run.device_used_bytes <= _MOST_BYTES:
         raise ValueError(f"device_used_bytes={run.device_used_bytes} lies outside of reserved_bytes to {_MOST_BYTES}")
     if max(run.predicted.values()) > _MOST_BYTES:
-        raise ValueError(f"predicted holds more than {_MOST_BYTES} bytes")
+        raise ValueError(f"predicted has more than {_MOST_BYTES} bytes")
     return run
 
 
@@ -115,7 +115,7 @@ def read_run(path: Path) -> MeasuredRun:
         raise SpecError.of(
             code="METRICS_UNREADABLE",
             key=str(path),
-            message=f"{path} is no metrics file: {error}",
+            message=f"{path} is not a metrics file:  {error}",
             fix="Name the metrics.jsonl of a run's output_dir",
         ) from None
     found = [record["memory"] for record in records if isinstance(record, dict) and "memory" in record]
@@ -123,7 +123,7 @@ def read_run(path: Path) -> MeasuredRun:
         raise SpecError.of(
             code="METRICS_NO_MEMORY",
             key=str(path),
-            message=f"{path} holds no comparison of predicted and measured memory",
+            message=f"{path} has no comparison of predicted and measured memory",
             fix="Name the metrics of a run that ended on GPUs; runs on CPU and interrupted ones have none",
         )
     try:
@@ -134,7 +134,7 @@ def read_run(path: Path) -> MeasuredRun:
         raise SpecError.of(
             code="METRICS_UNREADABLE",
             key=str(path),
-            message=f"{path} holds a comparison that cannot be read: {place:.80}{': ' if place else ''}"
+            message=f"{path} has a comparison that cannot be read: {place:.80}{': ' if place else ''}"
             + first["msg"].removeprefix("Value error, "),
             fix="Name the metrics.jsonl that this version of the toolkit wrote",
         ) from None
@@ -180,7 +180,7 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
             code="CALIBRATION_UNREADABLE",
             key=str(path),
             message=f"{path} is not a calibration: {reason}",
-            fix="Delete it, or write it anew with `toolkit calibrate`",
+            fix="Delete it, or write it again with `toolkit calibrate`",
         ) from None
 
 

@@ -52,14 +52,14 @@ def check_plot_path(path: Path) -> None:
         raise SpecError.of(
             code="PLOT_FORMAT",
             key="--plot",
-            message=f"plot={path}: {path.suffix or 'no suffix'} is no format that can be drawn",
+            message=f"plot={path}: {path.suffix or 'no suffix'} is not a supported format",
             fix=f"End the name in one of {', '.join(SUFFIXES)}",
         )
     if not path.parent.is_dir() or path.is_dir():
         raise SpecError.of(
             code="PLOT_FOLDER",
             key="--plot",
-            message=f"plot={path}: " + ("it is a folder" if path.is_dir() else f"{path.parent} is no folder"),
+            message=f"plot={path}: " + ("it is a folder" if path.is_dir() else f"{path.parent} is not a folder"),
             fix="Name a file in a folder that exists",
         )
 

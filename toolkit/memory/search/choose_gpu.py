@@ -105,8 +105,8 @@ def read_gpus(text: str) -> tuple[Gpu, ...]:
                 Problem(
                     code="GPU_NO_MEMORY",
                     key="--gpus",
-                    message=f"--gpus {gpu.name}: it has no memory of its own to fill",
-                    fix="Name cards; `toolkit gpus` lists them",
+                    message=f"--gpus {gpu.name}: a CPU has no device memory",
+                    fix="Name GPUs; `toolkit gpus` lists them",
                 )
             )
         found[gpu.name] = gpu

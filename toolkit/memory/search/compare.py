@@ -178,7 +178,7 @@ def _no_strategy(name: str, *, twice: bool = False) -> Problem:
     return Problem(
         code="COMPARE_STRATEGY",
         key="--compare",
-        message=f"--compare {name!r} " + ("is named twice" if twice else "is no strategy"),
+        message=f"--compare {name!r} " + ("is named twice" if twice else "is not a strategy"),
         fix="Name zero0 to zero3, ddp, fsdp2 or pp2 (or another number of stages), each once; after zero0 to zero3 -tp2 or another number "
         "of tensor ranks and -pp2 or another number of stages (else as the job has them, 1 for none); after all of them -checkpointing or -no-checkpointing (else as the job has it), after zero1 to zero3 -offload, and "
         "after zero3 -full-offload",

@@ -67,11 +67,9 @@ class Estimator:
         calibration = self._calibrations.get(plan.gpu.name)
         report, notes = report_of(plan, case, trace=self._trace, calibration=calibration), []
         if calibration is not None:
-            notes.append(f"context and NCCL as `toolkit calibrate` has learned them of {plan.gpu.name} on this machine")
+            notes.append(f"context and NCCL as `toolkit calibrate` measured them for {plan.gpu.name} on this machine")
         if self._other_allocator is not None and case.file is None and not plan.on_cpu:
-            notes.append(
-                f"{self._other_allocator} is set here, and launches leave it: the slack is that of {ALLOCATOR}"
-            )
+            notes.append(f"{self._other_allocator} is set here, and launches keep it: the slack is that of {ALLOCATOR}")
         return replace(report, assumptions=(*report.assumptions, *notes))
 
     def attempt(self, case: Scenario, changes: Mapping[str, Any] | None = None) -> Outcome:

@@ -110,7 +110,7 @@ def _full_key(key: str) -> str:
         Problem(
             code="SWEEP_KEY",
             key=key,
-            message=f"--sweep {key}: no key of train or parallel",
+            message=f"--sweep {key}: not a key of train or parallel",
             fix=f"Did you mean {' or '.join(near)}" if near else "`toolkit validate --keys` lists them",
         )
     )

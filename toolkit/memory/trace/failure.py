@@ -56,9 +56,9 @@ def unknown_architecture(error: Exception, name: str, *, trust_remote_code: bool
         code="MODEL_CLASS",
         key="model",
         message=f"transformers {transformers.__version__} cannot build {name}: {reason.rstrip('.')}",
-        fix="Update transformers, or choose a decoder model that it knows"
+        fix="Update transformers, or choose a decoder model that it supports"
         if trust_remote_code
-        else "Set model.trust_remote_code to true if the repository brings its own code and you trust it, update "
-        "transformers, or choose a decoder model that it knows",
+        else "Set model.trust_remote_code to true if the repository has its own code and you trust it, update "
+        "transformers, or choose a decoder model that it supports",
         source="transformers models/auto/configuration_auto.py",
     )

@@ -126,7 +126,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                         *recurrence.describe(),
                         *((PADDED,) if spec.packing == "none" else ()),
                         *(
-                            [f"kernels={spec.kernels} leaves as they are: {', '.join(made.unfused)}"]
+                            [f"kernels={spec.kernels} does not replace: {', '.join(made.unfused)}"]
                             if made.unfused
                             else []
                         ),

@@ -44,7 +44,7 @@ def trace(plan: Plan, *, all_layers: bool = False, **changes: Any) -> MemoryTrac
             raises.
     """
     if plan.grid.pp > 1:
-        raise ValueError("no rank of a pipeline holds the whole model: `trace_ranks` traces its stages")
+        raise ValueError("no rank of a pipeline has the whole model: `trace_ranks` traces its stages")
     return trace_model(_config(plan), TraceSpec.of(plan, **changes), all_layers=all_layers)
 
 

@@ -22,7 +22,7 @@ Batch = dict[str, torch.Tensor]
 Traces = Sequence[MemoryTrace]
 
 PADDED = (
-    "Batches hold a row as long as sequence_length and one that is padded, so that attention has a mask; a batch without "
+    "Batches have a row of sequence_length tokens and a padded one, so that attention has a mask; a batch without "
     "padding needs less"
 )
 
