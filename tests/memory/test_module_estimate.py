@@ -124,3 +124,31 @@ def test_a_report_is_a_page_a_table_and_a_frame() -> None:
     assert shown.count("<table>") == 3
     assert "width:100.0%" in shown
     assert report.to_dict()["required_bytes"] == report.required_bytes
+
+
+def test_a_model_on_fake_tensors_has_the_estimate_of_a_real_one() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = chain()
+    assert report_of(fake).peak_allocated_bytes == report_of(chain()).peak_allocated_bytes
+
+
+def test_what_a_user_does_wrong_is_said_without_the_words_of_a_job() -> None:
+    with pytest.raises(tk.PlanError, match="without a gradient"):
+        report_of(chain().requires_grad_(False))
+    for module in (nn.Linear(7, 7), Reads()):
+        with pytest.raises(tk.PlanError) as refused:
+            report_of(module)
+        assert refused.value.codes == ("TRACE_FAILED",)
+        assert "train.attention" not in str(refused.value)
+
+
+class Reads(nn.Linear):
+    """Reads a value, which a fake tensor does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum().item() else x

@@ -11,9 +11,9 @@ import torch
 from ranks import run_distributed
 from torch import nn
 
-import toolkit.pipeline_parallel.runner
+import toolkit.pipeline_parallel.sequential
 from toolkit.distributed import groups
-from toolkit.errors import PlanError, RunError, ToolkitError
+from toolkit.errors import PlanError, ToolkitError
 from toolkit.pipeline_parallel import PipelineRunner, split_sequential
 
 # Schedule, and stages of each rank.
@@ -60,17 +60,43 @@ def steps_of(rank: int) -> dict[Any, Any]:
             losses.append(float(runner.step(inputs if rank == 0 else (), targets if rank == 1 else ())))
         weights = [weight for stage in own for weight in stage.parameters()]
         found[name, chunks] = losses, {names[id(weight)]: weight.grad.numpy() for weight in weights}
-    return found | {"error": error_of(world, rank), "mesh": meshes(world)}
+    errors = {
+        "tuple": error_of(world, [nn.LSTM(4, 4) if rank == 0 else nn.Linear(4, 4)]),
+        "values": error_of(world, [Reads() if rank == 0 else nn.Linear(4, 4)]),
+        "number": error_of(world, [nn.Linear(4, 4)] * (1 + rank)),
+    }
+    return found | {"errors": errors, "mesh": meshes(world), "joined": joined(rank)}
 
 
-def error_of(world: groups.World, rank: int) -> tuple[str, ...]:
-    """Returns the error of a stage that returns no tensor, which every rank raises."""
-    stage = nn.LSTM(4, 4) if rank == 0 else nn.Linear(4, 4)
-    runner = PipelineRunner([stage], world, loss=nn.functional.mse_loss, micro_batches=1)
+class Reads(nn.Linear):
+    """Reads a value, which a fake tensor does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum().item() else x
+
+
+def error_of(world: groups.World, stages: list[nn.Module], rows: tuple[int, ...] = (2,)) -> tuple[str, ...]:
+    given = [torch.zeros(count, 4) for count in rows]
     try:
-        runner.step([torch.zeros(2, 4)], [torch.zeros(2, 4)])
-    except RunError as error:
+        runner = PipelineRunner(stages, world, loss=nn.functional.mse_loss, micro_batches=len(given))
+        runner.step(given, given)
+    except ToolkitError as error:
         return error.codes
+    return ()
+
+
+def joined(rank: int) -> tuple[str, ...]:
+    """Returns the error where the launcher's variables describe another world than the one that was joined."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+            patch.setenv(name, value)
+        try:
+            groups.init()
+        except PlanError as error:
+            return error.codes
     return ()
 
 
@@ -81,6 +107,10 @@ def meshes(world: groups.World) -> tuple[Any, ...]:
         groups.from_device_mesh(torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("model",)))
     except ToolkitError as error:
         code = error.codes
+    try:
+        groups.from_device_mesh(torch.distributed.init_device_mesh("cpu", (2,)))
+    except ToolkitError as error:
+        code += error.codes
     total = torch.ones(1)
     torch.distributed.all_reduce(total, group=mesh.get_group("pp"))
     return mesh.mesh.tolist(), again.grid, again.coordinate, code, float(total)
@@ -109,7 +139,51 @@ def test_losses_and_gradients_are_those_of_the_whole_model(ranks: list[dict[Any,
 
 
 def test_a_stage_returns_one_tensor_or_every_rank_says_so(ranks: list[dict[Any, Any]]) -> None:
-    assert [rank["error"] for rank in ranks] == [("PIPELINE_ACTIVATION",)] * 2
+    for case in ("tuple", "values"):
+        assert [rank["errors"][case] for rank in ranks] == [("PIPELINE_ACTIVATION",)] * 2
+
+
+def test_ranks_with_other_numbers_of_stages_all_say_so(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["errors"]["number"] for rank in ranks] == [("PIPELINE_RANKS_DIFFER",)] * 2
+
+
+def test_a_world_that_the_launcher_does_not_describe_is_refused(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["joined"] for rank in ranks] == [("WORLD_SIZE",)] * 2
+
+
+def code_of(loss: Any, *steps: tuple[int, ...]) -> str:
+    """Returns the code of the error of steps in one process, of so many rows in each micro-batch."""
+    world = groups.init()
+    try:
+        with pytest.raises(PlanError, match="PIPELINE_UNUSED"):
+            PipelineRunner([nn.Linear(4, 4)] * 2, world, loss=loss, micro_batches=2)
+        runner = PipelineRunner([nn.Linear(4, 4)], world, loss=loss, micro_batches=2)
+        for rows in steps:
+            given = [torch.zeros(count, 4) for count in rows]
+            runner.step(given, given)
+    except ToolkitError as error:
+        return error.codes[0]
+    finally:
+        groups.destroy(world)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "steps", "code"),
+    [
+        (nn.functional.mse_loss, [(2, 2), (2, 2)], ""),
+        (nn.functional.mse_loss, [(2, 3)], "STEP_INPUT_SHAPE"),
+        (nn.functional.mse_loss, [(2, 2), (1, 1)], "STEP_INPUT_SHAPE"),
+        (lambda output, target: None, [(2, 2)], "PIPELINE_LOSS"),
+        (lambda output, target: output - target, [(2, 2)], "PIPELINE_LOSS"),
+    ],
+)
+def test_inputs_of_one_shape_and_a_scalar_loss(
+    loss: Any, steps: list[tuple[int, ...]], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert code_of(loss, *steps) == code
 
 
 def test_a_mesh_goes_out_and_in(ranks: list[dict[Any, Any]]) -> None:
@@ -117,7 +191,7 @@ def test_a_mesh_goes_out_and_in(ranks: list[dict[Any, Any]]) -> None:
         ids, grid, coordinate, code, total = rank["mesh"]
         assert ids == [[[0]], [[1]]]
         assert (grid, coordinate.pp) == (groups.Grid(pp=2), index)
-        assert code == ("MESH_LAYOUT",)
+        assert code == ("MESH_LAYOUT", "MESH_LAYOUT")
         assert total == 2
 
 
@@ -134,7 +208,7 @@ def test_a_fake_world_has_every_group() -> None:
 
 
 def test_a_sequence_is_cut_by_its_parameters() -> None:
-    assert doctest.testmod(toolkit.pipeline_parallel.runner).failed == 0
+    assert doctest.testmod(toolkit.pipeline_parallel.sequential).failed == 0
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     assert [len(stage) for stage in split_sequential(model, 3)] == [1, 2, 1]
     assert [len(stage) for stage in split_sequential(model, 2, counts=(3, 1))] == [3, 1]

@@ -21,7 +21,8 @@ def rank_device(backend: str, local_rank: int) -> torch.device:
             code="WORLD_NO_GPU",
             key="cluster.gpu",
             message=f"local rank {local_rank} has no GPU: torch sees {seen} CUDA device{'' if seen == 1 else 's'}",
-            fix="Lower cluster.gpus_per_node, fix the driver or CUDA_VISIBLE_DEVICES, or set cluster.gpu to cpu",
+            fix="Lower cluster.gpus_per_node, fix the driver or CUDA_VISIBLE_DEVICES, or set cluster.gpu to cpu; "
+            "for tk.groups.init, pass backend='gloo'",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

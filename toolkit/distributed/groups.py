@@ -37,10 +37,27 @@ def init(*, pp: int = 1, tp: int = 1, backend: Literal["nccl", "gloo"] | None = 
         backend: `nccl` or `gloo`; by default `nccl` where torch sees a GPU.
 
     Raises:
-        PlanError: GRID_WORLD if pp × tp does not divide the number of processes; GRID_SIZE; WORLD_NO_GPU.
+        PlanError: GRID_WORLD if pp × tp does not divide the number of processes; WORLD_SIZE if the script has joined groups
+            that the launcher's variables do not describe; GRID_SIZE; WORLD_NO_GPU.
     """
     identity = rank_from_environment(os.environ)
-    grid = Grid.from_world(world_size=1 if identity is None else identity.world_size, pp=pp, tp=tp)
+    rank, size = (0, 1) if identity is None else (identity.rank, identity.world_size)
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise PlanError.of(
+            code="WORLD_SIZE",
+            key="init",
+            message=f"this process has joined torch's groups as rank {dist.get_rank()} of {dist.get_world_size()}, but the "
+            f"launcher's variables make it rank {rank} of {size}",
+            fix="Start it with torchrun, or pass a mesh of torch's to from_device_mesh, which reads no variables",
+        )
+    if pp > 0 and tp > 0 and size % (pp * tp):
+        raise PlanError.of(
+            code="GRID_WORLD",
+            key="init",
+            message=f"pp={pp} × tp={tp} = {pp * tp} ranks do not divide the number of processes, {size}",
+            fix=f"Start a multiple of {pp * tp} processes, such as torchrun --nproc-per-node {pp * tp}, or change pp and tp",
+        )
+    grid = Grid.from_world(world_size=size, pp=pp, tp=tp)
     return init_world(grid, backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"))
 
 
@@ -67,7 +84,7 @@ def from_device_mesh(mesh: DeviceMesh) -> World:
     """Return a world over the groups of a torch mesh whose dimensions are some of `pp`, `dp` and `tp`, in this order.
 
     Raises:
-        PlanError: MESH_LAYOUT for a mesh with other dimensions, in another order, or not over all ranks in order.
+        PlanError: MESH_LAYOUT for a mesh with other dimensions or none by name, in another order, or not over all ranks in order.
 
     Collectives:
         All ranks create the groups of dimensions that the mesh lacks.
@@ -75,11 +92,11 @@ def from_device_mesh(mesh: DeviceMesh) -> World:
     names = mesh.mesh_dim_names or ()
     sizes = {name: mesh.mesh.size(index) for index, name in enumerate(names)}
     in_order = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-    if not in_order or [axis for axis in AXES if axis in sizes] != list(names):
+    if not in_order or len(names) != mesh.ndim or [axis for axis in AXES if axis in sizes] != list(names):
         raise PlanError.of(
             code="MESH_LAYOUT",
             key="mesh",
-            message=f"a mesh with the dimensions {names} over the ranks {mesh.mesh.flatten().tolist()} is not a grid: "
+            message=f"a mesh with the dimensions {names or '(unnamed)'} over the ranks {mesh.mesh.flatten().tolist()} is not a grid: "
             f"its dimensions must be some of {', '.join(get_args(Axis))}, in this order, over all ranks in order",
             fix='Make it by init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp", "tp"))',
         )
@@ -97,6 +114,7 @@ def from_device_mesh(mesh: DeviceMesh) -> World:
     )
 
 
+@checks_arguments
 @contextmanager
 def fake(*, pp: int = 1, dp: int = 1, tp: int = 1, rank: int = 0) -> Iterator[World]:
     """Make this process one rank of a world whose others do not exist: shapes are right, values are not.

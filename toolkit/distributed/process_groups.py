@@ -33,7 +33,7 @@ def join_group(grid: Grid, rank: int, *kinds: str) -> dist.ProcessGroup:
     groups = grid.groups(*kinds)
     if len(groups) == 1:
         world = dist.group.WORLD
-        assert world is not None, "init_process_group has run"
+        assert world is not None, "init_process_group has not run, or its groups were destroyed"
         return world
     made = _made()
     if groups not in made:
@@ -102,6 +102,6 @@ def _timeout() -> timedelta | None:
         torch distributed/distributed_c10d.py _get_default_timeout: by default it is the backend's, 10 minutes for NCCL.
     """
     world = dist.group.WORLD
-    assert world is not None, "init_process_group has run"
+    assert world is not None, "init_process_group has not run, or its groups were destroyed"
     backend: Any = world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
     return getattr(backend.options, "_timeout", None)

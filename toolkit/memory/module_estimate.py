@@ -132,6 +132,8 @@ def _loss_of(
     found = loss(outputs) if loss is not None else getattr(outputs, "loss", outputs)
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        if isinstance(found, torch.Tensor) and not found.requires_grad:
+            what += " without a gradient, which no weight with requires_grad has part in"
         raise PlanError.of(
             code="TRACE_FAILED",
             key="loss",

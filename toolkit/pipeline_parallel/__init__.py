@@ -5,7 +5,8 @@ own, `split_sequential` cuts an `nn.Sequential` into stages, and `PipelineRunner
 """
 
 from toolkit.pipeline_parallel.part import StageInfo, stage_info
-from toolkit.pipeline_parallel.runner import PipelineRunner, split_sequential
+from toolkit.pipeline_parallel.runner import PipelineRunner
+from toolkit.pipeline_parallel.sequential import split_sequential
 from toolkit.pipeline_parallel.split import split_model
 from toolkit.pipeline_parallel.stage import forward_stage, hidden_dtype, hidden_shape
 from toolkit.pipeline_schedule import StageSpec

@@ -20,7 +20,7 @@ from toolkit.arguments import Positive, checks_arguments
 from toolkit.config.fields import PipelineSchedule
 from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, P2PChannels, PendingRecv
 from toolkit.distributed.world import World
-from toolkit.errors import PlanError, RunError, raise_all
+from toolkit.errors import PlanError, RunError, first_line, raise_all
 from toolkit.pipeline_parallel.grads import Fp32GradAccumulator
 from toolkit.pipeline_parallel.zero_bubble_backward import defer_weight_gradients, run_weight_backward
 from toolkit.pipeline_schedule import (
@@ -37,7 +37,6 @@ from toolkit.pipeline_schedule import (
     actions,
     build_schedule,
     evaluation_actions,
-    partition,
     schedule_problems,
 )
 from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGradStore
@@ -171,7 +170,14 @@ class ScheduleRunner(ABC):
         arrival = self._pending.gradients.pop(_place(action), None)
         self.backward(action.chunk, output, None if arrival is None else arrival.wait())
         if received is not None:
-            assert received.grad is not None, "the stage's layers have used it"
+            if received.grad is None:
+                stage = self.schedule.stage(self._pp_rank, action.chunk)
+                raise RunError.of(
+                    code="PIPELINE_ACTIVATION",
+                    key="stages",
+                    message=f"the output of stage {stage}, or its loss, has no gradient with respect to what the stage receives",
+                    fix="Compute it from the stage's input, without detach or no_grad",
+                )
             self._pending.to_send[_place(action)] = received.grad
 
     @_do.register
@@ -218,10 +224,11 @@ class PipelineRunner(ScheduleRunner):
         schedule: `gpipe`, `1f1b`, `interleaved` or `zb-h1`; by default `interleaved` for several stages, else `1f1b`.
 
     Raises:
-        PlanError: SCHEDULE_SIZE and others for numbers that the schedule cannot run.
+        PlanError: SCHEDULE_SIZE and others for numbers that the schedule cannot run; PIPELINE_UNUSED for several stages on
+            one rank that is the whole pipeline; PIPELINE_RANKS_DIFFER.
 
     Collectives:
-        The ranks of one pipeline create their channels.
+        The ranks of one pipeline compare their arguments and create their channels.
     """
 
     @checks_arguments
@@ -242,12 +249,21 @@ class PipelineRunner(ScheduleRunner):
             "virtual_stages": len(self.stages),
         }
         raise_all(PlanError, schedule_problems(name, **sizes))
+        if world.grid.pp == 1 and len(self.stages) > 1:
+            raise PlanError.of(
+                code="PIPELINE_UNUSED",
+                key="stages",
+                message=f"{len(self.stages)} stages were given to a pipeline of one rank, which would send them to itself",
+                fix="Give one stage: nn.Sequential(*stages)",
+            )
+        _agree({"schedule": name, "micro_batches": micro_batches, "stages": len(self.stages)}, world)
         made = build_schedule(name, **sizes)
         splits = any(isinstance(step, BackwardInput) for step in made.order[world.coordinate.pp])
         channels = P2PChannels(world.grid, world.rank, device=world.device, wraps=len(self.stages) > 1)
         deferred = defer_weight_gradients(self.stages) if splits else None
         super().__init__(made, world.coordinate.pp, channels, deferred)
         self._boundaries: list[Boundary] = []
+        self._input_kind: tuple[torch.Size, torch.dtype] | None = None
         self._inputs: Sequence[torch.Tensor] = ()
         self._targets: Sequence[Any] = ()
         self._losses: list[torch.Tensor] = []
@@ -257,23 +273,28 @@ class PipelineRunner(ScheduleRunner):
         """Run the forward and backward passes of all micro-batches; the optimizer is the caller's.
 
         Args:
-            inputs: Input of the first stage for each micro-batch, all of one shape; read on the first rank alone.
+            inputs: Input of the first stage for each micro-batch, all of one shape and type, in every step; read on the first
+                rank alone.
             targets: Target of each micro-batch; read on the last rank alone.
 
         Returns:
             Mean loss of the micro-batches, detached; the same scalar on every rank of the pipeline.
 
         Raises:
-            RunError: STEP_MICRO_BATCHES if the first or the last rank is given another number of them; PIPELINE_ACTIVATION if a
-                stage does not return one floating-point tensor.
+            RunError: STEP_MICRO_BATCHES if the first or the last rank is given another number of them; STEP_INPUT_SHAPE for
+                inputs that differ in shape or type; PIPELINE_ACTIVATION if a stage does not return one floating-point tensor;
+                PIPELINE_LOSS if the loss is not a scalar tensor.
 
         Collectives:
             The messages of the schedule and one broadcast over the group `pp`; in the first step one more for each stage.
         """
         self._inputs = self._checked("inputs", inputs, first=True)
         self._targets = self._checked("targets", targets, first=False)
+        if self._pp_rank == 0:
+            self._check_inputs()
         if not self._boundaries:
             self._boundaries = self._find_boundaries()
+            self._input_kind = _kind(self._inputs[0]) if self._pp_rank == 0 else None
         self._losses = []
         self.run_actions()
         count = self.schedule.micro_batches
@@ -295,7 +316,15 @@ class PipelineRunner(ScheduleRunner):
         if not self.is_last(chunk):
             return output  # type: ignore[no-any-return]
         loss = self._loss(output, self._targets[micro_batch])
-        self._losses.append(loss.detach())
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise RunError.of(
+                code="PIPELINE_LOSS",
+                key="loss",
+                message=f"loss() returned {kind}: it must be a scalar tensor",
+                fix="Return the mean over the micro-batch's output",
+            )
+        self._losses.append(loss.detach().reshape(()))
         return loss / self.schedule.micro_batches
 
     def backward(self, chunk: int, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -313,6 +342,19 @@ class PipelineRunner(ScheduleRunner):
                 fix=f"Pass a sequence of {self.schedule.micro_batches} tensors on the {'first' if first else 'last'} rank",
             )
         return values
+
+    def _check_inputs(self) -> None:
+        """Refuse inputs of which the other ranks would expect another shape: they find out in the first step alone."""
+        shape, dtype = self._input_kind or _kind(self._inputs[0])
+        for index, given in enumerate(self._inputs):
+            if _kind(given) != (shape, dtype):
+                raise RunError.of(
+                    code="STEP_INPUT_SHAPE",
+                    key="inputs",
+                    message=f"inputs[{index}] is {given.dtype} of shape {tuple(given.shape)}, the first input of the first step was "
+                    f"{dtype} of shape {tuple(shape)}: each stage receives one shape",
+                    fix="Pad the inputs or drop the last, smaller batch; for other shapes make another PipelineRunner",
+                )
 
     def _find_boundaries(self) -> list[Boundary]:
         """Return what each stage receives: every stage runs once on fake tensors, and its rank tells the others."""
@@ -332,12 +374,43 @@ class PipelineRunner(ScheduleRunner):
         return found
 
 
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _agree(own: Mapping[str, Any], world: World) -> None:
+    """Refuse a pipeline whose ranks would run different schedules, and so wait for messages that nobody sends."""
+    found: list[Any] = [None] * world.grid.pp
+    dist.all_gather_object(found, own, group=world.group("pp"))
+    differing = [
+        f"{key}={', '.join(str(each[key]) for each in found)}" for key in own if len({each[key] for each in found}) > 1
+    ]
+    if differing:
+        raise PlanError.of(
+            code="PIPELINE_RANKS_DIFFER",
+            key="stages",
+            message=f"the ranks of the pipeline were given {'; '.join(differing)}",
+            fix="Give each rank the same number of stages and of micro-batches, and the same schedule",
+        )
+
+
 def _output_of(
     stage: nn.Module, shape: Sequence[int], like: torch.Tensor, index: int
 ) -> tuple[torch.Size, torch.dtype] | RunError:
-    """Return shape and dtype of a stage's output; an error for what no stage can receive."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        output = stage(torch.empty(tuple(shape), dtype=like.dtype, device=like.device))
+    """Return shape and dtype of a stage's output; an error, which every rank raises, if it fails or no stage can receive it."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            output = stage(torch.empty(tuple(shape), dtype=like.dtype, device=like.device))
+    except Exception as error:
+        failure = RunError.of(
+            code="PIPELINE_ACTIVATION",
+            key="stages",
+            message=f"stage {index} ({type(stage).__name__}) fails on a fake tensor of shape {tuple(shape)}, by which the shape of "
+            f"its output is found: {type(error).__name__}: {first_line(error)}",
+            fix="Fix the stage for that shape; it cannot read the values of tensors, as .item() does",
+        )
+        failure.__cause__ = error
+        return failure
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         return output.shape, output.dtype
     kind = f"a tensor of {output.dtype}" if isinstance(output, torch.Tensor) else type(output).__name__
@@ -347,42 +420,3 @@ def _output_of(
         message=f"stage {index} ({type(stage).__name__}) returns {kind}; the next stage can receive one floating-point tensor",
         fix="Return one tensor from each stage but the last, such as the hidden states",
     )
-
-
-@checks_arguments
-def split_sequential(
-    model: nn.Sequential, num_stages: Positive, *, counts: Sequence[int] | None = None
-) -> list[nn.Sequential]:
-    """Cut a sequence of modules into stages.
-
-    >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
-    >>> tuple(map(len, split_sequential(model, 4)))
-    (1, 1, 2, 2)
-
-    Args:
-        model: Modules that run one after the other; they are not copied.
-        num_stages: Number of stages: ranks of the pipeline, times the stages of each.
-        counts: Modules of each stage; by default such that the stage with most parameters has as few as possible.
-
-    Raises:
-        PlanError: PARTITION_STAGES, if there are more stages than modules.
-        ValueError: If `counts` are not those of the stages, or two stages would share a parameter.
-    """
-    sizes = [sum(weight.numel() for weight in module.parameters()) for module in model]
-    counts = partition([float(size) for size in sizes], num_stages) if counts is None else tuple(counts)
-    if len(counts) != num_stages or sum(counts) != len(model) or min(counts) < 1:
-        raise ValueError(
-            f"counts={tuple(counts)} does not give {len(model)} modules to {num_stages} stages, at least one each"
-        )
-    modules, stages = list(model), []
-    for count in counts:
-        stages.append(nn.Sequential(*modules[:count]))
-        del modules[:count]
-    owners: dict[nn.Parameter, int] = {}
-    for index, stage in enumerate(stages):
-        for name, weight in stage.named_parameters():
-            if owners.setdefault(weight, index) != index:
-                raise ValueError(
-                    f"{name} of stage {index} is a parameter of stage {owners[weight]} too: no rank would sum its gradients"
-                )
-    return stages

@@ -35,7 +35,7 @@ def routes(num_stages: int, *, wraps: bool) -> list[Route]:
 def ends(grid: Grid, rank: int) -> list[int]:
     """Return the first and the last stage of all pipelines for a rank's position in the tensor group."""
     own = grid.coordinate(rank)
-    return [grid.rank(replace(own, pp=pp, dp=dp)) for pp in (0, grid.pp - 1) for dp in range(grid.dp)]
+    return [grid.rank(replace(own, pp=pp, dp=dp)) for pp in sorted({0, grid.pp - 1}) for dp in range(grid.dp)]
 
 
 def communicators(grid: Grid, rank: int, *, wraps: bool, tied: bool) -> Iterator[tuple[int, ...]]:

@@ -13,19 +13,26 @@ from toolkit.errors import PlanError, SpecError, first_line
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
-def trace_failed(error: BaseException, model: nn.Module | None, *, backward: bool = False) -> PlanError:
+def trace_failed(
+    error: BaseException, model: nn.Module | None, *, backward: bool = False, of_user: bool = False
+) -> PlanError:
     """Return the error for an exception that was raised while a model ran on fake tensors.
 
     Args:
         error: Exception as raised.
         model: Model that ran; None if it could not even be built.
         backward: Whether the backward pass had begun.
+        of_user: Whether the module and its loss are the user's, not built from a job.
     """
     module = "" if model is None else _deepest_module(error, model)
-    outside = "while it was built" if model is None else "while its inputs were made"
+    outside = "while it was built" if model is None else "in its loss" if of_user else "while its inputs were made"
     place = f"in {module}" if module else "in its backward pass" if backward else outside
     kind, reason = type(error).__name__, first_line(error)
-    if kind in _DATA_DEPENDENT:
+    if of_user:
+        fix = "Run it on such a batch to see whether it fails there too: example_batch is a mapping of keyword arguments, or a list of positional ones"
+        if kind in _DATA_DEPENDENT:
+            fix = "Leave out what reads the values of tensors, such as .item(), `if` on a tensor, and indices by condition"
+    elif kind in _DATA_DEPENDENT:
         fix = "Its sizes depend on the values of tensors: choose another train.attention or another architecture"
     else:
         fix = "Choose another train.attention, correct the model's config.json, or update transformers"

@@ -185,15 +185,21 @@ def trace_module(
         except ToolkitError:
             raise
         except Exception as error:
-            raise trace_failed(error, model, backward=tracing is not None and tracing.in_backward) from error
+            backward = tracing is not None and tracing.in_backward
+            raise trace_failed(error, model, backward=backward, of_user=True) from error
 
 
 def _copy_empty(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers are on the meta device."""
-    copies: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
+    """Return a copy of a module, which may be on fake tensors, whose parameters and buffers are on the meta device."""
+    copies: dict[int, Any] = {id(buffer): _on_meta(buffer) for buffer in module.buffers()}
     for weight in module.parameters():
-        copies[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
+        copies[id(weight)] = nn.Parameter(_on_meta(weight), requires_grad=weight.requires_grad)
     return copy.deepcopy(module, copies)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    # empty_like of a fake tensor would be a fake one of its own mode.
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 # Fields of `MemoryTrace` of a model without experts, tensor ranks and stages.
