@@ -364,7 +364,7 @@ def test_a_file_decides_on_stage_and_offload(capsys, folder):
     assert code == 0
     assert "parameter partitions" in found["ranks"][0]["phases"]["forward"]["causes"]
     assert found["host_bytes_per_rank"]["master parameters"] > 0
-    assert "zero_stage=3 of ds.json in place of the job's 2" in found["assumptions"]
+    assert "zero_stage=3 of ds.json instead of the job's 2" in found["assumptions"]
     ours = [saving["change"] for saving in found["savings"] if saving["change"].startswith("parallel.")]
     assert ours == []
     _, unpartitioned = run(capsys, "--deepspeed-config", "ds.json", "--without-zero-init")
@@ -374,7 +374,7 @@ def test_a_file_decides_on_stage_and_offload(capsys, folder):
     lines = capsys.readouterr().out.splitlines()
     assert "ZeRO-3, under ds.json" in lines[0]
     verdict = next(number for number, line in enumerate(lines) if line.startswith("It fits"))
-    line = "zero_stage=3 of ds.json in place of the job's 2"
+    line = "zero_stage=3 of ds.json instead of the job's 2"
     assert line in lines[1:verdict], "before the numbers that rest on it"
     assert f"  {line}" not in lines
 
