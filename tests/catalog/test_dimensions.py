@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from toolkit.catalog.dimensions import read_dimensions
+from toolkit.catalog.parameters import count_parameters
 from toolkit.errors import SpecError
 
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
@@ -45,3 +46,19 @@ def test_sizes_of_an_architecture_that_cannot_be_read(given: dict[str, list[int]
 def test_a_known_architecture_with_an_unusable_size_asks_for_the_file_again() -> None:
     with pytest.raises(SpecError, match=r"num_hidden_layers='3' is not usable.*download config\.json again"):
         read_dimensions({**OF_LLAMA, "num_hidden_layers": "3"})
+
+
+@pytest.mark.parametrize("given", [5, "0", {"0": 1}, ["0"]])
+def test_a_list_of_layers_that_is_none(given: object) -> None:
+    with pytest.raises(
+        SpecError, match=r"mlp_only_layers=.* is not usable.*Set mlp_only_layers to a list of layers"
+    ) as caught:
+        count_parameters({**OF_LLAMA, "model_type": "qwen3_moe", "mlp_only_layers": given})
+    assert caught.value.codes == ("MODEL_CONFIG_INVALID",)
+
+
+def test_the_width_of_experts_is_read_where_there_are_some() -> None:
+    wrong = {**OF_LLAMA, "moe_intermediate_size": [8]}
+    assert read_dimensions(wrong).num_experts == 0
+    with pytest.raises(SpecError, match=r"moe_intermediate_size=\[8\] is not usable"):
+        read_dimensions({**wrong, "model_type": "mixtral", "num_local_experts": 4})

@@ -2,6 +2,7 @@ import json
 
 import pytest
 from plan_jobs import CPU, V100, plan_of
+from tiny_plans import tiny_plan
 
 from toolkit.planning.deepspeed_config import merge
 
@@ -134,3 +135,8 @@ def test_each_call_gives_a_fresh_configuration():
     plan = plan_of(deepspeed={"zero_optimization": {"overlap_comm": True}})
     plan.deepspeed_config()["zero_optimization"]["stage"] = 7
     assert plan.deepspeed_config()["zero_optimization"]["stage"] == 2
+
+
+def test_a_dense_model_has_no_width_of_experts():
+    plan = tiny_plan(config={"moe_intermediate_size": [8]}, parallel={"zero_stage": 3})
+    assert plan.deepspeed_config()["zero_optimization"]["stage"] == 3

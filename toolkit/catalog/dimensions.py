@@ -275,6 +275,16 @@ class Fields:
         """Return a size, or `default` if the config has none."""
         return default if self.values.get(key) is None else self.size(key)
 
+    def layers(self, key: str) -> frozenset[int]:
+        """Return a set of layers that the config lists by their index; absent and null are none of them."""
+        value = self.values.get(key)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
+            why = f"model_type {self.text_type} takes its shape from it"
+            raise self.invalid(key, value, why, "a list of layers by their index, such as [0, 1]")
+        return frozenset(value)
+
     def flag(self, key: str) -> bool:
         """Return a switch; absent and null are off."""
         return bool(self.values.get(key))
@@ -313,6 +323,11 @@ class Fields:
         return computed if self.text_type in _FIXED_HEAD_DIM else self.size_or("head_dim", computed)
 
     @property
+    def expert_width(self) -> int:
+        """Width of a routed expert's MLP; a config without one for the experts has that of the dense MLP."""
+        return self.size_or("moe_intermediate_size", self.intermediate)
+
+    @property
     def intermediate(self) -> int:
         """Width of the dense MLP; GPT-2, Falcon and similar families leave it out for four times the hidden size."""
         return self.size_or("intermediate_size", 4 * self.hidden)
@@ -335,6 +350,9 @@ def read_dimensions(config: Mapping[str, Any], *, source: str = "config.json") -
         SpecError: MODEL_CONFIG_INVALID, naming the file and the key that is missing or unusable.
     """
     fields = Fields(config, source=source)
+    num_experts = 0 if fields.values.get("num_experts") is None else fields.size("num_experts", zero=True)
+    if num_experts:
+        _ = fields.expert_width  # plans read it from the config
     unbounded = fields.flag("alibi") or fields.values.get("max_position_embeddings") is None
     return Dimensions(
         model_type=fields.model_type,
@@ -348,5 +366,5 @@ def read_dimensions(config: Mapping[str, Any], *, source: str = "config.json") -
         vocab_size=fields.size("vocab_size"),
         max_position_embeddings=None if unbounded else fields.size("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        num_experts=0 if fields.values.get("num_experts") is None else fields.size("num_experts", zero=True),
+        num_experts=num_experts,
     )

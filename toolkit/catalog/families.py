@@ -79,7 +79,7 @@ def _mixtral_mlp(f: Fields, index: int) -> Mlp:
 
 
 def _qwen3_moe_mlp(f: Fields, index: int) -> Mlp:
-    dense = index in (f.values.get("mlp_only_layers") or ()) or (index + 1) % f.size("decoder_sparse_step") != 0
+    dense = index in f.layers("mlp_only_layers") or (index + 1) % f.size("decoder_sparse_step") != 0
     if dense or not f.size("num_experts", zero=True):
         return _dense_mlp(f, index)
     return _routed(f, f.size("moe_intermediate_size"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from toolkit.arguments import shown
 from toolkit.catalog.architectures import no_class
 from toolkit.errors import PlanError, SpecError, ToolkitError, first_line
 from toolkit.planning.plan import Plan
@@ -70,18 +72,33 @@ def import_architecture(config: PreTrainedConfig, *, trust_remote_code: bool = F
     end, without the decorators applied in between: a second Mixtral in the process would have experts without a config.
 
     Raises:
-        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration.
+        SpecError: MODEL_CLASS when transformers has no causal LM of this configuration; MODEL_CONFIG_INVALID for code that
+            may run and is not named as transformers names it.
 
     Source:
         deepspeed runtime/zero/partition_parameters.py InsertPostInitMethodToModuleSubClasses.
     """
-    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if reference is not None and trust_remote_code:
+    reference = _own_class(config) if trust_remote_code else None
+    if reference is not None:
         get_class_from_dynamic_module(reference, config.name_or_path)
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SpecError(no_class(config.model_type))
     else:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the lookup imports the class
+
+
+def _own_class(config: PreTrainedConfig) -> str | None:
+    own = getattr(config, "auto_map", None) or {}
+    reference = own.get("AutoModelForCausalLM") if isinstance(own, Mapping) else own
+    if reference is None or (isinstance(own, Mapping) and isinstance(reference, str) and reference):
+        return reference
+    raise SpecError.of(
+        code="MODEL_CONFIG_INVALID",
+        key="model",
+        message=f"auto_map={shown(own)} in the model's config.json names no class: it maps AutoModelForCausalLM to the class to run",
+        fix='Set auto_map to an object such as {"AutoModelForCausalLM": "modeling_mine.Mine"}, or model.trust_remote_code to false',
+        source="transformers models/auto/auto_factory.py from_config",
+    )
 
 
 def construct(config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:

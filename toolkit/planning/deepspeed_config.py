@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from toolkit.catalog.dimensions import Fields
 from toolkit.errors import PlanError, raise_all
 from toolkit.planning.offload import offload_keys, parameter_buffer_size
 from toolkit.planning.rules.integrations import consumer_problems
@@ -119,8 +120,8 @@ def _zero_section(draft: UncheckedPlan, consumer: Consumer) -> dict[str, Any]:
 def _largest_parameter(draft: UncheckedPlan) -> int:
     """Return the elements of the embedding, or of a layer's experts, which transformers keeps in one tensor."""
     model = draft.model
-    width = model.config.get("moe_intermediate_size") or model.config.get("intermediate_size") or 0
-    experts = 2 * model.num_experts * int(width) * model.hidden_size  # gate and up projections
+    width = Fields(model.config).expert_width if model.num_experts else 0
+    experts = 2 * model.num_experts * width * model.hidden_size  # gate and up projections
     return max(model.vocab_size * model.hidden_size, experts)
 
 

@@ -175,7 +175,8 @@ def followed_by_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
 def adapters_on_each_stage(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require adapters on each pipeline rank: one without has nothing to train, and DeepSpeed no optimizer for it."""
     train, pp = draft.job.train, draft.job.parallel.pipeline
-    if pp == 1 or train.method != "lora" or not draft.settings.partition:
+    # A partition into fewer stages than ranks is refused for itself.
+    if pp == 1 or train.method != "lora" or len(draft.settings.partition) < pp:
         return
     targets = train.adapters.target_modules
     known = lora_layers(draft.model.config, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.catalog.dimensions import Fields
 from toolkit.config.job import Lora
 from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
@@ -70,8 +71,9 @@ def _inner_width(draft: UncheckedPlan) -> tuple[str, int, int]:
     if not model.num_experts:
         return "intermediate_size", model.intermediate_size, 1
     name = "moe_intermediate_size" if model.config.get("moe_intermediate_size") else "intermediate_size"
+    width = Fields(model.config).expert_width
     # toolkit.tensor_parallel.validate: 16 bytes, for torch.nn.functional.grouped_mm.
-    return name, int(model.config.get(name) or model.intermediate_size), 4 if draft.settings.dtype == "fp32" else 8
+    return name, width, 4 if draft.settings.dtype == "fp32" else 8
 
 
 def known_styles(draft: UncheckedPlan) -> Iterator[Problem]:
