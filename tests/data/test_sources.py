@@ -1,4 +1,4 @@
-"""The revision of a hub data set: against a hub of two commits on this machine, and then without it."""
+"""A set on disk is read whatever format it had; the revision of a hub data set: against a hub of two commits, and then without it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from local_hub import LocalHub, served
 
 from toolkit.config.job import Data
+from toolkit.data.sources import load_documents
 from toolkit.dataset_inspection.inspect import peek
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -55,6 +57,7 @@ from toolkit.data.sources import load_documents
 from toolkit.errors import ToolkitError
 from toolkit.dataset_inspection.inspect import check_data
 from toolkit.config.job import Data
+from toolkit.data.sources import load_documents
 
 found = []
 for revision in json.loads(sys.argv[1]):
@@ -103,3 +106,14 @@ def test_a_revision_of_local_files_or_of_two_repositories(tmp_path: Path) -> Non
     assert codes(train="org/set", eval="a.jsonl") == refused
     assert codes(train=["org/set", "org/other"]) == refused
     assert codes(train="org/set") == codes(train="org/set", eval="org/set") == []
+
+
+@pytest.mark.parametrize("format_", [{"columns": []}, {"type": "numpy"}])
+def test_the_format_that_a_set_was_saved_with_hides_nothing(tmp_path: Path, format_: dict[str, Any]) -> None:
+    said = [{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}]
+    datasets.Dataset.from_list(said).with_format(**format_).save_to_disk(tmp_path / "saved")
+    data = Data(train=str(tmp_path / "saved"))
+    facts, problems = peek(data)
+    assert not problems
+    loaded = load_documents(data, facts, seed=0, cache_dir=tmp_path / "cache", template=None)
+    assert loaded.train[:] == {"messages": [said[0]["messages"]]}

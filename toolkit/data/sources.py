@@ -234,7 +234,9 @@ def _load_source(source: SourceFacts, data: Data, *, key: str, split: str, cache
             saved = datasets.load_from_disk(str(source.path))
             documents = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             documents.data.table.validate(full=True)  # offsets of a damaged file may point anywhere
-            return documents
+            # A set is saved with the format it had: as tensors, say, or without some of its columns.
+            plain = documents.format["type"] is None and documents.format["columns"] == documents.column_names
+            return documents if plain else documents.with_format(None)
         options: dict[str, Any] = {"data_files": [str(source.path)], "split": "train", "cache_dir": str(cache_dir)}
         if source.kind == "csv":
             options |= _csv_options(source.columns)
