@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
 import toolkit as tk
-from toolkit.arguments import Positive, checks_arguments, each_fitting
+from toolkit.arguments import AtLeast, AtMost, Positive, checks_arguments, each_fitting
 from toolkit.config.loader import load_job
 from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.run import Run
@@ -231,6 +231,7 @@ def function(
     names: Sequence[str] | None = None,
     batches: Iterable[Mapping[str, Any]] = (),
     count: Positive | None = None,
+    steps: Annotated[int, AtLeast(1), AtMost(9)] = 1,
     call: Callable[[int], None] = print,  # type: ignore[assignment]
     **others: str,
 ) -> str:
@@ -260,6 +261,7 @@ def test_an_error_says_what_is_expected(arguments: tuple[Any, ...], words: str) 
         ({"names": "a,b"}, "Give a list (each member a str) or None"),
         ({"batches": {}}, "Give a list (each member a dict)"),
         ({"count": 0}, "Give an int of at least 1 or None"),
+        ({"steps": 10}, "Give an int of at least 1 and at most 9"),
         ({"call": 3}, "Give a function"),
         ({"other": 3}, "function cannot take other=3 (int). Give a str"),
     ],

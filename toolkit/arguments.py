@@ -23,6 +23,13 @@ class AtLeast:
     value: int
 
 
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """Largest value that an argument may have, next to its type in an Annotated hint."""
+
+    value: int
+
+
 Positive = Annotated[int, AtLeast(1)]
 NotNegative = Annotated[int, AtLeast(0)]
 
@@ -120,7 +127,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is Any or isinstance(hint, TypeVar):
         return True
     if origin is Annotated:
-        return _fits(value, inner[0]) and all(value >= bound.value for bound in inner[1:] if isinstance(bound, AtLeast))
+        return _fits(value, inner[0]) and all(_is_within(value, bound) for bound in inner[1:])
     if origin in (Union, types.UnionType):
         return any(_fits(value, member) for member in inner)
     if origin is Literal:
@@ -134,6 +141,12 @@ def _fits(value: Any, hint: Any) -> bool:
         wanted: Any = int if hint is int else int | float
         return isinstance(value, wanted) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+def _is_within(value: Any, bound: Any) -> bool:
+    if isinstance(bound, AtMost):
+        return bool(value <= bound.value)
+    return not isinstance(bound, AtLeast) or bool(value >= bound.value)
 
 
 def _entries_fit(value: Mapping[Any, Any], key_hint: Any, value_hint: Any) -> bool:
@@ -163,8 +176,9 @@ def _described(hint: Any) -> str:
 def _word(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        bounds = [f" of at least {bound.value}" for bound in inner[1:] if isinstance(bound, AtLeast)]
-        return _word(inner[0]) + "".join(bounds)
+        least = [f"at least {bound.value}" for bound in inner[1:] if isinstance(bound, AtLeast)]
+        most = [f"at most {bound.value}" for bound in inner[1:] if isinstance(bound, AtMost)]
+        return _word(inner[0]) + (f" of {' and '.join((*least, *most))}" if least or most else "")
     if origin is Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if origin in _COLLECTIONS:

@@ -127,6 +127,18 @@ def refuses(rank: int, plan: Plan) -> list[str]:
             with pytest.raises(ToolkitError) as caught:
                 run.step((step_batches(0)[rank] * 2)[:count])
             codes += [f"{count}: {code}" for code in caught.value.codes]
+        run.set_num_steps(2)
+        batch = step_batches(0)[rank][0]
+        for call in (
+            lambda: run.set_num_steps(10**300),
+            lambda: run.evaluate([{}]),
+            lambda: run.evaluate([{"input_ids": batch["input_ids"]}]),
+            lambda: list(run.outputs([{"labels": batch["labels"]}])),
+            lambda: run.step([{"input_ids": batch["input_ids"]}] * ACCUMULATION),
+        ):
+            with pytest.raises(ToolkitError) as caught:
+                call()
+            codes += caught.value.codes
         codes.append(str(run.step_count))
     return codes
 
@@ -276,7 +288,7 @@ def test_the_loader_fixes_the_length_and_with_it_the_warm_up(found: list[dict[st
 @pytest.mark.gloo
 def test_a_wrong_number_of_micro_batches_is_refused(found: list[dict[str, Any]]) -> None:
     for result in found:
-        assert result["refuses"] == [*(f"{count}: STEP_MICRO_BATCHES" for count in (0, 1, 3)), "0"]
+        assert result["refuses"] == [*(f"{count}: STEP_MICRO_BATCHES" for count in (0, 1, 3)), *["ARGUMENT"] * 5, "0"]
 
 
 def test_a_late_flag_gives_what_the_call_before_was_given() -> None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.arguments import Positive, checks_arguments, each_fitting
+from toolkit.arguments import AtLeast, AtMost, checks_arguments, each_fitting
 from toolkit.data.collate import Collator
 from toolkit.data.formats import TransformersTokenizer
 from toolkit.data.loader import EvalLoader, StepLoader, num_steps
@@ -29,7 +29,7 @@ from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.engine.pipeline import PipelineForwardBackward
 from toolkit.engine.preparation import prepare_in_turn
 from toolkit.engine.signals import StopFlag
-from toolkit.errors import RunError
+from toolkit.errors import RunError, SpecError
 from toolkit.modeling.loss import count_targets
 from toolkit.planning.plan import Plan
 
@@ -38,6 +38,9 @@ EvaluationHook = TypeVar("EvaluationHook", bound="Callable[[Run, float], object]
 SaveHook = TypeVar("SaveHook", bound="Callable[[Run, Path], object]")
 EndHook = TypeVar("EndHook", bound="Callable[[Run], object]")
 H = TypeVar("H", bound="Callable[..., object]")
+
+MAX_STEPS = 2**53  # the largest count that a schedule's floats, and a checkpoint's state, hold exactly
+_BATCH = ("input_ids", "labels")
 
 
 class Run:
@@ -165,7 +168,7 @@ class Run:
         return None if norm is None else float(norm)
 
     @checks_arguments
-    def set_num_steps(self, count: Positive) -> None:
+    def set_num_steps(self, count: Annotated[int, AtLeast(1), AtMost(MAX_STEPS)]) -> None:
         """Set the length of the run, on which the learning-rate schedule depends."""
         self.num_steps = count
         self._schedule.set_num_steps(count)
@@ -230,11 +233,14 @@ class Run:
             One all-reduce of 3 numbers before, one after; the engine's and the model's own; the pipeline's messages.
 
         Raises:
+            SpecError: ARGUMENT if a micro-batch lacks one of the two.
             RunError: STEP_MICRO_BATCHES if their number is not the plan's; STEP_TOTAL_UNKNOWN if the length of the run is
                 not known yet; TP_BATCH if ranks of one replica were given different batches (first step);
                 STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed.
         """
         self._check(micro_batches)
+        for batch in micro_batches:
+            _check_names("micro_batches", batch, _BATCH)
         self.last_learning_rate = self.learning_rate
         device = self.world.device
         moved = [{key: value.to(device, non_blocking=True) for key, value in batch.items()} for batch in micro_batches]
@@ -281,10 +287,14 @@ class Run:
         """Return the mean loss over the unmasked tokens of all ranks' batches, without gradients.
 
         Args:
-            batches: This rank's micro-batches; all ranks must have the same number of them.
+            batches: This rank's micro-batches, each as in `step`; all ranks must have the same number of them.
+
+        Raises:
+            SpecError: ARGUMENT if a micro-batch lacks `input_ids` or `labels`.
+            RunError: As `outputs`.
         """
         sums = torch.zeros(2, device=self.world.device, dtype=torch.float64)
-        for batch, outputs in self.outputs(batches):
+        for batch, outputs in self._outputs(batches, _BATCH):
             if outputs is not None:
                 sums[0] += self._passes.losses.summed(outputs, batch["labels"])
                 sums[1] += count_targets(batch["labels"])
@@ -307,12 +317,17 @@ class Run:
             The model's outputs on the ranks of the last stage; None on the other stages of a pipeline.
 
         Raises:
+            SpecError: ARGUMENT if a batch lacks `input_ids`.
             RunError: STEP_AFTER_FAILURE if an earlier pass of a pipeline has failed.
         """
+        yield from self._outputs(batches, _BATCH[:1])
+
+    def _outputs(self, batches: Iterable[MicroBatch], names: Sequence[str]) -> Iterator[tuple[MicroBatch, Any]]:
         self._check_whole()
         self.engine.eval()
         try:
             for batch in each_fitting(Run.outputs, "batches", batches):
+                _check_names("batches", batch, names)
                 moved = {key: value.to(self.world.device, non_blocking=True) for key, value in batch.items()}
                 with torch.no_grad():
                     outputs = self._passes.outputs(moved)
@@ -361,6 +376,17 @@ class Run:
                 message="the number of steps is unknown, and so is the learning rate",
                 fix="Set train.max_steps, take batches from `run.loader`, or call `run.set_num_steps` first",
             )
+
+
+def _check_names(argument: str, batch: MicroBatch, names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise SpecError.of(
+            code="ARGUMENT",
+            key=argument,
+            message=f"a micro-batch of {argument} has no {' and no '.join(missing)}: its keys are {', '.join(batch) or 'none'}",
+            fix=f"Give each micro-batch {' and '.join(names)}, of shape (batch, sequence), as `run.loader` does",
+        )
 
 
 def _num_tokens(micro_batches: Sequence[MicroBatch]) -> int:
