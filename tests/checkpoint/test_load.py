@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from ranks import run_distributed
 from tiny_plans import step_batches, tiny_plan
 
 import toolkit as tk
+import toolkit.checkpoint.load as checkpoint_load
 from toolkit.checkpoint import shared
 from toolkit.checkpoint.compatibility import check_resumable, describe_changes, layout_problems
 from toolkit.checkpoint.load import load_as_data
@@ -310,3 +313,20 @@ def test_nothing_of_a_checkpoint_runs(results: list[dict[str, Any]], root: Path,
         codes, text = result["hostile", "nonsense"]
         assert (codes, "global_step4 cannot be loaded: " in text) == (("CHECKPOINT_DAMAGED",), True)
     assert not (root / "called").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"), [(RuntimeError, True), (IndexError, True), (torch.OutOfMemoryError, False)]
+)
+def test_what_the_engine_cannot_read_is_damage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[Exception], is_damage: bool
+) -> None:
+    class Engine:
+        def load_checkpoint(self, *_: object, **options: object) -> None:
+            raise error("While copying the parameter named a, expected a tensor")
+
+    for name in ("sort_by_rank", "load_as_data"):
+        monkeypatch.setattr(checkpoint_load, name, lambda *_: None)
+    run: Any = SimpleNamespace(engine=Engine(), plan=tiny_plan(), keeping_hyperparameters=nullcontext)
+    with pytest.raises(CheckpointError if is_damage else error, match="While copying"):
+        checkpoint_load._load_engine(run, tmp_path, "global_step2")

@@ -56,7 +56,7 @@ def test_a_restored_state_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["python", "numpy", "torch"])
-@pytest.mark.parametrize("wrong", [None, (1, 2), {"a": 1}])
+@pytest.mark.parametrize("wrong", [None, (1, 2), {"a": 1}, []])
 def test_states_of_another_form_are_damage(tmp_path: Path, part: str, wrong: object) -> None:
     (tmp_path / "random").mkdir()
     save_random_state(tmp_path, rank=0)

@@ -81,7 +81,9 @@ def _load_engine(run: Run, folder: Path, tag: str) -> None:
             loaded, _ = run.engine.load_checkpoint(
                 str(folder), tag=tag, load_module_strict=not leaves_frozen_out(run.plan)
             )
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, AssertionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+            raise  # of the device, its memory or the network, not of the files
         raise CheckpointError(damaged(folder, tag, f"cannot be loaded: {error!r:.200}")) from error
     if loaded is None:
         raise CheckpointError(damaged(folder, tag, "has nothing that DeepSpeed loads"))

@@ -43,7 +43,7 @@ def load_random_state(folder: Path, *, rank: int) -> None:
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(damaged(folder, name, f"has no random states: {error}")) from None
 
 
