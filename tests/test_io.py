@@ -120,6 +120,9 @@ def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:
     with pytest.raises(OSError), made_folder(tmp_path / "c" / ("x" * 300)):
         pass
     assert not (tmp_path / "c").exists()
+    with pytest.raises(OSError, match="too many folders"), made_folder(tmp_path / ("c/" * 1500)):
+        pass
+    assert not (tmp_path / "c").exists()
 
 
 def test_json_without_numbers_that_json_lacks() -> None:

@@ -88,12 +88,24 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
-@contextmanager
-def made_folder(path: Path) -> Iterator[None]:
-    """Make a folder and its parents for a block; afterwards, remove those of them that are empty."""
-    absent = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, unless they exist.
+
+    Raises:
+        OSError: The system refuses, or there are more of them below each other than Python's own functions can follow.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
+    except RecursionError:  # pathlib makes one folder inside another by calling itself
+        raise OSError(errno.ENAMETOOLONG, "it has too many folders below each other", str(path)) from None
+
+
+@contextmanager
+def made_folder(path: Path) -> Iterator[None]:
+    """Make a folder and its parents for a block, as `make_folder`; afterwards, remove those of them that are empty."""
+    absent = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
+    try:
+        make_folder(path)
         yield
     finally:
         for folder in absent:

@@ -41,6 +41,8 @@ CASE_SECONDS = 20.0
 # That a case may add to what the process has mapped: far more than any takes, and no danger to the machine.
 CASE_BYTES = 3 * 2**30
 FULL_COUNT = 20_000
+# Options of the drawn commands that take no value.
+FLAGS = frozenset({"--dry-run", "--explain", "--keys", "--no-export", "--overwrite", "--schedule"})
 # Different failures that are shown.
 MAX_SHOWN = 12
 SHOWN_CHARACTERS = 2000
@@ -234,8 +236,11 @@ def command(case: Case, *arguments: Any) -> tuple[int, str, str]:
     assert code in (0, 1, 2, 3), code
     assert "Traceback" not in err
     assert code != 3 or "[SYSTEM]" not in err, "the operating system's refusal came through"
+    # Either of these words may be the value of an option before it, and help ends a command, unless it is refused first.
+    before = words[words.index("--json") - 1] if "--json" in words else "-"
+    meant = before in FLAGS or not before.startswith("-")
     helped = {"-h", "--help", "--version"} & set(words)
-    if "--json" in words and words[words.index("--json") - 1] != "--set" and not helped:
+    if (meant and not helped) or ("--json" in words and code >= 2 and out.startswith("{")):
         value = json.loads(out, parse_constant=_no_constant)
         if code >= 2:
             assert value["problems"], out

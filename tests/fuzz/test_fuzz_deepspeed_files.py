@@ -119,7 +119,9 @@ def _draw_config(rng: random.Random) -> Tree:
             path = rng.choice(sorted(TRAINER_AUTO)).split(".")
             node = config
             for part in path[:-1]:
-                node = node[part] if isinstance(node.get(part), dict) else node.setdefault(f"{part}_", {})
+                if not isinstance(node.get(part), dict):
+                    node[part] = {}
+                node = node[part]
             node[path[-1]] = rng.choice(("auto", rng.choice(NUMBERS), odd_value(rng)))
         elif way < 0.7:
             config[rng.choice(NAMES)] = odd_value(rng)

@@ -27,7 +27,7 @@ from toolkit.data.formats import TransformersTokenizer
 from toolkit.distributed.deepspeed_private import count_parameters
 from toolkit.engine.run import Run
 from toolkit.errors import PlanError
-from toolkit.io import sync_folder
+from toolkit.io import make_folder, sync_folder
 from toolkit.modeling.first_rank import agree
 from toolkit.planning.state_bytes import leaves_frozen_out, written_bytes
 from toolkit.units import format_bytes
@@ -112,6 +112,7 @@ def _prepare(run: Run, target: Path, partial: Path) -> None:
         _check_replaceable(target)
         shutil.rmtree(partial, ignore_errors=True)
         with disk_errors(target):
+            make_folder(partial.parent)
             (partial / RANDOM).mkdir(parents=True)
         free = shutil.disk_usage(partial).free
         if free < needed:

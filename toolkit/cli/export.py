@@ -11,6 +11,7 @@ import typer
 
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import print_fields, print_json
+from toolkit.config.paths import is_folder
 from toolkit.errors import SpecError
 from toolkit.units import format_bytes
 
@@ -64,8 +65,9 @@ def export(
     from toolkit.checkpoint.layout import step_of
     from toolkit.trainer.progress import SteadyConsole
 
-    export_checkpoint = load_exporter()
     size = parse_size(max_shard_size)
+    is_folder(checkpoint, key="CHECKPOINT")  # refuses a path that the system does
+    export_checkpoint = load_exporter()
     if step_of(checkpoint) is None and list(checkpoint.glob("checkpoint-*")):
         checkpoint = latest_checkpoint(checkpoint)
     target = out or checkpoint.parent / "export"

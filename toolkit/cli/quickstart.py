@@ -12,6 +12,7 @@ import typer
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import print_fields, print_json, warn
 from toolkit.errors import PlanError, RunError, raise_all
+from toolkit.io import make_folder
 from toolkit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _claim(out: Path, *, overwrite: bool) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     (out / MARKER).touch()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.disk import LIFT_LIMIT, file_limit
 from toolkit.errors import CheckpointError, RunError
-from toolkit.io import write_json
+from toolkit.io import make_folder, write_json
 from toolkit.modeling.safetensors_folder import DTYPES
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -175,7 +175,8 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     _remove_abandoned(target, host)
     try:
         with _disk(target):
-            staged.mkdir(parents=True)
+            make_folder(staged.parent)
+            staged.mkdir()
         yield staged
         with _disk(target):
             if target.exists():

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import final
 
 from toolkit.errors import RunError
+from toolkit.io import make_folder
 from toolkit.launch.outcome import (
     EndedWorker,
     RunOutcome,
@@ -87,7 +88,7 @@ def supervise(
 
 def _clear(log_dir: Path, ranks: Sequence[int]) -> None:
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(log_dir)
         for rank in ranks:
             error_file(log_dir, rank).unlink(missing_ok=True)
             log_file(log_dir, rank).unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.models import ModelSpec
 from toolkit.config.job import Job
 from toolkit.errors import PlanError, RunError, ToolkitError, one_line
-from toolkit.io import MAX_TEXT_BYTES, json_text, parse_json, read_json_object, write_text
+from toolkit.io import MAX_TEXT_BYTES, json_text, make_folder, parse_json, read_json_object, write_text
 from toolkit.pipeline_schedule import Schedule, StageSpec, build_schedule, stage_of_rank
 from toolkit.planning.accelerate_config import accelerate_config
 from toolkit.planning.deepspeed_config import Consumer, deepspeed_config
@@ -234,9 +234,9 @@ class Plan(UncheckedPlan):
         """
         text, target = self.to_json(), Path(path)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             write_text(target, text)
-        except (OSError, RecursionError) as error:  # pathlib makes one folder inside another by calling itself
+        except OSError as error:
             raise RunError.of(
                 code="EMIT_UNWRITABLE",
                 key=str(target),

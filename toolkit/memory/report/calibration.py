@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, with_config
 
 from toolkit.errors import SpecError
-from toolkit.io import parse_json, read_text, write_json
+from toolkit.io import make_folder, parse_json, read_text, write_json
 from toolkit.memory.engines.ledger import PHASES
 from toolkit.units import format_bytes
 
@@ -186,5 +186,5 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
 
 def save_calibrations(path: Path, calibrations: Mapping[str, Calibration]) -> None:
     """Write calibrations atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_json(path, {card: asdict(calibration) for card, calibration in sorted(calibrations.items())})
