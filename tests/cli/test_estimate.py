@@ -354,7 +354,7 @@ def test_our_own_configuration_as_a_file_gives_our_own_estimate(capsys, folder):
     assert code == 0
     assert [rank["phases"] for rank in theirs["ranks"]] == [rank["phases"] for rank in ours["ranks"]]
     assert theirs["allocator"] == "native"
-    assert any("ds.json in place of" in line for line in theirs["assumptions"])
+    assert any("ds.json instead of" in line for line in theirs["assumptions"])
 
 
 def test_a_file_decides_on_stage_and_offload(capsys, folder):

@@ -63,7 +63,7 @@ def test_a_configuration_of_one_s_own_is_priced_as_its_file_is(plan: tk.Plan, tm
         for config in (CONFIG, path, str(path)):
             assert tk.estimate(given, deepspeed_config=config, traced=traced) == wanted
     assert wanted.allocator == "native"
-    assert any("zero_stage=3 of deepspeed_config in place of the job's 2" in line for line in wanted.assumptions)
+    assert any("zero_stage=3 of deepspeed_config instead of the job's 2" in line for line in wanted.assumptions)
 
 
 @pytest.mark.parametrize("name", REFUSED)
