@@ -144,6 +144,12 @@ def test_what_a_user_does_wrong_is_said_without_the_words_of_a_job() -> None:
         assert "train.attention" not in str(refused.value)
 
 
+def test_a_configuration_stands_alone() -> None:
+    for option in ({"zero_stage": 2}, {"precision": "fp32"}):
+        with pytest.raises(tk.SpecError, match="beside deepspeed_config"):
+            report_of(chain(), deepspeed_config={"bf16": {"enabled": True}}, **option)
+
+
 class Reads(nn.Linear):
     """Reads a value, which a fake tensor does not have."""
 

@@ -63,6 +63,7 @@ def steps_of(rank: int) -> dict[Any, Any]:
     errors = {
         "tuple": error_of(world, [nn.LSTM(4, 4) if rank == 0 else nn.Linear(4, 4)]),
         "values": error_of(world, [Reads() if rank == 0 else nn.Linear(4, 4)]),
+        "counted": error_of(world, [Counts()]),
         "number": error_of(world, [nn.Linear(4, 4)] * (1 + rank)),
     }
     return found | {"errors": errors, "mesh": meshes(world), "joined": joined(rank)}
@@ -76,6 +77,20 @@ class Reads(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum().item() else x
+
+
+class Counts(nn.Linear):
+    """Fails if it has seen a micro-batch before."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        if type(x) is torch.Tensor and self.seen.item() > 1:
+            raise PlanError.of(code="COUNTED", message="the run on fake tensors was counted")
+        return super().forward(x)
 
 
 def error_of(world: groups.World, stages: list[nn.Module], rows: tuple[int, ...] = (2,)) -> tuple[str, ...]:
@@ -141,6 +156,10 @@ def test_losses_and_gradients_are_those_of_the_whole_model(ranks: list[dict[Any,
 def test_a_stage_returns_one_tensor_or_every_rank_says_so(ranks: list[dict[Any, Any]]) -> None:
     for case in ("tuple", "values"):
         assert [rank["errors"][case] for rank in ranks] == [("PIPELINE_ACTIVATION",)] * 2
+
+
+def test_a_run_on_fake_tensors_leaves_the_buffers(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["errors"]["counted"] for rank in ranks] == [()] * 2
 
 
 def test_ranks_with_other_numbers_of_stages_all_say_so(ranks: list[dict[Any, Any]]) -> None:

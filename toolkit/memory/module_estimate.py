@@ -40,8 +40,8 @@ def estimate_module(
     loss: Callable[[Any], torch.Tensor] | None = None,
     gpu: str = "h100-sxm-80gb",
     num_gpus: Positive = 1,
-    zero_stage: Literal[0, 1, 2, 3] = 0,
-    precision: Precision = "bf16",
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    precision: Precision | None = None,
     deepspeed_config: Mapping[str, Any] | str | Path | None = None,
 ) -> CardReport:
     """Estimate the memory of each card on which DeepSpeed trains a model of any kind.
@@ -55,12 +55,13 @@ def estimate_module(
         loss: Maps the model's output to the scalar loss; by default the output itself, or its `loss`.
         gpu: Card, as in `toolkit gpus`.
         num_gpus: Data-parallel ranks.
-        zero_stage: ZeRO stage of AdamW in `precision`; read only without `deepspeed_config`.
-        precision: Data type of the weights; likewise.
-        deepspeed_config: Configuration or its file, without "auto" values; the model is not built under `zero.Init`.
+        zero_stage: ZeRO stage of AdamW in `precision`, 0 by default.
+        precision: Data type of the weights, `bf16` by default.
+        deepspeed_config: Configuration or its file, without "auto" values, instead of `zero_stage` and `precision`; the model is
+            not built under `zero.Init`.
 
     Raises:
-        SpecError: GPU_UNKNOWN; each key of the configuration that DeepSpeed would refuse or ignore; DEEPSPEED_AUTO.
+        SpecError: GPU_UNKNOWN; ARGUMENT for `zero_stage` or `precision` beside a configuration; each key of the configuration that DeepSpeed would refuse or ignore; DEEPSPEED_AUTO.
         PlanError: TRACE_FAILED, also where the loss is no scalar tensor with a gradient.
     """
     card = find_gpu(gpu)
@@ -106,11 +107,19 @@ def estimate_module(
 
 
 def _configuration(
-    given: Mapping[str, Any] | str | Path | None, zero_stage: int, precision: Precision
+    given: Mapping[str, Any] | str | Path | None, zero_stage: int | None, precision: Precision | None
 ) -> Mapping[str, Any]:
     if given is None:
-        own: dict[str, Any] = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": zero_stage}}
-        return own if precision == "fp32" else own | {precision: {"enabled": True}}
+        own: dict[str, Any] = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": zero_stage or 0}}
+        return own if precision == "fp32" else own | {precision or "bf16": {"enabled": True}}
+    for name, value in (("zero_stage", zero_stage), ("precision", precision)):
+        if value is not None:
+            raise SpecError.of(
+                code="ARGUMENT",
+                key=name,
+                message=f"{name}={value} is given beside deepspeed_config, which says it too",
+                fix=f"Leave out {name}, or deepspeed_config",
+            )
     config = read_user_config(given).config
     if autos := sorted(auto_paths(config)):
         raise SpecError.of(
@@ -133,11 +142,11 @@ def _loss_of(
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         if isinstance(found, torch.Tensor) and not found.requires_grad:
-            what += " without a gradient, which no weight with requires_grad has part in"
+            what += " without a gradient: no weight with requires_grad takes part in it"
         raise PlanError.of(
             code="TRACE_FAILED",
             key="loss",
-            message=f"the loss of {type(model).__name__} is {what}: it must be a scalar tensor with a gradient",
+            message=f"the loss of {type(model).__name__} is {what}; it must be a scalar tensor with a gradient",
             fix="Pass loss=, a function of the model's output that returns such a scalar",
         )
     return found

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
 from toolkit.arguments import Positive, checks_arguments
 from toolkit.config.fields import PipelineSchedule
@@ -272,6 +273,8 @@ class PipelineRunner(ScheduleRunner):
     def step(self, inputs: Sequence[torch.Tensor] = (), targets: Sequence[Any] = ()) -> torch.Tensor:
         """Run the forward and backward passes of all micro-batches; the optimizer is the caller's.
 
+        In the first step every stage but the last also runs once on fake tensors, which shows the shape that it sends.
+
         Args:
             inputs: Input of the first stage for each micro-batch, all of one shape and type, in every step; read on the first
                 rank alone.
@@ -399,8 +402,12 @@ def _output_of(
 ) -> tuple[torch.Size, torch.dtype] | RunError:
     """Return shape and dtype of a stage's output; an error, which every rank raises, if it fails or no stage can receive it."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            output = stage(torch.empty(tuple(shape), dtype=like.dtype, device=like.device))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            # Fake buffers, too: a real one that counts batches would count this run.
+            state: dict[str, torch.Tensor] = {
+                name: mode.from_tensor(real) for name, real in (*stage.named_parameters(), *stage.named_buffers())
+            }
+            output = functional_call(stage, state, (torch.empty(tuple(shape), dtype=like.dtype, device=like.device),))
     except Exception as error:
         failure = RunError.of(
             code="PIPELINE_ACTIVATION",
