@@ -64,4 +64,4 @@ def test_buffers_that_stages_share_are_read_once_and_weights_of_two_runs_are_dam
         with pytest.raises(CheckpointError) as caught:
             UnitedCheckpoint(HERE, stages, {})
         assert caught.value.codes == ("EXPORT_DAMAGED",)
-        assert "stage 1 in here hold a with other values" in str(caught.value)
+        assert "stage 1 in here have a with other values" in str(caught.value)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import doctest
+import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -105,9 +107,9 @@ def error_of(world: groups.World, stages: list[nn.Module], rows: tuple[int, ...]
 
 def joined(rank: int) -> tuple[str, ...]:
     """Returns the error where the launcher's variables describe another world than the one that was joined."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as changed:
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-            patch.setenv(name, value)
+            changed.setenv(name, value)
         try:
             groups.init()
         except PlanError as error:
@@ -170,6 +172,7 @@ def test_a_world_that_the_launcher_does_not_describe_is_refused(ranks: list[dict
     assert [rank["joined"] for rank in ranks] == [("WORLD_SIZE",)] * 2
 
 
+@patch.dict(os.environ)  # `init` leaves the rank there, which other libraries would take for a launcher's
 def code_of(loss: Any, *steps: tuple[int, ...]) -> str:
     """Returns the code of the error of steps in one process, of so many rows in each micro-batch."""
     world = groups.init()
