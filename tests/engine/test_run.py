@@ -72,6 +72,7 @@ def evaluate(rank: int, plan: Plan, packing: str) -> dict[str, Any]:
         run.on_step_end(lambda own, loss: called.append(("step", (own.step_count, float(loss)))))
         run.on_evaluation(lambda own, loss: called.append(("evaluation", loss)))
         run.on_end(lambda own: called.append(("end", own.engine is not None)))
+        run.on_end(lambda own: own.close(leave_groups=False))
         with pytest.raises(TypeError, match="is not callable"):
             run.on_save(3)  # type: ignore[type-var]
         before = [run.evaluate(run.eval_loader(held)) for _ in range(2)]

@@ -99,15 +99,18 @@ def test_a_script_of_ones_own_gets_the_keys_of_a_plan(name):
 
 
 @pytest.mark.parametrize(
-    ("profile", "given", "says"),
+    ("profile", "given", "key", "says"),
     [
-        ("activations-cpu", {}, "the model moves its layers' inputs itself"),
-        ("full-cpu", {"zero_stage": 2}, "from 3 to 3"),
-        ("full-nvme", {}, "without nvme_path"),
-        ("optimizer-cpu-partial", {"offload_ratio": 1.5}, "offload_ratio=1.5"),
+        ("activations-cpu", {}, "profile", "the model moves"),
+        ("full-cpu", {"zero_stage": 2}, "zero_stage", "it needs ZeRO-3"),
+        ("optimizer-cpu", {"zero_stage": 0}, "zero_stage", "a ZeRO stage from 1 to 3"),
+        ("full-nvme", {}, "nvme_path", "without nvme_path"),
+        ("full-cpu", {"nvme_path": "/local"}, "nvme_path", "which writes no files"),
+        ("full-cpu", {"offload_ratio": 0.5}, "offload_ratio", "all of the optimizer state or none"),
+        ("optimizer-cpu-partial", {"offload_ratio": 1.5}, "offload_ratio", "offload_ratio=1.5"),
     ],
 )
-def test_a_section_that_cannot_be_is_refused(profile, given, says):
+def test_a_section_that_cannot_be_is_refused(profile, given, key, says):
     with pytest.raises(SpecError, match=says) as refused:
         offload_section(profile, **given)
-    assert refused.value.codes == ("OFFLOAD_PROFILE",)
+    assert [(problem.code, problem.key) for problem in refused.value.problems] == [("OFFLOAD_PROFILE", key)]

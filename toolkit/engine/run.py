@@ -112,8 +112,12 @@ class Run:
         return self._attach("end", hook)
 
     def call_hooks(self, event: Literal["step_end", "evaluation", "save", "end"], *given: Any) -> None:
-        """Call the hooks of an event in the order in which they were attached; what they raise ends the run."""
-        for hook in self._hooks.get(event, ()):
+        """Call the hooks of an event in the order in which they were attached; what they raise ends the run.
+
+        Those of the end are taken off first, since one may close the run itself.
+        """
+        hooks = self._hooks.pop(event, []) if event == "end" else self._hooks.get(event, [])
+        for hook in hooks:
             hook(self, *given)
 
     def _attach(self, event: str, hook: H) -> H:
@@ -135,7 +139,8 @@ class Run:
         try:
             self.call_hooks("end")
         finally:
-            self.engine.destroy()
+            if self.engine is not None:
+                self.engine.destroy()
             self.engine = None
             restore_patches()
             if leave_groups:

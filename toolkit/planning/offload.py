@@ -6,13 +6,14 @@ _create_fp32_partitions), runtime/swap_tensor; arXiv 2101.06840 (ZeRO-Offload), 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Offload
-from toolkit.errors import SpecError
+from toolkit.errors import Problem, SpecError, raise_all
 
 Device = Literal["cpu", "nvme"] | None
 
@@ -133,7 +134,7 @@ def offload_section(
     profile: Offload,
     *,
     zero_stage: int | None = None,
-    offload_ratio: float = 0.5,
+    offload_ratio: float | None = None,
     nvme_path: str | Path | None = None,
     pin_memory: bool = True,
 ) -> dict[str, Any]:
@@ -145,39 +146,56 @@ def offload_section(
     Args:
         profile: Name of the profile; `activations-cpu` is none of DeepSpeed's.
         zero_stage: ZeRO stage; by default the lowest that the profile can have.
-        offload_ratio: Share of the optimizer state on the CPU, for `optimizer-cpu-partial`.
-        nvme_path: Local folder of the swap files, for the NVMe profiles.
+        offload_ratio: Share of the optimizer state on the CPU, for `optimizer-cpu-partial` alone; 0.5 by default.
+        nvme_path: Local folder of the swap files, for the NVMe profiles alone.
         pin_memory: Whether host buffers are page-locked.
 
     Raises:
-        SpecError: OFFLOAD_PROFILE for a profile that DeepSpeed's section cannot express, a stage below its lowest, a missing
-            nvme_path, or a share outside 0 to 1.
+        SpecError: OFFLOAD_PROFILE for a profile that DeepSpeed's section cannot express, a stage that the profile cannot have,
+            and an nvme_path or offload_ratio that is missing, out of range or would be ignored.
     """
     chosen = PROFILES[profile]
     stage = chosen.min_zero_stage if zero_stage is None else zero_stage
-    refused = {
-        f"profile={profile}: the model moves its layers' inputs itself, so no DeepSpeed section exists": chosen.activations,
-        f"zero_stage={stage} with profile={profile}: it needs a stage from {chosen.min_zero_stage} to 3": not (
-            chosen.min_zero_stage <= stage <= 3
-        ),
-        f"profile={profile} without nvme_path: it writes swap files": chosen.needs_nvme and nvme_path is None,
-        f"offload_ratio={offload_ratio:g}: it must be between 0 and 1": not 0 <= offload_ratio <= 1,
-    }
-    for why in (why for why, applies in refused.items() if applies):
-        raise SpecError.of(
-            code="OFFLOAD_PROFILE",
-            key="profile",
-            message=why,
-            fix=f"Choose one of {', '.join(name for name, each in PROFILES.items() if not each.activations)}, with a "
-            "stage and a path that it supports",
-        )
+    raise_all(SpecError, _section_problems(chosen, stage, offload_ratio, nvme_path))
     return {"stage": stage} | offload_keys(
         chosen,
-        ratio=offload_ratio,
+        ratio=0.5 if offload_ratio is None else offload_ratio,
         nvme_path=None if nvme_path is None else str(nvme_path),
         pin_memory=pin_memory,
         swap_buffer_size=PARAMETER_BUFFER_SIZE,
     )
+
+
+def _section_problems(
+    profile: OffloadProfile, stage: int, ratio: float | None, nvme_path: str | Path | None
+) -> Iterator[Problem]:
+    name, least = profile.name, profile.min_zero_stage
+    if profile.activations:
+        others = ", ".join(name for name, each in PROFILES.items() if not each.activations)
+        yield _refused(
+            "profile",
+            f"profile={name}: the model moves its layers' inputs itself, so no DeepSpeed section exists",
+            f"Choose one of {others}",
+        )
+    if not least <= stage <= 3:
+        wanted = "ZeRO-3" if least == 3 else f"a ZeRO stage from {least} to 3"
+        yield _refused("zero_stage", f"zero_stage={stage} with profile={name}: it needs {wanted}", f"Give {wanted}")
+    if profile.needs_nvme and nvme_path is None:
+        yield _refused("nvme_path", f"profile={name} without nvme_path: it writes swap files", "Give a local folder")
+    if nvme_path is not None and not profile.needs_nvme:
+        yield _refused("nvme_path", f"nvme_path={nvme_path} with profile={name}, which writes no files", "Leave it out")
+    if ratio is not None and not profile.partial:
+        yield _refused(
+            "offload_ratio",
+            f"offload_ratio={ratio:g} with profile={name}, which moves all of the optimizer state or none",
+            "Leave it out, or choose optimizer-cpu-partial",
+        )
+    elif ratio is not None and not 0 <= ratio <= 1:
+        yield _refused("offload_ratio", f"offload_ratio={ratio:g} is not between 0 and 1", "Give a share, such as 0.5")
+
+
+def _refused(key: str, message: str, fix: str) -> Problem:
+    return Problem(code="OFFLOAD_PROFILE", key=key, message=message, fix=fix)
 
 
 def offload_keys(
