@@ -82,3 +82,11 @@ def test_an_xlstm_that_generates_cannot_train_in_16_bit() -> None:
     assert caught.value.codes == ("MODEL_CONFIG_INVALID",)
     plan_with(published, precision="fp32")
     plan_with(model_with(model_type="xlstm", architectures=["xLSTMForCausalLM"], mode="train"))
+
+
+def test_labels_are_no_more_than_can_be_named() -> None:
+    many = model_with(model_type="llama", architectures=["LlamaForCausalLM"], num_labels=10**9)
+    with pytest.raises(PlanError, match=r"num_labels=1e\+09 .* is above 1,000,000.* Remove num_labels") as caught:
+        plan_with(many)
+    assert caught.value.codes == ("MODEL_CONFIG_INVALID",)
+    plan_with(model_with(model_type="llama", architectures=["LlamaForCausalLM"], num_labels=10))

@@ -9,6 +9,8 @@ from toolkit.errors import Problem
 from toolkit.planning.unchecked_plan import UncheckedPlan
 from toolkit.topology.grid import join
 
+MAX_LABELS = 1_000_000
+
 
 def causal_language_model(draft: UncheckedPlan) -> Iterator[Problem]:
     """Require that the folder has a causal language model, which is what is planned and estimated."""
@@ -83,4 +85,18 @@ def mode_that_trains(draft: UncheckedPlan) -> Iterator[Problem]:
         )
 
 
-RULES = (causal_language_model, attention_of_class, layers_that_recompute, mode_that_trains)
+def few_labels(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse a number of labels for which transformers would make names for hours; a causal language model uses none."""
+    labels = draft.model.config.get("num_labels")
+    if isinstance(labels, int | float) and labels > MAX_LABELS:
+        yield Problem(
+            code="MODEL_CONFIG_INVALID",
+            key="model",
+            message=f"num_labels={labels:g} in the config.json of {draft.model.name} is above {MAX_LABELS:,}: transformers "
+            "makes a name for each label, and a language model has none",
+            fix="Remove num_labels from its config.json",
+            source="transformers configuration_utils.py PreTrainedConfig.num_labels",
+        )
+
+
+RULES = (causal_language_model, attention_of_class, layers_that_recompute, mode_that_trains, few_labels)
