@@ -153,7 +153,7 @@ TABLE: dict[str, Row] = {
         {
             "profile": ["cpu", 3, None],
             "zero_stage": NO_INT,
-            "offload_ratio": ["0.5", None],
+            "offload_ratio": ["0.5", []],
             "nvme_path": NO_PATH,
             "pin_memory": NO_FLAG,
         },
