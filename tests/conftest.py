@@ -22,16 +22,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def launcher_variables() -> Iterator[None]:
-    """Ends each file with the launcher's variables that it began with: a world joined in this process leaves its rank there."""
+def no_launcher() -> Iterator[None]:
+    """Begins and ends each file without a launcher's variables: a world joined in this process leaves its rank there."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    before = {name: os.environ.get(name) for name in names}
+    for name in names:
+        os.environ.pop(name, None)
     yield
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    for name in names:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
