@@ -26,16 +26,19 @@ def with_lines(problems: Iterable[Problem], path: Path, overrides: Sequence[str]
     except (SpecError, OSError, ValueError):
         keys = {}
     lines = {own_key(".".join(key)): line for key, line in keys.items() if sum(map(len, key)) <= _MAX_KEY_CHARACTERS}
+    known = frozenset(known_keys())
     changed = [own_key(override.partition("=")[0].strip()) for override in overrides]
-    return tuple(_with_line(problem, path, lines, changed) for problem in problems)
+    return tuple(_with_line(problem, path, lines, known, changed) for problem in problems)
 
 
-def _with_line(problem: Problem, path: Path, lines: dict[str, int], changed: Sequence[str]) -> Problem:
+def _with_line(
+    problem: Problem, path: Path, lines: dict[str, int], known: frozenset[str], changed: Sequence[str]
+) -> Problem:
     key = own_key(problem.key)
     if problem.line is not None or any(key == name or key.startswith(f"{name}.") for name in changed):
         return problem
     places = [key]
-    while key in known_keys() and "." in places[-1]:  # others are not the job's if the file lacks them: names of files
+    while key in known and "." in places[-1]:  # others are not the job's if the file lacks them: names of files
         places.append(places[-1].rpartition(".")[0])
     line = next((lines[place] for place in places if place in lines), None)
     return problem if line is None else replace(problem, file=str(path), line=line)

@@ -6,7 +6,7 @@ Source: deepspeed 0.19.8 runtime/engine.py _configure_basic_optimizer, get_optim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from toolkit.arguments import shown
@@ -112,9 +112,7 @@ def optimizer(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
         ):  # which has a check of its own; which Trainer fills in, or is told of
             continue
         if key not in known:
-            near = nearest(str(key), known)
-            fix = f"Did you mean {near[0]}" if near else f"Remove it; {name} takes {', '.join(sorted(known))}"
-            yield refused(path, f" is no argument of {name}", fix, source=_OPTIMIZER)
+            yield _unknown(path, str(key), name, known, source=_OPTIMIZER)
         elif key == "betas" and not _are_betas(value):
             what = f"={shown(value)}: Adam and Lion keep two averages, each with a share below 1"
             yield refused(path, what, "Write two numbers from 0 to below 1, such as [0.9, 0.999]", source=_OPTIMIZER)
@@ -183,9 +181,7 @@ def schedule(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
     for key, value in section.params.items():
         path = f"scheduler.params.{key}"
         if key not in known:
-            near = nearest(str(key), known)
-            fix = f"Did you mean {near[0]}" if near else f"Remove it; {section.type} takes {', '.join(sorted(known))}"
-            yield refused(path, f" is no argument of {section.type}", fix, source=_SCHEDULE)
+            yield _unknown(path, str(key), section.type, known, source=_SCHEDULE)
         elif key == "warmup_num_steps" and not is_auto(value) and not (isinstance(value, int) and value > 0):
             yield refused(path, f"={shown(value)} is not valid", "Write a whole number above 0", source=_SCHEDULE)
         elif key == "warmup_type" and value not in _WARMUP_TYPES:
@@ -197,6 +193,12 @@ def schedule(keys: DeepSpeedConfig, facts: EngineFacts) -> Iterator[Finding]:
                 outcome="other",
                 source="deepspeed runtime/lr_schedules.py WarmupLR",
             )
+
+
+def _unknown(path: str, key: str, owner: str, known: Collection[str], *, source: str) -> Finding:
+    near = nearest(key, known)
+    fix = f"Did you mean {near[0]}" if near else f"Remove it; {owner} takes {', '.join(sorted(known))}"
+    return refused(path, f" is no argument of {owner}", fix, source=source)
 
 
 STEP_CHECKS = (clipping, loss_scale, optimizer, schedule)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from toolkit.distributed.process_groups import join_group
 from toolkit.distributed.world import World
 
 
@@ -29,8 +28,8 @@ class ModelParallelUnit:
     def __init__(self, world: World) -> None:
         grid = world.grid
         self._world, self._model = world, grid.group_of(world.rank, "model")
-        self._tp_group = world.tp_group or join_group(grid, world.rank, "tp")
-        self._model_group = self._tp_group if grid.pp == 1 else join_group(grid, world.rank, "model")
+        self._tp_group = world.group("tp")
+        self._model_group = self._tp_group if grid.pp == 1 else world.group("model")
 
     def get_data_parallel_rank(self) -> int:
         return self._world.coordinate.dp

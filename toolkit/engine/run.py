@@ -19,7 +19,6 @@ from toolkit.data.loader import EvalLoader, StepLoader, num_steps
 from toolkit.data.packing import PackedDataset
 from toolkit.data.prepare import PreparedData
 from toolkit.distributed.deepspeed_private import restore_patches
-from toolkit.distributed.process_groups import join_group
 from toolkit.distributed.world import World, destroy_world
 from toolkit.engine.batch_check import compare_batches
 from toolkit.engine.forward_backward import ForwardBackward, GradientAccumulation, MicroBatch
@@ -85,7 +84,7 @@ class Run:
             plan, world, engine, self.memory
         )
         # Ranks whose parts sum to the loss: one tensor rank of each stage of each replica.
-        self._replicas = world.dp_group if world.grid.pp == 1 else join_group(world.grid, world.rank, "dp-pp")
+        self._replicas = world.dp_group if world.grid.pp == 1 else world.group("dp-pp")
         self.last_learning_rate = self.learning_rate
 
     def __enter__(self) -> Run:

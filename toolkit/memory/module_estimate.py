@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from toolkit.catalog.gpus import find_gpu
 from toolkit.deepspeed_spec.nested import auto_paths
 from toolkit.deepspeed_spec.user_file import read_user_config
 from toolkit.errors import PlanError, SpecError
+from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.kernels.dispatch import Device
 from toolkit.memory.report.overhead import overhead, workspace_bytes
@@ -79,21 +81,25 @@ def estimate_module(
     on_cpu = card.memory_bytes is None
     workspace = 0 if on_cpu else workspace_bytes(Device.of(card).capability)
     num_communicators = int(num_gpus > 1) + int(settings.zero.zero_hpz_partition_size > 1)
-    ranks = []
-    for rank, ledger in replay_ranks(events, settings, workspace=workspace).items():
+    grid, ledgers = Grid(dp=num_gpus), replay_ranks(events, settings, workspace=workspace)
+
+    def report_of(ledger: MemoryLedger) -> RankReport:
         phases = phases_of_ledger(ledger)
         peak = max(phase.allocated_bytes for phase in phases.values())
         around = overhead(peak, num_communicators=num_communicators, allocator="native")
-        ranks.append(
-            RankReport(
-                rank=rank,
-                coordinate=Grid(dp=num_gpus).coordinate(rank),
-                phases=phases,
-                allocator_slack_bytes=around.slack_bytes,
-                context_and_nccl_bytes=0 if on_cpu else around.context_and_nccl_bytes,
-                num_communicators=num_communicators,
-            )
+        return RankReport(
+            rank=0,
+            coordinate=grid.coordinate(0),
+            phases=phases,
+            allocator_slack_bytes=around.slack_bytes,
+            context_and_nccl_bytes=0 if on_cpu else around.context_and_nccl_bytes,
+            num_communicators=num_communicators,
         )
+
+    kinds = {id(ledger): report_of(ledger) for ledger in {id(each): each for each in ledgers.values()}.values()}
+    ranks = [
+        replace(kinds[id(ledger)], rank=rank, coordinate=grid.coordinate(rank)) for rank, ledger in ledgers.items()
+    ]
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
     return CardReport(
         ranks=tuple(ranks),

@@ -12,6 +12,7 @@ from toolkit.pipeline_schedule import (
     Compute,
     Forward,
     Instruction,
+    Schedule,
     actions,
     build_schedule,
     evaluation_actions,
@@ -100,5 +101,13 @@ def representative_micro_batches(schedule: PipelineSchedule, *, pp: int, micro_b
 
 def evaluation_program(plan: Plan, pp_rank: int) -> StepProgram:
     """Return the program of a rank in an evaluation: batch by batch through its chunks (engine/pipeline.py outputs)."""
-    steps = evaluation_actions(plan.schedule, pp_rank, batches=STEADY)
+    settings = plan.settings
+    stages = Schedule(  # without an order, which would be built for every micro-batch of a step
+        name=settings.pipeline_schedule,
+        pp=plan.grid.pp,
+        micro_batches=STEADY,
+        virtual_stages=settings.virtual_stages,
+        order=(),
+    )
+    steps = evaluation_actions(stages, pp_rank, batches=STEADY)
     return StepProgram(actions=steps, num_micro_batches=1, reduces_once=True)
