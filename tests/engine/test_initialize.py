@@ -56,6 +56,7 @@ try:
     tk.initialize(host)
 except tk.ToolkitError as error:
     found["no compiler"] = [error.codes, str(error)]
+found["rank left"] = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
 found["not joined"] = not torch.distributed.is_initialized()
 found["again"] = course(tiny_plan(ranks=1))
 torch.set_float32_matmul_precision("high")
@@ -101,6 +102,7 @@ def test_a_lone_process_leaves_its_groups_after_any_error(notebook: dict[str, An
     assert notebook["left after an error"]
     assert notebook["left after an interrupt"]
     assert notebook["two ranks"] == ["WORLD_SIZE"]
+    assert notebook["rank left"] == [], "a command that the notebook starts would take itself for a rank"
 
 
 @pytest.mark.gloo

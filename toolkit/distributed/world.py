@@ -25,6 +25,9 @@ from toolkit.topology.grid import Coordinate, Grid
 # rank 0 that tokenises a large data set while the others wait.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+# The launcher's variables as they were before `init_world` set them.
+_variables_before: dict[str, str | None] = {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -152,17 +155,28 @@ def init_world(
 
 
 def destroy_world(world: World) -> None:
-    """Leave the process groups that `init_world` joined; those that the caller's script joined are kept."""
+    """Leave the process groups that `init_world` joined; those that the caller's script joined are kept.
+
+    The launcher's variables are put back: what a notebook starts next must not take its process for a rank.
+    """
     if not world.owns_groups or not dist.is_initialized():
         return
     dist.destroy_process_group()
     forget_groups()
+    for name, value in _variables_before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _variables_before.clear()
 
 
 def _prepare_process(backend: str, identity: WorkerIdentity) -> None:
     """Set the environment variables that torch and DeepSpeed read, if the launcher has not."""
     # deepspeed comm/comm.py and zero/utils.py read them by name; Open MPI, SLURM and a single process set others or none.
-    os.environ.update(identity.as_environment())
+    for name, value in identity.as_environment().items():
+        _variables_before.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
     if backend == "nccl":
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             # Read when CUDA starts: the same 8 B run reserves 56 GiB instead of 68.
