@@ -1,0 +1,338 @@
+"""Memory and speed of jobs as the toolkit trains them on one card, beside the same jobs through the Trainer of transformers.
+
+Each case of a list is a randomly initialised model that takes a few optimizer steps on random tokens in a process of its
+own; the next process imports what it needs meanwhile. One JSON object a run is written: peaks by phase, reserved memory,
+seconds a step, the time to the first step, and with `--profile` the seconds of a step by kind of kernel.
+
+    python benchmarks/job_speed.py tests/data/cards/speed_cases.yaml --out rows.jsonl
+    python benchmarks/job_speed.py cases.yaml --out rows.jsonl --only llama-3b-compile --mode toolkit trainer-zero3 trainer-liger
+
+Modes: `toolkit` runs the job by `tk.initialize`; `trainer-zero3` the same micro batch, accumulation and method by Trainer
+with the usual ZeRO-3 file and checkpointing; `trainer-liger` by Trainer with Liger's kernels and ZeRO-2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STEPS, WARM_UP = 8, 3
+CASE_TIMEOUT_SECONDS = 150
+MODES = ("toolkit", "trainer-zero3", "trainer-liger")
+
+
+def read_cases(path: Path) -> list[dict[str, Any]]:
+    """Return the cases of a list; each may name a model of the list's `models`."""
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    models = document.get("models", {})
+    return [{**case, "config": models.get(case["model"])} for case in document["cases"]]
+
+
+def plan_of(case: Mapping[str, Any], folder: Path, *, gpu: str) -> Any:
+    """Return the plan of a case; the config.json of a model of its own is written into `folder`."""
+    import toolkit as tk
+    from toolkit.config.loader import parse_job
+
+    name = case["model"]
+    if case.get("config") is not None:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(case["config"]), encoding="utf-8")
+        name = str(folder / name)
+    document = {
+        "model": {"name": name, "init": "random"},
+        "cluster": {"gpu": gpu, "gpus_per_node": 1, "host_memory_gib": 1024},
+        "train": {"max_steps": STEPS, **case.get("train", {})},
+        "parallel": case.get("parallel", {}),
+        "deepspeed": case.get("deepspeed", {}),
+    }
+    return tk.resolve(parse_job(document))
+
+
+def random_batches(plan: Any) -> Iterator[list[dict[str, Any]]]:
+    import torch
+
+    batch = plan.settings.batch
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch.accumulation, batch.micro, plan.settings.sequence_length)
+    while True:
+        ids = torch.randint(0, plan.model.vocab_size, shape, generator=generator)
+        yield [{"input_ids": micro, "labels": micro} for micro in ids]
+
+
+# ------------------------------------------------------------------------------------------------------------ one run
+def run_toolkit(plan: Any, row: dict[str, Any], *, profile: bool) -> None:
+    import torch
+
+    import toolkit as tk
+
+    seconds, start = [], time.perf_counter()
+    losses = []
+    with tk.initialize(plan) as run:
+        cuda = run.world.device.type == "cuda"
+        batches = random_batches(plan)
+        for step in range(STEPS):
+            loss = run.step(next(batches))
+            if cuda:
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            seconds.append(now - start)
+            losses.append(float(loss))
+            start = time.perf_counter()
+            if step + 1 == STEPS and profile and cuda:
+                row["profile"] = profiled(lambda: run.step(next(batches)))
+        row["peak_bytes"] = dict(run.memory.peaks)
+        row["peak_allocated_bytes"] = run.memory.peak_bytes
+    finish(row, seconds, losses)
+
+
+def run_trainer(plan: Any, row: dict[str, Any], *, liger: bool) -> None:
+    """Train as people do: a Trainer, gradient checkpointing, and the DeepSpeed file that its guides show."""
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    settings, train = plan.settings, plan.job.train
+    raw = dict(plan.model.config)
+    config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    config.use_cache = False
+
+    class Tokens(Dataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return settings.batch.train * STEPS
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            generator = torch.Generator().manual_seed(index)
+            ids = torch.randint(0, plan.model.vocab_size, (settings.sequence_length,), generator=generator)
+            return {"input_ids": ids, "labels": ids}
+
+    marks: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
+    stage = {"stage": 2} if liger else {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }  # fmt: skip
+    file = {
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": stage,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=settings.batch.micro,
+            gradient_accumulation_steps=settings.batch.accumulation,
+            max_steps=STEPS,
+            learning_rate=1e-5,
+            bf16=True,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            use_liger_kernel=liger,
+            deepspeed=file,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            dataloader_num_workers=2,
+            disable_tqdm=True,
+        )
+        with torch.device("cuda") if liger else torch.device("cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if train.method == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=train.adapters.r, target_modules="all-linear"))
+        Trainer(model, arguments, train_dataset=Tokens(), callbacks=[Clock()]).train()
+    row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+    finish(row, [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=False)], [])
+
+
+def finish(row: dict[str, Any], seconds: list[float], losses: list[float]) -> None:
+    import torch
+
+    warm = seconds[WARM_UP:] or seconds
+    row["first_step_seconds"] = round(seconds[0], 2)
+    row["step_seconds"] = round(statistics.median(warm), 5)
+    row["step_seconds_all"] = [round(value, 4) for value in seconds]
+    row["losses"] = [round(value, 4) for value in losses]
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        row["device_used_bytes"] = total - free
+
+
+def profiled(step: Any) -> dict[str, float]:
+    """Return the card's seconds of a step by kind of kernel, and the seconds in which it did nothing."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    start = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    wall = time.perf_counter() - start
+    kinds: dict[str, float] = defaultdict(float)
+    names: dict[str, float] = defaultdict(float)
+    for event in trace.key_averages():
+        seconds = event.self_device_time_total / 1e6
+        kinds[kernel_kind(event.key)] += seconds
+        names[event.key[:80]] += seconds
+    top = sorted(names.items(), key=lambda item: -item[1])[:25]
+    return {"wall": wall, **{k: round(v, 5) for k, v in kinds.items()}, "top": {k: round(v, 5) for k, v in top}}  # type: ignore[dict-item]
+
+
+def kernel_kind(name: str) -> str:
+    low = name.lower()
+    for kind, words in {
+        "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "attention"),
+        "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "matmul", "cublas"),
+        "optimizer": ("adam", "multi_tensor"),
+        "communication": ("nccl",),
+        "copies": ("memcpy", "memset"),
+        "compiled": ("triton",),
+    }.items():
+        if any(word in low for word in words):
+            return kind
+    return "element-wise"
+
+
+def child(options: argparse.Namespace) -> None:
+    case = json.loads(Path(options.child[0]).read_text(encoding="utf-8"))
+    mode, out = case["mode"], Path(options.child[1])
+    import deepspeed
+    import torch
+    import transformers
+    import transformers.modeling_layers
+
+    plan = plan_of(case, out.parent / "model", gpu=options.gpu)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    row: dict[str, Any] = {
+        "id": case["id"],
+        "mode": mode,
+        "case": {key: case[key] for key in ("model", "train", "parallel", "deepspeed") if case.get(key)},
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "tokens_per_step": plan.settings.batch.train * plan.settings.sequence_length,
+        "versions": {
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    try:
+        if mode == "toolkit":
+            run_toolkit(plan, row, profile=options.profile)
+        else:
+            run_trainer(plan, row, liger=mode == "trainer-liger")
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {str(error)[:400]}"
+        row["trace"] = traceback.format_exc()[-1500:]
+    out.write_text(json.dumps(row), encoding="utf-8")
+    os._exit(0)
+
+
+# ------------------------------------------------------------------------------------------------------------- driver
+class Started:
+    """The process of one run, which imports first and begins when told."""
+
+    def __init__(self, case: Mapping[str, Any], folder: Path, port: int, options: argparse.Namespace) -> None:
+        from toolkit.launch.environment import ALLOCATOR
+
+        self.case, self.folder = case, folder
+        folder.mkdir(parents=True)
+        (folder / "case.json").write_text(json.dumps(case), encoding="utf-8")
+        environment = os.environ | {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR,
+        }
+        argv = [sys.executable, __file__, "--child", str(folder / "case.json"), str(folder / "row.json")]
+        argv += ["--gpu", options.gpu, *(["--profile"] if options.profile and case["mode"] == "toolkit" else [])]
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                argv, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def finish(self) -> dict[str, Any]:
+        start = time.monotonic()
+        try:
+            self.process.communicate(b"go\n", timeout=CASE_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        try:
+            row: dict[str, Any] = json.loads((self.folder / "row.json").read_text(encoding="utf-8"))
+        except OSError:
+            log = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+            row = {"id": self.case["id"], "mode": self.case["mode"], "failed": log[-1500:]}
+        return row | {"run_seconds": round(time.monotonic() - start, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", type=Path, nargs="?")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", help="ids of cases")
+    parser.add_argument("--mode", nargs="+", default=["toolkit"], choices=MODES)
+    parser.add_argument("--gpu", default="h200-sxm-141gb")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1e9, help="starts no run after this time")
+    parser.add_argument("--child", nargs=2, metavar=("CASE", "ROW"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options)
+    cases = [case for case in read_cases(options.cases) if not options.only or case["id"] in options.only]
+    runs = [{**case, "mode": mode} for case in cases for mode in case.get("modes", options.mode)]
+    end = time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory() as folder, options.out.open("a", encoding="utf-8") as out:
+        ahead: list[Started] = []
+        for number in range(len(runs)):
+            while len(ahead) < 2 and number + len(ahead) < len(runs):
+                index = number + len(ahead)
+                ahead.append(Started(runs[index], Path(folder) / str(index), 29600 + index, options))
+            if time.monotonic() > end:
+                break
+            row = ahead.pop(0).finish()
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            shown = {key: row.get(key) for key in ("id", "mode", "step_seconds", "run_seconds", "failed")}
+            print(json.dumps(shown), flush=True)
+        for started in ahead:
+            os.killpg(started.process.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
