@@ -143,7 +143,7 @@ def test_a_model_without_such_modules_is_refused(architecture: str) -> None:
     assert "LayerNorm" in problem.message
 
 
-def test_an_estimate_is_that_of_eager_modules_and_names_what_stays() -> None:
+def test_an_estimate_names_what_stays() -> None:
     options: dict[str, Any] = {"micro_batch": 1, "sequence_length": 16, "device": Device(capability=9.0)}
     config = tiny_config("mixtral")
     eager, fused = trace_of(config, **options), trace_of(config, kernels="liger", **options)

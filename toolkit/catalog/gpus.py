@@ -55,6 +55,7 @@ class Gpu(_Frozen):
         compute_capability: CUDA's compute capability ("9.0"), or AMD's gfx name; None for `cpu`.
         note: What a user should know before choosing it.
         precisions: Number formats that its matrix units, or for fp32 its vector units, compute in.
+        num_multiprocessors: CUDA's streaming multiprocessors or AMD's compute units; None for `cpu`.
         memory_bytes: Total bytes that a CUDA or ROCm process sees (`torch.cuda.mem_get_info()[1]`), before its own
             context. Less than nvidia-smi's total, which counts memory that the driver keeps; more than a process may
             allocate. Drivers differ by some MiB: of several reports the smallest is used. None for `cpu`, which uses
@@ -80,6 +81,7 @@ class Gpu(_Frozen):
     compute_capability: str | None
     note: str = ""
     precisions: tuple[GpuPrecision, ...] = Field(min_length=1)
+    num_multiprocessors: PositiveInt | None = None
     memory_bytes: PositiveInt | None = None
     memory_bandwidth_bytes_per_second: Rate | None = None
     dense_bf16_flops_per_second: Rate | None = None

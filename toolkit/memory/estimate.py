@@ -240,8 +240,6 @@ def _assumptions(plan: Plan, settings: EngineSettings, allocator: Allocator) -> 
         yield ADAPTER_INPUTS
     if plan.job.train.torch_compile:
         yield "torch.compile is estimated as eager execution, which needs no less"
-    if plan.settings.kernels == "liger":
-        yield "fused kernels are estimated as eager ones, which need no less"
     if plan.grid.pp > 1 and not plan.on_cpu:
         yield "each communicator of a pipeline is assumed to take as much memory as one of many ranks"
         if plan.settings.virtual_stages > 1:

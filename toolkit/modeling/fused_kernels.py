@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from toolkit.config.job import Kernels
 from toolkit.errors import PlanError
-from toolkit.launch.packages import LIGER_KERNELS
-from toolkit.modeling.liger import import_for
+from toolkit.modeling import liger
+from toolkit.modeling.liger import FusedFunctions
 
 Activation = Literal["silu", "gelu_tanh"]
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -120,12 +120,12 @@ def apply_kernels(model: nn.Module, kernels: Kernels) -> Fusable:
     """
     if kernels == "eager":
         return Fusable(norms={}, gated={}, left=())
-    import_for(LIGER_KERNELS)
+    functions = liger.fused_functions()
     found = find_fusable(model)
     for name, norm in found.norms.items():
-        _replace(model.get_submodule(name), _norm_forward(norm))
+        _replace(model.get_submodule(name), _norm_forward(norm, functions))
     for name, gated in found.gated.items():
-        _replace(model.get_submodule(name), _gated_forward(gated))
+        _replace(model.get_submodule(name), _gated_forward(gated, functions))
     return found
 
 
@@ -250,31 +250,27 @@ def _replace(module: nn.Module, forward: Forward) -> None:
     module.forward = MethodType(forward, module)  # bound again to each deep copy
 
 
-def _norm_forward(norm: RMSNorm) -> Forward:
-    from liger_kernel.ops import LigerRMSNormFunction
-
+def _norm_forward(norm: RMSNorm, functions: FusedFunctions) -> Forward:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         # Not in place: after a norm that ends a branch, the residual uses the same gradient tensor.
-        return LigerRMSNormFunction.apply(x, self.weight, norm.epsilon, norm.offset, norm.casting, False)  # type: ignore[no-any-return]
+        return functions.rms_norm(x, self.weight, norm.epsilon, norm.offset, norm.casting, False)  # type: ignore[no-any-return]
 
     return forward
 
 
-def _gated_forward(gated: Gated) -> Forward:
-    from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerGELUMulFunction, LigerSiLUMulFunction
-
-    multiply = {"silu": LigerSiLUMulFunction, "gelu_tanh": LigerGELUMulFunction}[gated.activation]
+def _gated_forward(gated: Gated, functions: FusedFunctions) -> Forward:
+    multiply = {"silu": functions.silu_product, "gelu_tanh": functions.gelu_product}[gated.activation]
 
     def separate(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(multiply.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(multiply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
     def joined(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(multiply.apply(*self.gate_up_proj(x).chunk(2, dim=-1)))  # type: ignore[no-any-return]
+        return self.down_proj(multiply(*self.gate_up_proj(x).chunk(2, dim=-1)))  # type: ignore[no-any-return]
 
     def joined_silu(self: Any, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_up_proj(x)
         # The kernel returns the gradient as rows, without the batch dimensions.
-        product = LigerFusedGateUpSiLUMulFunction.apply(both.flatten(0, -2))
+        product = functions.joined_silu_product(both.flatten(0, -2))
         return self.down_proj(product.unflatten(0, both.shape[:-1]))  # type: ignore[no-any-return]
 
     if not gated.joined:

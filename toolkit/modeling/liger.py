@@ -1,11 +1,15 @@
-"""The optional package liger-kernel, and its Triton kernel for head and cross entropy."""
+"""The optional package liger-kernel: its Triton kernels for norms and gated activations, and for head and cross entropy."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from toolkit.errors import PlanError, first_line
-from toolkit.launch.packages import LIGER, Package
+from toolkit.launch.packages import LIGER, LIGER_KERNELS, Package
 from toolkit.modeling.linear_cross_entropy import LogitMap
 from toolkit.modeling.loss import IGNORED
 
@@ -29,6 +33,40 @@ def import_for(package: Package) -> None:
         import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
     except ImportError as error:
         raise PlanError(package.problem(first_line(error))) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedFunctions:
+    """Liger's kernels as functions of tensors.
+
+    Args:
+        rms_norm: Of input, weight, ε, offset of the weight, casting, and whether the gradient is written in place.
+        silu_product: Of gate and up: silu(gate)·up.
+        gelu_product: The same with tanh GELU.
+        joined_silu_product: silu(gate)·up of rows that hold both.
+    """
+
+    rms_norm: Callable[..., Any]
+    silu_product: Callable[..., Any]
+    gelu_product: Callable[..., Any]
+    joined_silu_product: Callable[..., Any]
+
+
+def fused_functions() -> FusedFunctions:
+    """Return the kernels for norms and gated activations.
+
+    Raises:
+        PlanError: KERNELS_PACKAGE if liger-kernel, or Triton, cannot be imported.
+    """
+    import_for(LIGER_KERNELS)
+    from liger_kernel import ops
+
+    return FusedFunctions(
+        rms_norm=ops.LigerRMSNormFunction.apply,
+        silu_product=ops.LigerSiLUMulFunction.apply,
+        gelu_product=ops.LigerGELUMulFunction.apply,
+        joined_silu_product=ops.LigerFusedGateUpSiLUMulFunction.apply,
+    )
 
 
 def liger_cross_entropy(

@@ -14,7 +14,8 @@ from transformers.integrations import moe
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.memory.kernels.fake_attention import traced_flash
-from toolkit.memory.kernels.fake_fused import Dropout, FusedAttention, GroupedMatmul, liger_stand_in
+from toolkit.memory.kernels.fake_fused import Dropout, FusedAttention, GroupedMatmul
+from toolkit.memory.kernels.fake_liger import cross_entropy_stand_in, functions_stand_in
 from toolkit.modeling import liger
 
 Kernel = Literal["flash", "cudnn", "efficient", "math"]
@@ -28,29 +29,34 @@ CUDNN_LATENT_HEAD_DIMS = (192, 128)  # the same: queries and values of multi-hea
 GROUPED_MM_MIN_CAPABILITY = 8.0  # transformers integrations/moe.py _can_use_grouped_mm
 # liger_kernel ops/fused_linear_cross_entropy.py (0.8.2 and later): addmm into the head's gradient.
 LIGER_IN_PLACE_MIN_CAPABILITY = 8.0
+# Of a card whose figure is not known, those of an H100: a norm's gradient has one row of fp32 for each, 2 MiB at a width of 4096.
+NUM_MULTIPROCESSORS = 132
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: 192 < width <= 224, or > 224 with dropout.
 SMALL_SHARED_MEMORY = ((8.6, 8.9), (12.0, 12.1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The properties of a card that decide which attention kernel runs.
+    """The properties of a card that decide which kernels run, and how much these allocate.
 
     Args:
         capability: CUDA compute capability, such as 9.0; 0 for a card that has none of CUDA's fused kernels. AMD's
             CDNA cards have flash and memory-efficient attention, but no cuDNN, and count as 8.0.
+        num_multiprocessors: Streaming multiprocessors; AMD's compute units.
     """
 
     capability: float
+    num_multiprocessors: int = NUM_MULTIPROCESSORS
 
     @classmethod
     def of(cls, gpu: Gpu) -> Device:
         """Return the properties of a card of the catalog; CPU processes count as 8.0 too."""
         text = gpu.compute_capability or ""
+        count = gpu.num_multiprocessors or NUM_MULTIPROCESSORS
         try:
-            return cls(capability=float(text))
+            return cls(capability=float(text), num_multiprocessors=count)
         except ValueError:
-            return cls(capability=8.0)
+            return cls(capability=8.0, num_multiprocessors=count)
 
     @property
     def prefers_cudnn(self) -> bool:
@@ -205,14 +211,16 @@ def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
     find_packed, grouped_mm = masking_utils.find_packed_sequence_indices, functional.grouped_mm
     can_use_grouped_mm = moe._can_use_grouped_mm
-    check_installed, liger_cross_entropy = liger.check_installed, liger.liger_cross_entropy
+    kept = {name: getattr(liger, name) for name in ("check_installed", "fused_functions", "liger_cross_entropy")}
     if not packed:
         # On real positions it finds one document and returns None; it cannot read fake ones, and assumes several.
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     functional.scaled_dot_product_attention = _sdpa(device)
     functional.dropout = _dropout
     liger.check_installed = lambda: None  # no Liger kernel runs
-    liger.liger_cross_entropy = liger_stand_in(sums_in_place=device.capability >= LIGER_IN_PLACE_MIN_CAPABILITY)
+    liger.fused_functions = lambda: functions_stand_in(num_multiprocessors=device.num_multiprocessors)
+    sums_in_place = device.capability >= LIGER_IN_PLACE_MIN_CAPABILITY
+    liger.liger_cross_entropy = cross_entropy_stand_in(sums_in_place=sums_in_place)
     functional.grouped_mm = _grouped_mm(grouped_mm)
     moe._can_use_grouped_mm = lambda *_: device.capability >= GROUPED_MM_MIN_CAPABILITY
     try:
@@ -221,7 +229,8 @@ def cuda_kernels(device: Device, *, packed: bool = False) -> Iterator[None]:
     finally:
         functional.scaled_dot_product_attention = attention
         functional.dropout = dropout
-        liger.check_installed, liger.liger_cross_entropy = check_installed, liger_cross_entropy
+        for name, value in kept.items():
+            setattr(liger, name, value)
         functional.grouped_mm = grouped_mm
         moe._can_use_grouped_mm = can_use_grouped_mm
         masking_utils.find_packed_sequence_indices = find_packed

@@ -6,12 +6,9 @@ B: sequences, H: heads, S: tokens, D: width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from toolkit.modeling.linear_cross_entropy import LogitMap
 
 
 class FusedAttention(torch.autograd.Function):
@@ -96,68 +93,3 @@ class Dropout(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         """Allocate the gradient."""
         return torch.empty_like(grads[0])
-
-
-def liger_stand_in(*, sums_in_place: bool) -> Callable[..., torch.Tensor]:
-    """Return a stand-in for `toolkit.modeling.liger.liger_cross_entropy`.
-
-    Args:
-        sums_in_place: Whether products are added to the head's gradient in place, rather than through a product of its size
-            and an fp32 copy of that.
-    """
-
-    def evaluate(
-        hidden_TD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        targets_T: torch.Tensor,
-        mapped: LogitMap,
-    ) -> torch.Tensor:
-        scaled_TD = hidden_TD * mapped.scale if mapped.scale != 1 else hidden_TD
-        return _LigerLoss.apply(scaled_TD, weight_VD, bias_V, targets_T, sums_in_place)  # type: ignore[no-any-return, no-untyped-call]
-
-    return evaluate
-
-
-class _LigerLoss(torch.autograd.Function):
-    """Liger's head and cross entropy: both gradients are made in the forward pass and kept for the backward.
-
-    Source:
-        liger_kernel ops/fused_linear_cross_entropy.py fused_linear_cross_entropy_forward, with accum_dtype=None.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        targets_T: torch.Tensor,
-        sums_in_place: bool,
-    ) -> torch.Tensor:
-        """Allocate the gradients, the logits of one chunk and, where the sum is not in place, a chunk's own gradient."""
-        (num_tokens, width), num_rows = hidden_TD.shape, len(weight_VD)
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden_TD)
-        grad_weight = torch.empty_like(weight_VD) if needs_hidden and needs_weight else None
-        grad_bias = torch.empty_like(bias_V) if needs_hidden and bias_V is not None else None
-        loss_T = hidden_TD.new_empty(num_tokens, dtype=torch.float32)
-        mask_T = targets_T.new_empty(num_tokens, dtype=torch.bool)
-        chunk = min(num_tokens, _next_power_of_2(-(-num_tokens // -(-num_rows // width))))
-        scores = hidden_TD.new_empty((chunk, num_rows))
-        if grad_weight is not None and not (sums_in_place and hidden_TD.dtype != torch.float32):
-            product = torch.empty_like(weight_VD)
-            copy = product.float()
-            del product, copy
-        del scores, mask_T
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        return loss_T.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Return the gradients, scaled in place."""
-        return *ctx.saved_tensors, None, None
-
-
-def _next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()

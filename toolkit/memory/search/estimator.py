@@ -164,7 +164,8 @@ def trace_key(plan: Plan, **changes: Any) -> str:
     """
     spec = TraceSpec.of(plan, **changes | MARKED)
     model = json.dumps([plan.model.to_dict(), plan.job.model.model_dump(mode="json")], sort_keys=True, default=str)
-    return f"{_kernels(plan.gpu, spec.device)} {replace(spec, device=ANY_DEVICE)} {plan.grid.pp > 1} {model}"
+    count = spec.device.num_multiprocessors if spec.kernels == "liger" else None
+    return f"{_kernels(plan.gpu, spec.device)} {count} {replace(spec, device=ANY_DEVICE)} {plan.grid.pp > 1} {model}"
 
 
 def _kernels(gpu: Gpu, device: Device) -> tuple[str | bool, ...]:

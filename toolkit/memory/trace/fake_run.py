@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -272,7 +272,7 @@ def _finish(spec: TraceSpec, model: Any, pruned: _Pruned, *, num_replicas: int) 
     allocate(model, device=torch.device("cpu"), dtype=spec.dtype)
     with unset_fake_temporarily():  # they read values, or make modules without storage
         unfused = find_fusable(model).left if spec.kernels == "liger" else ()
-        finish_model(model, replace(spec, kernels="eager"), checkpointed=pruned.checkpointed)
+        finish_model(model, spec, checkpointed=pruned.checkpointed)
         if _needs_input_gradient(spec, whole=pruned.part is None):
             model.enable_input_require_grads()
     model.train(not spec.evaluation)

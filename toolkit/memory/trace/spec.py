@@ -31,7 +31,7 @@ PADDED = (
 class TraceSpec(BuildOptions):
     """All that a trace depends on, except the model's configuration and the split into stages.
 
-    Kernels of norms and activations are traced as `eager`, and compiled layers as if they were not.
+    Compiled layers are traced as if they were not.
 
     Args:
         micro_batch: Sequences per micro-batch.
