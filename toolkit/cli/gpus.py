@@ -11,6 +11,7 @@ from toolkit.cli.output import new_table, print_fields, print_json, print_table
 
 if TYPE_CHECKING:
     from toolkit.catalog.gpus import Gpu
+    from toolkit.catalog.prices import PricedOffer
 
 
 def register(app: typer.Typer) -> None:
@@ -20,27 +21,74 @@ def register(app: typer.Typer) -> None:
 
 def gpus(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show one card with its sources.")] = None,
+    prices: Annotated[bool, typer.Option("--prices", help="List what the cards cost an hour, and where.")] = False,
+    prices_from: Annotated[
+        str | None,
+        typer.Option("--prices-from", metavar="FILE_OR_URL", help="Prices of your own, in the form of configs/prices."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the GPUs that `cluster.gpu` may name; with a name, each figure and its source.
+    """List the GPUs that `cluster.gpu` may name; with a name, each figure and its source; with --prices, what they cost.
 
     A card that is not among them is described in the job: `cluster: {gpu: {name: l20, memory_gib: 44.5}}`.
 
     Example: `toolkit gpus`, `toolkit gpus h100-sxm-80gb`.
 
     JSON keys: gpus: a list of objects with name, vendor, architecture, compute_capability, note, precisions, host,
-    sources, and the figures that `sources` names, each with its unit in its name.
+    sources, and the figures that `sources` names, each with its unit in its name. With --prices: prices (name, oldest,
+    newest), offers (provider, instance, gpu, gpus, divisible, host_memory_gib, network_gbit_per_second, usd_per_hour,
+    spot_usd_per_hour, date, source), notes.
     """
     from toolkit.catalog.gpus import find_in, load_catalogue
 
     catalogue = load_catalogue()
     shown = list(catalogue.values()) if name is None else [find_in(catalogue, name)]
-    if as_json:
+    if prices or prices_from is not None:
+        _show_prices(None if name is None else shown[0].name, prices_from, as_json=as_json)
+    elif as_json:
         print_json({"gpus": [gpu.model_dump(mode="json") for gpu in shown]})
     elif name is None:
         _print_all(shown)
     else:
         _print_one(shown[0])
+
+
+def _show_prices(gpu: str | None, where: str | None, *, as_json: bool) -> None:
+    from datetime import datetime
+
+    from toolkit.catalog.prices import load_prices
+
+    known = load_prices(where)
+    offers = known.offers if gpu is None else known.of(gpu)
+    notes = known.notes(datetime.now().astimezone().date(), offers)
+    if as_json:
+        named = {"name": known.name, "oldest": str(known.oldest), "newest": str(known.newest)}
+        print_json({"prices": named, "offers": [offer.to_dict() for offer in offers], "notes": notes})
+        return
+    numbers = ("cards", "RAM GiB", "network Gbit/s", "USD/h", "USD/h a card", "spot USD/h")
+    table = new_table(("card", "provider", "instance", *numbers, "read on"), right=numbers)
+    for entry in sorted(offers, key=lambda each: (each.offer.gpu, _card_price(each), each.provider)):
+        offer = entry.offer
+        table.add_row(
+            offer.gpu,
+            entry.provider,
+            offer.instance,
+            f"1–{offer.gpus}" if offer.divisible else str(offer.gpus),
+            _scaled(offer.host_memory_gib, 1),
+            _scaled(offer.network_gbit_per_second, 1),
+            _scaled(offer.usd_per_hour, 1, 2),
+            f"{_card_price(entry):.2f}",
+            _scaled(offer.spot_usd_per_hour, 1, 2),
+            str(entry.date),
+        )
+    print_table(table)
+    print(f"prices: {known.dated}; of a whole machine unless it says a card; sources with --json")
+    for note in notes:
+        print(note)
+
+
+def _card_price(entry: PricedOffer) -> float:
+    return (entry.offer.usd_per_hour or entry.offer.spot_usd_per_hour or 0.0) / entry.offer.gpus
 
 
 def _print_all(cards: list[Gpu]) -> None:
