@@ -180,7 +180,7 @@ def _sdpa(device: Device) -> Callable[..., torch.Tensor]:
         if bias is not None and bias.requires_grad:
             # attention.cpp preprocess_mask: the kernel gives a learned bias its gradient for every sequence and head.
             bias = bias.expand(*query.shape[:-1], key.shape[-2])
-        return FusedAttention.apply(query, key, value, bias)  # type: ignore[no-any-return, no-untyped-call]
+        return FusedAttention.apply(query, key, value, bias, kernel, is_causal)  # type: ignore[no-any-return, no-untyped-call]
 
     return attend
 

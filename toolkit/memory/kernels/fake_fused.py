@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from toolkit.memory.kernels.operations import note
+
 
 class FusedAttention(torch.autograd.Function):
     """Flash, cuDNN and memory-efficient attention: all save q, k, v, the output and the log-sum-exp.
@@ -26,18 +28,28 @@ class FusedAttention(torch.autograd.Function):
         key_BHSD: torch.Tensor,
         value_BHSD: torch.Tensor,
         bias: torch.Tensor | None,
+        kernel: str = "flash",
+        causal: bool = True,
     ) -> Any:
-        """Allocate the output and the log-sum-exp."""
+        """Allocate the output and the log-sum-exp; `kernel` and `causal` are only noted."""
+        ctx.kernel, ctx.causal = kernel, causal
         out_BHSD = _like_layout(query_BHSD, (*query_BHSD.shape[:-1], value_BHSD.shape[-1]))
         logsumexp_BHS = query_BHSD.new_empty(query_BHSD.shape[:-1], dtype=torch.float32)
         saved = [query_BHSD, key_BHSD, value_BHSD, out_BHSD, logsumexp_BHS]
         ctx.save_for_backward(*saved, *([] if bias is None else [bias]))
+        note(
+            "attention",
+            kernel,
+            dims=_attention_dims(query_BHSD, key_BHSD, value_BHSD, causal=causal),
+            reads=[query_BHSD, key_BHSD, value_BHSD, bias],
+            writes=[out_BHSD, logsumexp_BHS],
+        )
         return out_BHSD
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Allocate the gradients; 16-bit kernels sum dq in fp32, and make dk and dv per query head before summing heads."""
-        query, key, value, out, _, *bias = ctx.saved_tensors
+        query, key, value, out, logsumexp, *bias = ctx.saved_tensors
         grad_bias = torch.empty_like(bias[0]) if bias and ctx.needs_input_grad[3] else None
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         work = [out.new_empty(out.shape[:-1], dtype=torch.float32)]
@@ -45,8 +57,22 @@ class FusedAttention(torch.autograd.Function):
             work.append(query.new_empty(query.shape, dtype=torch.float32))
         if key.shape[1] != query.shape[1]:
             work += [key.new_empty(query.shape), value.new_empty(out.shape)]
+        note(
+            "attention",
+            ctx.kernel,
+            dims=_attention_dims(query, key, value, causal=ctx.causal),
+            reads=[*grads, query, key, value, out, logsumexp, *bias],
+            writes=[grad_query, grad_key, grad_value, *work],
+        )
         del work
-        return grad_query, grad_key, grad_value, grad_bias
+        return grad_query, grad_key, grad_value, grad_bias, None, None
+
+
+def _attention_dims(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool
+) -> tuple[int, int, int, int, int, int, int]:
+    batch, heads, queries, width = query.shape
+    return batch, heads, queries, key.shape[-2], width, value.shape[-1], int(causal)
 
 
 def _like_layout(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -66,18 +92,29 @@ class GroupedMatmul(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Allocate one row of output per row of input."""
         ctx.save_for_backward(rows, weights, offsets)
-        return rows.new_empty((rows.shape[0], weights.shape[-1]))
+        out = rows.new_empty((rows.shape[0], weights.shape[-1]))
+        _note_grouped(rows, weights, out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Allocate the gradients that are needed."""
         rows, weights, _ = ctx.saved_tensors
         needs_rows, needs_weights, _ = ctx.needs_input_grad
+        for needed in (needs_rows, needs_weights):
+            if needed:
+                _note_grouped(rows, weights, grads[0])
         return (
             torch.empty_like(rows) if needs_rows else None,
             torch.empty_like(weights) if needs_weights else None,
             None,
         )
+
+
+def _note_grouped(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    groups = weights.shape[0]
+    dims = (groups, -(-rows.shape[0] // groups), weights.shape[-1], rows.shape[-1])
+    note("product", "_grouped_mm", dims=dims, reads=[rows, weights], writes=[out])
 
 
 class Dropout(torch.autograd.Function):
@@ -86,10 +123,15 @@ class Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
         """Allocate the mask and the output."""
-        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
-        return torch.empty_like(hidden)
+        mask = torch.empty_like(hidden, dtype=torch.bool)
+        ctx.save_for_backward(mask)
+        out = torch.empty_like(hidden)
+        note("eager", "native_dropout", reads=[hidden], writes=[out, mask])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         """Allocate the gradient."""
-        return torch.empty_like(grads[0])
+        grad = torch.empty_like(grads[0])
+        note("eager", "native_dropout_backward", reads=[grads[0], *ctx.saved_tensors], writes=[grad])
+        return grad

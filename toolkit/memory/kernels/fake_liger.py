@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from toolkit.memory.kernels.operations import note
 from toolkit.modeling.liger import FusedFunctions
 from toolkit.modeling.linear_cross_entropy import LogitMap
 
@@ -40,8 +41,10 @@ class _RMSNorm(torch.autograd.Function):
         """Allocate the output and 1 / rms, in fp32 under both castings that toolkit uses."""
         x_TD = x_TD.contiguous()
         out_TD = torch.empty_like(x_TD)
-        ctx.save_for_backward(x_TD, weight_D, x_TD.new_empty(x_TD.shape[:-1], dtype=torch.float32))
+        scale_T = x_TD.new_empty(x_TD.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x_TD, weight_D, scale_T)
         ctx.num_multiprocessors = num_multiprocessors
+        note("fused", "liger_rms_norm", reads=[x_TD, weight_D], writes=[out_TD, scale_T])
         return out_TD
 
     @staticmethod
@@ -53,6 +56,7 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             partial_PD = x_TD.new_empty((ctx.num_multiprocessors, x_TD.shape[-1]), dtype=torch.float32)
         grad_x_TD = torch.empty_like(grad_TD)
+        note("fused", "liger_rms_norm", reads=[grad_TD, x_TD, weight_D], writes=[grad_x_TD, partial_PD])
         return grad_x_TD, None if partial_PD is None else partial_PD.sum(dim=0).to(weight_D.dtype), None
 
 
@@ -64,13 +68,16 @@ class _Gated(torch.autograd.Function):
         """Allocate the product."""
         gate_TF, up_TF = gate_TF.contiguous(), up_TF.contiguous()
         ctx.save_for_backward(gate_TF, up_TF)
-        return torch.empty_like(gate_TF)
+        out_TF = torch.empty_like(gate_TF)
+        note("fused", "liger_gated", reads=[gate_TF, up_TF], writes=[out_TF])
+        return out_TF
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Return the inputs' storage."""
         gate_TF, up_TF = ctx.saved_tensors
-        grads[0].contiguous()
+        grad_TF = grads[0].contiguous()
+        note("fused", "liger_gated", reads=[grad_TF, gate_TF, up_TF], writes=[gate_TF, up_TF])
         return gate_TF.view(gate_TF.shape), up_TF.view(up_TF.shape)
 
 
@@ -82,14 +89,18 @@ class _JoinedGated(torch.autograd.Function):
         """Allocate the product."""
         both_TF = both_TF.contiguous()
         ctx.save_for_backward(both_TF)
-        return both_TF.new_empty((*both_TF.shape[:-1], both_TF.shape[-1] // 2))
+        out_TF = both_TF.new_empty((*both_TF.shape[:-1], both_TF.shape[-1] // 2))
+        note("fused", "liger_gated", reads=[both_TF], writes=[out_TF])
+        return out_TF
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Allocate the gradient of both halves."""
         (both_TF,) = ctx.saved_tensors
-        grads[0].contiguous()
-        return torch.empty_like(both_TF)
+        grad_TF = grads[0].contiguous()
+        grad_both_TF = torch.empty_like(both_TF)
+        note("fused", "liger_gated", reads=[grad_TF, both_TF], writes=[grad_both_TF])
+        return grad_both_TF
 
 
 def cross_entropy_stand_in(*, sums_in_place: bool) -> Callable[..., torch.Tensor]:
@@ -139,6 +150,17 @@ class _LigerLoss(torch.autograd.Function):
         mask_T = targets_T.new_empty(num_tokens, dtype=torch.bool)
         chunk = min(num_tokens, _next_power_of_2(-(-num_tokens // -(-num_rows // width))))
         scores = hidden_TD.new_empty((chunk, num_rows))
+        part_CD, chunks = hidden_TD[:chunk], -(-num_tokens // chunk)
+        note(
+            "product", "mm", dims=(1, chunk, num_rows, width), reads=[part_CD, weight_VD], writes=[scores], count=chunks
+        )
+        note("fused", "liger_cross_entropy", reads=[scores, scores], writes=[scores], count=chunks)
+        if needs_hidden:
+            dims = (1, chunk, width, num_rows)
+            note("product", "mm", dims=dims, reads=[scores, weight_VD], writes=[part_CD], count=chunks)
+        if grad_weight is not None:
+            reads = [scores, part_CD, weight_VD]
+            note("product", "addmm", dims=(1, num_rows, width, chunk), reads=reads, writes=[weight_VD], count=chunks)
         if grad_weight is not None and not (sums_in_place and hidden_TD.dtype != torch.float32):
             product = torch.empty_like(weight_VD)
             copy = product.float()
@@ -150,6 +172,10 @@ class _LigerLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Return the gradients, scaled in place."""
+        grad_hidden, grad_weight, _ = ctx.saved_tensors
+        for scaled in (grad_hidden, grad_weight):
+            if scaled is not None:
+                note("fused", "liger_element_mul", reads=[scaled], writes=[scaled])
         return *ctx.saved_tensors, None, None
 
 

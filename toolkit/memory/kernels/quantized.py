@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from toolkit.memory.kernels.operations import note
+
 # Elements per scale, and scales per second-level scale (double quantization).
 BLOCK, NESTED_BLOCK = 64, 256
 
@@ -47,12 +49,20 @@ class _Nf4Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
         ctx.shape = (out_features, input.shape[-1])
-        return functional.linear(input, input.new_empty(ctx.shape))
+        ctx.save_for_backward(packed)
+        return functional.linear(input, _unpacked(input, packed, ctx.shape))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        gradient = gradients[0]
-        return gradient @ gradient.new_empty(ctx.shape), None, None
+        gradient, (packed,) = gradients[0], ctx.saved_tensors
+        return gradient @ _unpacked(gradient, packed, ctx.shape), None, None
+
+
+def _unpacked(like: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Allocate the dense weight that a product needs, which bitsandbytes writes in one kernel."""
+    dense = like.new_empty(shape)
+    note("fused", "dequantize_nf4", reads=[packed], writes=[dense])
+    return dense
 
 
 def quantize_linears(model: PreTrainedModel) -> int:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.memory.kernels.operations import note, unnoted
+
 # Streaming multiprocessors of an H100 or H200: programs of a reduction over heads are split among them.
 NUM_MULTIPROCESSORS = 132
 # Chunk of fla's kernels, of both the delta rule and KDA.
@@ -37,7 +39,9 @@ Backward: TypeAlias = Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Forward, undo: Backward, *inputs: Any) -> Tensor:
-        out, saved = run(*inputs)
+        with unnoted():
+            out, saved = run(*inputs)
+        note("fused", "recurrence", reads=[each for each in inputs if isinstance(each, Tensor)], writes=[out, *saved])
         ctx.undo = undo
         ctx.like = [(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in inputs]
         ctx.save_for_backward(*saved)
@@ -46,11 +50,13 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        beside = ctx.undo(ctx.saved_tensors, grad)
+        with unnoted():
+            beside = ctx.undo(ctx.saved_tensors, grad)
         made = [
             grad.new_empty(like[0], dtype=like[1]) if like is not None and needed else None
             for like, needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
         ]
+        note("fused", "recurrence", reads=[grad, *ctx.saved_tensors], writes=[*beside, *made])
         del beside
         return None, None, *made
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from toolkit.memory.kernels.operations import Operation
+
 # Kinds of marks. `fetch` and `release` are DeepSpeed's module hooks of ZeRO-3 (runtime/zero/parameter_offload.py),
 # `gradient` is the moment at which autograd has stored a parameter's whole gradient.
 MarkKind = Literal["fetch", "release", "gradient"]
@@ -132,6 +134,7 @@ class ChunkTrace:
         reported_bytes: Bytes of the loss that `forward` leaves until the end of the step.
         batch_bytes: Bytes of one micro-batch; all micro-batches of a step are on the device.
         host_copies: Bytes of each layer input that is kept in pinned host memory for its backward pass.
+        operations: What the passes compute.
     """
 
     forward: tuple[ResolvedEvent, ...]
@@ -145,6 +148,7 @@ class ChunkTrace:
     host_copies: tuple[int, ...] = ()
     weights: tuple[ResolvedEvent, ...] = ()
     keeps_received: bool = False
+    operations: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +176,7 @@ class MemoryTrace:
         chunks: Passes of each chunk of a pipeline's rank, in place of `forward`, `backward` and `after`.
         copies: Parameters that another stage has too, and that are exported with that stage.
         shared: Parameter that the other end of the pipeline has too.
+        operations: What the passes of a micro-batch compute, those of all chunks together.
     """
 
     parameters: tuple[Parameter, ...]
@@ -192,6 +197,7 @@ class MemoryTrace:
     chunks: tuple[ChunkTrace, ...] = ()
     copies: tuple[str, ...] = ()
     shared: str | None = None
+    operations: tuple[Operation, ...] = ()
 
 
 @dataclass(slots=True)

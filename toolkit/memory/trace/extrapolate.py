@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from toolkit.memory.kernels.operations import Operation, OperationRecorder
 from toolkit.memory.trace.events import LayerRef, Marker, Parameter, Release, ResolvedEvent, Run, TracedEvent, join
 from toolkit.memory.trace.representatives import LayerStack
 from toolkit.memory.trace.segments import Locator, Segment
@@ -148,6 +149,11 @@ def expand_paths(paths: Iterable[str], stacks: Sequence[LayerStack]) -> tuple[st
 def expand_host_copies(copies: Iterable[tuple[LayerRef, int]], stacks: Sequence[LayerStack]) -> tuple[int, ...]:
     """Return the bytes of each tensor that the whole model keeps on the host."""
     return tuple(size for owner, size in copies for _ in range(_count(owner, stacks)))
+
+
+def expand_operations(recorder: OperationRecorder, stacks: Sequence[LayerStack]) -> tuple[Operation, ...]:
+    """Return the operations of the whole model."""
+    return recorder.expanded(lambda owner: _count(owner, stacks))
 
 
 def _repeated(named: Iterable[tuple[str, T]], stacks: Sequence[LayerStack]) -> Iterator[tuple[str, T]]:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,19 @@ from toolkit.errors import ToolkitError
 from toolkit.introspect import tied_groups
 from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.kernels.linear_attention import replaced_kernels
+from toolkit.memory.kernels.operations import join_operations
 from toolkit.memory.kernels.quantized import quantize_linears
 from toolkit.memory.kernels.routing import LoopedExperts, assumptions, has_experts, runs_grouped
 from toolkit.memory.kernels.zero3 import find_leaves, linear_modules
 from toolkit.memory.trace.events import ChunkTrace, MemoryTrace, ResolvedEvent, held, in_blocks
-from toolkit.memory.trace.extrapolate import expand, expand_buffers, expand_host_copies, expand_parameters, expand_paths
+from toolkit.memory.trace.extrapolate import (
+    expand,
+    expand_buffers,
+    expand_host_copies,
+    expand_operations,
+    expand_parameters,
+    expand_paths,
+)
 from toolkit.memory.trace.failure import trace_failed
 from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inplace_collectives
 from toolkit.memory.trace.representatives import LayerStack, find_stacks, in_adapters, prune_layers
@@ -396,7 +404,10 @@ class TraceRun:
                 return None
             passes.append(made)
         chunks = tuple(
-            _chunk(*made, ends, expand_host_copies(tracing.host_copies, stacks))
+            replace(
+                _chunk(*made, ends, expand_host_copies(tracing.host_copies, stacks)),
+                operations=expand_operations(tracing.operations, stacks),
+            )
             for made, (tracing, ends) in zip(passes, self.runs, strict=True)
             if ends is not None
         )
@@ -414,6 +425,7 @@ class TraceRun:
             host_copies=expand_host_copies(copies, stacks),
             leaves=expand_paths(find_leaves(self.model), stacks),
             chunks=chunks,
+            operations=join_operations(expand_operations(tracing.operations, stacks) for tracing, _ in self.runs),
             **self.noted,
         )
 

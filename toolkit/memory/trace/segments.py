@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from toolkit.memory.kernels.operations import OperationRecorder, Place, recording
 from toolkit.memory.kernels.zero3 import hook_modules
 from toolkit.memory.trace.attribution import LOSS, AttributionStack, cause_of
 from toolkit.memory.trace.events import LayerRef, Marker, MarkKind, Recorder, TracedEvent
@@ -107,8 +108,13 @@ class LayerSegmenter:
         self._head_input: torch.Tensor | None = None
         self._ran: list[tuple[int, int]] = []
         self._handles: list[Any] = []
+        self.operations = OperationRecorder(owner=lambda: self._owner, place=self._place)
         self.tracker = StorageTracker(
-            self._recorder, cause=lambda: self._causes.now, owner=lambda: self._owner, answers=answers
+            self._recorder,
+            cause=lambda: self._causes.now,
+            owner=lambda: self._owner,
+            answers=answers,
+            operations=self.operations,
         )
 
     def run(
@@ -132,7 +138,13 @@ class LayerSegmenter:
         self.tracker.ignore([*self._model.parameters(), *self._model.buffers(), *ends.given])
         self._hook()
         try:
-            with self.tracker, self._inputs_on_host(), torch.set_grad_enabled(backward):
+            with (
+                self.tracker,
+                recording(self.operations),
+                self._inputs_on_host(),
+                self._recomputation(),
+                torch.set_grad_enabled(backward),
+            ):
                 root = step()
                 self._head_input = None
                 if ends.reported is not None:
@@ -142,7 +154,8 @@ class LayerSegmenter:
                 self._switch(None)
                 waiting: deque[DeferredWeightGrad] = deque()
                 if backward:
-                    self._causes.backward, self._running = True, self.backward
+                    self._causes.backward = self.operations.backward = True
+                    self._running = self.backward
                     self._causes.in_loss = ends.gradient is None
                     with gradients.defer() if gradients is not None else contextlib.nullcontext(waiting) as waiting:
                         root.backward(ends.gradient)  # type: ignore[no-untyped-call]
@@ -189,6 +202,28 @@ class LayerSegmenter:
             yield
         finally:
             checkpointing._HostCopy.move_to_host = move  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        """Tell the forward passes that checkpointed layers repeat from the rest of the backward pass."""
+        module: Any = checkpointing
+        original = module.checkpoint
+
+        def noted(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+            def run(*given: Any, **named: Any) -> Any:
+                with self.operations.recomputation():
+                    return function(*given, **named)
+
+            return original(run, *inputs, **options)
+
+        module.checkpoint = noted
+        try:
+            yield
+        finally:
+            module.checkpoint = original
+
+    def _place(self) -> Place:
+        return "loss" if self._causes.now == LOSS else "model"
 
     @contextlib.contextmanager
     def loss(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from toolkit.memory.kernels.operations import OperationRecorder
 from toolkit.memory.trace.events import LayerRef, Recorder, Release, in_blocks
 from toolkit.memory.trace.fake_ops import FakeOpRule
 
@@ -44,6 +45,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cause: Function that returns the current cause of allocations.
         owner: Function that returns the running layer.
         answers: Rules for operations that read values, in order; fake tensors run an operation without one.
+        operations: Recorder of what is computed; None to record nothing.
 
     Source:
         torch/distributed/_tools/mem_tracker.py watches storages through weak references in the same way.
@@ -56,12 +58,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cause: Callable[[], str],
         owner: Callable[[], LayerRef],
         answers: Sequence[FakeOpRule] = (),
+        operations: OperationRecorder | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._cause = cause
         self._owner = owner
         self._answers = answers
+        self._operations = operations
         self._live: dict[int, _Storage] = {}
         self._on_host = False
 
@@ -97,6 +101,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         within = WITHIN_CALL.get(function)
         if within is not None and not self._on_host:
             self._pass_through(in_blocks(within(args[0])))
+        if self._operations is not None:
+            self._operations.dispatched(function, args, kwargs, result)
         return result
 
     def _pass_through(self, size: int) -> None:
