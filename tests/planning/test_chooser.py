@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_jobs import CPU, V100, job_of, jobs, plan_of, problems_of, resolved
+from plan_jobs import CPU, PARALLEL, TRAIN, V100, job_of, jobs, plan_of, problems_of, resolved
 
 from toolkit.errors import PlanError, Problem
 from toolkit.planning.chooser import other_defaults
@@ -31,6 +32,8 @@ FOLLOWED: list[tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = [
     ({"gpu": CPU, "train": {"fp8": {"recipe": "rowwise"}}}, {"train.precision": ("fp8", "train.fp8 sets")}),
     ({"train": {"gradient_accumulation_dtype": "fp16"}}, {"train.precision": ("fp16", "accumulates gradients")}),
     ({"gpu": CPU, "train": {"gradient_accumulation_dtype": "bf16"}}, {"train.precision": ("bf16", "accumulates gradients")}),
+    ({"model": "llama-3.2-3b", "ranks": 1, "train": {"precision": "fp32", "gradient_checkpointing": False}}, {"parallel.zero_stage": (0, "nothing to shard")}),
+    ({"model": "llama-3.2-3b", "ranks": 1, "train": {"precision": "fp32"}, "deepspeed": {"zero_optimization": {"round_robin_gradients": True}}}, {"parallel.zero_stage": (2, "0 would be refused")}),
     ({"deepspeed": {"fp16": {"loss_scale": 0}}}, {"train.precision": ("fp16", "deepspeed section")}),
 ]  # fmt: skip
 
@@ -75,7 +78,28 @@ def test_defaults_that_no_problem_speaks_of_stay() -> None:
     assert list(other_defaults(others, [])) == []
 
 
-# Values that an open key may be given; stage 0 and another precision (of which 16-bit sums speak) are never taken unasked.
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        (
+            {"model": "llama-3.1-8b", "train": COMPILED, "parallel": {"offload": "full-cpu"}},
+            "zero_stage=3 is the toolkit's choice, not the job's: the offload profile full-cpu needs its",
+        ),
+        ({"train": {"momentum": 0.5}}, "optimizer=adamw is the toolkit's choice, not the job's: the fixed default"),
+        ({"model": "gpt2", "train": {"sequence_length": 5000}}, ""),
+        ({"train": COMPILED, "parallel": {"zero_stage": 3}}, ""),
+    ],
+)
+def test_an_error_about_a_value_that_the_job_does_not_write_says_who_chose_it(
+    sections: dict[str, Any], told: str
+) -> None:
+    (problem,) = problems_of(**sections)
+    assert told in problem.message
+    assert bool(told) == ("the toolkit's choice" in problem.message)
+
+
+# Values that an open key may be given; stage 0 is taken on one rank alone, and another precision (of which 16-bit sums
+# speak) never unasked.
 VALUES: dict[str, tuple[Any, ...]] = {
     "train.sequence_length": (64, 510, 512),
     "train.gradient_accumulation_dtype": ("fp32",),
@@ -128,6 +152,39 @@ def test_no_value_of_an_open_key_would_be_refused_for_less(job: Any, stages: dic
             changed = {**written, section: {**written[section], name: value}}
             left = problems_in(job_of(**sections_of(changed)))
             assert len(left) >= len(found), (key, value, found)
+
+
+@st.composite
+def few_keys(draw: st.DrawFn) -> dict[str, Any]:
+    """A job with one to three keys written, on one card or a few."""
+    fields = {("train", name): values for name, values in TRAIN.items()}
+    fields |= {("parallel", name): values for name, values in (PARALLEL | STAGES).items()}
+    written: dict[str, Any] = {}
+    for section, name in draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=3, unique=True)):
+        written.setdefault(section, {})[name] = draw(fields[section, name])
+    model = draw(st.sampled_from(["llama-3.1-8b", "gemma-2-2b", "gpt2", "qwen3-30b-a3b"]))
+    gpu = draw(st.sampled_from(["h100-sxm-80gb", "rtx-4090-24gb", V100, CPU]))
+    return {"model": model, "gpu": gpu, "ranks": draw(st.sampled_from([1, 1, 2, 4])), **written}
+
+
+PAIRED = ("train.attention", "parallel.zero_stage", "train.gradient_accumulation_dtype", "train.gradient_checkpointing")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(written=few_keys())
+def test_a_job_of_few_keys_resolves_if_any_values_of_the_others_go_with_them(written: dict[str, Any]) -> None:
+    found = problems_of(**written)
+    if not found:
+        return
+    free = [key for key in VALUES if key.partition(".")[2] not in written.get(key.partition(".")[0], {})]
+    pairs = [pair for pair in itertools.combinations(free, 2) if set(pair) <= set(PAIRED)]
+    for keys in [*((key,) for key in free), *pairs]:
+        for values in itertools.product(*(VALUES[key] for key in keys)):
+            changed = {name: dict(part) for name, part in written.items() if isinstance(part, dict)}
+            for key, value in zip(keys, values, strict=True):
+                section, _, name = key.partition(".")
+                changed.setdefault(section, {})[name] = value
+            assert problems_of(**{**written, **changed}), (keys, values, found)
 
 
 def sections_of(written: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from plan_jobs import gpu_of, job_of, model_of, plan_of
 
 from toolkit.planning.resolve import resolve_with
 from toolkit.planning.settings import Settings
-from toolkit.planning.state_bytes import card_bytes, offloaded_bytes, swapped_bytes, written_bytes
+from toolkit.planning.state_bytes import card_bytes, offloaded_bytes, step_bytes, swapped_bytes, written_bytes
 from toolkit.planning.unchecked_plan import trainable_parameters
 
 ONE_B = 1_235_814_400  # parameters of llama-3.2-1b
@@ -34,6 +34,21 @@ def test_state_on_a_card(stage, parallel, train, a_parameter):
     job = job_of(model="llama-3.2-1b", ranks=8, parallel=parallel, train=train)
     model = model_of("llama-3.2-1b")
     assert card_bytes(job, model, "bf16", stage=stage) == pytest.approx(a_parameter * ONE_B)
+
+
+@pytest.mark.parametrize(
+    ("precision", "parallel", "train", "a_parameter"),
+    [
+        ("bf16", {}, {}, 2 + 12 + 2 + 2 + 4),
+        ("fp32", {}, {}, 4 + 12 + 4 + 4),
+        ("bf16", {}, {"gradient_accumulation_dtype": "fp32"}, 2 + 12 + 4),
+        ("fp16", {}, {"optimizer": "lion"}, 2 + 8 + 2 + 2 + 4),
+        ("bf16", {"offload": "optimizer-cpu"}, {}, 2 + 2),
+    ],
+)
+def test_the_step_of_a_single_rank(precision, parallel, train, a_parameter):
+    job = job_of(model="llama-3.2-1b", ranks=1, parallel=parallel, train=train)
+    assert step_bytes(job, model_of("llama-3.2-1b"), precision) == pytest.approx(a_parameter * ONE_B)
 
 
 @pytest.mark.parametrize(

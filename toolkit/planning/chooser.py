@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from toolkit.config.job import Card, Job
@@ -14,6 +15,8 @@ from toolkit.planning.rules.training import unread
 from toolkit.planning.settings import Choice, Source
 
 T = TypeVar("T")
+
+FIXED = "the fixed default"
 
 # Most defaults that are changed together: DeepSpeed's BF16_Optimizer needs a stage and a dtype at once.
 _AT_ONCE = 2
@@ -53,7 +56,7 @@ class Chooser:
                 elif name in part.model_fields_set and written[name] is not None:
                     self._add(f"{section}.{name}", written[name], "job", "written in the job")
                 elif written[name] not in (None, [], {}) and not unread(job, f"{section}.{name}"):
-                    self._add(f"{section}.{name}", written[name], "default", "the fixed default")
+                    self._add(f"{section}.{name}", written[name], "default", FIXED)
         for key, value in job.deepspeed.items():
             self._add(
                 f"deepspeed.{key}", value, "deepspeed", "set in the job's deepspeed section, which takes precedence"
@@ -91,6 +94,31 @@ class Chooser:
         self.choices = [choice for choice in self.choices if choice.key != key]
         self._add(key, value, "derived", reason)
         return value
+
+
+def with_origins(problems: Iterable[Problem], choices: Iterable[Choice]) -> Iterator[Problem]:
+    """Yield problems that tell of each value in their message that the user did not write who chose it, and why."""
+    # Of the fixed defaults only names: that a count is 1 or a switch off unless the job says so needs no word.
+    made = [
+        choice
+        for choice in choices
+        if choice.source in ("default", "derived") and (choice.reason != FIXED or isinstance(choice.value, str))
+    ]
+    for problem in problems:
+        said = [
+            f"{name}={_spelled(choice.value)} is the toolkit's choice, not the job's: {choice.reason}"
+            for choice in made
+            if (name := choice.key.rpartition(".")[2]) and _names(problem.message, name, choice.value)
+        ]
+        yield replace(problem, message="; ".join((problem.message, *said))) if said else problem
+
+
+def _names(message: str, name: str, value: Any) -> bool:
+    return re.search(rf"\b{name}={re.escape(_spelled(value))}(?![\w.])", message) is not None
+
+
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def other_defaults(others: Mapping[str, Sequence[Any]], problems: Iterable[Problem]) -> Iterator[dict[str, Any]]:

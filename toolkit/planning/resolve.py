@@ -13,7 +13,7 @@ from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.config.job import Job
 from toolkit.config.key_lines import with_lines
 from toolkit.errors import PlanError, Problem, ToolkitError, raise_all
-from toolkit.planning.chooser import Chooser, Instead, other_defaults
+from toolkit.planning.chooser import Chooser, Instead, other_defaults, with_origins
 from toolkit.planning.decide import decide
 from toolkit.planning.plan import Plan
 from toolkit.planning.read import read_job_or_plan
@@ -66,7 +66,7 @@ def resolve_with(job: Job, *, model: ModelSpec, gpu: Gpu, to_run: bool = True) -
         problems = [*problems, *(problem for rule in RUN_RULES for problem in rule(found.draft))]
     elif all(problem.code == "OFFLOAD_HOST_MEMORY" for problem in problems):
         problems = []  # the estimate itself tells whether the host has enough
-    raise_all(PlanError, problems)
+    raise_all(PlanError, with_origins(problems, found.chooser.choices))
     return Plan(job=job, model=model, gpu=gpu, settings=found.draft.settings, choices=tuple(found.chooser.choices))
 
 

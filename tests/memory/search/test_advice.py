@@ -246,3 +246,13 @@ def test_the_stage_that_a_single_card_gets_is_the_one_that_needs_least(model, gp
         stage: estimator.estimate(case.changed({"parallel.zero_stage": stage})).required_bytes for stage in (2, 3)
     }
     assert needed[chosen] == min(needed.values())
+
+
+def test_a_single_card_steps_all_parameters_at_once_where_that_fits_with_room():
+    case = case_of(ranks=1, gpu="h100-sxm-80gb", parallel={"zero_stage": None}).changed({"model.name": "llama-3.2-3b"})
+    case = Scenario.of(case.job)
+    report = Estimator().estimate(case)
+    assert case.plan().settings.zero_stage == 2
+    assert report.limiting_phase == "step"
+    assert report.fits
+    assert not report.tight
