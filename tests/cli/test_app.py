@@ -99,7 +99,7 @@ def test_the_version(capsys):
 def test_python_dash_m(job):
     done = subprocess.run([sys.executable, "-m", "toolkit", "validate", job], capture_output=True, text=True)
     assert done.returncode == 0
-    assert "job.yaml is sound" in done.stdout
+    assert "job.yaml is valid" in done.stdout
 
 
 def test_files_of_the_working_directory_do_not_stand_in_for_the_standard_library(tmp_path):

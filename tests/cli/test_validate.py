@@ -55,7 +55,7 @@ def validate(*sets, extra=("--json",)):
 def test_a_sound_job(folder, capsys):
     assert validate(extra=()) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("job.yaml is sound as a plan, but `toolkit train` would refuse it; the warnings say why")
+    assert shown.startswith("job.yaml is valid as a plan, but `toolkit train` would refuse it; the warnings say why")
     assert shown.splitlines()[0].endswith(": MODEL_NO_WEIGHTS, TOKENIZER_NOT_FOUND")
     assert "64 = 8 micro × 2 accumulation × 4 data-parallel ranks: 32,768 tokens a step" in shown
     assert "stage 2: parameters need not be sharded" in shown
@@ -150,7 +150,7 @@ def test_dimensions_without_weights_are_a_warning(folder, capsys):
 def test_a_job_that_can_be_trained_is_sound_without_a_but(folder, capsys):
     write_model(folder)
     assert validate("model=./model", "model.init=random", extra=()) == 0
-    assert capsys.readouterr().out.startswith("job.yaml is sound\n")
+    assert capsys.readouterr().out.startswith("job.yaml is valid\n")
 
 
 def test_a_process_on_cpu_is_no_gpu(folder, capsys):

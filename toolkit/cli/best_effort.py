@@ -48,7 +48,7 @@ def check_file(path: Path, overrides: Sequence[str] | None = None) -> Verdict:
     return check(job)
 
 
-def sound(path: Path, overrides: Sequence[str] | None = None, *, as_json: bool) -> Verdict:
+def check_or_exit(path: Path, overrides: Sequence[str] | None = None, *, as_json: bool) -> Verdict:
     """Do what `check_file` does, and end the command if the job has problems.
 
     Raises:

@@ -56,10 +56,10 @@ def emit(
     untrainable (problems for which `toolkit train` would refuse the job), warnings.
     """
     from toolkit.artifacts.files import write_files
-    from toolkit.cli.best_effort import sound
+    from toolkit.cli.best_effort import check_or_exit
     from toolkit.planning.refusals import refusals
 
-    verdict = sound(job, overrides, as_json=as_json)
+    verdict = check_or_exit(job, overrides, as_json=as_json)
     assert verdict.plan is not None
     result = write_files(
         verdict.plan, out, hosts=None if hosts is None else [host.strip() for host in hosts.split(",")]

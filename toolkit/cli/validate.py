@@ -56,10 +56,10 @@ def validate(
         return
     if job is None:
         raise typer.BadParameter("name a job file", param_hint="JOB")
-    from toolkit.cli.best_effort import sound
+    from toolkit.cli.best_effort import check_or_exit
     from toolkit.cli.job_checks import consumer_notes
 
-    verdict = sound(job, overrides, as_json=as_json)
+    verdict = check_or_exit(job, overrides, as_json=as_json)
     assert verdict.plan is not None
     if as_json:
         print_json(_as_dict(verdict, verdict.plan, explain=explain))
@@ -74,9 +74,9 @@ def validate(
 def _headline(job: Path, verdict: Verdict) -> str:
     """Return the verdict in one line: a job may be complete for planning, and lack what training needs."""
     if not verdict.untrainable:
-        return f"{job} is sound"
+        return f"{job} is valid"
     codes = ", ".join(problem.code for problem in verdict.untrainable)
-    return f"{job} is sound as a plan, but `toolkit train` would refuse it; the warnings say why: {codes}"
+    return f"{job} is valid as a plan, but `toolkit train` would refuse it; the warnings say why: {codes}"
 
 
 def _print_schema() -> None:

@@ -169,7 +169,7 @@ def parse_value(text: str, *, name: str) -> Any:
 
 
 def line_numbers(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line of each key of a YAML text, by its path; those of a sound mapping, or none."""
+    """Return the line of each key of a YAML text, by its path; none unless the text is a valid mapping."""
     try:
         node = _composed(_reader(), text, name="")
     except (SpecError, YAMLError, ArithmeticError, ValueError, LookupError, AttributeError, TypeError):
