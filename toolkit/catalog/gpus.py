@@ -288,6 +288,8 @@ def _match(name: str, catalogue: Iterable[str]) -> str:
 def _read(path: Path) -> Gpu:
     try:
         document = read_config(path)
+        if isinstance(document, dict):
+            document.pop("speed", None)  # catalog.speed
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     gpu = Gpu.model_validate(document)

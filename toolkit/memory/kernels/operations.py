@@ -21,6 +21,9 @@ import torch
 OperationKind = Literal["product", "attention", "eager", "fused", "collective", "view"]
 Phase = Literal["forward", "backward", "recomputation"]
 Place = Literal["layers", "loss", "model"]
+# How a kernel of torch walks through memory, on which its speed depends: flat: equal shapes, one after the other; strided:
+# broadcast, sliced or transposed inputs; upcast: to a wider type; the others by what they do.
+Access = Literal["flat", "strided", "upcast", "softmax", "reduction", "gather", "scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -37,6 +40,8 @@ class Operation:
         itemsize: Bytes of an input's element.
         bytes_read: Bytes of its inputs.
         bytes_written: Bytes of its results.
+        access: How it walks through memory.
+        elements: Elements of its largest input or result; 0 for products and attention.
         count: Number of times that it runs.
     """
 
@@ -48,6 +53,8 @@ class Operation:
     itemsize: int = 2
     bytes_read: int = 0
     bytes_written: int = 0
+    access: Access = "flat"
+    elements: int = 0
     count: int = 1
 
     @property
@@ -98,6 +105,8 @@ class OperationRecorder:
         itemsize: int = 2,
         bytes_read: int = 0,
         bytes_written: int = 0,
+        access: Access = "flat",
+        elements: int = 0,
         count: int = 1,
     ) -> None:
         """Note an operation that runs now, `count` times; arguments are those of `Operation`."""
@@ -111,6 +120,8 @@ class OperationRecorder:
             itemsize=itemsize,
             bytes_read=bytes_read,
             bytes_written=bytes_written,
+            access=access,
+            elements=elements,
         )
         self.counts[owner, made] += count
 
@@ -229,6 +240,17 @@ _NOTHING_NAMESPACES = frozenset({"prim", "prims", "profiler", "debugprims"})
 _FILLS = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "copy_", "random_", "exponential_"})
 # Read as much of their first argument as they return.
 _PICKS = frozenset({"embedding", "index", "index_select", "gather", "take", "masked_select", "nll_loss_forward"})
+# Read or write single rows.
+_SUMS_ROWS = frozenset({"embedding_dense_backward", "nll_loss_backward", "index_add", "scatter_add", "index_put"})
+_REDUCTIONS = frozenset(
+    {"sum", "mean", "amax", "max", "min", "norm", "linalg_vector_norm", "logsumexp", "var", "var_mean", "std", "argmax"}
+    | {"all", "any", "cumsum", "prod", "native_layer_norm", "native_layer_norm_backward", "topk", "sort", "bincount"}
+)
+_SOFTMAX = frozenset(
+    {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "_safe_softmax"}
+)
+_COPIES = frozenset({"_to_copy", "clone", "copy_", "contiguous"})
+_JOINS = frozenset({"cat", "stack", "constant_pad_nd", "slice_backward", "select_backward", "repeat", "roll"})
 # Change only a part of their first argument: as much as their last tensor has.
 _SCATTERS = frozenset({"index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_"})
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot", "_int_mm"})
@@ -293,9 +315,50 @@ def _kernel(name: str, *, mutable: bool) -> _Rule:
         else:
             read = sum(map(_nbytes, inputs[1:] if fills else inputs))
         size = inputs[0].element_size() if inputs else outputs[0].element_size() if outputs else 2
-        recorder.operation("eager", name, itemsize=size, bytes_read=read, bytes_written=written)
+        recorder.operation(
+            "eager",
+            name,
+            itemsize=size,
+            bytes_read=read,
+            bytes_written=written,
+            access=_access(name, inputs, outputs),
+            elements=max(
+                (tensor.numel() for tensor in (outputs if picks or not inputs else (*inputs, *outputs))), default=0
+            ),
+        )
 
     return rule
+
+
+def _access(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Access:
+    """Return how a kernel of torch walks through memory.
+
+    Source:
+        aten/src/ATen/native/cuda/CUDALoops.cuh gpu_kernel_impl_nocast: contiguous operands of one type are read in vectors,
+        others element by element; Loops.cuh and Copy.cu for casts.
+    """
+    if name in _SOFTMAX:
+        return "softmax"
+    if name in _REDUCTIONS:
+        return "reduction"
+    if name in _PICKS:
+        return "gather"
+    if name in _SCATTERS or name in _SUMS_ROWS:
+        return "scatter"
+    if name in _JOINS:
+        return "strided"
+    if not inputs or not outputs:
+        return "flat"
+    result = outputs[0]
+    for tensor in inputs:
+        if not tensor.dim():
+            continue
+        if tensor.shape != result.shape:
+            return "strided"
+        if not tensor.is_contiguous() and tensor.stride() != result.stride():
+            return "strided"
+    wider = name in _COPIES and result.element_size() > inputs[-1].element_size()
+    return "upcast" if wider else "flat"
 
 
 def _collective(name: str) -> _Rule:

@@ -1,0 +1,135 @@
+"""The foreseen time of a step: how it follows from the plan, and what it says of itself."""
+
+import json
+import math
+
+import pytest
+from tiny_plans import tiny_plan
+
+import toolkit as tk
+from toolkit.catalog.gpus import find_gpu, load_catalogue
+from toolkit.catalog.speed import CardSpeed, measured_speed, speed_of
+from toolkit.config.job import Job
+from toolkit.cost import step_time
+from toolkit.memory.trace.run import trace_ranks
+
+CARD = "h200-sxm-141gb"
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 6,
+    "vocab_size": 32000,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 4096,
+}
+
+
+def plan(*, gpu=CARD, **options):
+    train = {
+        "precision": "bf16",
+        "sequence_length": 2048,
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False,
+        **options.pop("train", {}),
+    }
+    return tiny_plan(ranks=options.pop("ranks", 1), gpu=gpu, train=train, config=SHAPE, **options)
+
+
+def time_of(**options):
+    made = plan(**options)
+    return step_time(made, trace_ranks(made, marks_modules=made.settings.zero_stage == 3))
+
+
+def test_the_parts_add_up_and_the_range_holds_the_time():
+    time = time_of()
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert time.low < time.seconds < time.high
+    assert time.tokens_per_step == 16 * 2048
+    assert time.tokens_per_second == pytest.approx(time.tokens_per_step / time.seconds)
+    assert 0 < time.model_flops_utilization < 0.8
+    assert time.measured
+    assert json.loads(json.dumps(time.to_dict())) == time.to_dict()
+
+
+def test_recomputation_costs_time():
+    plain, again = time_of(), time_of(train={"gradient_checkpointing": True})
+    assert again.seconds > plain.seconds
+    assert again.parts["recomputation"] > 0
+    assert "recomputation" not in plain.parts
+
+
+def test_accumulation_shares_the_optimizer_among_micro_batches():
+    one, four = time_of(), time_of(train={"gradient_accumulation_steps": 4})
+    assert one.seconds * 2.8 < four.seconds < one.seconds * 4
+    assert four.parts["optimizer"] == pytest.approx(one.parts["optimizer"])
+
+
+def test_more_cards_give_more_tokens_and_pay_for_collectives():
+    one, four = time_of(), time_of(ranks=4)
+    assert one.tokens_per_second * 2 < four.tokens_per_second < one.tokens_per_second * 4.2
+    assert four.parts["collectives"] > 0
+
+
+def test_an_optimizer_on_the_host_takes_longer():
+    card, host = time_of(), time_of(parallel={"offload": "optimizer-cpu"})
+    assert host.seconds > 1.5 * card.seconds
+    assert host.parts["optimizer on the host"] > host.parts.get("optimizer", 0)
+
+
+def test_a_tiny_batch_is_bound_by_the_host_and_says_so():
+    time = time_of(train={"sequence_length": 128, "per_device_train_batch_size": 1})
+    assert time.host_bound
+    assert "bound by the host" in str(time)
+    assert time.high / time.seconds > 1.2
+
+
+def test_a_pipeline_waits_for_its_other_stages():
+    few = time_of(ranks=2, parallel={"pipeline": 2, "zero_stage": 1}, train={"gradient_accumulation_steps": 2})
+    many = time_of(ranks=2, parallel={"pipeline": 2, "zero_stage": 1}, train={"gradient_accumulation_steps": 16})
+    waits = [time.parts["waiting for other stages"] / time.seconds for time in (few, many)]
+    assert waits[0] > 1.5 * waits[1] > 0
+
+
+def test_tensor_ranks_pay_for_their_reductions():
+    time = time_of(ranks=2, parallel={"tensor": 2, "zero_stage": 1})
+    assert time.parts["tensor parallelism"] > 0
+
+
+def test_a_card_without_figures_is_scaled_and_says_so():
+    time = time_of(gpu="a100-sxm-80gb")
+    assert not time.measured
+    assert "a100-sxm-80gb was not measured" in time.assumptions[0]
+    assert time.high / time.seconds > 1.25
+    fast = time_of()
+    assert 2 < time.seconds / fast.seconds < 4  # 312 of 989 TFLOP/s, 2.0 of 4.8 TB/s
+
+
+def test_every_card_of_the_catalogue_has_figures_of_its_own_or_by_analogy():
+    for gpu in load_catalogue().values():
+        speed, told = speed_of(gpu)
+        assert isinstance(speed, CardSpeed)
+        assert (told is None) == (measured_speed(gpu.name) is not None)
+        assert math.isfinite(speed.product_flops_per_second)
+
+
+def test_each_measured_figure_has_its_source():
+    speed = measured_speed(CARD)
+    assert set(speed.sources) == {name for name in type(speed).model_fields if name != "sources"}
+    assert all("benchmarks/" in source or "docs/" in source for source in speed.sources.values())
+    with pytest.raises(ValueError, match="sources"):
+        CardSpeed.model_validate({**speed.model_dump(), "sources": {}})
+
+
+def test_a_plan_of_a_real_job_reaches_the_utilization_that_its_tokens_mean():
+    job = {
+        "model": {"name": "llama-3.2-3b", "init": "random"},
+        "cluster": {"gpu": CARD},
+        "train": {"sequence_length": 4096, "max_steps": 4, "per_device_train_batch_size": 4},
+        "parallel": {"zero_stage": 2},
+    }
+    made = tk.resolve(Job.model_validate(job))
+    time = step_time(made, trace_ranks(made))
+    operations = 6 * 3_212_749_824 + 6 * 28 * 24 * 128 * 4096
+    peak = find_gpu(CARD).dense_bf16_flops_per_second
+    assert time.model_flops_utilization == pytest.approx(time.tokens_per_second * operations / peak, rel=1e-3)

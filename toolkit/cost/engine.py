@@ -1,0 +1,191 @@
+"""Seconds of what the engine does around the passes: gradient copies, optimizer, collectives, offload, hooks.
+
+Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, stage3.py, parameter_offload.py, runtime/bf16_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from toolkit.catalog.gpus import Gpu
+from toolkit.catalog.speed import CardSpeed
+from toolkit.memory.engines.settings import EngineSettings
+from toolkit.memory.trace.events import Marker, MemoryTrace, ResolvedEvent
+from toolkit.planning.plan import Plan
+
+# Bytes a parameter that Adam reads and writes in fp32: weight, gradient and two moments read, three of them written.
+ADAM_BYTES = 28
+# torch's AdamW, one kernel for each of its operations instead of one for all (benchmarks/card_speed.py: 1.28 of 3.35 TB/s).
+FOREACH_FACTOR = 2.6
+# Copies of a 16-bit gradient between backward pass and step: into the bucket (2 read, 2 written), its division by the number
+# of ranks (2, 2), and with several micro-batches the sum (4 read, 2 written).
+BUCKET_BYTES, SUM_BYTES = 8, 6
+# Of a partition at the step: the cast of its gradient to fp32 (2, 4) and to fp64 for the norm (4, 8, 8), unscaling
+# (4, 4), and the weight in training precision (4, 2).
+STEP_BYTES = 6 + 20 + 8 + 6
+# Bytes a parameter of the host's memory that DeepSpeedCPUAdam with its copies takes beside Adam's own.
+HOST_COPY_BYTES = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTime:
+    """What a rank's engine adds to the passes of a step.
+
+    Args:
+        step: Seconds of the card after the passes, by part.
+        beside: Seconds of collectives and copies that run beside the passes and that these wait for, by part.
+        host_seconds: Seconds of the host during the passes.
+        host_step_seconds: Seconds of the host during the step.
+    """
+
+    step: dict[str, float] = field(default_factory=dict)
+    beside: dict[str, float] = field(default_factory=dict)
+    host_seconds: float = 0.0
+    host_step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Bandwidths of a rank's collectives: inside a machine, and between machines.
+
+    Args:
+        local: Bytes a second of a card to the others of its machine.
+        network: Bytes a second of a card to other machines; None with one machine.
+        latency: Seconds of a collective of no bytes.
+    """
+
+    local: float
+    network: float | None
+    latency: float
+
+    @classmethod
+    def of(cls, plan: Plan, speed: CardSpeed) -> Links:
+        """Return the links of a plan's cluster."""
+        gpu, cluster = plan.gpu, plan.job.cluster
+        local = _local_bandwidth(gpu, cluster.gpus_per_node) * speed.link_share
+        network = None
+        if cluster.nodes > 1:
+            network = NETWORK_BYTES_PER_SECOND / cluster.gpus_per_node
+        return cls(local=local, network=network, latency=speed.link_seconds)
+
+    def ring_seconds(self, size: float, ranks: int, *, per_node: int, passes: int = 1) -> float:
+        """Return the seconds of an all-gather or reduce-scatter of `size` bytes; an all-reduce is two of them."""
+        if ranks < 2 or not size:
+            return 0.0
+        share = (ranks - 1) / ranks
+        seconds = size * share / self.local
+        if self.network is not None and ranks > per_node:
+            seconds = max(seconds, size * share / (self.network * per_node))
+        return passes * (seconds + self.latency)
+
+
+# One direction, a machine: 8 × 400 Gbit/s InfiniBand or EFA of the H100 and H200 machines that are rented
+# (AWS p5: 3,200 Gbit/s), of which collectives reach about 0.8.
+NETWORK_BYTES_PER_SECOND = 0.8 * 400e9
+# Of cards without links beyond PCIe.
+PCIE_SHARE = 0.5
+
+
+def _local_bandwidth(gpu: Gpu, count: int) -> float:
+    link, pcie = gpu.link_bandwidth_bytes_per_second, gpu.pcie_bandwidth_bytes_per_second
+    if link and gpu.link_kind != "pcie" and count <= (gpu.link_max_gpus or count):
+        return link
+    return (pcie or link or 32e9) * PCIE_SHARE
+
+
+def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed: CardSpeed, links: Links) -> EngineTime:
+    """Return what the engine adds to the passes of a step of a rank.
+
+    Args:
+        plan: Plan of the run.
+        settings: Settings of its engine.
+        trace: The rank's trace.
+        speed: Figures of the card.
+        links: Links of its cluster.
+    """
+    trained = [parameter for parameter in trace.parameters if parameter.trainable]
+    elements = sum(parameter.numel for parameter in trained)
+    total = sum(parameter.size for parameter in trace.parameters)
+    accumulation, dp = settings.accumulation_steps, settings.dp_size
+    if plan.grid.pp > 1:
+        accumulation = plan.settings.batch.accumulation
+    per_node = plan.job.cluster.gpus_per_node
+    stage = settings.zero_stage if plan.job.parallel.strategy == "zero" else (3 if _shards(plan) else 0)
+    own = elements / (dp if stage else 1)
+    size = settings.itemsize
+    scale = size / 2  # bytes of 16-bit gradients, in the gradients' type
+    gradient = elements * settings.communication_itemsize
+    offloaded = _offloaded(plan, settings)
+    kept = 1.0 - offloaded
+
+    reductions = accumulation if stage >= 2 else 1
+    copies = elements * (
+        BUCKET_BYTES * scale * reductions + (SUM_BYTES * scale * accumulation if accumulation > 1 else 0)
+    )
+    step = {
+        "gradient copies": copies / speed.bytes_per_second,
+        "optimizer": kept
+        * own
+        * (_adam_bytes(settings) / speed.adam_bytes_per_second + STEP_BYTES / speed.bytes_per_second),
+    }
+    beside: dict[str, float] = {}
+    collective = links.ring_seconds(gradient, dp, per_node=per_node, passes=2 if stage < 2 else 1) * reductions
+    hidden = stage == 3 or settings.overlap_comm
+    _add(beside if hidden else step, "collectives", collective * (speed.exposed_share if hidden else 1.0))
+    host = speed.host_gradient_seconds * len(trained) * accumulation if stage else 0.0
+    if stage in (1, 2):
+        gathered = links.ring_seconds(elements * size, dp, per_node=per_node)
+        _add(step, "collectives", gathered)
+    if stage == 3:
+        passes = accumulation * (2 + plan.settings.gradient_checkpointing)
+        gathers = links.ring_seconds(total, dp, per_node=per_node) * passes
+        _add(beside, "collectives", gathers * speed.exposed_share)
+        _add(beside, "gathered weights", passes * total * (2 if dp == 1 else 1) / speed.bytes_per_second)
+        host += speed.host_fetch_seconds * _fetches(trace) * accumulation
+        if settings.offload_param is not None:
+            _add(beside, "offload", speed.exposed_share * passes * total / dp / speed.pcie_bytes_per_second)
+    if offloaded:
+        elements_here = offloaded * own
+        ranks = min(per_node, plan.grid.world_size)  # they share the host's memory
+        _add(step, "offload", elements_here * 2 * size / speed.pcie_bytes_per_second)
+        adam = elements_here * ranks * (_adam_bytes(settings) + HOST_COPY_BYTES) / speed.host_adam_bytes_per_second
+        _add(step, "optimizer on the host", adam)
+    if trace.host_copies:
+        moved = 2.0 * accumulation * sum(trace.host_copies)
+        _add(beside, "offload", 0.5 * moved / speed.pcie_both_bytes_per_second)
+    return EngineTime(
+        step=step,
+        beside=beside,
+        host_seconds=host,
+        host_step_seconds=speed.host_step_seconds + speed.host_parameter_seconds * len(trained),
+    )
+
+
+def _add(parts: dict[str, float], name: str, seconds: float) -> None:
+    parts[name] = parts.get(name, 0.0) + seconds
+
+
+def _shards(plan: Plan) -> bool:
+    return plan.job.parallel.strategy == "fsdp2"
+
+
+def _offloaded(plan: Plan, settings: EngineSettings) -> float:
+    """Return the share of the optimizer's state that lies on the host."""
+    return plan.settings.offload_ratio if settings.offload_optimizer is not None else 0.0
+
+
+def _adam_bytes(settings: EngineSettings) -> float:
+    """Return the bytes a parameter that the optimizer reads and writes."""
+    if settings.optimizer == "torch_adamw":
+        return ADAM_BYTES * FOREACH_FACTOR
+    if settings.optimizer == "adamw_8bit":
+        return 4 + 4 + 4 + 2 * 2
+    # A moment is read and written: two for Adam, one for Lion and momentum, none for plain SGD.
+    return 3 * settings.master_itemsize + 2 * settings.state_bytes
+
+
+def _fetches(trace: MemoryTrace) -> int:
+    """Return how many modules ZeRO-3 fetches in the passes of a micro-batch."""
+    passes: list[ResolvedEvent] = [*trace.forward, *trace.backward]
+    passes += [event for chunk in trace.chunks for event in (*chunk.forward, *chunk.backward, *chunk.weights)]
+    return sum(1 for placed in passes if isinstance(placed.event, Marker) and placed.event.kind == "fetch")

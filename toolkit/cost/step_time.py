@@ -1,0 +1,288 @@
+"""The time of an optimizer step of a plan, foreseen without a card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolkit.catalog.parameters import count_parameters
+from toolkit.catalog.speed import CardSpeed, speed_of
+from toolkit.cost.engine import EngineTime, Links, engine_time
+from toolkit.cost.passes import PassTime, pass_time
+from toolkit.memory.engines.settings import EngineSettings, engine_settings
+from toolkit.memory.kernels.operations import Operation
+from toolkit.memory.trace.events import MemoryTrace
+from toolkit.memory.trace.spec import Traces
+from toolkit.pipeline_schedule import build_schedule, simulate
+from toolkit.pipeline_schedule.simulate import Durations
+from toolkit.planning.plan import Plan
+
+# Norm that joins the card's and the host's time of the passes: the host runs ahead of the card, so that of the two the
+# longer one counts, and near the balance each waits for the other now and then. ZeRO-3's hooks wait for the card.
+BLEND, BLEND_STAGE3 = 4.0, 1.5
+# Half-widths of the range, as shares of the time: on a card with figures, on one by analogy, and in addition where the host
+# binds, where ZeRO-3 fetches, and where machines exchange.
+RANGE, RANGE_ANALOGY, RANGE_HOST, RANGE_STAGE3, RANGE_NETWORK = 0.10, 0.30, 0.25, 0.15, 0.20
+# Micro-batches of a pipeline that are simulated, in multiples of its stages; more repeat the last ones.
+SIMULATED = (2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The foreseen time of one optimizer step, of all its micro-batches.
+
+    Args:
+        seconds: Seconds from one step to the next.
+        low: Shortest time that is likely.
+        high: Longest time that is likely.
+        parts: Seconds by what they are spent on; they add up to `seconds`.
+        tokens_per_step: Tokens of all ranks in a step.
+        tokens_per_second: Tokens of the whole job a second.
+        model_flops_utilization: 6 operations for each parameter and token, and causal attention, as a share of the cards' dense
+            bf16 peak (fp16 or fp32 on cards without); None where either is unknown.
+        host_bound: Whether the host, which starts the kernels, takes longer than the card.
+        measured: Whether the card's figures were measured, rather than scaled from another card's.
+        assumptions: What the time depends on, as sentences.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+    tokens_per_step: int
+    tokens_per_second: float
+    model_flops_utilization: float | None
+    host_bound: bool
+    measured: bool
+    assumptions: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {**asdict(self), "assumptions": list(self.assumptions)}
+
+    def __str__(self) -> str:
+        return self.line()
+
+    def line(self) -> str:
+        """Return the time on one line."""
+        share = self.model_flops_utilization
+        told = [
+            f"{format_seconds(self.seconds)} a step ({format_seconds(self.low)} to {format_seconds(self.high)})",
+            f"{self.tokens_per_second:,.0f} tokens/s",
+            *([] if share is None else [f"{share:.1%} MFU"]),
+            *(["bound by the host"] if self.host_bound else []),
+            *([] if self.measured else ["by analogy to another card"]),
+        ]
+        return ", ".join(told)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time for people.
+
+    >>> format_seconds(0.0421), format_seconds(1.234), format_seconds(250)
+    ('42 ms', '1.23 s', '250 s')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def step_time(plan: Plan, traces: Traces, *, speed: CardSpeed | None = None) -> StepTime:
+    """Return the foreseen time of a step.
+
+    Args:
+        plan: Plan of the run.
+        traces: Traces of its model, one for each rank of a pipeline; those of `trace_ranks`, or of an `Estimator`.
+        speed: Figures measured on this machine; by default those of the catalogue.
+
+    Raises:
+        SpecError: GPU_FILE.
+    """
+    found, analogy = speed_of(plan.gpu)
+    own = speed or found
+    settings = engine_settings(plan)
+    links = Links.of(plan, own)
+    ranks = [_RankTime.of(plan, settings, trace, own, links) for trace in traces]
+    if plan.grid.pp > 1:
+        parts, host_bound = _pipeline(plan, ranks, settings, links)
+    else:
+        parts, host_bound = _single(plan, ranks[0], settings)
+    seconds = sum(parts.values())
+    batch = plan.settings.batch
+    tokens = batch.train * plan.settings.sequence_length
+    below, above = _range(plan, settings, host_bound=host_bound, measured=analogy is None or speed is not None)
+    return StepTime(
+        seconds=seconds,
+        low=seconds * (1 - below),
+        high=seconds * (1 + above),
+        parts=parts,
+        tokens_per_step=tokens,
+        tokens_per_second=tokens / seconds,
+        model_flops_utilization=_utilization(plan, tokens / seconds),
+        host_bound=host_bound,
+        measured=analogy is None or speed is not None,
+        assumptions=tuple(_assumptions(plan, analogy if speed is None else None, host_bound=host_bound)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankTime:
+    forward: PassTime
+    backward: PassTime
+    recomputation: PassTime
+    engine: EngineTime
+    tensor_seconds: tuple[float, float, float]
+    received_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed: CardSpeed, links: Links) -> _RankTime:
+        operations: Sequence[Operation] = trace.operations
+        passes = [pass_time(operations, phase, speed) for phase in ("forward", "backward", "recomputation")]
+        forward, backward, recomputation = passes
+        tensor = [_tensor_seconds(plan, each, links) for each in passes]
+        return cls(
+            forward=forward,
+            backward=backward,
+            recomputation=recomputation,
+            engine=engine_time(plan, settings, trace, speed, links),
+            tensor_seconds=(tensor[0], tensor[1], tensor[2]),
+            received_bytes=max((chunk.received_bytes or chunk.gradient_bytes for chunk in trace.chunks), default=0),
+        )
+
+
+def _tensor_seconds(plan: Plan, made: PassTime, links: Links) -> float:
+    """Return the seconds of the collectives of tensor parallelism in a pass."""
+    ranks, per_node = plan.grid.tp, plan.job.cluster.gpus_per_node
+    return sum(
+        count * links.ring_seconds(size, ranks, per_node=per_node, passes=2 if name == "all_reduce" else 1)
+        for name, size, count in made.collectives
+    )
+
+
+def _blend(card: float, host: float, stage: int) -> float:
+    norm = BLEND_STAGE3 if stage == 3 else BLEND
+    joined: float = (card**norm + host**norm) ** (1 / norm)
+    return joined
+
+
+def _single(plan: Plan, rank: _RankTime, settings: EngineSettings) -> tuple[dict[str, float], bool]:
+    accumulation = plan.settings.batch.accumulation
+    parts: dict[str, float] = {}
+    for name in rank.forward.parts:
+        parts[name] = accumulation * (rank.forward.parts[name] + rank.backward.parts[name])
+    parts["recomputation"] = accumulation * rank.recomputation.card_seconds
+    _add(parts, {"tensor parallelism": accumulation * sum(rank.tensor_seconds)})
+    _add(parts, rank.engine.beside)
+    card = sum(parts.values())
+    host = rank.engine.host_seconds + accumulation * (
+        rank.forward.host_seconds + rank.backward.host_seconds + rank.recomputation.host_seconds
+    )
+    passes = _blend(card, host, settings.zero_stage)
+    step = sum(rank.engine.step.values())
+    _add(parts, rank.engine.step)
+    _add(parts, {"waiting for the host": passes - card + max(0.0, rank.engine.host_step_seconds - step)})
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}, host > card
+
+
+def _add(parts: dict[str, float], more: dict[str, float]) -> None:
+    for name, seconds in more.items():
+        parts[name] = parts.get(name, 0.0) + seconds
+
+
+def _pipeline(
+    plan: Plan, ranks: Sequence[_RankTime], settings: EngineSettings, links: Links
+) -> tuple[dict[str, float], bool]:
+    """Return the parts of a pipeline's step: those of its busiest stage, and what that waits for."""
+    virtual, pp = plan.settings.virtual_stages, plan.grid.pp
+    durations, busy, hosts = [], [], []
+    for stage in range(pp * virtual):
+        rank = ranks[stage % pp]
+        first, second, third = rank.tensor_seconds
+        forward = _blend(rank.forward.card_seconds + first, rank.forward.host_seconds, 0) / virtual
+        card = rank.backward.card_seconds + second + rank.recomputation.card_seconds + third
+        host = rank.backward.host_seconds + rank.recomputation.host_seconds
+        backward = _blend(card, host, 0) / virtual
+        split = 0.5 if plan.settings.splits_backward else 1.0
+        transfer = links.ring_seconds(2.0 * rank.received_bytes, 2, per_node=plan.job.cluster.gpus_per_node)
+        durations.append(
+            Durations(
+                forward=forward,
+                backward_input=backward * split,
+                backward_weight=backward * (1 - split),
+                transfer=transfer,
+            )
+        )
+        busy.append(forward + backward)
+        hosts.append(host + rank.forward.host_seconds > card + rank.forward.card_seconds)
+    makespan = _makespan(plan, durations)
+    slowest = max(range(pp), key=lambda index: busy[index])
+    rank, accumulation = ranks[slowest], plan.settings.batch.accumulation
+    parts: dict[str, float] = {}
+    for name in rank.forward.parts:
+        parts[name] = accumulation * (rank.forward.parts[name] + rank.backward.parts[name])
+    parts["recomputation"] = accumulation * rank.recomputation.card_seconds
+    _add(parts, {"tensor parallelism": accumulation * sum(rank.tensor_seconds)})
+    working = accumulation * virtual * busy[slowest]
+    _add(parts, {"waiting for the host": working - sum(parts.values())})
+    _add(parts, {"waiting for other stages": max(0.0, makespan - working)})
+    hooks = sum(rank.engine.beside.values()) + rank.engine.host_seconds
+    step = sum(rank.engine.step.values())
+    _add(parts, rank.engine.step)
+    _add(parts, rank.engine.beside)
+    late = max(0.0, rank.engine.host_step_seconds - step) + hooks - sum(rank.engine.beside.values())
+    _add(parts, {"waiting for the host": late})
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}, hosts[slowest]
+
+
+def _makespan(plan: Plan, durations: Sequence[Durations]) -> float:
+    """Return the seconds of a pipeline's passes; of many micro-batches few are simulated, since the others repeat them."""
+    settings, pp = plan.settings, plan.grid.pp
+
+    def simulated(count: int) -> float:
+        schedule = build_schedule(
+            settings.pipeline_schedule, pp=pp, micro_batches=count, virtual_stages=settings.virtual_stages
+        )
+        return simulate(schedule, durations).makespan
+
+    count = settings.batch.accumulation
+    few, more = (multiple * pp for multiple in SIMULATED)
+    if count <= more:
+        return simulated(count)
+    start, end = simulated(few), simulated(more)
+    return end + (count - more) * (end - start) / (more - few)
+
+
+def _utilization(plan: Plan, tokens_per_second: float) -> float | None:
+    """Return 6 N + causal attention of each token, as a share of the peak of all cards."""
+    gpu, model = plan.gpu, plan.model
+    peak = gpu.dense_bf16_flops_per_second or gpu.dense_fp16_flops_per_second or gpu.dense_fp32_flops_per_second
+    count = count_parameters(model.config)
+    if not peak or count is None:
+        return None
+    active = count.active - (count.embedding if count.head else 0)
+    scores = 6 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
+    return tokens_per_second * (6 * active + scores) / (peak * plan.grid.world_size)
+
+
+def _range(plan: Plan, settings: EngineSettings, *, host_bound: bool, measured: bool) -> tuple[float, float]:
+    """Return how far below and above the foreseen time the measured one may lie, as shares of it."""
+    width = RANGE if measured else RANGE_ANALOGY
+    if settings.zero_stage == 3:
+        width += RANGE_STAGE3
+    if plan.job.cluster.nodes > 1:
+        width += RANGE_NETWORK
+    if host_bound:
+        return width + RANGE_HOST / 2, width + RANGE_HOST
+    return width, width
+
+
+def _assumptions(plan: Plan, analogy: str | None, *, host_bound: bool) -> list[str]:
+    told = []
+    if analogy is not None:
+        told.append(analogy)
+    if host_bound:
+        told.append("the host binds: the time depends on its processor, and a larger micro-batch costs little")
+    if plan.job.cluster.nodes > 1:
+        told.append("machines are assumed to be joined by 400 GB/s each way, as those of eight H100s are")
+    return told
