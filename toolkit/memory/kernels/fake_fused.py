@@ -6,6 +6,7 @@ B: sequences, H: heads, S: tokens, D: width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,39 +34,87 @@ class FusedAttention(torch.autograd.Function):
     ) -> Any:
         """Allocate the output and the log-sum-exp; `kernel` and `causal` are only noted."""
         ctx.kernel, ctx.causal = kernel, causal
-        out_BHSD = _like_layout(query_BHSD, (*query_BHSD.shape[:-1], value_BHSD.shape[-1]))
-        logsumexp_BHS = query_BHSD.new_empty(query_BHSD.shape[:-1], dtype=torch.float32)
+        out_BHSD, logsumexp_BHS = attention_results(
+            query_BHSD, key_BHSD, value_BHSD, bias, kernel=kernel, causal=causal
+        )
         saved = [query_BHSD, key_BHSD, value_BHSD, out_BHSD, logsumexp_BHS]
         ctx.save_for_backward(*saved, *([] if bias is None else [bias]))
-        note(
-            "attention",
-            kernel,
-            dims=_attention_dims(query_BHSD, key_BHSD, value_BHSD, causal=causal),
-            reads=[query_BHSD, key_BHSD, value_BHSD, bias],
-            writes=[out_BHSD, logsumexp_BHS],
-        )
         return out_BHSD
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Allocate the gradients; 16-bit kernels sum dq in fp32, and make dk and dv per query head before summing heads."""
+        """Allocate the gradients."""
         query, key, value, out, logsumexp, *bias = ctx.saved_tensors
         grad_bias = torch.empty_like(bias[0]) if bias and ctx.needs_input_grad[3] else None
-        grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        work = [out.new_empty(out.shape[:-1], dtype=torch.float32)]
-        if query.dtype != torch.float32:
-            work.append(query.new_empty(query.shape, dtype=torch.float32))
-        if key.shape[1] != query.shape[1]:
-            work += [key.new_empty(query.shape), value.new_empty(out.shape)]
-        note(
-            "attention",
-            ctx.kernel,
-            dims=_attention_dims(query, key, value, causal=ctx.causal),
-            reads=[*grads, query, key, value, out, logsumexp, *bias],
-            writes=[grad_query, grad_key, grad_value, *work],
+        gradients = attention_gradients(
+            query,
+            key,
+            value,
+            out,
+            others=[*grads, logsumexp, *bias],
+            kernel=ctx.kernel,
+            causal=ctx.causal,
         )
-        del work
-        return grad_query, grad_key, grad_value, grad_bias, None, None
+        return *gradients, grad_bias, None, None
+
+
+def attention_results(
+    query_BHSD: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSD: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    kernel: str,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate the output, with the memory layout of the query, and the log-sum-exp of fused attention."""
+    out_BHSD = _like_layout(query_BHSD, (*query_BHSD.shape[:-1], value_BHSD.shape[-1]))
+    logsumexp_BHS = query_BHSD.new_empty(query_BHSD.shape[:-1], dtype=torch.float32)
+    note(
+        "attention",
+        kernel,
+        dims=_attention_dims(query_BHSD, key_BHSD, value_BHSD, causal=causal),
+        reads=[query_BHSD, key_BHSD, value_BHSD, bias],
+        writes=[out_BHSD, logsumexp_BHS],
+    )
+    return out_BHSD, logsumexp_BHS
+
+
+def attention_gradients(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    others: Sequence[torch.Tensor | None],
+    kernel: str,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Allocate the gradients; 16-bit kernels sum dq in fp32, and make dk and dv per query head before summing heads.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        out: Output.
+        others: What is read too: the gradient of the output, the log-sum-exp, and a bias.
+        kernel: Kernel, for the note.
+        causal: Whether its mask is causal, for the note.
+    """
+    gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    work = [out.new_empty(out.shape[:-1], dtype=torch.float32)]
+    if query.dtype != torch.float32:
+        work.append(query.new_empty(query.shape, dtype=torch.float32))
+    if key.shape[1] != query.shape[1]:
+        work += [key.new_empty(query.shape), value.new_empty(out.shape)]
+    note(
+        "attention",
+        kernel,
+        dims=_attention_dims(query, key, value, causal=causal),
+        reads=[query, key, value, out, *others],
+        writes=[*gradients, *work],
+    )
+    return gradients
 
 
 def _attention_dims(

@@ -19,13 +19,13 @@ from transformers import PreTrainedConfig
 from toolkit.distributed.fake import fake_group
 from toolkit.errors import ToolkitError
 from toolkit.introspect import tied_groups
-from toolkit.memory.kernels.device import Device
-from toolkit.memory.kernels.dispatch import cuda_kernels
+from toolkit.memory.kernels.dispatch import Device, cuda_kernels
 from toolkit.memory.kernels.linear_attention import replaced_kernels
 from toolkit.memory.kernels.operations import join_operations
 from toolkit.memory.kernels.quantized import quantize_linears
 from toolkit.memory.kernels.routing import LoopedExperts, assumptions, has_experts, runs_grouped
 from toolkit.memory.kernels.zero3 import find_leaves, linear_modules
+from toolkit.memory.trace.compiled_layers import CompiledStacks
 from toolkit.memory.trace.events import ChunkTrace, MemoryTrace, ResolvedEvent, held, in_blocks
 from toolkit.memory.trace.extrapolate import (
     expand,
@@ -108,6 +108,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                     looped = LoopedExperts(empty.config, spec.routing)
                 rules: list[FakeOpRule] = [disable_layer_dropout, inplace_collectives, *([looped] if looped else [])]
                 losses = _losses(spec, made, tp_group)
+                compiled = CompiledStacks.of(spec, made.model, made.stacks) if spec.torch_compile else None
                 runs = []
                 splits = spec.splits_backward and not spec.evaluation
                 gradients = split_backward(made.model) if splits else None
@@ -133,6 +134,7 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                     "assumptions": (
                         *assumptions(made.model, looped),
                         *recurrence.describe(),
+                        *(() if compiled is None else compiled.describe()),
                         *((PADDED,) if spec.packing == "none" else ()),
                         *(
                             [f"kernels={spec.kernels} does not replace: {', '.join(made.unfused)}"]
@@ -281,7 +283,7 @@ def _finish(spec: TraceSpec, model: Any, pruned: _Pruned, *, num_replicas: int) 
     allocate(model, device=torch.device("cpu"), dtype=spec.dtype)
     with unset_fake_temporarily():  # they read values, or make modules without storage
         unfused = find_fusable(model).left if spec.kernels == "liger" else ()
-        finish_model(model, spec, checkpointed=pruned.checkpointed)
+        finish_model(model, replace(spec, torch_compile=False), checkpointed=pruned.checkpointed)
         if _needs_input_gradient(spec, whole=pruned.part is None):
             model.enable_input_require_grads()
     model.train(not spec.evaluation)
