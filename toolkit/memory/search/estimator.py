@@ -6,22 +6,24 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
 from toolkit.memory.estimate import report_of
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.ranks import stage_required_bytes
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Outcome, Scenario
-from toolkit.memory.trace.run import StageTracer, stage_tracer, trace_ranks
-from toolkit.memory.trace.spec import Traces, TraceSpec
-from toolkit.pipeline_parallel import StageSpec
+from toolkit.memory.trace.events import Traces
+from toolkit.pipeline_schedule import StageSpec
 from toolkit.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from toolkit.memory.trace.run import StageTracer
 
 MARKED = {"marks_modules": True}  # plans of all stages share a trace, whose marks lower stages do not read
 ANY_DEVICE = Device(capability=0.0)  # takes the place of the card, whose kernels are a part of the key of their own
@@ -100,6 +102,8 @@ class Estimator:
             micro = settings.per_device_eval_batch_size if changes.get("evaluation") else settings.batch.micro
             stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
             self._notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
+            from toolkit.memory.trace.run import trace_ranks
+
             tracer = self._tracer(plan, **changes) if plan.grid.pp > 1 else None
             self._traces[cut] = trace_ranks(plan, tracer=tracer, **changes)
         return self._traces[cut]
@@ -108,6 +112,8 @@ class Estimator:
         changes |= MARKED
         key = trace_key(plan, **changes)
         if key not in self._tracers:
+            from toolkit.memory.trace.run import stage_tracer
+
             self._tracers[key] = stage_tracer(plan, **changes)
         return self._tracers[key]
 
@@ -162,6 +168,8 @@ def trace_key(plan: Plan, **changes: Any) -> str:
         plan: Plan of the run.
         changes: As of `trace_ranks`.
     """
+    from toolkit.memory.trace.spec import TraceSpec
+
     spec = TraceSpec.of(plan, **changes | MARKED)
     model = json.dumps([plan.model.to_dict(), plan.job.model.model_dump(mode="json")], sort_keys=True, default=str)
     kernels: Any = _kernels(plan.gpu, spec.device)
