@@ -73,7 +73,7 @@ def test_more_cards_give_more_tokens_and_pay_for_collectives():
 
 def test_an_optimizer_on_the_host_takes_longer():
     card, host = time_of(), time_of(parallel={"offload": "optimizer-cpu"})
-    assert host.seconds > 1.5 * card.seconds
+    assert host.seconds > 1.3 * card.seconds
     assert host.parts["optimizer on the host"] > host.parts.get("optimizer", 0)
 
 

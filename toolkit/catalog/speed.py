@@ -32,13 +32,19 @@ class CardSpeed(_Frozen):
     Args:
         product_flops_per_second: Limit of bf16 products with a large inner size, at the clock that the card keeps up.
         product_half_size: Inner size at which a product reaches half of that limit.
+        cool_share: Share of the time that products take above which the card's power holds them at that limit.
+        cool_gain: How much faster products are, for each unit that their share of the time lies below.
         fp8_flops_per_second: The same limit for float8 products.
+        unaligned_share: Share of a product's rate where a size is not a multiple of 8, as some vocabularies.
         grouped_share: Share of a product's rate that one of stacked experts reaches.
         attention: Operations a second by kernel and width of a head, half of the scores counted.
         bytes_per_second: Of kernels that read and write in order.
-        strided_elements_per_second: Of kernels whose inputs are broadcast, sliced or transposed.
+        broadcast_elements_per_second: Of kernels one of whose inputs is broadcast, in 16 bits.
+        broadcast_bytes_per_second: The same in fp32.
+        strided_elements_per_second: Of kernels whose inputs are sliced or transposed.
         upcast_elements_per_second: Of casts to a wider type.
         softmax_elements_per_second: Of softmax and its backward pass.
+        scatter_elements_per_second: Of sums into rows by index, the backward pass of indexing.
         fused_bytes_per_second: Of Triton kernels.
         adam_bytes_per_second: Of a fused Adam, 28 bytes an element in fp32.
         kernel_seconds: Least time of a kernel on the card.
@@ -62,13 +68,19 @@ class CardSpeed(_Frozen):
 
     product_flops_per_second: Figure
     product_half_size: Figure
+    cool_share: Figure
+    cool_gain: Figure
     fp8_flops_per_second: Figure | None = None
+    unaligned_share: Figure
     grouped_share: Figure
     attention: dict[str, dict[int, tuple[AttentionRow, ...]]]
     bytes_per_second: Figure
+    broadcast_elements_per_second: Figure
+    broadcast_bytes_per_second: Figure
     strided_elements_per_second: Figure
     upcast_elements_per_second: Figure
     softmax_elements_per_second: Figure
+    scatter_elements_per_second: Figure
     fused_bytes_per_second: Figure
     adam_bytes_per_second: Figure
     kernel_seconds: Figure
@@ -101,9 +113,12 @@ class CardSpeed(_Frozen):
 _OF_PRODUCTS = ("product_flops_per_second", "fp8_flops_per_second")
 _OF_MEMORY = (
     "bytes_per_second",
+    "broadcast_elements_per_second",
+    "broadcast_bytes_per_second",
     "strided_elements_per_second",
     "upcast_elements_per_second",
     "softmax_elements_per_second",
+    "scatter_elements_per_second",
     "fused_bytes_per_second",
     "adam_bytes_per_second",
 )
@@ -172,12 +187,16 @@ def scaled(speed: CardSpeed, measured: Mapping[str, Any], gpu: Gpu) -> CardSpeed
     changed |= {name: _times(getattr(speed, name), pcie) for name in _OF_PCIE}
     if not gpu.supports("fp8"):
         changed["fp8_flops_per_second"] = None
+    attention = dict(speed.attention)
+    if gpu.architecture != measured.get("architecture") and "cudnn" in attention:
+        # FlashAttention-2 reaches on Ampere the share of the peak that cuDNN does on Hopper (arXiv 2307.08691, 4.1).
+        attention["flash"] = attention["cudnn"]
     changed["attention"] = {
         kernel: {
             width: tuple((length, forward * products, backward * products) for length, forward, backward in rows)
             for width, rows in widths.items()
         }
-        for kernel, widths in speed.attention.items()
+        for kernel, widths in attention.items()
     }
     return speed.model_copy(update=changed)
 

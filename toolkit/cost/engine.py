@@ -17,12 +17,13 @@ from toolkit.planning.plan import Plan
 ADAM_BYTES = 28
 # torch's AdamW, one kernel for each of its operations instead of one for all (benchmarks/card_speed.py: 1.28 of 3.35 TB/s).
 FOREACH_FACTOR = 2.6
-# Copies of a 16-bit gradient between backward pass and step: into the bucket (2 read, 2 written), its division by the number
-# of ranks (2, 2), and with several micro-batches the sum (4 read, 2 written).
-BUCKET_BYTES, SUM_BYTES = 8, 6
-# Of a partition at the step: the cast of its gradient to fp32 (2, 4) and to fp64 for the norm (4, 8, 8), unscaling
-# (4, 4), and the weight in training precision (4, 2).
-STEP_BYTES = 6 + 20 + 8 + 6
+# Bytes a parameter that copies of a 16-bit gradient move between backward pass and step: a micro-batch's into the bucket and
+# out of it, and once a step into the flat partition (profiles by benchmarks/job_speed.py of a 3B model, one and four
+# micro-batches: 22 and 43); with several micro-batches their sum (4 read, 2 written).
+BUCKET_BYTES, FLAT_BYTES, SUM_BYTES = 7, 15, 6
+# Of a partition at the step, a parameter: the casts of its gradient to fp32 and to fp64, whose norm is taken (elements), the
+# norm, unscaling and clipping, and the weight in training precision (bytes).
+STEP_CASTS, STEP_BYTES = 2.9, 8 + 8 + 8 + 6
 # Bytes a parameter of the host's memory that DeepSpeedCPUAdam with its copies takes beside Adam's own.
 HOST_COPY_BYTES = 15
 
@@ -126,13 +127,18 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         "gradient copies": copies / speed.bytes_per_second,
         "optimizer": kept
         * own
-        * (_adam_bytes(settings) / speed.adam_bytes_per_second + STEP_BYTES / speed.bytes_per_second),
+        * (
+            _adam_bytes(settings) / speed.adam_bytes_per_second
+            + STEP_BYTES / speed.bytes_per_second
+            + STEP_CASTS / speed.upcast_elements_per_second
+        ),
     }
     beside: dict[str, float] = {}
-    collective = links.ring_seconds(gradient, dp, per_node=per_node, passes=2 if stage < 2 else 1) * reductions
+    collective = links.ring_seconds(gradient, dp, per_node=per_node, passes=1 if stage == 3 else 2) * reductions
+    # Stages 1 and 2 all-reduce whole buckets (stage_1_and_2.py allreduce_and_scatter); stage 3 scatters.
     hidden = stage == 3 or settings.overlap_comm
     _add(beside if hidden else step, "collectives", collective * (speed.exposed_share if hidden else 1.0))
-    host = speed.host_gradient_seconds * len(trained) * accumulation if stage else 0.0
+    host = speed.host_gradient_seconds * len(trained) * accumulation if stage and not _shards(plan) else 0.0
     if stage in (1, 2):
         gathered = links.ring_seconds(elements * size, dp, per_node=per_node)
         _add(step, "collectives", gathered)
@@ -141,7 +147,11 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         gathers = links.ring_seconds(total, dp, per_node=per_node) * passes
         _add(beside, "collectives", gathers * speed.exposed_share)
         _add(beside, "gathered weights", passes * total * (2 if dp == 1 else 1) / speed.bytes_per_second)
-        host += speed.host_fetch_seconds * _fetches(trace) * accumulation
+        # FSDP2 gathers whole layers, DeepSpeed module by module.
+        fetches = (
+            int(trace.num_layers * (2 + plan.settings.gradient_checkpointing)) if _shards(plan) else _fetches(trace)
+        )
+        host += speed.host_fetch_seconds * fetches * accumulation
         if settings.offload_param is not None:
             _add(beside, "offload", speed.exposed_share * passes * total / dp / speed.pcie_bytes_per_second)
     if offloaded:
@@ -157,7 +167,8 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         step=step,
         beside=beside,
         host_seconds=host,
-        host_step_seconds=speed.host_step_seconds + speed.host_parameter_seconds * len(trained),
+        host_step_seconds=speed.host_step_seconds
+        + (0.0 if _shards(plan) else speed.host_parameter_seconds * len(trained)),
     )
 
 

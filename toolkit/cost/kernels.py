@@ -10,6 +10,8 @@ from toolkit.memory.kernels.operations import Operation
 
 # Norm that joins arithmetic and bytes of a product: near the larger of the two (products of benchmarks/card_speed.py).
 PRODUCT_NORM = 3.0
+# Sizes of 16-bit matrices that tensor cores read in whole vectors are multiples of this (16 bytes).
+ALIGNED = 8
 # Kernels of attention that stand for one that was not measured, and width of a head where only another was.
 _LIKE = {"flash": "flash", "cudnn": "cudnn", "efficient": "efficient", "math": "efficient"}
 
@@ -27,9 +29,13 @@ def kernel_seconds(operation: Operation, speed: CardSpeed) -> float:
     if operation.kind == "fused":
         return operation.moved / speed.fused_bytes_per_second + speed.kernel_seconds
     seconds = operation.moved / speed.bytes_per_second
+    if operation.access == "broadcast":
+        seconds = operation.moved / speed.broadcast_bytes_per_second
     by_element = {
+        "broadcast": speed.broadcast_elements_per_second,
         "strided": speed.strided_elements_per_second,
         "upcast": speed.upcast_elements_per_second,
+        "scatter": speed.scatter_elements_per_second,
         "softmax": speed.softmax_elements_per_second,
     }.get(operation.access)
     if by_element is not None:
@@ -49,6 +55,8 @@ def product_seconds(operation: Operation, speed: CardSpeed) -> float:
         rate /= 12  # without TF32 (vector units): 66.9 of 989.4 TFLOP/s by the datasheet
     if operation.name == "_grouped_mm":
         rate *= speed.grouped_share
+    if rows % ALIGNED or columns % ALIGNED or inner % ALIGNED:
+        rate *= speed.unaligned_share
     smallest = min(rows, columns)
     rate *= inner / (inner + speed.product_half_size) * min(1.0, smallest / 64)
     arithmetic, memory = operation.flops / rate, operation.moved / speed.bytes_per_second

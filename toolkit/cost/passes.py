@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from toolkit.catalog.speed import CardSpeed
 from toolkit.cost.kernels import kernel_seconds
@@ -18,12 +18,14 @@ class PassTime:
 
     Args:
         parts: Seconds of the card, by part.
+        dense: Those of them that products and attention take.
         host_seconds: Seconds in which the host starts the kernels.
         collectives: Bytes and number of each collective, by name.
         flops: Floating-point operations.
     """
 
     parts: dict[str, float] = field(default_factory=dict)
+    dense: dict[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
     collectives: tuple[tuple[str, int, int], ...] = ()
     flops: float = 0.0
@@ -32,6 +34,27 @@ class PassTime:
     def card_seconds(self) -> float:
         """Seconds of the card."""
         return sum(self.parts.values())
+
+
+def at_clock(passes: Sequence[PassTime], speed: CardSpeed) -> list[PassTime]:
+    """Return passes with products and attention at the clock that the card keeps up between other kernels.
+
+    The limits of products are those of a card that does nothing else and is held by its power; the less of the time they take, the
+    faster they run.
+    """
+    total = sum(each.card_seconds for each in passes)
+    dense = sum(sum(each.dense.values()) for each in passes)
+    if not total:
+        return list(passes)
+    gain = 1.0 + speed.cool_gain * max(0.0, speed.cool_share - dense / total)
+    return [
+        replace(
+            each,
+            parts={name: seconds - each.dense[name] * (1 - 1 / gain) for name, seconds in each.parts.items()},
+            dense={name: seconds / gain for name, seconds in each.dense.items()},
+        )
+        for each in passes
+    ]
 
 
 def part_of(operation: Operation) -> str:
@@ -48,14 +71,15 @@ def host_seconds(operation: Operation, speed: CardSpeed) -> float:
     if operation.kind == "view":
         return speed.host_view_seconds
     if operation.kind == "fused":
-        behind_function = operation.name.startswith(("liger", "recurrence"))
-        return speed.host_triton_seconds if behind_function else speed.host_fused_seconds
+        if not operation.name.startswith(("liger", "recurrence", "dequantize")):
+            return speed.host_fused_seconds
+        return speed.host_triton_seconds * (3 if operation.phase == "backward" else 1)
     return speed.host_kernel_seconds
 
 
 def pass_time(operations: Iterable[Operation], phase: Phase, speed: CardSpeed) -> PassTime:
     """Return the time of one pass: `forward`, `backward` or `recomputation`."""
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts, dense = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
     host = flops = 0.0
     collectives = []
     for operation in operations:
@@ -66,5 +90,8 @@ def pass_time(operations: Iterable[Operation], phase: Phase, speed: CardSpeed) -
         if operation.kind == "collective":
             collectives.append((operation.name, max(operation.bytes_read, operation.bytes_written), operation.count))
         else:
-            parts[part_of(operation)] += operation.count * kernel_seconds(operation, speed)
-    return PassTime(parts=parts, host_seconds=host, collectives=tuple(collectives), flops=flops)
+            part, seconds = part_of(operation), operation.count * kernel_seconds(operation, speed)
+            parts[part] += seconds
+            if operation.kind in ("product", "attention"):
+                dense[part] += seconds
+    return PassTime(parts=parts, dense=dense, host_seconds=host, collectives=tuple(collectives), flops=flops)

@@ -9,17 +9,18 @@ from typing import Any
 from toolkit.catalog.parameters import count_parameters
 from toolkit.catalog.speed import CardSpeed, speed_of
 from toolkit.cost.engine import EngineTime, Links, engine_time
-from toolkit.cost.passes import PassTime, pass_time
+from toolkit.cost.passes import PassTime, at_clock, pass_time
 from toolkit.memory.engines.settings import EngineSettings, engine_settings
 from toolkit.memory.kernels.operations import Operation
-from toolkit.memory.trace.events import MemoryTrace, Traces
+from toolkit.memory.trace.events import MemoryTrace
+from toolkit.memory.trace.spec import Traces
 from toolkit.pipeline_schedule import build_schedule, simulate
 from toolkit.pipeline_schedule.simulate import Durations
 from toolkit.planning.plan import Plan
 
 # Norm that joins the card's and the host's time of the passes: the host runs ahead of the card, so that of the two the
-# longer one counts, and near the balance each waits for the other now and then. ZeRO-3's hooks wait for the card.
-BLEND, BLEND_STAGE3 = 4.0, 1.5
+# longer one counts, and near the balance each waits for the other now and then.
+BLEND = 4.0
 # Half-widths of the range, as shares of the time: on a card with figures, on one by analogy, and in addition where the host
 # binds, where ZeRO-3 fetches, and where machines exchange.
 RANGE, RANGE_ANALOGY, RANGE_HOST, RANGE_STAGE3, RANGE_NETWORK = 0.10, 0.30, 0.25, 0.15, 0.20
@@ -138,7 +139,7 @@ class _RankTime:
     def of(cls, plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed: CardSpeed, links: Links) -> _RankTime:
         operations: Sequence[Operation] = trace.operations
         passes = [pass_time(operations, phase, speed) for phase in ("forward", "backward", "recomputation")]
-        forward, backward, recomputation = passes
+        forward, backward, recomputation = at_clock(passes, speed)
         tensor = [_tensor_seconds(plan, each, links) for each in passes]
         return cls(
             forward=forward,
@@ -159,9 +160,8 @@ def _tensor_seconds(plan: Plan, made: PassTime, links: Links) -> float:
     )
 
 
-def _blend(card: float, host: float, stage: int) -> float:
-    norm = BLEND_STAGE3 if stage == 3 else BLEND
-    joined: float = (card**norm + host**norm) ** (1 / norm)
+def _blend(card: float, host: float) -> float:
+    joined: float = (card**BLEND + host**BLEND) ** (1 / BLEND)
     return joined
 
 
@@ -177,7 +177,7 @@ def _single(plan: Plan, rank: _RankTime, settings: EngineSettings) -> tuple[dict
     host = rank.engine.host_seconds + accumulation * (
         rank.forward.host_seconds + rank.backward.host_seconds + rank.recomputation.host_seconds
     )
-    passes = _blend(card, host, settings.zero_stage)
+    passes = _blend(card, host)
     step = sum(rank.engine.step.values())
     _add(parts, rank.engine.step)
     _add(parts, {"waiting for the host": passes - card + max(0.0, rank.engine.host_step_seconds - step)})
@@ -198,10 +198,10 @@ def _pipeline(
     for stage in range(pp * virtual):
         rank = ranks[stage % pp]
         first, second, third = rank.tensor_seconds
-        forward = _blend(rank.forward.card_seconds + first, rank.forward.host_seconds, 0) / virtual
+        forward = _blend(rank.forward.card_seconds + first, rank.forward.host_seconds) / virtual
         card = rank.backward.card_seconds + second + rank.recomputation.card_seconds + third
         host = rank.backward.host_seconds + rank.recomputation.host_seconds
-        backward = _blend(card, host, 0) / virtual
+        backward = _blend(card, host) / virtual
         split = 0.5 if plan.settings.splits_backward else 1.0
         transfer = links.ring_seconds(2.0 * rank.received_bytes, 2, per_node=plan.job.cluster.gpus_per_node)
         durations.append(

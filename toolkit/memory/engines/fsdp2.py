@@ -11,7 +11,8 @@ import math
 
 from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.trace.events import MemoryTrace, Parameter, in_blocks
+from toolkit.memory.trace.events import in_blocks
+from toolkit.memory.trace.run import MemoryTrace, Parameter
 
 MASTER_ITEMSIZE = 4
 

@@ -12,19 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 # product: matrix product; attention: a fused attention kernel; eager: any other kernel of torch; fused: a Triton kernel, of
 # Liger's or a compiled graph's; collective: of tensor parallelism; view: no kernel, but the host's time.
 OperationKind = Literal["product", "attention", "eager", "fused", "collective", "view"]
 Phase = Literal["forward", "backward", "recomputation"]
 Place = Literal["layers", "loss", "model"]
-# How a kernel of torch walks through memory, on which its speed depends: flat: equal shapes, one after the other; strided:
-# broadcast, sliced or transposed inputs; upcast: to a wider type; the others by what they do.
-Access = Literal["flat", "strided", "upcast", "softmax", "reduction", "gather", "scatter"]
+# How a kernel of torch walks through memory, on which its speed depends: flat: equal shapes, one after the other; broadcast:
+# a smaller input; strided: sliced or transposed inputs; upcast: to a wider type; the others by what they do.
+Access = Literal["flat", "broadcast", "strided", "upcast", "softmax", "reduction", "gather", "scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -241,8 +240,8 @@ _NOTHING_NAMESPACES = frozenset({"prim", "prims", "profiler", "debugprims"})
 _FILLS = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "copy_", "random_", "exponential_"})
 # Read as much of their first argument as they return.
 _PICKS = frozenset({"embedding", "index", "index_select", "gather", "take", "masked_select", "nll_loss_forward"})
-# Read or write single rows.
-_SUMS_ROWS = frozenset({"embedding_dense_backward", "nll_loss_backward", "index_add", "scatter_add", "index_put"})
+# Sort their indices and add row after row (aten/src/ATen/native/cuda/Indexing.cu index_put_with_sort_kernel).
+_SORTS_ROWS = frozenset({"index_put", "index_put_", "_index_put_impl_"})
 _REDUCTIONS = frozenset(
     {"sum", "mean", "amax", "max", "min", "norm", "linalg_vector_norm", "logsumexp", "var", "var_mean", "std", "argmax"}
     | {"all", "any", "cumsum", "prod", "native_layer_norm", "native_layer_norm_backward", "topk", "sort", "bincount"}
@@ -269,8 +268,6 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    import torch  # a trace has it; what reads a stored one has not
-
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -325,12 +322,16 @@ def _kernel(name: str, *, mutable: bool) -> _Rule:
             bytes_read=read,
             bytes_written=written,
             access=_access(name, inputs, outputs),
-            elements=max(
-                (tensor.numel() for tensor in (outputs if picks or not inputs else (*inputs, *outputs))), default=0
+            elements=_elements(
+                inputs[-1:] if scatters or name in _SORTS_ROWS else outputs if picks else (*inputs, *outputs)
             ),
         )
 
     return rule
+
+
+def _elements(tensors: Sequence[torch.Tensor]) -> int:
+    return max((tensor.numel() for tensor in tensors), default=0)
 
 
 def _access(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Access:
@@ -346,20 +347,24 @@ def _access(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.T
         return "reduction"
     if name in _PICKS:
         return "gather"
-    if name in _SCATTERS or name in _SUMS_ROWS:
+    if name in _SORTS_ROWS:
         return "scatter"
+    if name in _SCATTERS:
+        return "gather"
     if name in _JOINS:
         return "strided"
     if not inputs or not outputs:
         return "flat"
     result = outputs[0]
+    broadcasts = False
     for tensor in inputs:
         if not tensor.dim():
             continue
-        if tensor.shape != result.shape:
+        if tensor.numel() == result.numel() and not tensor.is_contiguous() and 0 not in tensor.stride():
             return "strided"
-        if not tensor.is_contiguous() and tensor.stride() != result.stride():
-            return "strided"
+        broadcasts |= tensor.shape != result.shape or 0 in tensor.stride()
+    if broadcasts:
+        return "broadcast"
     wider = name in _COPIES and result.element_size() > inputs[-1].element_size()
     return "upcast" if wider else "flat"
 
