@@ -32,6 +32,14 @@ def no_launcher() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_cache() -> Iterator[None]:
+    """Keeps estimates of tests out of the user's cache, and what is there out of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOOLKIT_NO_CACHE", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
 def traces() -> dict[str, Any]:
     """Traces of models, by all that they depend on."""
@@ -42,8 +50,9 @@ def traces() -> dict[str, Any]:
 def kept_traces(traces: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets estimators share their traces: each command has one of its own, and most tests ask about one model."""
     from toolkit.memory.search import estimator
+    from toolkit.memory.trace import run
 
-    make = estimator.trace_ranks
+    make = run.trace_ranks
 
     def kept(plan: Any, *, tracer: Any = None, **options: Any) -> Any:
         stages = (plan.settings.partition, plan.settings.pipeline_schedule, plan.settings.batch.accumulation)
@@ -52,4 +61,4 @@ def kept_traces(traces: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
             traces[key] = make(plan, tracer=tracer, **options)
         return traces[key]
 
-    monkeypatch.setattr(estimator, "trace_ranks", kept)
+    monkeypatch.setattr(run, "trace_ranks", kept)

@@ -98,15 +98,6 @@ def test_a_choice_named_by_an_origin_is_the_plans_own(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("hosts", [None, ["alpha", "beta"]])
-def test_the_accelerate_file_of_several_nodes_says_how_each_starts(hosts, tmp_path):
-    text = contents(resolve(make_job()), tmp_path, hosts=hosts).texts["accelerate.yaml"]
-    head = text.splitlines()[0]
-    assert "--machine_rank RANK_OF_THIS_NODE" in head
-    assert ("--main_process_ip" in head) is (hosts is None)
-    assert yaml.safe_load(text).get("main_process_ip") == (hosts[0] if hosts else None)
-
-
 def test_a_derived_value_keeps_its_reason(tmp_path):
     plan = resolve(make_job(train={"train_batch_size": 32}))
     _, keys = configs_of(plan, tmp_path)

@@ -115,17 +115,6 @@ def test_a_bad_file_is_named(tmp_path: Path, change: dict, reason: str):
     assert reason in caught.value.problems[1].message
 
 
-def test_configs_root_prefers_the_wheel(tmp_path: Path):
-    package = tmp_path / "toolkit"
-    with pytest.raises(SpecError) as caught:
-        configs_root(package)
-    assert caught.value.codes == ("CONFIGS_MISSING",)
-    (tmp_path / "configs" / "hardware").mkdir(parents=True)
-    assert configs_root(package) == tmp_path / "configs"
-    (package / "_configs" / "hardware").mkdir(parents=True)
-    assert configs_root(package) == package / "_configs"
-
-
 def test_starts_without_torch():
     code = "import sys, toolkit.catalog.gpus as c; c.load_catalogue(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

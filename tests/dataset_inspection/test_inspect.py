@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from toolkit.config.job import Data
-from toolkit.dataset_inspection.files import first_bad_json_line
 from toolkit.dataset_inspection.inspect import check_data, peek
 from toolkit.errors import DataError, Problem
 
@@ -125,13 +124,6 @@ def test_bad_json_names_file_line_and_fault(tmp_path: Path, name: str, content: 
     problem = only(peek(Data(train=name), base=tmp_path)[1], "DATA_JSON")
     assert str(tmp_path / name) in problem.message
     assert says in problem.message
-
-
-def test_the_first_bad_line_is_found_beyond_the_head(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n' * 3000 + "oops\n")
-    assert peek(Data(train="a.jsonl"), base=tmp_path)[1] == ()
-    assert (first_bad_json_line(path) or "").startswith("line 3001 is not JSON")
 
 
 def test_not_utf8(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_distributed
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from toolkit.distributed.collectives import all_gather, all_reduce, equal_pieces, reduce_scatter, start_all_reduce
@@ -115,20 +114,6 @@ def test_gathers_and_scatters_along_any_dim(found: list[dict[str, Any]], dim: in
 def test_uneven_pieces_are_refused(found: list[dict[str, Any]]) -> None:
     assert {result["uneven pieces"] for result in found} == {"2 ranks do not divide dim 1 of shape (4, 5)"}
     assert [piece.shape for piece in equal_pieces(of_rank(0), 3, dim=1)] == [(4, 2)] * 3
-
-
-def test_a_fake_world_has_the_groups_and_shapes_of_the_real_one() -> None:
-    with fake_world(Grid(pp=2, dp=16, tp=8), rank=77), FakeTensorMode():
-        tp_group = join_group(Grid(pp=2, dp=16, tp=8), 77, "tp")
-        assert dist.get_process_group_ranks(tp_group) == list(range(72, 80))
-        assert tp_group.rank() == 5
-        assert dist.get_process_group_ranks(split_group(tp_group, 4)) == [76, 77]
-        x = torch.ones(16, 3)
-        assert all_reduce(x, group=tp_group).shape == (16, 3)
-        assert start_all_reduce(x, group=tp_group).wait().shape == (16, 3)
-        assert all_gather(x, dim=1, group=tp_group).shape == (16, 24)
-        assert reduce_scatter(x, dim=0, group=tp_group).shape == (2, 3)
-    assert not dist.is_initialized()
 
 
 def test_a_fake_world_ends_with_its_block_and_knows_its_ranks() -> None:

@@ -22,10 +22,10 @@ from torch.nn import functional
 
 import toolkit as tk
 from toolkit.distributed.deepspeed_private import TRACE_CHECK, TRACE_CHECK_USERS
-from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
 from toolkit.errors import RunError
 from toolkit.modeling.build import build_model
 from toolkit.planning.plan import Plan
+from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 
 MANY = 64
 EVALUATED = MAX_SENDS_IN_FLIGHT + 2

@@ -21,7 +21,6 @@ from toolkit.engine.run import Run
 from toolkit.engine.signals import StopFlag
 from toolkit.errors import ToolkitError
 from toolkit.modeling.build import build_model
-from toolkit.modeling.loss import count_targets, summed_cross_entropy
 from toolkit.planning.plan import Plan
 
 ROWS, EVAL_ROWS, ASKED_AT = 21, 5, 3
@@ -290,26 +289,3 @@ def test_the_loader_fixes_the_length_and_with_it_the_warm_up(found: list[dict[st
 def test_a_wrong_number_of_micro_batches_is_refused(found: list[dict[str, Any]]) -> None:
     for result in found:
         assert result["refuses"] == [*(f"{count}: STEP_MICRO_BATCHES" for count in (0, 1, 3)), *["ARGUMENT"] * 5, "0"]
-
-
-def test_a_late_flag_gives_what_the_call_before_was_given() -> None:
-    flag, asked = StopFlag(late=True), torch.zeros(())
-    seen = []
-    for count in (0.0, 2.0, 0.0, 0.0):
-        asked.fill_(count)  # the buffer of the caller may be used again
-        seen.append(flag.read(asked))
-    assert seen == [False, False, True, False]
-    assert [StopFlag(late=False).read(torch.tensor(count)) for count in (0.0, 1.0)] == [False, True]
-
-
-def test_the_loss_is_that_of_transformers_times_the_tokens_that_count() -> None:
-    torch.manual_seed(0)
-    logits, labels = torch.randn(3, 7, 11, dtype=torch.bfloat16), torch.randint(0, 11, (3, 7))
-    labels[0, 1:5], labels[2] = -100, -100
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    count = count_targets(labels)
-    assert int(count) == int((labels[:, 1:] != -100).sum()) == 8
-    mean = ForCausalLMLoss(logits, labels, vocab_size=11)
-    assert float(summed_cross_entropy(logits, labels) / count) == pytest.approx(float(mean), rel=1e-6)
-    assert float(summed_cross_entropy(logits[2:], labels[2:])) == 0

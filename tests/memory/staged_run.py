@@ -17,14 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from traced_models import config_of
 
 from toolkit.config.job import Job
-from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, PendingRecv
+from toolkit.distributed.p2p import PendingRecv
 from toolkit.distributed.world import World
 from toolkit.engine import pipeline
 from toolkit.engine.memory_tracker import PhaseMemoryTracker
 from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.settings import EngineSettings, engine_settings
 from toolkit.memory.engines.step_program import StepProgram, step_program
-from toolkit.memory.kernels.dispatch import Device, cuda_kernels
+from toolkit.memory.kernels.device import Device
+from toolkit.memory.kernels.dispatch import cuda_kernels
 from toolkit.memory.trace.events import Marker, MemoryTrace, Release
 from toolkit.memory.trace.fake_ops import disable_layer_dropout, inplace_collectives
 from toolkit.memory.trace.run import trace_ranks
@@ -35,6 +36,7 @@ from toolkit.modeling.build import BuildOptions, add_adapters, construct_empty, 
 from toolkit.modeling.materialize import allocate
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
+from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 
 LENGTH = 32
 H100 = Device(capability=9.0)

@@ -12,17 +12,15 @@ from traced_models import traced
 
 from toolkit.errors import PlanError
 from toolkit.memory.engines.settings import engine_settings
-from toolkit.memory.engines.step_program import StepProgram, representative_micro_batches, step_program
+from toolkit.memory.engines.step_program import StepProgram
 from toolkit.memory.estimate import estimate
 from toolkit.memory.scenario import Scenario
-from toolkit.memory.search.advice import find_savings
 from toolkit.memory.search.compare import compare, read_strategies
 from toolkit.memory.search.estimator import Estimator
-from toolkit.memory.search.rebalance import rebalance_partition
 from toolkit.memory.trace.events import held
 from toolkit.memory.trace.run import trace_ranks
 from toolkit.pipeline_parallel import StageSpec
-from toolkit.pipeline_schedule import Backward, Forward, actions, build_schedule
+from toolkit.pipeline_schedule import Backward, Forward
 from toolkit.planning.resolve import resolve
 
 FOUR: dict[str, Any] = {"pipeline": 4, "config": {"num_hidden_layers": 8}}
@@ -124,43 +122,6 @@ def test_the_first_rank_of_four_holds_four_micro_batches_under_1f1b_and_all_unde
     assert growth >= 7 * logits, "the last stage keeps the logits of all micro-batches until the first backward pass"
 
 
-@pytest.mark.parametrize(
-    ("name", "micro_batches"),
-    [pytest.param("1f1b", 40, marks=pytest.mark.full), ("interleaved", 40), ("zb-h1", 40), ("gpipe", 12)],
-)
-def test_few_micro_batches_show_what_all_need(tmp_path, name, micro_batches):
-    virtual = 2 if name == "interleaved" else 1
-    values = {"pipeline": 4, "virtual_stages": virtual, "config": EIGHT_LAYERS}
-    plan = staged_plan(tmp_path, **values, pipeline_schedule=name, train={"gradient_accumulation_steps": micro_batches})
-    assert (representative_micro_batches(name, pp=4, micro_batches=micro_batches) < micro_batches) == (name != "gpipe")
-    traces = trace_ranks(plan, marks_modules=False)
-    schedule = build_schedule(name, pp=4, micro_batches=micro_batches, virtual_stages=virtual)
-    for pp_rank in range(4):
-        every = StepProgram(actions=actions(schedule, pp_rank), num_micro_batches=micro_batches, reduces_once=True)
-        settings = engine_settings(plan)
-        assert peaks_of(traces[pp_rank], settings, step_program(plan, pp_rank)) == peaks_of(
-            traces[pp_rank], settings, every
-        )
-
-
-@pytest.mark.parametrize("pp", [2, 3, 4, 8])
-@pytest.mark.parametrize(
-    ("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-h1", 3)]
-)
-def test_few_micro_batches_are_as_many_in_flight_as_all(pp, name, virtual):
-    for micro_batches in range(1, 7 * pp):
-        few = representative_micro_batches(name, pp=pp, micro_batches=micro_batches)
-        assert few <= micro_batches
-        peaks = [
-            [made.peak_in_flight(rank) for rank in range(pp)]
-            for made in (
-                build_schedule(name, pp=pp, micro_batches=count, virtual_stages=virtual)
-                for count in (few, micro_batches)
-            )
-        ]
-        assert peaks[0] == peaks[1]
-
-
 @pytest.mark.parametrize("config", [{}, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_stages_add_up_to_the_model(tmp_path, stage, config):
@@ -252,50 +213,6 @@ def test_strategies_of_a_pipeline_are_compared(tmp_path):
     partitions = [row.outcome.plan.settings.partition for row in rows if row.outcome.plan is not None]
     assert partitions[0] == partitions[3] == (3, 5), "the job's own list, where it has as many stages"
     assert len(partitions[1]) == 4
-
-
-def test_only_another_cut_fits(tmp_path):
-    """The usual imbalance: equal layers overfill the first stage, which has the most micro-batches in flight (DeepSpeed #1378)."""
-    config = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 32,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    }
-    train = {
-        "sequence_length": 4096,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 16,
-        "gradient_checkpointing": False,
-    }
-    job = staged_job(tmp_path, config=config, train=train, pipeline=4)
-    case, estimator = Scenario.of(job), Estimator()
-    plan = case.plan()
-    report = estimator.estimate_plan(plan, case)
-    first, *_, last = report.ranks
-    assert not report.fits
-    assert report.fullest.rank == 0
-    assert first.required_bytes > 1.3 * last.required_bytes
-    cut = rebalance_partition(estimator, plan)
-    assert cut is not None
-    assert sum(cut) == 32
-    assert cut[0] < plan.settings.partition[0]
-    saving, *_ = find_savings(estimator, case, plan=plan, report=report)
-    assert saving.to_dict()["set"] == {"parallel.partition": list(cut)}
-    assert saving.fits
-    changed = estimator.estimate(case.changed({"parallel.partition": list(cut)}))
-    assert changed.fits
-    assert changed.required_bytes == saving.required_bytes
-    stages = estimator.stages(plan)
-    for pp_rank, rank in enumerate(report.ranks):
-        start = sum(plan.settings.partition[:pp_rank])
-        stop = start + plan.settings.partition[pp_rank]
-        assert stages.required_bytes(pp_rank, start, stop) == rank.required_bytes, "the search knows what a report says"
-    uniform = estimator.estimate(case.changed({"parallel.partition": "uniform"}))
-    assert not uniform.fits
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -9,7 +9,8 @@ from zero3_file import BOTH_OFFLOADS, ZERO_3
 import toolkit as tk
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.estimate import estimate
-from toolkit.memory.kernels.dispatch import Device, cuda_kernels
+from toolkit.memory.kernels.device import Device
+from toolkit.memory.kernels.dispatch import cuda_kernels
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
 from toolkit.memory.trace.events import Recorder

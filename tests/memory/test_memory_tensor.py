@@ -6,26 +6,19 @@ import pytest
 import torch
 from deepspeed.utils import set_z3_leaf_module
 from ranks import run_distributed
-from torch._subclasses.fake_tensor import FakeTensorMode
-from traced_models import BATCH, H100, LENGTH, config_of, peaks, trace_of, traced
+from traced_models import BATCH, LENGTH, config_of, peaks, traced
 from transformers import AutoModelForCausalLM
 
 from toolkit.catalog.gpus import find_gpu
 from toolkit.config.job import Job
-from toolkit.distributed.collectives import all_reduce, start_all_reduce
 from toolkit.distributed.fake import fake_group
 from toolkit.introspect import decoder_layers
-from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.advice import candidates, find_savings
 from toolkit.memory.search.choose_gpu import Count, batch_on, counts
 from toolkit.memory.search.compare import read_strategies
 from toolkit.memory.search.estimator import Estimator, trace_key
-from toolkit.memory.trace.attribution import LOSS
-from toolkit.memory.trace.events import Marker, Recorder, Run, held
-from toolkit.memory.trace.fake_ops import inplace_collectives
-from toolkit.memory.trace.tracker import StorageTracker
+from toolkit.memory.trace.events import held
 from toolkit.modeling.build import BuildOptions, shard_model
 from toolkit.planning.checkpoint_size import disk_use
 
@@ -92,96 +85,12 @@ def test_activations_inside_the_layers_shrink_with_the_ranks_and_those_outside_d
         assert kept["layers: residual stream and norms"] == whole["layers: residual stream and norms"]
 
 
-def test_an_operation_shows_what_its_cuda_kernel_holds_within():
-    recorder = Recorder()
-    tracker = StorageTracker(recorder, cause=lambda: "x", owner=lambda: None)
-    with FakeTensorMode(), tracker:
-        torch.logsumexp(torch.empty(4, 256), 1)
-    [run] = [event for event in recorder.take() if isinstance(event, Run)]
-    assert run.peak_bytes == 2 * 4096 + 512
-
-
 def test_with_sequence_parallelism_what_lies_between_the_layers_shrinks_too():
     whole, pieces = (held(traced("llama", tensor=2, sequence_parallel=each).forward) for each in (False, True))
     stream = "layers: residual stream and norms"
     kept = {cause: pieces[cause] for cause in ("layers: MLP", "layers: attention")}
     assert kept == {cause: whole[cause] for cause in kept}
     assert pieces[stream] == pytest.approx(whole[stream] / 2, rel=0.05)
-
-
-def test_the_loss_keeps_this_ranks_scores_and_nothing_in_fp32_of_their_size():
-    vocabulary = 64_000
-    found = {}
-    for tensor in (1, 2):
-        config = config_of("llama", vocab_size=vocabulary)
-        trace = trace_of(config, micro_batch=BATCH, sequence_length=LENGTH, device=H100, tensor=tensor)
-        found[tensor] = held(trace.forward)[LOSS], peak_of(trace.forward)
-    scores = TOKENS * vocabulary
-    assert found[2][0] == pytest.approx(scores // 2 * BF16, abs=2**13)
-    assert found[1][0] == pytest.approx(scores * FP32, abs=2**13)
-    # This rank's scores and their exponentials; the dense loss has its logits, in fp32 too, and their logarithms.
-    assert found[2][1] == pytest.approx(scores // 2 * (BF16 + FP32), rel=0.05)
-    assert found[1][1] == pytest.approx(scores * (BF16 + 2 * FP32), rel=0.03)
-
-
-def peak_of(events) -> int:
-    level = most = 0
-    for placed in events:
-        if isinstance(placed.event, Run):
-            most = max(most, level + placed.event.peak_bytes)
-            level += sum(size for _, size in placed.event.net)
-    return most
-
-
-def test_a_reduction_in_place_takes_no_memory_and_waiting_for_one_neither():
-    recorder = Recorder()
-    tracker = StorageTracker(recorder, cause=lambda: "x", owner=lambda: None, answers=[inplace_collectives])
-    with fake_group(4) as group, FakeTensorMode(), tracker:
-        x = torch.empty(512)
-        reduced = start_all_reduce(x, group=group).wait()
-        assert tracker.live_bytes == 2048
-        copy = all_reduce(x, group=group)
-        assert tracker.live_bytes == 2 * 2048
-        del x, reduced
-        assert tracker.live_bytes == 2048
-        del copy
-    assert tracker.live_bytes == 0
-
-
-def zero3(**keys) -> EngineSettings:
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, **keys}
-    return EngineSettings.read({"zero_optimization": zero, "bf16": {"enabled": True}}, dp_size=2)
-
-
-def test_zero3_gathers_and_reduces_a_layer_as_one():
-    trace = traced("llama", "ZeRO-3", tensor=2)
-    engine = Stage3(trace, zero3(stage3_max_reuse_distance=0, stage3_max_live_parameters=0), workspace_bytes=0)
-    engine.initialize()
-    engine.begin_forward()
-    gathered, waiting = {}, {}
-    size_of = {
-        f"model.layers.{layer}": sum(p.size for p in trace.parameters if p.name.startswith(f"model.layers.{layer}."))
-        for layer in range(LAYERS)
-    }
-    for placed in (*trace.forward, *trace.backward):
-        event = placed.event
-        if not isinstance(event, Marker):
-            continue
-        if event.kind == "gradient":
-            engine.account.allocate("gradients", event.size)
-            engine.gradient(engine.by_name[placed.name], event.size)
-        elif event.kind == "release" and event.backward:
-            waiting[placed.name] = engine.account.held("gradients")
-            engine.module(placed.name, fetch=False, backward=True)
-            assert engine.account.held("gradients") == 0
-        else:
-            engine.module(placed.name, fetch=event.kind == "fetch", backward=event.backward)
-            if event.kind == "fetch":
-                gathered[placed.name] = engine.account.held("parameters gathered")
-    for layer, size in size_of.items():
-        assert gathered[layer] == pytest.approx(size, abs=512 * 9)
-        assert waiting[layer] == pytest.approx(size, abs=512 * 9)
-    assert not any("self_attn" in name for name in gathered)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -69,7 +69,7 @@ def test_state_is_sharded_and_frozen_weights_have_none() -> None:
 def test_a_hugging_face_model_has_the_peak_of_its_trace(zero_stage: int) -> None:
     """Every layer of it runs, with the loss of transformers: the trace of a job runs few, with the toolkit's."""
     from toolkit.memory.engines.settings import EngineSettings
-    from toolkit.memory.kernels.dispatch import Device
+    from toolkit.memory.kernels.device import Device
     from toolkit.memory.report.ranks import replay_ranks
     from toolkit.memory.trace.run import trace_model
     from toolkit.memory.trace.spec import TraceSpec

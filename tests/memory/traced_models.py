@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from toolkit.config.job import Lora
 from toolkit.memory.engines.ledger import MemoryLedger
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.trace.events import MemoryTrace, Run
 from toolkit.memory.trace.run import trace_model
 from toolkit.memory.trace.spec import TraceSpec

@@ -19,7 +19,7 @@ from torch._inductor.exc import InductorError
 from toolkit.config.job import Job
 from toolkit.distributed.world import init_world
 from toolkit.errors import PlanError, SpecError, ToolkitError
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.trace.run import trace
 from toolkit.modeling.architecture import construct, import_architecture, model_config
 from toolkit.modeling.build import build_model

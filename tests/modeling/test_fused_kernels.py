@@ -17,7 +17,7 @@ from traced_models import trace_of
 
 from toolkit.config.job import Lora
 from toolkit.errors import PlanError
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.modeling.fused_kernels import Fusable, apply_kernels, find_fusable
 from toolkit.modeling.lora import apply_lora
 from toolkit.planning.rules.kernels import PLAIN_MODEL_TYPES

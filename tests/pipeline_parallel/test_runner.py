@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import os
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +12,6 @@ import torch
 from ranks import run_distributed
 from torch import nn
 
-import toolkit.pipeline_parallel.sequential
 from toolkit.distributed import groups
 from toolkit.errors import PlanError, ToolkitError
 from toolkit.pipeline_parallel import PipelineRunner, split_sequential
@@ -227,18 +225,3 @@ def test_a_fake_world_has_every_group() -> None:
             "model": 4,
         }
         assert groups.to_device_mesh(world).mesh_dim_names == ("pp", "dp", "tp")
-
-
-def test_a_sequence_is_cut_by_its_parameters() -> None:
-    assert doctest.testmod(toolkit.pipeline_parallel.sequential).failed == 0
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
-    assert [len(stage) for stage in split_sequential(model, 3)] == [1, 2, 1]
-    assert [len(stage) for stage in split_sequential(model, 2, counts=(3, 1))] == [3, 1]
-    with pytest.raises(ValueError, match="does not give 4 modules to 2 stages"):
-        split_sequential(model, 2, counts=(3, 2))
-    with pytest.raises(PlanError) as refused:
-        split_sequential(model, 5)
-    assert refused.value.codes == ("PARTITION_STAGES",)
-    model[3].weight = model[0].weight
-    with pytest.raises(ValueError, match="is a parameter of stage 0 too"):
-        split_sequential(model, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import deque
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 from toolkit.pipeline_parallel import StageSpec, forward_stage, hidden_shape, split_model
 from toolkit.pipeline_parallel.grads import Fp32GradAccumulator
 from toolkit.pipeline_parallel.zero_bubble_backward import run_weight_backward, split_backward
-from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGradStore
+from toolkit.tensor_parallel.deferred_grads import WeightGradStore
 
 MIDDLE = StageSpec(chunks=(range(1, 3),), num_layers=4)
 MICRO_BATCHES = 2
@@ -119,25 +118,6 @@ def test_frozen_layers_and_those_summed_over_ranks_are_left_whole() -> None:
     assert id(layer.mlp.gate_proj.weight) in apart
 
 
-def test_sums_in_fp32_take_what_has_waited() -> None:
-    whole = middle_stage("llama").to(torch.bfloat16)
-    split = copy.deepcopy(whole)
-    sums = [Fp32GradAccumulator(model.parameters()) for model in (whole, split)]
-    gradients = split_backward(split)
-    for model, own, waits in ((whole, sums[0], None), (split, sums[1], gradients)):
-        for micro_batch in range(MICRO_BATCHES):
-            hidden_BSD, gradient_BSD = (tensor.to(torch.bfloat16) for tensor in received(model, micro_batch))
-            output = forward_stage(model, {"input_ids": batch("plain")["input_ids"]}, received=hidden_BSD)
-            if waits is None:
-                output.backward(gradient_BSD)
-            else:
-                with waits.defer() as left:
-                    output.backward(gradient_BSD)
-                run_weight_backward(left, own)
-        own.settle()
-    torch.testing.assert_close(gradients_of(split), gradients_of(whole))
-
-
 def test_what_waits_holds_no_graph() -> None:
     model = middle_stage("llama")
     gradients = split_backward(model)
@@ -149,17 +129,6 @@ def test_what_waits_holds_no_graph() -> None:
     del hidden_BSD, output
     assert waiting
     assert seen() is None, "the stage's input can be freed while weights wait"
-
-
-def test_nothing_waits_outside_of_a_block() -> None:
-    gradients = WeightGradStore()
-    with gradients.defer() as waiting:
-        assert gradients.wait
-    assert waiting == deque()
-    assert not gradients.wait
-    left = DeferredWeightGrad(parameters=(), compute=list, input=torch.zeros(()))
-    with pytest.raises(ValueError, match="defer"):
-        gradients.add(left)
 
 
 def test_a_whole_model_is_refused() -> None:

@@ -9,7 +9,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from schedule_cases import schedules
 
-from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
 from toolkit.errors import PlanError
 from toolkit.pipeline_schedule import (
     Backward,
@@ -26,6 +25,7 @@ from toolkit.pipeline_schedule import (
     build_schedule,
     simulate,
 )
+from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 
 F = [Forward(chunk=0, micro_batch=micro_batch) for micro_batch in range(3)]
 B = [Backward(chunk=0, micro_batch=micro_batch) for micro_batch in range(3)]

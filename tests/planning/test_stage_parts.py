@@ -8,7 +8,7 @@ import pytest
 from plan_jobs import plan_of
 
 import toolkit.planning.stage_parts
-from toolkit.pipeline_schedule import bubble_fraction, build_schedule, stage_of_rank
+from toolkit.pipeline_schedule import bubble_fraction
 from toolkit.planning.stage_parts import (
     bubble_of,
     describe_pipeline,
@@ -21,20 +21,6 @@ def test_doctests() -> None:
     result = doctest.testmod(toolkit.planning.stage_parts)
     assert result.attempted >= 1
     assert result.failed == 0
-
-
-@pytest.mark.parametrize(("pp", "virtual_stages"), [(2, 1), (2, 3), (4, 2)])
-def test_every_layer_and_end_is_held_once_where_the_schedule_runs_it(pp: int, virtual_stages: int) -> None:
-    name = "interleaved" if virtual_stages > 1 else "1f1b"
-    schedule = build_schedule(name, pp=pp, micro_batches=pp, virtual_stages=virtual_stages)
-    partition = [stage % 3 + 1 for stage in range(schedule.num_stages)]
-    held = [stage_of_rank(partition, rank, pp=pp) for rank in range(pp)]
-    starts = [sum(partition[:stage]) for stage in range(schedule.num_stages)]
-    for stage, (start, count) in enumerate(zip(starts, partition, strict=True)):
-        rank, chunk = schedule.place(stage)
-        assert held[rank].chunks[chunk] == range(start, start + count)
-    assert sorted(layer for part in held for run in part.chunks for layer in run) == list(range(sum(partition)))
-    assert [part.ends for part in held] == [("embedding",), *[()] * (pp - 2), ("norm", "head")]
 
 
 def test_a_plan_explains_its_pipeline() -> None:

@@ -6,17 +6,10 @@ import pytest
 from plan_jobs import gpu_of, job_of, model_of, plan_of
 
 from toolkit.planning.resolve import resolve_with
-from toolkit.planning.settings import Settings
 from toolkit.planning.state_bytes import card_bytes, offloaded_bytes, step_bytes, swapped_bytes, written_bytes
 from toolkit.planning.unchecked_plan import trainable_parameters
 
 ONE_B = 1_235_814_400  # parameters of llama-3.2-1b
-
-
-@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 2)])
-def test_a_parameter_takes_two_bytes_but_in_fp32(precision, itemsize):
-    settings: Settings = plan_of(model="llama-3.2-1b", train={"precision": precision}).settings
-    assert settings.itemsize == itemsize
 
 
 @pytest.mark.parametrize(

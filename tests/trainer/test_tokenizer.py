@@ -15,7 +15,6 @@ from toolkit.config.job import Job
 from toolkit.errors import SpecError
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
-from toolkit.planning.trainable import tokenizer_source
 from toolkit.trainer.tokenizer import load_tokenizer
 
 
@@ -35,20 +34,8 @@ def _refused(plan: Plan, call: Any = load_tokenizer) -> str:
     return str(caught.value)
 
 
-def test_the_models_own(root: Path) -> None:
-    plan = _plan(root)
-    assert tokenizer_source(plan.job, plan.model) == str(root / "model")
-    assert load_tokenizer(plan).decode(load_tokenizer(plan)("a few words")["input_ids"]) == "a few words"
-
-
 def test_another_one(root: Path) -> None:
     assert len(load_tokenizer(_plan(root, name="quickstart-llama", tokenizer=str(root / "model")))) == 320
-
-
-def test_dimensions_bring_none(root: Path) -> None:
-    for name in ("quickstart-llama", str(root / "model" / "config.json")):
-        plan = _plan(root, name=name)
-        assert "gives dimensions only" in _refused(plan, lambda plan: tokenizer_source(plan.job, plan.model))
 
 
 @pytest.mark.parametrize("template", [5, {"default": 5}, [{"name": "default", "template": ["a"]}], ["a"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -62,6 +63,13 @@ GpusOption = Annotated[
     str | None,
     typer.Option(metavar="all|NAMES", help="For each card, the fewest with which the job fits.", show_default=False),
 ]
+CacheOption = Annotated[
+    bool,
+    typer.Option(
+        " /--no-cache",
+        help="Neither read nor keep results of earlier estimates (in the user's cache folder; TOOLKIT_NO_CACHE=1 does the same).",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -80,6 +88,7 @@ def estimate(
     sweep: SweepOption = None,
     compare: CompareOption = None,
     gpus: GpusOption = None,
+    cached: CacheOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a job takes: memory of each card by phase and cause, of the host, of the disk, and what would save most.
@@ -103,17 +112,17 @@ def estimate(
     if asked.axes:
         from toolkit.cli.estimate_tables import answer_sweep
 
-        fits = answer_sweep(case, asked.axes, plot=plot, as_json=as_json)
+        fits = answer_sweep(case, asked.axes, plot=plot, as_json=as_json, cached=cached)
     elif asked.strategies:
         from toolkit.cli.estimate_tables import answer_compare
 
-        fits = answer_compare(case, asked.strategies, as_json=as_json)
+        fits = answer_compare(case, asked.strategies, as_json=as_json, cached=cached)
     elif asked.gpus:
         from toolkit.cli.estimate_tables import answer_gpus
 
-        fits = answer_gpus(case, asked.gpus, as_json=as_json)
+        fits = answer_gpus(case, asked.gpus, as_json=as_json, cached=cached)
     else:
-        fits = _answer(case, plot=plot, as_json=as_json)
+        fits = _answer(case, plot=plot, as_json=as_json, cached=cached)
     if not fits:
         raise typer.Exit(1)
 
@@ -198,15 +207,20 @@ def _read_case(path: Path, asked: _Asked, *, zero_init: bool, load_dtype: Dtype 
     return case
 
 
-def _answer(case: Scenario, *, plot: Path | None, as_json: bool) -> bool:
-    from toolkit.cli.estimate_report import print_report
+def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -> bool:
+    """Estimate a job; print the estimate as soon as it is known, then the list of savings, which takes longer."""
+    from toolkit.cli.estimate_report import device_word, print_assumptions, print_report, print_savings
     from toolkit.cli.estimate_session import estimating
 
     plan = case.plan()
-    with estimating(as_json=as_json) as estimator:
+    with estimating(as_json=as_json, cached=cached) as estimator:
+        report = estimator.estimate_plan(plan, case)
+    if not as_json:
+        print_report(case, plan, report)
+        sys.stdout.flush()
+    with estimating(as_json=as_json, cached=cached, estimator=estimator):
         from toolkit.memory.search.advice import find_savings
 
-        report = estimator.estimate_plan(plan, case)
         savings = find_savings(estimator, case, plan=plan, report=report)
         if plot is not None:
             from toolkit.memory.report.figures import plot_report
@@ -214,8 +228,9 @@ def _answer(case: Scenario, *, plot: Path | None, as_json: bool) -> bool:
             plot_report(report, plot, title=f"{plan.model.name} on {plan.job.cluster.num_ranks} × {plan.gpu.name}")
     if as_json:
         print_json({**report.to_dict(), "savings": [saving.to_dict() for saving in savings]})
-    else:
-        print_report(case, plan, report, savings)
-        if plot is not None:
-            print(f"drawn to {plot}")
+        return report.fits
+    print_savings(savings, device=device_word(plan))
+    print_assumptions(case, plan, report)
+    if plot is not None:
+        print(f"drawn to {plot}")
     return report.fits

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from toolkit.planning.plan import Plan
 
 
-def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequence[Saving]) -> None:
-    """Print an estimate: the verdict first, then its causes."""
+def print_report(case: Scenario, plan: Plan, report: MemoryReport) -> None:
+    """Print an estimate: the verdict first, then its causes; what could be saved and what is assumed follow."""
     from toolkit.memory.report.page import card_fields, cause_fields, host_fields, verdict
 
     settings, cluster = plan.settings, plan.job.cluster
@@ -33,7 +33,7 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequ
     notes = () if case.file is None else case.file.notes(plan, case.job)
     for note in notes:  # replaced job values come before the numbers that depend on them
         print(note)
-    device = "process" if plan.on_cpu else "card"
+    device = device_word(plan)
     print(verdict(report, device=device))
     if plan.grid.pp > 1:
         _print_stages(plan, report)
@@ -48,7 +48,11 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport, savings: Sequ
     print(_traced(report))
     if report.worst_routing_peak_bytes is not None:
         print(f"Worst case, all tokens choose the same experts: {_worst_routing(report)}")
-    _print_savings(savings, device=device)
+
+
+def print_assumptions(case: Scenario, plan: Plan, report: MemoryReport) -> None:
+    """Print what an estimate assumes, without what was printed before it."""
+    notes = () if case.file is None else case.file.notes(plan, case.job)
     assumed = [line for line in report.assumptions if line not in notes]
     if assumed:
         print("\nAssumed")
@@ -119,7 +123,13 @@ def _print_phases(report: MemoryReport, *, device: str) -> None:
     print_fields(phase_fields(report))
 
 
-def _print_savings(savings: Sequence[Saving], *, device: str) -> None:
+def device_word(plan: Plan) -> str:
+    """Return what has the memory of a rank: a card, or a process."""
+    return "process" if plan.on_cpu else "card"
+
+
+def print_savings(savings: Sequence[Saving], *, device: str) -> None:
+    """Print the changes that save most."""
     if not savings:
         print(f"\nNo change that was tried saves memory of a {device}")
         return

@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE
@@ -17,9 +18,19 @@ if TYPE_CHECKING:
     from toolkit.memory.search.estimator import Estimator
 
 
+# Environment variable; any value but the empty one has commands read and keep nothing of earlier estimates.
+NO_CACHE_SWITCH = "TOOLKIT_NO_CACHE"
+
+
 @contextmanager
-def estimating(*, as_json: bool) -> Iterator[Estimator]:
-    """Yield an estimator; show its progress on a terminal, as its imports and traces take seconds."""
+def estimating(*, as_json: bool, cached: bool, estimator: Estimator | None = None) -> Iterator[Estimator]:
+    """Yield an estimator; show its progress on a terminal, as its imports and traces take seconds.
+
+    Args:
+        as_json: Whether standard output is JSON alone.
+        cached: Whether it may read and keep results on disk; the variable `NO_CACHE_SWITCH` turns that off too.
+        estimator: Estimator that goes on; by default one is made.
+    """
     from toolkit.launch.packages import quiet_torchao
 
     quiet_torchao()
@@ -27,12 +38,17 @@ def estimating(*, as_json: bool) -> Iterator[Estimator]:
         # Libraries warn each other of their next versions, which the user cannot fix.
         warnings.simplefilter("ignore", FutureWarning)
         if as_json or not sys.stderr.isatty():
-            yield _make_estimator(lambda line: None)
+            yield estimator or _make_estimator(cached=cached)
             return
         from rich.console import Console
 
-        with Console(stderr=True, markup=False, emoji=False).status("loading torch and transformers") as status:
-            yield _make_estimator(status.update)
+        from toolkit.memory.search.estimator import silent
+
+        with Console(stderr=True, markup=False, emoji=False).status("loading") as status:
+            made = estimator or _make_estimator(cached=cached)
+            made.notify = status.update
+            yield made
+            made.notify = silent
 
 
 @contextmanager
@@ -62,7 +78,8 @@ def _left_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _make_estimator(notify: Callable[[str], None]) -> Estimator:
+def _make_estimator(*, cached: bool) -> Estimator:
+    from toolkit.artifacts.record_cache import RecordCache
     from toolkit.cli.calibrate import calibration_path
     from toolkit.launch.environment import other_allocator
     from toolkit.memory.report.calibration import load_calibrations
@@ -70,6 +87,12 @@ def _make_estimator(notify: Callable[[str], None]) -> Estimator:
 
     return Estimator(
         calibrations=load_calibrations(calibration_path()),
-        notify=notify,
         other_allocator=other_allocator(os.environ),
+        cache=RecordCache(cache_folder()) if cached and not os.environ.get(NO_CACHE_SWITCH) else None,
     )
+
+
+def cache_folder() -> Path:
+    """Return the folder of kept reports and traces (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118
+    return Path(base) / "accelerator-toolkit" / "traces"

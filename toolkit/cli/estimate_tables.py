@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _NUMBERS = ("required GiB", "room GiB", "host GiB a node")
 
 
-def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_json: bool) -> bool:
+def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_json: bool, cached: bool) -> bool:
     """Estimate every combination and print a table; return whether any fits."""
     from toolkit.memory.scenario import value_text
     from toolkit.memory.search.sweep import sweep
 
-    with estimating(as_json=as_json) as estimator:
+    with estimating(as_json=as_json, cached=cached) as estimator:
         rows = list(sweep(estimator, case, axes))
         if plot is not None:
             _draw(case, axes, rows, plot)
@@ -48,11 +48,11 @@ def answer_sweep(case: Scenario, axes: Sequence[Axis], *, plot: Path | None, as_
     return fits
 
 
-def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, as_json: bool) -> bool:
+def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, as_json: bool, cached: bool) -> bool:
     """Estimate the job under each strategy and print a table; return whether any fits."""
     from toolkit.memory.search.compare import compare
 
-    with estimating(as_json=as_json) as estimator:
+    with estimating(as_json=as_json, cached=cached) as estimator:
         found = list(compare(estimator, case, strategies))
     fits = any(row.outcome.fits for row in found)
     if as_json:
@@ -73,11 +73,11 @@ def answer_compare(case: Scenario, strategies: Sequence[Strategy], *, as_json: b
     return fits
 
 
-def answer_gpus(case: Scenario, gpus: Sequence[Gpu], *, as_json: bool) -> bool:
+def answer_gpus(case: Scenario, gpus: Sequence[Gpu], *, as_json: bool, cached: bool) -> bool:
     """Print the smallest number of each card that holds the job; return whether any does."""
     from toolkit.memory.search.choose_gpu import choose_gpus
 
-    with estimating(as_json=as_json) as estimator:
+    with estimating(as_json=as_json, cached=cached) as estimator:
         found = sorted(choose_gpus(estimator, case, plan=case.plan(), gpus=gpus), key=_rank)
     fits = any(choice.outcome.fits for choice in found)
     if as_json:

@@ -12,8 +12,7 @@ from toolkit.cost.engine import EngineTime, Links, engine_time
 from toolkit.cost.passes import PassTime, at_clock, pass_time
 from toolkit.memory.engines.settings import EngineSettings, engine_settings
 from toolkit.memory.kernels.operations import Operation
-from toolkit.memory.trace.events import MemoryTrace
-from toolkit.memory.trace.spec import Traces
+from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.pipeline_schedule import build_schedule, simulate
 from toolkit.pipeline_schedule.simulate import Durations
 from toolkit.planning.plan import Plan

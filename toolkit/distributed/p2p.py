@@ -14,13 +14,8 @@ import torch
 import torch.distributed as dist
 
 from toolkit.distributed.process_groups import join_each
-from toolkit.topology.communicators import Message, Route, ends, routes
+from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT, Message, Route, ends, routes
 from toolkit.topology.grid import Grid
-
-# Messages that may be in flight when a rank continues. The host enqueues work faster than GPUs run it: tensors to send
-# would pile up if the compute stream did not wait. No schedule without virtual stages deadlocks by that wait, as
-# `simulate` shows; with virtual stages some would, so they wait only at the end of a step.
-MAX_SENDS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,10 @@ from typing import Any
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Dtype, Job
-from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
 from toolkit.errors import PlanError
-from toolkit.launch.software import MULTIPLIES_CHUNKS, Software
+from toolkit.launch.software import CONTRACTS_CHUNKS, MULTIPLIES_CHUNKS, Software
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.engines.settings import EngineSettings, engine_settings, keeps_frozen_inputs
-from toolkit.memory.kernels.linear_attention import older_transformers
-from toolkit.memory.kernels.quantized import ASSUMPTION as NF4
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.host import CPU_PROCESS_GIB, PROCESS_BYTES
 from toolkit.memory.report.host_loading import Loading, loading
@@ -25,11 +22,11 @@ from toolkit.memory.report.overhead import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.report.ranks import phases_of_ranks, rank_report
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Scenario, check_zero_init
-from toolkit.memory.trace.run import MemoryTrace, trace_ranks
-from toolkit.memory.trace.spec import Traces
+from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.planning.checkpoint_size import DiskUse, disk_use
 from toolkit.planning.plan import Plan
 from toolkit.planning.read import read_job_or_plan
+from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 from toolkit.units import format_bytes
 
 ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -41,6 +38,11 @@ ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
         "Accelerate keeps FSDP2's trainable parameters in fp32 shards and gathers them in the training precision",
     ),
 }
+
+NF4 = (
+    "QLoRA keeps the linear layers in NF4 with double quantization, except the output projection; everything else, "
+    "adapters included, has the training precision"
+)
 
 ADAPTER_INPUTS = (
     "adapters under checkpointing are estimated as run by Trainer and scripts, where the first layer's input needs a "
@@ -98,7 +100,11 @@ def estimate(
             known = worst
         elif options.get("evaluation"):
             known = evaluated
-        return (known,) if isinstance(known, MemoryTrace) else known or trace_ranks(plan, **options)
+        if known is not None:
+            return (known,) if isinstance(known, MemoryTrace) else known
+        from toolkit.memory.trace.run import trace_ranks  # torch and transformers, which given traces do not need
+
+        return trace_ranks(plan, **options)
 
     case = replace(case, zero_init=zero_init, load_dtype=load_dtype)
     return report_of(plan, case, trace=trace, calibration=calibration, allocator=allocator)
@@ -155,7 +161,9 @@ def report_of(
     if any(each.contracts for each in events) and plan.job.cluster.transformers is None:
         software = replace(Software.of(plan), transformers=MULTIPLIES_CHUNKS)
         before = phases_of_ranks(plan, traces(software=software), settings)
-        told = [older_transformers(max(phase.allocated_bytes for found in before.values() for phase in found.values()))]
+        told = [
+            _older_transformers(max(phase.allocated_bytes for found in before.values() for phase in found.values()))
+        ]
     loaded = None if settings.zero_init else loading(plan, dtype=case.load_dtype)
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
     return MemoryReport(
@@ -178,6 +186,14 @@ def report_of(
             *_assumptions(plan, settings, allocator),
             *(() if case.file is None else case.file.notes(plan, case.job)),
         ),
+    )
+
+
+def _older_transformers(peak_bytes: int) -> str:
+    """Return a note on what a transformers version that multiplies chunks out would need."""
+    return (
+        f"with transformers before {CONTRACTS_CHUNKS}, whose own code expands each chunk of a Mamba-2 layer, the peak "
+        f"would be {format_bytes(peak_bytes)}; cluster.transformers says which version the cluster has"
     )
 
 

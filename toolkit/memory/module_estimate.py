@@ -18,7 +18,7 @@ from toolkit.deepspeed_spec.user_file import read_user_config
 from toolkit.errors import PlanError, SpecError
 from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.report.overhead import overhead, workspace_bytes
 from toolkit.memory.report.ranks import phases_of_ledger, replay_ranks
 from toolkit.memory.report.report import CardReport, RankReport

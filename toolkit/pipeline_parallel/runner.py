@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from toolkit.arguments import Positive, checks_arguments
 from toolkit.config.fields import PipelineSchedule
-from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT, P2PChannels, PendingRecv
+from toolkit.distributed.p2p import P2PChannels, PendingRecv
 from toolkit.distributed.world import World
 from toolkit.errors import PlanError, RunError, first_line, raise_all
 from toolkit.pipeline_parallel.grads import Fp32GradAccumulator
@@ -41,7 +41,7 @@ from toolkit.pipeline_schedule import (
     schedule_problems,
 )
 from toolkit.tensor_parallel.deferred_grads import DeferredWeightGrad, WeightGradStore
-from toolkit.topology.communicators import Message
+from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT, Message
 
 Place = tuple[int, int]  # chunk of this rank, micro-batch
 # Shape of a tensor, and any tensor of its dtype on its device.

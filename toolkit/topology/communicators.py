@@ -11,6 +11,11 @@ from toolkit.topology.grid import Grid
 Message = Literal["activation", "gradient"]
 Route = tuple[int, int, Message]
 
+# Messages that may be in flight when a rank continues. The host enqueues work faster than GPUs run it: tensors to send
+# would pile up if the compute stream did not wait. No schedule without virtual stages deadlocks by that wait, as
+# `simulate` shows; with virtual stages some would, so they wait only at the end of a step.
+MAX_SENDS_IN_FLIGHT = 2
+
 
 def axis_kinds(grid: Grid) -> tuple[str, ...]:
     """Return the kinds of groups along axes, as in `Grid.groups`: model-parallel ones only where there are such ranks."""

@@ -6,7 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from traced_models import H100, peaks, traced
 
-from toolkit.memory.kernels.dispatch import Device, choose_kernel, cuda_kernels
+from toolkit.memory.kernels.device import Device
+from toolkit.memory.kernels.dispatch import choose_kernel, cuda_kernels
 
 T4, A100, A10, L40S, H100_CARD, B200, RTX_5090 = 7.5, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

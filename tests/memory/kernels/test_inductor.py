@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.memory.kernels import inductor
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.kernels.inductor import OutOfTime, compile_graph, lower_graph, missing_names, properties, time_limit
 
 

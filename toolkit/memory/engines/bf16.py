@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from toolkit.memory.engines.replay import FP32_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.stage12 import partition_numel
-from toolkit.memory.trace.run import Parameter
+from toolkit.memory.trace.events import Parameter
 
 
 class Bf16(EngineReplay):

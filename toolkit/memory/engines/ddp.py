@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from toolkit.memory.engines.replay import EngineReplay
-from toolkit.memory.trace.run import Parameter
+from toolkit.memory.trace.events import Parameter
 
 # torch/nn/parallel/distributed.py broadcast_bucket_size: parameters are broadcast in flat copies of this size, bytes.
 BROADCAST_BYTES = 250 * 2**20

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Literal
 
-from toolkit.memory.trace.run import Parameter
+from toolkit.memory.trace.events import Parameter
 
 if TYPE_CHECKING:
     from toolkit.memory.engines.stage3 import Stage3

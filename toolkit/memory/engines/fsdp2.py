@@ -11,8 +11,7 @@ import math
 
 from toolkit.memory.engines.replay import EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.trace.events import in_blocks
-from toolkit.memory.trace.run import MemoryTrace, Parameter
+from toolkit.memory.trace.events import MemoryTrace, Parameter, in_blocks
 
 MASTER_ITEMSIZE = 4
 

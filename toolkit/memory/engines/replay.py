@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
-from toolkit.distributed.p2p import MAX_SENDS_IN_FLIGHT
 from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.step_program import StepProgram
 from toolkit.memory.trace.attribution import LOSS, MODEL, RECEIVED, SENT
-from toolkit.memory.trace.events import ResolvedEvent, Run, in_blocks
-from toolkit.memory.trace.run import MemoryTrace, Parameter
+from toolkit.memory.trace.events import MemoryTrace, Parameter, ResolvedEvent, Run, in_blocks
 from toolkit.pipeline_schedule import (
     Backward,
     BackwardInput,
@@ -26,6 +24,7 @@ from toolkit.pipeline_schedule import (
     SendActivation,
     SendGradient,
 )
+from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 
 # Steps after which nothing new appears: states that the first makes lazily exist in the second.
 NUM_STEPS = 2

@@ -7,7 +7,7 @@ _do_optimizer_sanity_check and _configure_fp16_optimizer: only FusedAdam is "fus
 from __future__ import annotations
 
 from toolkit.memory.engines.replay import EngineReplay
-from toolkit.memory.trace.run import Parameter
+from toolkit.memory.trace.events import Parameter
 
 # engine.py MEMORY_OPT_ALLREDUCE_SIZE, elements.
 ALLREDUCE_ELEMENTS = 500_000_000

@@ -11,8 +11,7 @@ from typing import Any
 
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.settings import EngineSettings
-from toolkit.memory.trace.events import in_blocks
-from toolkit.memory.trace.run import MemoryTrace, Parameter
+from toolkit.memory.trace.events import MemoryTrace, Parameter, in_blocks
 
 # stage_1_and_2.py nccl_start_alignment_factor: partitions are multiples of this many elements per rank.
 ALIGNMENT = 2

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.memory.engines.fetcher import Fetcher
 from toolkit.memory.engines.replay import NORM_ITEMSIZE, EngineReplay
 from toolkit.memory.engines.settings import STEP_BYTES, EngineSettings
-from toolkit.memory.trace.run import MemoryTrace, Parameter
+from toolkit.memory.trace.events import MemoryTrace, Parameter
 
 # stage3.py _constant_buffered_norm2 buffer_size, elements.
 NORM_ELEMENTS = 250_000_000

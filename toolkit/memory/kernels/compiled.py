@@ -25,7 +25,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from toolkit.errors import first_line
 from toolkit.launch.user_cache import user_cache_folder
 from toolkit.memory.kernels.code_cache import TextCache
-from toolkit.memory.kernels.dispatch import Device, choose_kernel, torch_functions
+from toolkit.memory.kernels.device import Device
+from toolkit.memory.kernels.dispatch import choose_kernel, torch_functions
 from toolkit.memory.kernels.inductor import OutOfTime, compile_graph, lower_graph, missing_names, time_limit
 from toolkit.memory.kernels.inductor_code import load_code
 from toolkit.memory.kernels.operations import unnoted

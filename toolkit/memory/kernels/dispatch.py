@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import masking_utils
 from transformers.integrations import moe
 
-from toolkit.catalog.gpus import Gpu
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.kernels.fake_attention import traced_flash
 from toolkit.memory.kernels.fake_fused import Dropout, FusedAttention, GroupedMatmul
 from toolkit.memory.kernels.fake_liger import cross_entropy_stand_in, functions_stand_in
@@ -29,39 +29,8 @@ CUDNN_LATENT_HEAD_DIMS = (192, 128)  # the same: queries and values of multi-hea
 GROUPED_MM_MIN_CAPABILITY = 8.0  # transformers integrations/moe.py _can_use_grouped_mm
 # liger_kernel ops/fused_linear_cross_entropy.py (0.8.2 and later): addmm into the head's gradient.
 LIGER_IN_PLACE_MIN_CAPABILITY = 8.0
-# Of a card whose figure is not known, those of an H100: a norm's gradient has one row of fp32 for each, 2 MiB at a width of 4096.
-NUM_MULTIPROCESSORS = 132
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: 192 < width <= 224, or > 224 with dropout.
 SMALL_SHARED_MEMORY = ((8.6, 8.9), (12.0, 12.1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """The properties of a card that decide which kernels run, and how much these allocate.
-
-    Args:
-        capability: CUDA compute capability, such as 9.0; 0 for a card that has none of CUDA's fused kernels. AMD's
-            CDNA cards have flash and memory-efficient attention, but no cuDNN, and count as 8.0.
-        num_multiprocessors: Streaming multiprocessors; AMD's compute units.
-    """
-
-    capability: float
-    num_multiprocessors: int = NUM_MULTIPROCESSORS
-
-    @classmethod
-    def of(cls, gpu: Gpu) -> Device:
-        """Return the properties of a card of the catalog; CPU processes count as 8.0 too."""
-        text = gpu.compute_capability or ""
-        count = gpu.num_multiprocessors or NUM_MULTIPROCESSORS
-        try:
-            return cls(capability=float(text), num_multiprocessors=count)
-        except ValueError:
-            return cls(capability=8.0, num_multiprocessors=count)
-
-    @property
-    def prefers_cudnn(self) -> bool:
-        """True if cuDNN's attention comes first (check_prefer_cudnn_attention; wheels of CUDA 13)."""
-        return 9.0 <= self.capability < 11.0
 
 
 def choose_kernel(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 
 # Private names that are replaced while a graph is lowered: module, or module and class, and name.
 REPLACED = (

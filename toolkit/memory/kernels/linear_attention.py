@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.launch.software import CHUNK_SCAN, CONTRACTS_CHUNKS, KERNEL_PACKAGES, Software
+from toolkit.launch.software import CHUNK_SCAN, KERNEL_PACKAGES, Software
 from toolkit.memory.kernels.recurrent import STAND_INS
-from toolkit.units import format_bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,11 +145,3 @@ def _multiply_out(equation: str, first: Tensor, second: Tensor) -> Tensor:
     product = wide[0] * wide[1]
     summed = list(range(len(kept), len(every)))
     return product.sum(dim=summed) if summed else product
-
-
-def older_transformers(peak_bytes: int) -> str:
-    """Return a note on what a transformers version that multiplies chunks out would need."""
-    return (
-        f"with transformers before {CONTRACTS_CHUNKS}, whose own code expands each chunk of a Mamba-2 layer, the peak "
-        f"would be {format_bytes(peak_bytes)}; cluster.transformers says which version the cluster has"
-    )

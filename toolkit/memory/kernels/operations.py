@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # product: matrix product; attention: a fused attention kernel; eager: any other kernel of torch; fused: a Triton kernel, of
 # Liger's or a compiled graph's; collective: of tensor parallelism; view: no kernel, but the host's time.
@@ -268,6 +269,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    import torch  # a trace has it; what reads a stored one has not
+
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -18,11 +18,6 @@ from toolkit.memory.kernels.operations import note
 # Elements per scale, and scales per second-level scale (double quantization).
 BLOCK, NESTED_BLOCK = 64, 256
 
-ASSUMPTION = (
-    "QLoRA keeps the linear layers in NF4 with double quantization, except the output projection; everything else, "
-    "adapters included, has the training precision"
-)
-
 
 class Nf4Linear(nn.Linear):
     """A linear layer with 4-bit weights: Y = X W^T + b, where W is unpacked for each product and released."""

@@ -14,22 +14,20 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from toolkit.config.job import Dtype
 from toolkit.memory.report.host import HostMemory
-from toolkit.modeling.architecture import DTYPES, import_architecture, model_config
-from toolkit.modeling.build import BuildOptions, construct_empty
-from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys, revert
 from toolkit.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.modeling.conversion import ConversionGroup
 
 # malloc maps larger blocks separately, and unmaps them when they are freed; smaller ones may stay with the process
 # (glibc malloc/malloc.c DEFAULT_MMAP_THRESHOLD_MAX, the most that its dynamic threshold grows to).
 MAPPED_BY_ITSELF = 32 * 2**20
-
-_NAMES: Mapping[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +62,11 @@ class Loading:
 
 def checkpoint_dtype(plan: Plan) -> Dtype:
     """Return the data type of a model's files: that of its config.json, else that of the run."""
+    from toolkit.modeling.architecture import DTYPES, model_config
+
     dtype = getattr(model_config(plan).get_text_config(decoder=True), "dtype", None)
-    return _NAMES.get(dtype, plan.settings.dtype) if isinstance(dtype, torch.dtype) else plan.settings.dtype
+    names: dict[object, Dtype] = {known: name for name, known in DTYPES.items()}  # type: ignore[misc]
+    return names.get(dtype, plan.settings.dtype)
 
 
 def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
@@ -80,6 +81,10 @@ def loading(plan: Plan, *, dtype: Dtype | None = None) -> Loading:
     Raises:
         SpecError: MODEL_CLASS, MODEL_CONFIG_INVALID.
     """
+    from toolkit.modeling.architecture import DTYPES, import_architecture, model_config
+    from toolkit.modeling.build import BuildOptions, construct_empty
+    from toolkit.modeling.conversion import convert_group, group_checkpoint_keys, revert
+
     stored = checkpoint_dtype(plan)
     asked = dtype or stored
     config = model_config(plan)

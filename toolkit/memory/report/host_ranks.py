@@ -12,8 +12,7 @@ from toolkit.memory.report.host import HostMemory, HostReport, pinned
 from toolkit.memory.report.host_loading import Loading
 from toolkit.memory.report.host_zero import replay_stage3, replay_stage12
 from toolkit.memory.report.report import RankReport
-from toolkit.memory.trace.run import MemoryTrace
-from toolkit.memory.trace.spec import Traces
+from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.planning.plan import Plan
 from toolkit.units import GIB
 

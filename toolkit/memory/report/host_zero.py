@@ -14,7 +14,7 @@ from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import gradient_bytes, partition_numel
 from toolkit.memory.report.host import HostMemory
-from toolkit.memory.trace.run import MemoryTrace
+from toolkit.memory.trace.events import MemoryTrace
 
 # Cause of pageable memory that is filled first and then copied into a page-locked block.
 BEING_PINNED = "being page-locked"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 from toolkit.config.job import Strategy
 from toolkit.memory.engines.bf16 import Bf16
@@ -16,15 +16,14 @@ from toolkit.memory.engines.stage0 import Stage0
 from toolkit.memory.engines.stage3 import Stage3
 from toolkit.memory.engines.stage12 import Stage12, gradient_bytes
 from toolkit.memory.engines.step_program import StepProgram, evaluation_program, step_program
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.overhead import Allocator, overhead, workspace_bytes
 from toolkit.memory.report.report import PhaseReport, RankReport
-from toolkit.memory.trace.run import MemoryTrace
-from toolkit.memory.trace.spec import Traces
+from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.planning.plan import Plan
 from toolkit.topology.communicators import communicators
-from toolkit.topology.grid import Coordinate
+from toolkit.topology.grid import Coordinate, Grid
 
 # Ranks differ only in the gradients in their partition; at most this many sizes are distinguished, each rounded up.
 MAX_RANK_KINDS = 8
@@ -139,10 +138,10 @@ def rank_report(
         allocator: Setting of torch's allocator; by default that of the plan.
     """
     coordinate = plan.grid.coordinate(rank)
-    own = communicators(plan.grid, rank, wraps=plan.settings.virtual_stages > 1, tied=tied)
     replicas = 1 < num_replicas < plan.grid.tp  # a part of the tensor group
     partitions = settings.zero.zero_hpz_partition_size > 1  # hpZ gathers over groups of its own
-    num_communicators = sum(1 for _ in own) + replicas + partitions
+    own = _num_groups(plan.grid, coordinate.pp, wraps=plan.settings.virtual_stages > 1, tied=tied)
+    num_communicators = own + replicas + partitions
     around = overhead(
         max(phase.allocated_bytes for phase in phases.values()),
         num_communicators=num_communicators,
@@ -157,6 +156,13 @@ def rank_report(
         context_and_nccl_bytes=0 if plan.on_cpu else around.context_and_nccl_bytes,
         num_communicators=num_communicators,
     )
+
+
+@lru_cache(maxsize=1024)
+def _num_groups(grid: Grid, pp_rank: int, *, wraps: bool, tied: bool) -> int:
+    """Return the communicators of several ranks that each rank of a pipeline rank has: as many as its first one."""
+    first = grid.rank(Coordinate(pp=pp_rank, dp=0, tp=0))
+    return sum(1 for _ in communicators(grid, first, wraps=wraps, tied=tied))
 
 
 def replay_ranks(

@@ -6,25 +6,33 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.record_cache import RecordCache
 from toolkit.catalog.gpus import Gpu
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
 from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
 from toolkit.memory.estimate import report_of
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.ranks import stage_required_bytes
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Outcome, Scenario
-from toolkit.memory.trace.run import StageTracer, stage_tracer, trace_ranks
-from toolkit.memory.trace.spec import Traces, TraceSpec
-from toolkit.pipeline_parallel import StageSpec
+from toolkit.memory.search.stored import StoredEstimates
+from toolkit.memory.trace.events import Traces
+from toolkit.pipeline_schedule import StageSpec
 from toolkit.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from toolkit.memory.trace.run import StageTracer
 
 MARKED = {"marks_modules": True}  # plans of all stages share a trace, whose marks lower stages do not read
 ANY_DEVICE = Device(capability=0.0)  # takes the place of the card, whose kernels are a part of the key of their own
+
+
+def silent(line: str) -> None:
+    """Take a line of progress that nobody reads."""
 
 
 class Estimator:
@@ -32,19 +40,23 @@ class Estimator:
 
     Args:
         calibrations: Figures measured on this machine, by card.
-        notify: Called with one line before each trace, the slow part.
+        notify: Called with one line before each trace, the slow part; an attribute that may be replaced.
         other_allocator: Setting of torch's allocator that the user has made, and that launches keep.
+        cache: Place of the reports and traces of earlier commands; None reads and keeps none.
     """
 
     def __init__(
         self,
         *,
         calibrations: Mapping[str, Calibration] | None = None,
-        notify: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = silent,
         other_allocator: str | None = None,
+        cache: RecordCache | None = None,
     ) -> None:
+        self._stored = StoredEstimates(cache)
+        self._read: dict[str, Traces] = {}
         self._calibrations = calibrations or {}
-        self._notify = notify
+        self.notify = notify
         self._other_allocator = other_allocator
         self._traces: dict[str, Traces] = {}
         self._tracers: dict[str, StageTracer] = {}
@@ -65,12 +77,18 @@ class Estimator:
     def estimate_plan(self, plan: Plan, case: Scenario) -> MemoryReport:
         """Estimate a plan that `case` resolved to."""
         calibration = self._calibrations.get(plan.gpu.name)
+        key = self._stored.report_key(plan, case, calibration=calibration, other_allocator=self._other_allocator)
+        known = self._stored.report(key)
+        if known is not None:
+            return known
         report, notes = report_of(plan, case, trace=self._trace, calibration=calibration), []
         if calibration is not None:
             notes.append(f"context and NCCL as `toolkit calibrate` measured them for {plan.gpu.name} on this machine")
         if self._other_allocator is not None and case.file is None and not plan.on_cpu:
             notes.append(f"{self._other_allocator} is set here, and launches keep it: the slack is that of {ALLOCATOR}")
-        return replace(report, assumptions=(*report.assumptions, *notes))
+        report = replace(report, assumptions=(*report.assumptions, *notes))
+        self._stored.keep_report(key, report)
+        return report
 
     def attempt(self, case: Scenario, changes: Mapping[str, Any] | None = None) -> Outcome:
         """Estimate a case, with changed values by dotted key of its job, or return the problems."""
@@ -94,20 +112,31 @@ class Estimator:
 
     def _trace(self, plan: Plan, **changes: Any) -> Traces:
         changes |= MARKED
+        stored = self._stored.trace_key(plan, changes)
+        if stored is not None:
+            if stored not in self._read and (found := self._stored.traces(stored)) is not None:
+                self._read[stored] = found
+            if stored in self._read:
+                return self._read[stored]
         cut = f"{trace_key(plan, **changes)} {plan.settings.partition} {plan.settings.virtual_stages}"
         if cut not in self._traces:
             settings = plan.settings
             micro = settings.per_device_eval_batch_size if changes.get("evaluation") else settings.batch.micro
             stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
-            self._notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
+            self.notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
+            from toolkit.memory.trace.run import trace_ranks
+
             tracer = self._tracer(plan, **changes) if plan.grid.pp > 1 else None
             self._traces[cut] = trace_ranks(plan, tracer=tracer, **changes)
+            self._stored.keep_traces(stored, self._traces[cut])
         return self._traces[cut]
 
     def _tracer(self, plan: Plan, **changes: Any) -> StageTracer:
         changes |= MARKED
         key = trace_key(plan, **changes)
         if key not in self._tracers:
+            from toolkit.memory.trace.run import stage_tracer
+
             self._tracers[key] = stage_tracer(plan, **changes)
         return self._tracers[key]
 
@@ -162,6 +191,8 @@ def trace_key(plan: Plan, **changes: Any) -> str:
         plan: Plan of the run.
         changes: As of `trace_ranks`.
     """
+    from toolkit.memory.trace.spec import TraceSpec
+
     spec = TraceSpec.of(plan, **changes | MARKED)
     model = json.dumps([plan.model.to_dict(), plan.job.model.model_dump(mode="json")], sort_keys=True, default=str)
     kernels: Any = _kernels(plan.gpu, spec.device)

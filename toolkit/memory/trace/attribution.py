@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from toolkit.memory.kernels.compiled import is_compiled
-from toolkit.tensor_parallel.embedding import VocabParallelEmbedding
+if TYPE_CHECKING:
+    from torch import nn
 
 # Causes outside of any named module.
 MODEL = "inputs and model"
@@ -76,10 +74,16 @@ def cause_of(name: str, module: nn.Module, *, within: str | None) -> str | None:
         within: Path inside its layer, "" for the layer itself; None outside the layers.
     """
     if within is None:
+        from torch import nn  # here alone: the causes are read without torch
+
+        from toolkit.tensor_parallel.embedding import VocabParallelEmbedding
+
         if isinstance(module, nn.Embedding | VocabParallelEmbedding):
             return EMBEDDINGS
         return LOSS if name.rpartition(".")[2].lower() in _HEADS else None
     if not within:
+        from toolkit.memory.kernels.compiled import is_compiled
+
         return COMPILED if is_compiled(module) else _LAYER
     first = within.lower()
     if "." in first or "norm" in first or first.startswith("ln_"):

@@ -6,7 +6,7 @@ and releases there only two things matter: the peak of memory, by cause, and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -198,6 +198,10 @@ class MemoryTrace:
     copies: tuple[str, ...] = ()
     shared: str | None = None
     operations: tuple[Operation, ...] = ()
+
+
+# One trace of the whole model, or one for each rank of a pipeline.
+Traces = Sequence[MemoryTrace]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,8 @@ from transformers import PreTrainedConfig
 from toolkit.distributed.fake import fake_group
 from toolkit.errors import ToolkitError
 from toolkit.introspect import tied_groups
-from toolkit.memory.kernels.dispatch import Device, cuda_kernels
+from toolkit.memory.kernels.device import Device
+from toolkit.memory.kernels.dispatch import cuda_kernels
 from toolkit.memory.kernels.linear_attention import replaced_kernels
 from toolkit.memory.kernels.operations import join_operations
 from toolkit.memory.kernels.quantized import quantize_linears

@@ -14,11 +14,11 @@ from transformers import PreTrainedConfig
 
 from toolkit.errors import SpecError
 from toolkit.memory.kernels.routing import collects_router_logits
-from toolkit.memory.trace.events import MemoryTrace, Parameter
+from toolkit.memory.trace.events import MemoryTrace, Parameter, Traces
 from toolkit.memory.trace.failure import unknown_architecture
 from toolkit.memory.trace.fake_run import TraceRun, card_of, configured, run_fake, trace_once
 from toolkit.memory.trace.representatives import kinds_of, layer_types
-from toolkit.memory.trace.spec import Traces, TraceSpec
+from toolkit.memory.trace.spec import TraceSpec
 from toolkit.memory.trace.stage_layers import choose
 from toolkit.modeling.architecture import import_architecture, model_config
 from toolkit.modeling.build import construct_empty
@@ -85,7 +85,7 @@ def trace_model(
     """Trace one micro-batch of any causal language model that transformers builds from a configuration.
 
     >>> from transformers import LlamaConfig
-    >>> from toolkit.memory.kernels.dispatch import Device
+    >>> from toolkit.memory.kernels.device import Device
     >>> tiny = LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=12, vocab_size=64)
     >>> made = trace_model(tiny, TraceSpec(micro_batch=8, sequence_length=16, device=Device(capability=9.0)))
     >>> made.num_layers, made.num_traced_layers

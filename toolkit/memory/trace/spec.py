@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -10,16 +9,12 @@ import torch
 
 from toolkit.config.job import Packing
 from toolkit.launch.software import Software
-from toolkit.memory.kernels.dispatch import Device
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.kernels.routing import Routing
-from toolkit.memory.trace.events import MemoryTrace
 from toolkit.modeling.build import BuildOptions
 from toolkit.planning.plan import Plan
 
 Batch = dict[str, torch.Tensor]
-
-# One trace of the whole model, or one for each rank of a pipeline.
-Traces = Sequence[MemoryTrace]
 
 PADDED = (
     "Batches have a row of sequence_length tokens and a padded one, so that attention has a mask; a batch without "

@@ -1,0 +1,152 @@
+"""Kept reports and traces: read back equal, without torch, and only where all that they depend on is the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.artifacts.record_cache import RecordCache
+from toolkit.config.job import Job
+from toolkit.memory.report.calibration import Calibration
+from toolkit.memory.scenario import Scenario
+from toolkit.memory.search import stored
+from toolkit.memory.search.estimator import Estimator, trace_key
+from toolkit.memory.search.stored import StoredEstimates
+
+MARKED = {"marks_modules": True, "keeps_inputs": False}
+
+
+def case_of(**changes: Any) -> Scenario:
+    job = Job.model_validate(
+        {
+            "model": "quickstart-llama",
+            "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 4},
+            "train": {"sequence_length": 128, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+            "parallel": {"zero_stage": 2},
+        }
+    )
+    return Scenario.of(job).changed(changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"parallel.pipeline": 2, "parallel.zero_stage": 1}, {"model.name": "olmoe-1b-7b"}]
+)
+def test_what_is_kept_is_what_was_made(tmp_path: Path, changes: dict[str, Any]) -> None:
+    case, cache = case_of(**changes), RecordCache(tmp_path)
+    first = Estimator(cache=cache)
+    made = first.estimate(case)
+    assert first.num_traces
+    again = Estimator(cache=cache)
+    assert again.estimate(case) == made
+    other = case.changed({"parallel.offload": "optimizer-cpu"})
+    assert again.estimate(other) == Estimator().estimate(other), "another engine over the kept trace"
+    assert again.num_traces == 0
+
+
+# Changes, and whether they leave the trace, and the report, as they are.
+CHANGES: list[tuple[dict[str, Any], bool, bool]] = [
+    ({"parallel.zero_stage": 3}, True, False),
+    ({"train.gradient_accumulation_steps": 8}, True, False),
+    ({"train.optimizer": "lion"}, True, False),
+    ({"train.learning_rate": 0.5}, True, False),
+    ({"train.precision": "fp32"}, False, False),
+    ({"train.sequence_length": 256}, False, False),
+    ({"train.per_device_train_batch_size": 1}, False, False),
+    ({"train.gradient_checkpointing": 0.5}, False, False),
+    ({"train.attention": "eager"}, False, False),
+    ({"train.method": "lora"}, False, False),
+    ({"train.loss": "chunked"}, False, False),
+    ({"train.kernels": "liger"}, False, False),
+    ({"train.torch_compile": True}, False, False),
+    ({"parallel.tensor": 2}, False, False),
+    ({"parallel.pipeline": 2}, False, False),
+    ({"parallel.offload": "activations-cpu"}, False, False),
+    ({"cluster.gpu": "a100-sxm-80gb"}, False, False),
+    ({"cluster.transformers": "5.10"}, False, False),
+    ({"cluster.kernel_packages": ["mamba-ssm"]}, False, False),
+    ({"data": {"train": "a/b", "packing": "none"}}, False, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "same_trace", "same_report"), CHANGES, ids=[next(iter(row[0])) for row in CHANGES])
+def test_a_key_holds_all_that_a_result_depends_on(
+    tmp_path: Path, changes: dict[str, Any], same_trace: bool, same_report: bool
+) -> None:
+    kept, case, changed = StoredEstimates(RecordCache(tmp_path)), case_of(), case_of(**changes)
+    plans = case.plan(), changed.plan()
+    traces = [kept.trace_key(plan, MARKED) for plan in plans]
+    assert (traces[0] == traces[1]) == same_trace
+    if same_trace:
+        assert trace_key(plans[0]) == trace_key(plans[1])
+    assert kept.trace_key(plans[0], MARKED) != kept.trace_key(plans[0], {**MARKED, "evaluation": True})
+    reports = [
+        kept.report_key(plan, each, calibration=None, other_allocator=None)
+        for plan, each in zip(plans, (case, changed), strict=True)
+    ]
+    assert (reports[0] == reports[1]) == same_report
+
+
+def test_a_report_depends_on_the_machine_and_the_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, case = StoredEstimates(RecordCache(tmp_path)), case_of()
+
+    def key(calibration: Calibration | None = None, other_allocator: str | None = None) -> str | None:
+        return kept.report_key(case.plan(), case, calibration=calibration, other_allocator=other_allocator)
+
+    before = key()
+    assert before == key()
+    assert len({before, key(Calibration(context_bytes=5)), key(other_allocator="backend:native")}) == 3
+    monkeypatch.setattr(stored, "versions", lambda: "others")
+    assert key() != before
+
+
+def test_a_model_with_code_of_its_own_is_not_kept(tmp_path: Path) -> None:
+    case = case_of(**{"model.trust_remote_code": True})
+    kept = StoredEstimates(RecordCache(tmp_path))
+    assert kept.trace_key(case.plan(), MARKED) is None
+    assert kept.report_key(case.plan(), case, calibration=None, other_allocator=None) is None
+
+
+def test_a_second_command_needs_no_torch(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("model: quickstart-llama\ncluster: {gpu: h100-sxm-80gb}\ntrain: {sequence_length: 64}\n")
+    code = (
+        "import sys; from toolkit.cli.app import main; sys.argv = ['toolkit', 'estimate', sys.argv[1]]\n"
+        "try:\n    main()\nexcept SystemExit as left:\n    assert not left.code\n"
+        "print('with torch' if 'torch' in sys.modules else 'without torch')"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TOOLKIT_NO_CACHE": ""}
+
+    def estimate() -> list[str]:
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(job)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return run.stdout.splitlines()
+
+    first, second = estimate(), estimate()
+    assert first[-1] == "with torch"
+    assert second[-1] == "without torch"
+    assert first[:-1] == second[:-1]
+    (folder,) = (tmp_path / "cache").rglob("traces")
+    assert list(folder.iterdir())
+
+
+@pytest.mark.parametrize(("cached", "switch"), [(False, ""), (True, "1")])
+def test_an_option_and_a_variable_turn_the_cache_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, switch: str
+) -> None:
+    from toolkit.cli.estimate_session import estimating
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TOOLKIT_NO_CACHE", switch)
+    with estimating(as_json=True, cached=cached) as estimator:
+        estimator.estimate(case_of())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,165 @@
+"""Reports and traces of earlier commands, kept on disk as data; none of it imports torch.
+
+A key holds all that a result depends on: the model's configuration, what the job decides, the card, the user's own DeepSpeed
+file, what was measured on this machine, and the versions of all that computes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import toolkit
+from toolkit.artifacts.record_cache import RecordCache
+from toolkit.artifacts.records import Records
+from toolkit.launch.software import Software
+from toolkit.memory.report.calibration import Calibration
+from toolkit.memory.report.report import MemoryReport
+from toolkit.memory.scenario import Scenario
+from toolkit.memory.trace.events import MemoryTrace, Traces
+from toolkit.planning.plan import Plan
+
+# Packages whose code runs in a trace, or decides on sizes.
+_PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "liger-kernel", "triton", "torchao", "kernels")
+
+# What a trace does not depend on; all other keys are part of its key.
+_SETTINGS_APART = frozenset(
+    {"batch", "gradient_accumulation_dtype", "zero_stage", "learning_rate", "min_learning_rate_ratio", "warmup_steps"}
+    | {"warmup_ratio", "max_steps", "num_train_epochs", "save_steps", "save_total_limit", "eval_steps", "offload_ratio"}
+    | {"sub_group_size", "reduce_bucket_size"}
+)
+_TRAIN_APART = frozenset(
+    {
+        "optimizer",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "momentum",
+        "learning_rate",
+        "max_grad_norm",
+    }
+    | {"learning_rate_scaling", "learning_rate_reference_batch_size", "lr_scheduler_type", "min_learning_rate_ratio"}
+    | {"warmup_steps", "warmup_ratio", "max_steps", "num_train_epochs", "save_steps", "save_total_limit", "eval_steps"}
+    | {"logging_steps", "report_to", "seed", "output_dir", "train_batch_size", "gradient_accumulation_steps"}
+    | {"gradient_accumulation_dtype"}
+    # In the settings, decided:
+    | {"per_device_train_batch_size", "per_device_eval_batch_size", "sequence_length", "precision", "attention"}
+    | {"gradient_checkpointing", "kernels"}
+)
+
+
+class StoredEstimates:
+    """Reports and traces in a cache; a model with code of its own is never kept, as that code may change unseen.
+
+    Args:
+        cache: Place of the records; None keeps nothing.
+    """
+
+    def __init__(self, cache: RecordCache | None) -> None:
+        self._cache = cache
+
+    def report_key(
+        self, plan: Plan, case: Scenario, *, calibration: Calibration | None, other_allocator: str | None
+    ) -> str | None:
+        """Return the key of a plan's report; None where none is kept."""
+        if not self._keeps(plan):
+            return None
+        known = plan.to_dict()
+        del known["choices"]
+        file = None if case.file is None else case.file.user
+        return _joined(
+            "report",
+            known,
+            repr(file),
+            case.zero_init,
+            case.load_dtype,
+            repr(calibration),
+            other_allocator,
+            _software(plan),
+        )
+
+    def trace_key(self, plan: Plan, changes: Mapping[str, Any]) -> str | None:
+        """Return the key of a plan's traces; None where none are kept.
+
+        Args:
+            plan: Plan of the run.
+            changes: As of `trace_ranks`.
+        """
+        if not self._keeps(plan):
+            return None
+        settings = plan.settings.to_dict()
+        train = plan.job.train.model_dump(mode="json", warnings=False)
+        return _joined(
+            "trace",
+            plan.model.to_dict(),
+            plan.job.model.model_dump(mode="json", warnings=False),
+            {name: value for name, value in settings.items() if name not in _SETTINGS_APART},
+            {name: value for name, value in train.items() if name not in _TRAIN_APART},
+            [plan.settings.batch.micro, plan.grid.pp, plan.grid.tp, plan.profile.activations, plan.on_cpu],
+            "wrapped" if plan.job.data is None else plan.job.data.packing,
+            [plan.gpu.vendor, plan.gpu.compute_capability, plan.gpu.num_multiprocessors],
+            _software(plan),
+            {name: repr(value) for name, value in sorted(changes.items())},
+        )
+
+    def report(self, key: str | None) -> MemoryReport | None:
+        """Return a kept report."""
+        return None if key is None or self._cache is None else self._cache.get(key, _reports())
+
+    def keep_report(self, key: str | None, report: MemoryReport) -> None:
+        """Keep a report."""
+        if key is not None and self._cache is not None:
+            self._cache.put(key, report, _reports())
+
+    def traces(self, key: str | None) -> Traces | None:
+        """Return kept traces."""
+        return None if key is None or self._cache is None else self._cache.get(key, _traces())
+
+    def keep_traces(self, key: str | None, traces: Traces) -> None:
+        """Keep traces."""
+        if key is not None and self._cache is not None:
+            self._cache.put(key, tuple(traces), _traces())
+
+    def _keeps(self, plan: Plan) -> bool:
+        return self._cache is not None and not plan.job.model.trust_remote_code
+
+
+@cache
+def _reports() -> Records[MemoryReport]:
+    return Records(MemoryReport)
+
+
+@cache
+def _traces() -> Records[tuple[MemoryTrace, ...]]:
+    return Records(tuple[MemoryTrace, ...])
+
+
+@cache
+def versions() -> str:
+    """Return what stands for the code that computes: versions of packages, and the state of the toolkit's own files."""
+    found = [sys.version, toolkit.__version__]
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    root = Path(toolkit.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        stat = path.stat()
+        found.append(f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+def _software(plan: Plan) -> str:
+    return repr(Software.of(plan))
+
+
+def _joined(*parts: Any) -> str:
+    return json.dumps([versions(), *parts], sort_keys=True, default=str)
