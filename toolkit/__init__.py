@@ -7,6 +7,7 @@ A job and its plan, on any machine:
     tk.resolve(job) -> Plan: every value decided and explained; .deepspeed_config(), .accelerate_config(), .training_arguments()
     tk.estimate(plan) -> MemoryReport: fits, required_bytes, plot, to_dataframe
     tk.emit(plan, folder): configurations and launch commands
+    tk.plan(job) or tk.plan(model=..., tokens=...): which GPUs to rent, and the fastest settings on them
 
 Training, on every rank under any launcher:
     tk.train(plan): the whole run, from its data to its last checkpoint
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from toolkit.modeling.architecture import DTYPES
     from toolkit.modeling.build import apply_plan
     from toolkit.modeling.lora import apply_lora
+    from toolkit.planner.make import plan
     from toolkit.planning.offload import PROFILES as OFFLOAD_PROFILES
     from toolkit.planning.offload import offload_section
     from toolkit.planning.plan import Plan
@@ -90,6 +92,7 @@ _HOMES = {
     "load_job": "toolkit.config.loader",
     "load_tokenizer": "toolkit.trainer.tokenizer",
     "offload_section": "toolkit.planning.offload",
+    "plan": "toolkit.planner.make",
     "prepare": "toolkit.data.prepare",
     "resolve": "toolkit.planning.resolve",
     "save": "toolkit.checkpoint.save",
@@ -143,6 +146,7 @@ __all__ = [
     "load_tokenizer",
     "offload_section",
     "pipeline",
+    "plan",
     "prepare",
     "resolve",
     "save",

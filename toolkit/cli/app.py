@@ -24,6 +24,7 @@ COMMANDS = (
     "quickstart",
     "validate",
     "estimate",
+    "plan",
     "emit",
     "train",
     "calibrate",

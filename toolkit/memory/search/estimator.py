@@ -100,6 +100,13 @@ class Estimator:
         except ToolkitError as error:
             return Outcome(plan=plan, problems=error.problems)
 
+    def traces(self, plan: Plan) -> Traces:
+        """Return the traces of a plan's ranks, one for each stage of its pipeline: those of its estimate, made once."""
+        settings = engine_settings(plan)
+        return self._trace(
+            plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
+        )
+
     def stages(self, plan: Plan) -> StageRequirements:
         """Return the requirements of the stages of a plan's pipeline, for any split."""
         tracer = partial(self._tracer, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan)))

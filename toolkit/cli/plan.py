@@ -1,0 +1,206 @@
+"""`toolkit plan`: what to rent for a job, and what to run on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption
+from toolkit.cli.output import new_table, print_json, print_table
+
+if TYPE_CHECKING:
+    from toolkit.planner.answer import Answer, Row
+    from toolkit.planner.search import Progress
+
+# Seconds after which a search ends with what it has; `toolkit.planner.make` explains it.
+_SECONDS = 12.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(plan)
+
+
+def plan(
+    job: OptionalJobArgument = None,
+    overrides: SetOption = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A model in place of a job file.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="100M", help="Tokens of one pass over the data.", show_default=False)
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option(metavar="N", help="Passes over the data; the job's by default.", show_default=False)
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", metavar="N", min=1, help="As in the job.", show_default=False)
+    ] = None,
+    method: Annotated[
+        Literal["full", "lora", "qlora"] | None,
+        typer.Option(metavar="full|lora", help="As in the job.", show_default=False),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option("--train-batch-size", metavar="N", min=1, help="Global batch, as in the job.", show_default=False),
+    ] = None,
+    budget_usd: Annotated[
+        float | None, typer.Option("--budget-usd", metavar="USD", help="Most that it may cost.", show_default=False)
+    ] = None,
+    deadline_hours: Annotated[
+        float | None,
+        typer.Option("--deadline-hours", metavar="HOURS", help="Longest that it may take.", show_default=False),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|A,B", help="Cards to choose among, in place of the job's cluster.", show_default=False
+        ),
+    ] = None,
+    max_gpus: Annotated[
+        int | None,
+        typer.Option("--max-gpus", metavar="N", help="Most cards of a cluster; 64 by default.", show_default=False),
+    ] = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(metavar="FILE_OR_URL", help="Prices in place of the toolkit's snapshot.", show_default=False),
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away, at their price.")] = False,
+    liger: Annotated[
+        bool | None,
+        typer.Option("--liger/--no-liger", help="Whether Liger's kernels can be installed there.", show_default=False),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="Time after which the search ends with what it has.")
+    ] = _SECONDS,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", help="Row that --write, --emit and --report take.", show_default=False)
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the completed job of a row.", show_default=False)
+    ] = None,
+    emit: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write its configurations and commands, too.", show_default=False),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write one page to read and share.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which GPUs to rent for a job and the fastest settings on them, by exact estimates of memory, time and price.
+
+    A job without a cluster is planned on every card that has a price; one with a cluster on that, unless --gpus is given. What
+    the job says is kept, the global batch too, and only settings that keep its numbers are chosen.
+
+    Example: `toolkit plan job.yaml`, `toolkit plan --model llama-3.1-8b --tokens 100M --sequence-length 4096 --budget-usd 50`
+
+    JSON keys: question, recommended (number of a row), rows (row, on_front, why, cluster, grid, settings, batch,
+    peak_allocated_bytes, required_bytes, gpu_capacity_bytes, host_bytes_per_node, tight, step_seconds, tokens_per_second,
+    model_flops_utilization, host_bound, step_parts, hours, hours_low, hours_high, usd, assumptions), nearly, failures, search,
+    learning_rate_rules, notes, written.
+    """
+    from toolkit.planner.make import answer, ask
+
+    question = ask(
+        job,
+        overrides=overrides or (),
+        model=model,
+        tokens=tokens,
+        epochs=epochs,
+        sequence_length=sequence_length,
+        method=method,
+        train_batch_size=batch,
+        gpus=gpus,
+        max_gpus=max_gpus,
+        budget_usd=budget_usd,
+        deadline_hours=deadline_hours,
+        prices=prices,
+        spot=spot,
+        liger=liger,
+    )
+    from toolkit.cli.estimate_session import estimating
+
+    with estimating(as_json=True) as estimator, _watching(as_json=as_json) as watch:
+        found = answer(question, seconds=seconds, estimator=estimator, watch=watch)
+    chosen = found.recommended if row is None else found.row(row)
+    written = _write(found, chosen, write=write, emit=emit, report=report)
+    if as_json:
+        print_json(found.to_dict() | {"written": [str(path) for path in written]})
+        return
+    _print(found)
+    for path in written:
+        print(f"row {chosen.number} written to {path}")
+    if not written:
+        print(
+            "--write planned.yaml writes the completed job of the recommended row, --row N of another; --report page.html a page"
+        )
+
+
+def _write(found: Answer, chosen: Row, *, write: Path | None, emit: Path | None, report: Path | None) -> list[Path]:
+    written: list[Path] = []
+    if write is not None:
+        found.write_job(write, chosen.number)
+        written.append(write)
+    if emit is not None:
+        from toolkit.artifacts.files import write_files
+
+        write_files(chosen.plan, emit)
+        found.write_job(emit / "job.yaml", chosen.number)
+        written.append(emit)
+    if report is not None:
+        found.write_report(report, chosen.number)
+        written.append(report)
+    return written
+
+
+@contextmanager
+def _watching(*, as_json: bool) -> Iterator[Callable[[Progress], None]]:
+    """Yield a function that shows the progress of a search on a terminal."""
+    if as_json or not sys.stderr.isatty():
+        yield lambda progress: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True, markup=False, emoji=False), transient=True) as bar:
+        task = bar.add_task("loading torch and transformers", total=None)
+
+        def show(progress: Progress) -> None:
+            best = progress.best
+            so_far = "" if best is None else f"; best so far {best.cluster.name}, {best.hours:.3g} h"
+            bar.update(
+                task,
+                total=progress.clusters,
+                completed=progress.decided,
+                description=f"{progress.doing} ({progress.traces} traces{so_far})",
+            )
+
+        yield show
+
+
+def _print(found: Answer) -> None:
+    from rich.text import Text
+
+    from toolkit.planner.answer import COLUMNS, RIGHT, nearly_line
+
+    print(found.headline)
+    rows = [row.cells() for row in found.rows]
+    kept = [index for index in range(len(COLUMNS)) if any(cells[index] for cells in rows)]
+    table = new_table([COLUMNS[index] for index in kept], right=RIGHT)
+    for row, cells in zip(found.rows, rows, strict=True):
+        style = "bold" if row is found.recommended else "" if row.on_front else "dim"
+        table.add_row(*(Text(cells[index], style=style) for index in kept))
+    print_table(table)
+    print(f"recommended: row {found.recommended.number}, {found.recommendation}")
+    for option in found.nearly:
+        print(f"almost fits: {nearly_line(option)}")
+    for line in (*map(str, found.learning_rate_rules), *found.notes()):
+        print(line)

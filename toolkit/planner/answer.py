@@ -1,0 +1,483 @@
+"""The answer of the planner: rows to choose from, the one that is recommended, what almost fits, and what was assumed."""
+
+from __future__ import annotations
+
+import datetime
+import html
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import PlanError, SpecError
+from toolkit.planner.lines import describe_kernels, describe_layout, format_hours, format_usd
+from toolkit.planner.question import Question
+from toolkit.planner.rates import scaling_rules
+from toolkit.planner.search import DEAREST, Found, Option, pareto_front, raise_if_invalid
+from toolkit.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from toolkit.config.job import Job
+    from toolkit.planning.plan import Plan
+
+# Rows beside the front that a table shows, and clusters that almost fit.
+_MOST_OTHERS, _MOST_NEARLY = 6, 4
+
+COLUMNS = ("#", "GPUs", "rent", "layout", "settings", "batch", "GiB a card", "tokens/s", "hours", "USD", "why")
+RIGHT = ("#", "GiB a card", "tokens/s", "hours", "USD")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One plan to choose from.
+
+    Args:
+        number: Its number in the table, from 1.
+        option: Cluster, settings and exact figures.
+        on_front: Whether no other row beats it in both hours and price.
+        why: What speaks for it, in words.
+    """
+
+    number: int
+    option: Option
+    on_front: bool
+    why: str
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.option.plan
+
+    @property
+    def job(self) -> Job:
+        """The job, completed by the cluster and the chosen settings."""
+        return self.option.plan.job
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the table, as `COLUMNS` names them."""
+        option = self.option
+        cluster, batch = option.cluster, option.plan.settings.batch
+        offer = cluster.offer
+        capacity = cluster.gpu.memory_bytes
+        needs = f"{option.report.required_bytes / GIB:.1f}"
+        return (
+            str(self.number),
+            cluster.name,
+            "" if offer is None else f"{offer.provider} {offer.offer.instance}{', spot' if cluster.spot else ''}",
+            describe_layout(cluster, option.setting),
+            describe_kernels(option.setting),
+            f"{batch.micro} × {batch.accumulation} × {batch.dp_size}",
+            needs if capacity is None else f"{needs} of {capacity / GIB:.0f}",
+            f"{option.tokens_per_second:,.0f}",
+            format_hours(option.hours),
+            format_usd(option.usd),
+            self.why,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as a JSON object."""
+        option, step = self.option, self.option.step
+        assert step is not None
+        settings, report = option.plan.settings, option.report
+        low, high = option.hours_range
+        return {
+            "row": self.number,
+            "on_front": self.on_front,
+            "why": self.why,
+            "cluster": option.cluster.to_dict(),
+            "grid": {"pp": option.plan.grid.pp, "dp": option.plan.grid.dp, "tp": option.plan.grid.tp},
+            "settings": setting_values(option),
+            "batch": {
+                "train": settings.batch.train,
+                "micro": settings.batch.micro,
+                "accumulation": settings.batch.accumulation,
+                "dp_size": settings.batch.dp_size,
+            },
+            "peak_allocated_bytes": report.peak_allocated_bytes,
+            "required_bytes": report.required_bytes,
+            "gpu_capacity_bytes": report.gpu_capacity_bytes,
+            "host_bytes_per_node": report.host.bytes_per_node,
+            "tight": report.tight,
+            "step_seconds": step.seconds,
+            "tokens_per_second": option.tokens_per_second,
+            "model_flops_utilization": step.model_flops_utilization,
+            "host_bound": step.host_bound,
+            "step_parts": dict(step.parts),
+            "hours": option.hours,
+            "hours_low": low,
+            "hours_high": high,
+            "usd": option.usd,
+            "assumptions": [*step.assumptions, *report.assumptions],
+        }
+
+
+def setting_values(option: Option) -> dict[str, Any]:
+    """Return the settings of an option by dotted key of the job."""
+    setting = option.setting
+    return {
+        "train.per_device_train_batch_size": setting.micro,
+        "train.gradient_accumulation_steps": setting.accumulation,
+        "train.gradient_checkpointing": setting.checkpointing,
+        "train.loss": setting.loss,
+        "train.kernels": setting.kernels,
+        "train.torch_compile": setting.compiled,
+        "parallel.zero_stage": option.plan.settings.zero_stage,
+        "parallel.tensor": setting.tensor,
+        "parallel.pipeline": setting.pipeline,
+        "parallel.offload": setting.offload,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Answer:
+    """What to rent and what to run on it; `print` shows the table, and so does a notebook.
+
+    Args:
+        question: What was asked.
+        rows: The front of hours and price, the cheapest first, then other plans that were estimated.
+        recommended: The row to take where nothing else is known.
+        nearly: Clusters that almost hold the job, with exact figures of what they lack.
+        found: How the search went.
+        today: Day on which the ages of prices are counted.
+    """
+
+    question: Question
+    rows: tuple[Row, ...]
+    recommended: Row
+    nearly: tuple[Option, ...]
+    found: Found
+    today: datetime.date
+
+    @property
+    def front(self) -> tuple[Row, ...]:
+        """The rows that no other beats in both hours and price."""
+        return tuple(row for row in self.rows if row.on_front)
+
+    def row(self, number: int) -> Row:
+        """Return a row by its number.
+
+        Raises:
+            SpecError: PLAN_ROW.
+        """
+        for row in self.rows:
+            if row.number == number:
+                return row
+        raise SpecError.of(
+            code="PLAN_ROW",
+            key="--row",
+            message=f"row={number} is not in the table",
+            fix=f"Name a row from 1 to {len(self.rows)}",
+        )
+
+    @property
+    def job(self) -> Job:
+        """The completed job of the recommended row."""
+        return self.recommended.job
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the recommended row."""
+        return self.recommended.plan
+
+    @property
+    def headline(self) -> str:
+        """What was planned, in one line."""
+        question = self.question
+        passes = "" if question.epochs == 1 else f" × {question.epochs:g} epochs"
+        return f"{question.model.name}, {question.job.train.method}, {question.tokens:,.0f} tokens{passes}"
+
+    @property
+    def recommendation(self) -> str:
+        """The recommended row in one line."""
+        option = self.recommended.option
+        cost = "" if option.usd is None else f", {format_usd(option.usd)} USD"
+        low, high = option.hours_range
+        return (
+            f"{option.cluster.name}: {option.tokens_per_second:,.0f} tokens/s, {format_hours(option.hours)} hours "
+            f"({format_hours(low)} to {format_hours(high)}){cost}; {self.recommended.why}"
+        )
+
+    def notes(self) -> list[str]:
+        """Return what a reader should know of the table, one line each."""
+        question, found = self.question, self.found
+        shown = [row.option.cluster for row in self.rows]
+        offers = [cluster.offer for cluster in shown if cluster.offer is not None]
+        notes = [f"assumed: {assumption}" for assumption in question.assumptions]
+        unlisted = dict.fromkeys(f"{cluster.offer.provider} {cluster.offer.offer.instance}" for cluster in shown
+                                 if cluster.offer is not None and cluster.assumes_memory)  # fmt: skip
+        if unlisted:
+            notes.append(
+                f"assumed: the RAM of {', '.join(unlisted)}, which the provider does not list, is an even share of that of "
+                "the card's typical machine"
+            )
+        if offers:
+            notes.append(f"prices: {question.prices.dated}; without storage, traffic and taxes")
+            notes += question.prices.notes(self.today, offers)
+        unpriced = [gpu.name for gpu in question.gpus if question.seeks_cluster and not question.prices.of(gpu.name)]
+        if unpriced:
+            notes.append(f"no price is known of {', '.join(unpriced)}: --prices FILE_OR_URL takes a list with them")
+        if found.cut_short:
+            notes.append(
+                f"the search ended after {found.seconds:.0f} s; arithmetic left {found.cut_short} clusters that might be as "
+                "good: --seconds gives it longer"
+            )
+        if question.seeks_cluster and question.deadline_hours is None:
+            notes.append(
+                f"clusters over {DEAREST:g} times the lowest price are not looked at: --deadline-hours asks for faster ones"
+            )
+        if any(row.option.setting.loss == "liger" or row.option.setting.kernels == "liger" for row in self.rows):
+            notes.append(
+                "liger loss and kernels need `pip install liger-kernel` on the cluster; --no-liger plans without"
+            )
+        notes += [f"{what}: {problems[0]}" for what, problems in list(found.failures.items())[:3] if problems]
+        hosts = [str(row.number) for row in self.rows if row.option.step is not None and row.option.step.host_bound]
+        if hosts:
+            notes.append(f"bound by the host, with a wider range of hours: row {', '.join(hosts)}")
+        if (
+            any(row.option.cluster.gpu.supports("fp8") for row in self.rows)
+            and question.said("train.precision") is None
+        ):
+            notes.append(
+                "not chosen because it changes the arithmetic: train.precision=fp8 (--set), faster on cards with fp8"
+            )
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as a JSON object, in the words of `toolkit plan --json`."""
+        found = self.found
+        return {
+            "question": self.question.to_dict(),
+            "recommended": self.recommended.number,
+            "rows": [row.to_dict() for row in self.rows],
+            "nearly": [nearly_dict(option) for option in self.nearly],
+            "failures": [
+                {"what": what, "problems": [problem.as_dict() for problem in problems]}
+                for what, problems in found.failures.items()
+            ],
+            "search": {
+                "clusters": found.num_clusters,
+                "foreseen_to_fit": found.num_foreseen,
+                "estimates": found.num_estimates,
+                "seconds": found.seconds,
+                "cut_short": found.cut_short,
+            },
+            "learning_rate_rules": [rule.to_dict() for rule in self.learning_rate_rules],
+            "notes": self.notes(),
+        }
+
+    @property
+    def learning_rate_rules(self) -> tuple[Any, ...]:
+        """Rules for the learning rate where the user changes the global batch; none is applied."""
+        settings = self.recommended.plan.settings
+        return scaling_rules(settings.batch.train, settings.learning_rate)
+
+    def __str__(self) -> str:
+        from toolkit.planner.lines import text_table
+
+        lines = [self.headline, "", *text_table(COLUMNS, [row.cells() for row in self.rows], right=RIGHT), ""]
+        lines.append(f"recommended: row {self.recommended.number}, {self.recommendation}")
+        lines += [f"almost fits: {nearly_line(option)}" for option in self.nearly]
+        lines += [str(rule) for rule in self.learning_rate_rules]
+        return "\n".join([*lines, *self.notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
+        rows = ""
+        for row in self.rows:
+            style = ' style="font-weight:bold"' if row is self.recommended else ""
+            rows += f"<tr{style}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>"
+        said = [f"recommended: row {self.recommended.number}, {self.recommendation}"]
+        said += [f"almost fits: {nearly_line(option)}" for option in self.nearly]
+        said += [*map(str, self.learning_rate_rules), *self.notes()]
+        below = "".join(f"<li>{html.escape(line)}</li>" for line in said)
+        return (
+            f"<div><p>{html.escape(self.headline)}</p><table><tr>{head}</tr>{rows}</table>"
+            f"<ul style='font-size:smaller'>{below}</ul></div>"
+        )
+
+    def write_job(self, path: str | Path, row: int | None = None) -> None:
+        """Write the completed job of a row as YAML.
+
+        Raises:
+            RunError: EMIT_UNWRITABLE.
+            SpecError: PLAN_ROW.
+        """
+        from toolkit.planner.files import write_job
+
+        write_job(self.recommended if row is None else self.row(row), Path(path), question=self.question)
+
+    def write_report(self, path: str | Path, row: int | None = None) -> None:
+        """Write one page of HTML that needs no network: recommendation, memory, front, topology, files and commands.
+
+        Raises:
+            RunError: EMIT_UNWRITABLE.
+            SpecError: PLAN_ROW.
+        """
+        from toolkit.planner.report_page import write_report
+
+        write_report(self, self.recommended if row is None else self.row(row), Path(path))
+
+
+def nearly_dict(option: Option) -> dict[str, Any]:
+    """Return a cluster that almost holds the job as a JSON object."""
+    return {
+        "cluster": option.cluster.to_dict(),
+        "settings": setting_values(option),
+        "required_bytes": option.report.required_bytes,
+        "lacking_bytes": option.lacking_bytes,
+        "host_bytes_per_node": option.report.host.bytes_per_node,
+        "lacking_host_bytes": option.lacking_host_bytes,
+    }
+
+
+def nearly_line(option: Option) -> str:
+    """Return what a cluster lacks, in one line."""
+    lacks = []
+    if option.lacking_bytes:
+        lacks.append(f"{format_bytes(option.lacking_bytes)} a card")
+    if option.lacking_host_bytes:
+        lacks.append(f"{format_bytes(option.lacking_host_bytes)} of RAM a machine")
+    where = f"{describe_layout(option.cluster, option.setting)}, {describe_kernels(option.setting)}"
+    return f"{option.cluster.name} lacks {' and '.join(lacks) or 'nothing'} ({where})"
+
+
+def answer_of(question: Question, found: Found, *, today: datetime.date | None = None) -> Answer:
+    """Choose the rows among what a search found.
+
+    Raises:
+        PlanError: PLAN_NONE_FITS, PLAN_BUDGET, PLAN_DEADLINE; and if no plan is valid at all what the rules say.
+    """
+    raise_if_invalid(found)
+    if not found.options:
+        raise _none_fits(question, found)
+    within = [option for option in found.options if _is_within(question, option)]
+    if not within:
+        raise _beyond_limits(question, found.options)
+    known = _one_of_each_cluster(within) if question.seeks_cluster else within
+    front = pareto_front(known)
+    others = sorted((option for option in known if option not in front), key=lambda each: each.usd or each.hours)
+    chosen, reason = _recommend(question, front)
+    rows = tuple(
+        Row(
+            number=number,
+            option=option,
+            on_front=option in front,
+            why=_why(option, front, reason if option is chosen else ""),
+        )
+        for number, option in enumerate((*front, *others[:_MOST_OTHERS]), start=1)
+    )
+    return Answer(
+        question=question,
+        rows=rows,
+        recommended=next(row for row in rows if row.option is chosen),
+        nearly=tuple(_one_of_each_cluster(found.nearly)[:_MOST_NEARLY]),
+        found=found,
+        today=today or datetime.datetime.now().astimezone().date(),
+    )
+
+
+def _is_within(question: Question, option: Option) -> bool:
+    budget, deadline = question.budget_usd, question.deadline_hours
+    in_budget = budget is None or (option.usd is not None and option.usd <= budget)
+    return in_budget and (deadline is None or option.hours <= deadline)
+
+
+def _one_of_each_cluster(options: list[Option]) -> list[Option]:
+    """Return the cheapest option of each cluster of the same machines."""
+    kept: dict[tuple[str, int, int], Option] = {}
+    for option in sorted(options, key=lambda each: (each.step is not None and each.usd) or 0.0):
+        cluster = option.cluster
+        kept.setdefault((cluster.gpu.name, cluster.gpus_per_node, cluster.nodes), option)
+    return list(kept.values())
+
+
+def _recommend(question: Question, front: list[Option]) -> tuple[Option, str]:
+    if not question.seeks_cluster:
+        return min(front, key=lambda each: each.hours), "the fastest"
+    if question.deadline_hours is not None:
+        return front[0], f"the cheapest within {question.deadline_hours:g} hours"
+    if question.budget_usd is not None:
+        return front[-1], f"the fastest within {question.budget_usd:g} USD"
+    return min(front, key=lambda each: each.hours * (each.usd or 1.0)), "the least hours × USD"
+
+
+def _why(option: Option, front: list[Option], reason: str) -> str:
+    said = [reason] if reason else []
+    if option in front:
+        if option is front[0] and len(front) > 1 and not reason.startswith("the cheapest"):
+            said.append("the cheapest")
+        elif option is front[-1] and len(front) > 1 and not reason.startswith("the fastest"):
+            said.append("the fastest")
+        if option is not front[0] and option.usd and front[0].usd:
+            said.append(
+                f"{front[0].hours / option.hours:.1f} × as fast as row 1 for {option.usd / front[0].usd:.2f} × its price"
+            )
+    if option.is_default:
+        said.append("the fixed defaults")
+    if option.report.tight:
+        said.append("tight")
+    return "; ".join(said)
+
+
+def _none_fits(question: Question, found: Found) -> PlanError:
+    """Return the error of a job that no cluster holds: what comes nearest, and what to change."""
+    method = question.job.train.method
+    changes = []
+    if question.seeks_cluster:
+        changes += [f"allow more cards than --max-gpus {question.max_gpus}", "name other cards with --gpus"]
+    else:
+        changes.append("use more cards, or leave the cluster out to see which hold it")
+    changes += ["shorten train.sequence_length"] + (["train by --method lora"] if method == "full" else [])
+    pinned = [key for key in ("train.gradient_checkpointing", "parallel.zero_stage", "parallel.offload", "train.loss",
+                              "train.per_device_train_batch_size") if question.said(key) is not None]  # fmt: skip
+    if pinned:
+        changes.append(f"leave {', '.join(pinned)} open")
+    if found.nearly:
+        nearest = f"nearest is {nearly_line(found.nearly[0])}"
+    elif found.best_foreseen:
+        cluster, setting, foreseen = min(
+            found.best_foreseen, key=lambda each: each[2].required_bytes / (each[0].gpu.memory_bytes or 1)
+        )
+        needed = format_bytes(foreseen.required_bytes)
+        nearest = (
+            f"nearest is {cluster.name}, which would need about {needed} a card ({describe_layout(cluster, setting)})"
+        )
+    elif not found.num_clusters:
+        nearest = "no cluster of these cards has a price"
+    else:
+        nearest = "no layout keeps the global batch on any of them"
+    fix = "; or ".join(changes)
+    return PlanError.of(
+        code="PLAN_NONE_FITS",
+        key="cluster",
+        message=f"no plan fits {question.model.name} on any of {found.num_clusters} clusters: {nearest}",
+        fix=fix[0].upper() + fix[1:],
+    )
+
+
+def _beyond_limits(question: Question, options: list[Option]) -> PlanError:
+    """Return the error of limits that no plan keeps, with the cheapest and the fastest."""
+    cheapest = min(options, key=lambda each: each.usd if each.usd is not None else float("inf"))
+    fastest = min(options, key=lambda each: each.hours)
+    budget, deadline = question.budget_usd, question.deadline_hours
+    facts = (
+        f"the cheapest plan is {cheapest.cluster.name}, {format_usd(cheapest.usd)} USD in {format_hours(cheapest.hours)} hours; "
+        f"the fastest {fastest.cluster.name}, {format_hours(fastest.hours)} hours for {format_usd(fastest.usd)} USD"
+    )
+    affordable = [option for option in options if budget is None or (option.usd is not None and option.usd <= budget)]
+    if budget is not None and not affordable:
+        return PlanError.of(
+            code="PLAN_BUDGET",
+            key="--budget-usd",
+            message=f"budget_usd={budget:g} is below any plan for {question.total_tokens:,.0f} tokens: {facts}",
+            fix=f"Raise it to {format_usd(cheapest.usd)}, train on fewer tokens, or rent spot machines with --spot",
+        )
+    what = f"deadline_hours={deadline:g}" + ("" if budget is None else f" with budget_usd={budget:g}")
+    return PlanError.of(
+        code="PLAN_DEADLINE",
+        key="--deadline-hours",
+        message=f"{what} is shorter than any plan for {question.total_tokens:,.0f} tokens: {facts}",
+        fix="Give it longer, allow more cards with --max-gpus, or train on fewer tokens"
+        + ("" if budget is None else ", or raise --budget-usd"),
+    )

@@ -1,0 +1,132 @@
+"""The settings that may run on a cluster: what the job leaves open, within what it says and what the rules of plans allow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from toolkit.config.job import Kernels, Loss, Offload
+from toolkit.planner.bounds import Setting, least_bytes
+from toolkit.planner.clusters import Candidate
+from toolkit.planner.question import Question
+from toolkit.planner.shape import Shape, itemsize_of, precision_on
+from toolkit.planning.rules.kernels import PLAIN_MODEL_TYPES
+from toolkit.topology.grid import divisors
+
+# Share of a card beyond which weights and gradients leave too little for a data-parallel rank: layers are then split as well.
+_SPLIT_ABOVE = 0.5
+
+# Most tokens of a micro-batch: beyond, products gain nothing (docs/benchmarks.md).
+_MOST_TOKENS = 131_072
+_MOST_SIZES = 6
+
+Mode = tuple[Loss, Kernels, bool]
+
+
+def layouts(question: Question, shape: Shape, cluster: Candidate) -> Iterator[tuple[int, int]]:
+    """Yield sizes of the tensor and pipeline axes; the data-parallel axis has the other ranks.
+
+    Layers are split only where data-parallel ranks alone could not hold the weights, or outnumber the sequences of a step.
+    """
+    tensor, pipeline = question.said("parallel.tensor"), question.said("parallel.pipeline")
+    strategy = question.job.parallel.strategy
+    itemsize = itemsize_of(precision_on(question.job, cluster.gpu))
+    batch = question.job.train.train_batch_size
+    alone = least_bytes(shape, stage=2, offload="none", split=1, ranks=cluster.num_gpus, itemsize=itemsize)
+    splits = alone > _SPLIT_ABOVE * (cluster.gpu.memory_bytes or 0) or (batch is not None and batch < cluster.num_gpus)
+    powers = [1 << power for power in range(6)]
+    for tp_size in [tensor] if tensor else powers:
+        if cluster.gpus_per_node % tp_size or (tp_size > 1 and not tensor and (not splits or strategy != "zero")):
+            continue
+        for pp_size in [pipeline] if pipeline else powers:
+            if cluster.num_gpus % (tp_size * pp_size) or pp_size > question.model.num_hidden_layers:
+                continue
+            if pp_size == 1 or pipeline or (splits and strategy == "zero"):
+                yield tp_size, pp_size
+
+
+def engines(question: Question, cluster: Candidate, *, pipeline: int) -> Iterator[tuple[int, Offload]]:
+    """Yield ZeRO stages, each with the offload profiles that go with it, the fastest first."""
+    strategy, said = question.job.parallel.strategy, question.said("parallel.zero_stage")
+    if strategy != "zero":
+        yield (0 if strategy == "ddp" else 3), question.job.parallel.offload
+        return
+    stages = [said] if said is not None else [1, 2, 3]
+    offload = question.said("parallel.offload")
+    for stage in stages:
+        if stage == 3 and said is None and (pipeline > 1 or question.job.train.method == "qlora"):
+            continue
+        profiles: list[Offload] = ["none", "optimizer-cpu"] if stage < 3 else ["none", "optimizer-cpu", "full-cpu"]
+        if stage == 0 or question.job.train.optimizer not in ("adamw", "adamw_torch"):
+            profiles = ["none"]
+        yield from ((stage, profile) for profile in ([offload] if offload is not None else profiles))
+
+
+def modes(question: Question, *, stage: int, tensor: int, pipeline: int, precision: str) -> Iterator[Mode]:
+    """Yield losses, kernels and whether layers are compiled."""
+    said_loss, said_kernels = question.said("train.loss"), question.said("train.kernels")
+    said_compile = question.said("train.torch_compile")
+    data = question.job.data
+    liger = question.liger and precision != "fp16"
+    losses: list[Loss] = ["full"] if tensor > 1 else ["full", "chunked", *(["liger"] if liger else [])]  # type: ignore[list-item]
+    norms = liger and question.model.model_type not in PLAIN_MODEL_TYPES
+    kernels: list[Kernels] = ["eager", "liger"] if norms else ["eager"]
+    fixed = stage == 3 or pipeline > 1 or tensor > 1 or (data is not None and data.packing == "separated")
+    compiled = [False] if fixed else [False, True]
+    for loss, kernel, compiles in itertools.product(
+        [said_loss] if said_loss is not None else losses,
+        [said_kernels] if said_kernels is not None else kernels,
+        [said_compile] if said_compile is not None else compiled,
+    ):
+        if not (compiles and kernel == "liger"):
+            yield loss, kernel, compiles
+
+
+def batches(question: Question, cluster: Candidate, *, split: int, pipeline: int) -> Iterator[tuple[int, int]]:
+    """Yield micro-batch and accumulation that keep the global batch, the smallest micro-batch first."""
+    train = question.job.train
+    dp_size = cluster.num_gpus // split
+    micro, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
+    if train.train_batch_size is None:
+        if micro is not None and accumulation is not None:
+            yield micro, accumulation
+        elif micro is not None:
+            yield micro, max(1, 4 * pipeline if pipeline > 1 else 1)
+        elif accumulation is not None:
+            yield from ((1 << power, accumulation) for power in range(_MOST_SIZES))
+        return
+    share, remainder = divmod(train.train_batch_size, dp_size)
+    if remainder or not share:
+        return
+    length = train.sequence_length or 1
+    sizes = [size for size in divisors(share) if size == 1 or size * length <= _MOST_TOKENS]
+    for size in sizes[:1] + sizes[1:][-_MOST_SIZES:] if len(sizes) > _MOST_SIZES else sizes:
+        count = share // size
+        fits = (micro is None or micro == size) and (accumulation is None or accumulation == count)
+        if fits and (pipeline == 1 or count >= pipeline or size == 1):
+            yield size, count
+
+
+def values_of(question: Question, cluster: Candidate, setting: Setting) -> dict[str, Any]:
+    """Return the values of the job that put a setting on a cluster, by dotted key; what the job says is not among them."""
+    found = {
+        "train.per_device_train_batch_size": setting.micro,
+        "train.gradient_accumulation_steps": setting.accumulation,
+        "train.gradient_checkpointing": _checkpointing(setting.checkpointing),
+        "train.loss": setting.loss,
+        "train.kernels": setting.kernels,
+        "train.torch_compile": setting.compiled,
+        "parallel.zero_stage": setting.stage,
+        "parallel.tensor": setting.tensor,
+        "parallel.pipeline": setting.pipeline,
+        "parallel.offload": setting.offload,
+    }
+    if question.job.parallel.strategy != "zero":
+        del found["parallel.zero_stage"]
+    chosen = {key: value for key, value in found.items() if question.said(key) is None}
+    return ({} if not question.seeks_cluster else cluster.values()) | chosen
+
+
+def _checkpointing(share: float) -> bool | float:
+    return bool(share) if share in (0, 1) else share
