@@ -11,6 +11,7 @@ from toolkit.cli.options import JobArgument, JsonOption, SetOption
 from toolkit.cli.output import print_fields, print_json, say, warn
 from toolkit.cli.summary import plan_fields
 from toolkit.cli.train_checks import check_dry_run, check_start, checked_plan, startable_plan
+from toolkit.cli.train_plan import fastest_plan
 from toolkit.cli.train_report import Call, complete_line, export_finished, finish_complete, is_finished, report
 from toolkit.errors import INTERRUPTED_EXIT_CODE
 
@@ -54,9 +55,18 @@ def train(
     no_export: Annotated[
         bool, typer.Option("--no-export", help="Write no safetensors to output_dir/export at the end.")
     ] = False,
+    as_is: Annotated[
+        bool,
+        typer.Option(
+            "--as-is",
+            help="Take the fixed defaults for what the job leaves open, instead of the fastest settings for these cards.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune a model as the job file says: on this machine's cards, or on CPU with `cluster: {gpu: cpu}`.
+
+    On cards, what the job leaves open is chosen first: the fastest settings that fit them and keep its numbers.
 
     Ctrl-C, or SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 from a scheduler, ends the current step, saves a checkpoint and shows how
     to go on. Under torchrun, `deepspeed` or `accelerate launch` this command is one of their ranks. One run at a time has an
@@ -72,12 +82,21 @@ def train(
     from toolkit.trainer.worker import leave, run_rank
 
     resume = _one_resume(resume, resume_from_checkpoint, overwrite=overwrite)
-    call = Call(job=job, overrides=tuple(overrides or ()), resume=resume, stop_after=stop_after, no_export=no_export)
+    call = Call(
+        job=job,
+        overrides=tuple(overrides or ()),
+        resume=resume,
+        stop_after=stop_after,
+        no_export=no_export,
+        as_is=as_is,
+    )
     plan = checked_plan(job, overrides)
+    rank = _rank()
+    if rank is None and not as_is:
+        plan = fastest_plan(plan, job, resume=resume)
     if dry_run:
         _show(plan, call, overwrite=overwrite, as_json=as_json)
         return
-    rank = _rank()
     if rank:  # rank 0 alone checks and writes before all of them meet
         leave(run_rank(lambda: startable_plan(plan, resume, alone=False)[0], resume=resume, stop_after=stop_after))
     with Interrupt(), hold_output(plan.output_dir):

@@ -26,6 +26,7 @@ class Call:
     resume: str | None = None
     stop_after: int | None = None
     no_export: bool = False
+    as_is: bool = False
 
     def command(self, checkpoint: Path | None = None, *, overwrite: bool = False, step: int = 0) -> str:
         """Return the command as shell text.
@@ -45,6 +46,7 @@ class Call:
         words += ["--overwrite"] if overwrite else []
         words += ["--stop-after", str(self.stop_after)] if (self.stop_after or 0) > step else []
         words += ["--no-export"] if self.no_export else []
+        words += ["--as-is"] if self.as_is else []
         return shlex.join(words)
 
     def validate_command(self) -> str:

@@ -12,7 +12,7 @@ from toolkit.errors import PlanError, SpecError
 from toolkit.planner.lines import describe_kernels, describe_layout, format_hours, format_usd
 from toolkit.planner.question import Question
 from toolkit.planner.rates import scaling_rules
-from toolkit.planner.search import DEAREST, Found, Option, pareto_front, raise_if_invalid
+from toolkit.planner.search import DEAREST, Found, Option, pareto_front, raise_if_invalid, recommend
 from toolkit.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ def answer_of(question: Question, found: Found, *, today: datetime.date | None =
     known = _one_of_each_cluster(within) if question.seeks_cluster else within
     front = pareto_front(known)
     others = sorted((option for option in known if option not in front), key=lambda each: each.usd or each.hours)
-    chosen, reason = _recommend(question, front)
+    chosen, reason = recommend(question, known), _reason(question)
     rows = tuple(
         Row(
             number=number,
@@ -392,14 +392,13 @@ def _one_of_each_cluster(options: list[Option]) -> list[Option]:
     return list(kept.values())
 
 
-def _recommend(question: Question, front: list[Option]) -> tuple[Option, str]:
+def _reason(question: Question) -> str:
+    """Return by what a row is recommended."""
     if not question.seeks_cluster:
-        return min(front, key=lambda each: each.hours), "the fastest"
+        return "the fastest"
     if question.deadline_hours is not None:
-        return front[0], f"the cheapest within {question.deadline_hours:g} hours"
-    if question.budget_usd is not None:
-        return front[-1], f"the fastest within {question.budget_usd:g} USD"
-    return min(front, key=lambda each: each.hours * (each.usd or 1.0)), "the least hours × USD"
+        return f"the cheapest within {question.deadline_hours:g} hours"
+    return "the least hours × USD" if question.budget_usd is None else f"the fastest within {question.budget_usd:g} USD"
 
 
 def _why(option: Option, front: list[Option], reason: str) -> str:

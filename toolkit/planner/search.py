@@ -51,7 +51,9 @@ _COST_OF_TRACE = 1.05
 
 # Estimates of one cluster among many, of the user's own, and of a whole search.
 ESTIMATES_OF_CLUSTER = 3
-ESTIMATES_ON_OWN, MOST_ESTIMATES = 6, 60
+ESTIMATES_ON_OWN, MOST_ESTIMATES = 5, 60
+# Of the user's own cluster, those with compiled layers: tracing these takes seconds.
+COMPILED_ON_OWN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +222,7 @@ class Search:
             best = self.settle(cluster)
             if best is not None:
                 found.options.append(best)
+        self._try_compiled()
         if not found.options:
             self._look_nearby()
         found.nearly.sort(key=lambda option: option.lacking_bytes / (option.cluster.gpu.memory_bytes or 1))
@@ -233,7 +236,8 @@ class Search:
         found.num_foreseen = 1
         self._tell(cluster.name, decided=0)
         usual = self._price_plan(cluster, setting_of(default), default)
-        self.settle(cluster, at_most=at_most)
+        best = self.settle(cluster, at_most=at_most)
+        self.settle(cluster, at_most=COMPILED_ON_OWN, compiled=True, best=best)
         known = [option for option in self._known.values() if option is not None and option.fits]
         if usual is not None and usual.fits:
             known = [option for option in known if option.setting != usual.setting]
@@ -250,11 +254,25 @@ class Search:
         found.seconds = time.monotonic() - self._started
         return found
 
-    def settle(self, cluster: Candidate, *, at_most: int = ESTIMATES_OF_CLUSTER) -> Option | None:
-        """Return the fastest option of a cluster that fits, by exact estimates of the most promising settings."""
-        best, nearest = None, None
+    def settle(
+        self,
+        cluster: Candidate,
+        *,
+        at_most: int = ESTIMATES_OF_CLUSTER,
+        compiled: bool = False,
+        best: Option | None = None,
+    ) -> Option | None:
+        """Return the fastest option of a cluster that fits, by exact estimates of the most promising settings.
+
+        Args:
+            cluster: The cluster.
+            at_most: Most estimates to make.
+            compiled: Whether to try compiled layers, whose traces take longest, or all others.
+            best: Fastest option known so far.
+        """
+        nearest = None
         for _ in range(at_most):
-            setting = self._next(cluster, best)
+            setting = self._next(cluster, best, compiled=compiled)
             if setting is None:
                 break
             option = self.evaluate(cluster, setting)
@@ -318,17 +336,50 @@ class Search:
             for stage, offload in engines(question, cluster, pipeline=pipeline):
                 kinds = list(modes(question, stage=stage, tensor=tensor, pipeline=pipeline, precision=precision))
                 found = [
-                    [Setting(tensor, pipeline, stage, offload, *size, share, *kind) for share in recomputed]
-                    for size in sizes
-                    for kind in kinds
+                    [
+                        Setting(
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            stage=stage,
+                            offload=offload,
+                            micro=micro,
+                            accumulation=accumulation,
+                            checkpointing=share,
+                            loss=loss,
+                            kernels=kernels,
+                            compiled=compiled,
+                        )
+                        for share in recomputed
+                    ]
+                    for micro, accumulation in sizes
+                    for loss, kernels, compiled in kinds
                 ]
                 if found:
                     yield found
 
-    def _next(self, cluster: Candidate, best: Option | None) -> Setting | None:
+    def _try_compiled(self) -> None:
+        """Try compiled layers on the clusters of the front, that of the recommended plan first, while there is time."""
+        options = self.found.options
+        if not options or self._question.said("train.torch_compile") is not None:
+            return
+        recommended = recommend(self._question, options)
+        for option in [recommended, *(each for each in pareto_front(options) if each is not recommended)]:
+            if self._is_late():
+                return
+            self._tell(f"{option.cluster.name}, compiled layers", decided=self.found.num_foreseen)
+            faster = self.settle(option.cluster, at_most=1, compiled=True, best=option)
+            if faster is not None and faster is not option:
+                options[options.index(option)] = faster
+
+    def _next(self, cluster: Candidate, best: Option | None, *, compiled: bool) -> Setting | None:
         """Return the most promising setting without exact figures; None where none would be worth them."""
         ranked, _ = self.rank(cluster)
-        new = [(foreseen, setting) for foreseen, setting in ranked if (cluster, setting) not in self._known]
+        said = self._question.said("train.torch_compile")
+        new = [
+            (foreseen, setting)
+            for foreseen, setting in ranked
+            if (cluster, setting) not in self._known and (said is not None or setting.compiled == compiled)
+        ]
         if best is not None:
             limit = (1 - _LEAST_GAIN) * _seconds(best)
             new = [each for each in new if each[0].seconds < limit]
@@ -474,6 +525,23 @@ def _seconds(option: Option) -> float:
 def _shares(question: Question) -> Sequence[float]:
     said = question.said("train.gradient_checkpointing")
     return (0.0, 0.5, 1.0) if said is None else (float(said),)
+
+
+def recommend(question: Question, options: Sequence[Option]) -> Option:
+    """Return the option to take: by the limits that were given, and without limits the one with the least hours × USD."""
+    budget, deadline = question.budget_usd, question.deadline_hours
+    within = [
+        option
+        for option in options
+        if (budget is None or (option.usd is not None and option.usd <= budget))
+        and (deadline is None or option.hours <= deadline)
+    ]
+    front = pareto_front(within or options)
+    if not question.seeks_cluster:
+        return min(front, key=lambda option: option.hours)
+    if deadline is not None:
+        return front[0]
+    return front[-1] if budget is not None else min(front, key=lambda option: option.hours * (option.usd or 1.0))
 
 
 def pareto_front(options: Iterable[Option]) -> list[Option]:

@@ -13,7 +13,7 @@ from toolkit.config.fields import Count, Fraction, NonNegativeCount, PipelineSch
 from toolkit.config.job import Attention, Dtype, Job, Kernels, Precision
 from toolkit.planning.batch import Batch
 
-Source = Literal["job", "default", "derived", "deepspeed"]
+Source = Literal["job", "default", "derived", "deepspeed", "planner"]
 
 # Bytes per element.
 ITEMSIZES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -27,7 +27,7 @@ class Choice:
         key: Dotted path as in the job file.
         value: Value, as JSON has it.
         source: Origin. `job`: written by the user; `default`: fixed rule; `derived`: follows from other values;
-            `deepspeed`: from the job's `deepspeed` section.
+            `deepspeed`: from the job's `deepspeed` section; `planner`: the fastest that the planner found for the cluster.
         reason: Reason, as one clause.
     """
 

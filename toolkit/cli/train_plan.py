@@ -1,0 +1,52 @@
+"""What `toolkit train` chooses before it starts on cards: the fastest settings for what the job leaves open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.cli.options import is_plan_file
+from toolkit.cli.output import say
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from toolkit.planning.plan import Plan
+
+
+def fastest_plan(plan: Plan, job: Path, *, resume: str | None = None) -> Plan:
+    """Return the plan with the fastest settings for this machine's cards, and say in one line what was chosen.
+
+    A plan on CPU, one that was read from plan.json, and one for other cards than this machine's stay as they are.
+
+    Args:
+        plan: Plan with the fixed defaults.
+        job: Path that the user gave.
+        resume: What is resumed, as `toolkit train` takes it: the settings of its checkpoint are kept.
+    """
+    from toolkit.launch.devices import card_problems
+    from toolkit.planner.own import choose, follow
+
+    if plan.on_cpu or is_plan_file(job) or any(card_problems(plan)):
+        return plan
+    saved = _saved_plan(plan, resume)
+    if saved is not None:
+        return follow(plan, saved)
+    from toolkit.cli.estimate_session import estimating
+
+    with estimating(as_json=False) as estimator:
+        chosen = choose(plan, estimator=estimator)
+    say(chosen.line)
+    return chosen.plan
+
+
+def _saved_plan(plan: Plan, resume: str | None) -> Plan | None:
+    """Return the plan of the checkpoint that a run resumes; None where there is none, or it cannot be read."""
+    from toolkit.checkpoint.resume import candidates
+    from toolkit.checkpoint.state import saved_plan
+
+    for folder in candidates(plan.output_dir, resume):
+        try:
+            return saved_plan(folder)
+        except ToolkitError:
+            continue  # `resume_point` reports it
+    return None

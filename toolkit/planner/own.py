@@ -1,0 +1,237 @@
+"""The fastest settings for the cluster that a job names: chosen once, and remembered by all that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import ToolkitError
+from toolkit.io import make_folder, read_json_object, write_json
+from toolkit.planner.lines import describe_kernels
+from toolkit.planner.make import ask, search
+from toolkit.planner.question import CHOSEN_KEYS
+from toolkit.planner.search import Found, Option, setting_of
+from toolkit.planning.resolve import resolve_with
+from toolkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from toolkit.memory.search.estimator import Estimator
+    from toolkit.planning.plan import Plan
+
+# Gain below which the fixed defaults are kept.
+_LEAST_GAIN = 1.03
+# Axes of the grid: they change what a checkpoint looks like, and are left to the user.
+_LEFT_ALONE = ("parallel.tensor", "parallel.pipeline")
+_PACKAGES = ("accelerator-toolkit", "torch", "transformers", "deepspeed", "liger-kernel", "triton")
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A plan with the settings that were chosen for its cluster.
+
+    Args:
+        plan: The plan.
+        values: What was chosen in place of the fixed defaults, by key of the job.
+        line: What was chosen, what it gains and how to pin it, on one line.
+    """
+
+    plan: Plan
+    values: Mapping[str, Any]
+    line: str
+
+
+def choose(plan: Plan, *, estimator: Estimator | None = None, folder: Path | None = None) -> Chosen:
+    """Choose the fastest settings for what a plan's job leaves open; what the job says is kept.
+
+    Args:
+        plan: Plan with the fixed defaults.
+        estimator: Makes exact estimates.
+        folder: Folder in which choices are remembered; that of the user's caches when left out.
+    """
+    memory = (folder or cache_folder()) / f"{_key(plan)}.json"
+    known = _recall(memory)
+    if known is None:
+        known = _search(plan, estimator)
+        _remember(memory, known)
+    values = dict(known["values"])
+    try:
+        return Chosen(
+            plan=with_choices(plan, values, known["reason"]) if values else plan, values=values, line=known["line"]
+        )
+    except ToolkitError as error:
+        return Chosen(plan=plan, values={}, line=f"the fixed defaults are taken: {error.problems[0]}")
+
+
+def follow(plan: Plan, saved: Plan) -> Plan:
+    """Return the plan with the settings of a checkpoint's plan for what its job leaves open, where the cluster is the same."""
+    if saved.job.cluster.num_ranks != plan.job.cluster.num_ranks or saved.grid != plan.grid:
+        return plan
+    values = _changes(plan, _values(saved))
+    try:
+        return with_choices(plan, values, "that of the checkpoint") if values else plan
+    except ToolkitError:
+        return plan  # `resume_point` reports what a checkpoint does not allow
+
+
+def with_choices(plan: Plan, values: Mapping[str, Any], reason: str) -> Plan:
+    """Return the plan of its job with chosen values, each recorded as the planner's with a reason.
+
+    Raises:
+        PlanError: The values are not valid together.
+    """
+    made = resolve_with(plan.job.with_(values), model=plan.model, gpu=plan.gpu)
+    choices = tuple(
+        replace(choice, source="planner", reason=reason) if choice.key in values else choice for choice in made.choices
+    )
+    return replace(made, choices=choices)
+
+
+def cache_folder() -> Path:
+    """Return the folder in which choices are remembered (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118
+    return Path(base) / "accelerator-toolkit" / "plans"
+
+
+def _search(plan: Plan, estimator: Estimator | None) -> dict[str, Any]:
+    """Return what a search found: values, their reason, and the line to print."""
+    pinned = {key: getattr(plan.job.parallel, key.rpartition(".")[2]) for key in _LEFT_ALONE}
+    try:
+        question = ask(plan.job.with_(pinned))
+        found = search(question, estimator=estimator)
+    except ToolkitError as error:
+        return {"values": {}, "reason": "", "line": f"the fixed defaults are taken: {error.problems[0]}"}
+    if not found.options:
+        return {"values": {}, "reason": "", "line": _nothing_fits(found)}
+    best = min(found.options, key=lambda option: option.hours)
+    usual = next((option for option in found.options if option.is_default), None)
+    gain = None if usual is None else usual.hours / best.hours
+    values = _changes(plan, _values(best.plan))
+    if not values or (gain is not None and gain < _LEAST_GAIN):
+        return {"values": {}, "reason": "", "line": _kept(best if usual is None else usual)}
+    over = "the fixed defaults do not fit" if gain is None else f"foreseen {gain:.2f} × as fast as the fixed defaults"
+    return {"values": values, "reason": f"the fastest that fits these cards: {over}", "line": _line(best, over)}
+
+
+def _line(best: Option, over: str) -> str:
+    batch = best.plan.settings.batch
+    offload = "" if best.setting.offload == "none" else f", {best.setting.offload}"
+    return (
+        f"chosen for these cards: micro-batch {batch.micro} × {batch.accumulation}, ZeRO-{best.plan.settings.zero_stage}{offload}, "
+        f"{describe_kernels(best.setting)}: {over} ({best.tokens_per_second:,.0f} tokens/s); `toolkit plan JOB --write FILE` pins "
+        "it, --as-is takes the defaults"
+    )
+
+
+def _kept(option: Option) -> str:
+    return (
+        f"the fixed defaults are taken: of {describe_kernels(option.setting)} and its alternatives none is foreseen to be faster "
+        f"({option.tokens_per_second:,.0f} tokens/s)"
+    )
+
+
+def _nothing_fits(found: Found) -> str:
+    lacks = f": the nearest lacks {format_bytes(found.nearly[0].lacking_bytes)} a card" if found.nearly else ""
+    return f"the fixed defaults are taken, but no settings are foreseen to fit{lacks}; `toolkit estimate` shows what would save most"
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    """Return the values of the keys that are chosen, as a plan has them."""
+    setting = setting_of(plan)
+    return {
+        "train.per_device_train_batch_size": setting.micro,
+        "train.gradient_accumulation_steps": setting.accumulation,
+        "train.gradient_checkpointing": setting.checkpointing,
+        "train.loss": setting.loss,
+        "train.kernels": setting.kernels,
+        "train.torch_compile": setting.compiled,
+        "parallel.zero_stage": setting.stage,
+        "parallel.offload": setting.offload,
+    }
+
+
+def _changes(plan: Plan, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that differ from a plan's own, of keys that its job leaves open."""
+    own, job = _values(plan), plan.job
+    found = {}
+    for key in CHOSEN_KEYS:
+        section, _, name = key.partition(".")
+        part = getattr(job, section)
+        is_open = name not in part.model_fields_set or getattr(part, name) is None
+        if key in wanted and is_open and wanted[key] != own[key]:
+            found[key] = wanted[key]
+    batch = ("train.per_device_train_batch_size", "train.gradient_accumulation_steps")
+    if any(key in found for key in batch) and job.train.train_batch_size is None:
+        found["train.train_batch_size"] = plan.settings.batch.train
+        found.pop("train.gradient_accumulation_steps", None)  # it follows
+    return found
+
+
+def _key(plan: Plan) -> str:
+    """Return a digest of all that a choice depends on: job, model, card, versions, and figures measured on this machine."""
+    job = plan.job.model_dump(mode="json", exclude_unset=True, exclude={"data": True})
+    for name in (
+        "output_dir",
+        "seed",
+        "max_steps",
+        "num_train_epochs",
+        "save_steps",
+        "save_total_limit",
+        "logging_steps",
+    ):
+        job.get("train", {}).pop(name, None)
+    data = plan.job.data
+    known = {
+        "version": _VERSION,
+        "job": job,
+        "packing": None if data is None else data.packing,
+        "evaluates": plan.settings.eval_steps is not None,
+        "model": plan.model.to_dict(),
+        "gpu": plan.gpu.model_dump(mode="json"),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "calibration": _calibration(),
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _calibration() -> str:
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118
+    texts = []
+    for path in sorted((Path(base) / "toolkit").glob("*.json")):
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            continue
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _recall(path: Path) -> dict[str, Any] | None:
+    """Return what was remembered; None where there is nothing, or nothing that can be read."""
+    try:
+        known = read_json_object(path)
+    except (OSError, ValueError):
+        return None
+    sound = isinstance(known.get("values"), dict) and all(isinstance(known.get(key), str) for key in ("reason", "line"))
+    return known if sound and set(known["values"]) <= {*CHOSEN_KEYS, "train.train_batch_size"} else None
+
+
+def _remember(path: Path, known: Mapping[str, Any]) -> None:
+    """Write down a choice; a folder that cannot be written to costs the next run a search, and nothing else."""
+    try:
+        make_folder(path.parent)
+        write_json(path, dict(known))
+    except OSError:
+        return
