@@ -102,7 +102,7 @@ def plan(
 
     JSON keys: question, recommended (number of a row), rows (row, on_front, why, cluster, grid, settings, batch,
     peak_allocated_bytes, required_bytes, gpu_capacity_bytes, host_bytes_per_node, tight, step_seconds, tokens_per_second,
-    model_flops_utilization, host_bound, step_parts, hours, hours_low, hours_high, usd, assumptions), nearly, failures, search,
+    model_flops_utilization, host_bound, measured_card, step_parts, hours, hours_low, hours_high, usd, assumptions), nearly, failures, search,
     learning_rate_rules, notes, written.
     """
     from toolkit.planner.make import answer, ask

@@ -101,6 +101,7 @@ class Row:
             "tokens_per_second": option.tokens_per_second,
             "model_flops_utilization": step.model_flops_utilization,
             "host_bound": step.host_bound,
+            "measured_card": step.measured,
             "step_parts": dict(step.parts),
             "hours": option.hours,
             "hours_low": low,
@@ -202,6 +203,8 @@ class Answer:
         shown = [row.option.cluster for row in self.rows]
         offers = [cluster.offer for cluster in shown if cluster.offer is not None]
         notes = [f"assumed: {assumption}" for assumption in question.assumptions]
+        if question.draws:
+            notes.append(f"compiled layers are not chosen: they would draw other random numbers for {question.draws}")
         unlisted = dict.fromkeys(f"{cluster.offer.provider} {cluster.offer.offer.instance}" for cluster in shown
                                  if cluster.offer is not None and cluster.assumes_memory)  # fmt: skip
         if unlisted:
@@ -354,7 +357,7 @@ def answer_of(question: Question, found: Found, *, today: datetime.date | None =
     within = [option for option in found.options if _is_within(question, option)]
     if not within:
         raise _beyond_limits(question, found.options)
-    known = _one_of_each_cluster(within) if question.seeks_cluster else within
+    known = _one_of_each_cluster(_affordable(question, within)) if question.seeks_cluster else within
     front = pareto_front(known)
     others = sorted((option for option in known if option not in front), key=lambda each: each.usd or each.hours)
     chosen, reason = recommend(question, known), _reason(question)
@@ -381,6 +384,14 @@ def _is_within(question: Question, option: Option) -> bool:
     budget, deadline = question.budget_usd, question.deadline_hours
     in_budget = budget is None or (option.usd is not None and option.usd <= budget)
     return in_budget and (deadline is None or option.hours <= deadline)
+
+
+def _affordable(question: Question, options: list[Option]) -> list[Option]:
+    """Return the options without those that are too dear to be looked at, which were estimated before a cheaper one was known."""
+    prices = [option.usd for option in options if option.usd is not None]
+    if not prices or question.deadline_hours is not None:
+        return options
+    return [option for option in options if option.usd is None or option.usd <= DEAREST * min(prices)]
 
 
 def _one_of_each_cluster(options: list[Option]) -> list[Option]:

@@ -30,7 +30,7 @@ _FUSED_BYTES, _COMPILED_BYTES = 0.7, 0.6
 _HOST_SECONDS_OF_LAYER, _HOST_SECONDS_OF_FETCH = 1.2e-3, 1.5e-3
 _EXPOSED = 0.4
 # Bytes moved for each logit: in full they are written, cast, and read for the loss and its gradient.
-_LOGIT_BYTES: dict[Loss, float] = {"full": 28.0, "chunked": 20.0, "liger": 12.0}
+_LOGIT_BYTES: dict[Loss, float] = {"full": 28.0, "chunked": 32.0, "liger": 12.0}
 _CPU_ADAM_BYTES, _CPU_BYTES_PER_SECOND = 40.0, 60e9
 
 
@@ -50,8 +50,13 @@ class Setting(NamedTuple):
 
     @property
     def kind(self) -> tuple[Loss, Kernels, bool, int]:
-        """What the bytes of activations depend on besides their number."""
+        """What computes the layers, on which the bytes of their activations depend."""
         return self.loss, self.kernels, self.compiled, self.tensor
+
+    @property
+    def group(self) -> tuple[int, int, int, Offload]:
+        """What decides on the bytes of the state: the split of the model, the ZeRO stage and the offload."""
+        return self.tensor, self.pipeline, self.stage, self.offload
 
 
 class Foreseen(NamedTuple):
@@ -79,11 +84,13 @@ class Corrections:
         """Note the bytes that an exact estimate gave."""
         other = foreseen.required_bytes - foreseen.activation_bytes
         now = self.memory_factor(setting)
-        self.memory[setting.kind] = min(4.0, max(0.2, now * (required_bytes - other) / foreseen.activation_bytes))
+        self.memory[_memory_key(setting)] = min(
+            4.0, max(0.2, now * (required_bytes - other) / foreseen.activation_bytes)
+        )
 
     def memory_factor(self, setting: Setting) -> float:
-        """Return the factor of activations; of the nearest kernels where these were not estimated yet."""
-        return self.memory.get(setting.kind, 1.0)
+        """Return the factor of activations."""
+        return self.memory.get(_memory_key(setting), 1.0)
 
     def learn_time(self, gpu: Gpu, setting: Setting, foreseen: Foreseen, seconds: float) -> None:
         """Note the seconds that the cost of a step gave."""
@@ -98,6 +105,10 @@ class Corrections:
             if key in self.time:
                 return self.time[key]
         return 1.0
+
+
+def _memory_key(setting: Setting) -> object:
+    return setting.kind, setting.pipeline > 1, setting.stage == 3
 
 
 def foresee(

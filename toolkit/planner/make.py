@@ -24,6 +24,7 @@ from toolkit.planner.question import (
     Question,
     batch_of,
     check_limits,
+    dropout_of,
     read_cards,
     read_count,
 )
@@ -163,6 +164,8 @@ def ask(
     read = read.with_(fixed) if fixed else read
     if not seeks:
         read = _with_global_batch(read, spec, own)
+    if not seeks and dropout_of(read, spec) is not None:
+        read = _with_own_batches(read, spec, own)
     tokens_of_pass, passes, assumption = _tokens(read, said, epochs)
     return Question(
         job=read,
@@ -270,6 +273,14 @@ def _with_global_batch(job: Job, model: ModelSpec, gpu: Gpu) -> Job:
     if job.train.train_batch_size is not None:
         return job
     return job.with_({"train.train_batch_size": resolved.settings.batch.train})
+
+
+def _with_own_batches(job: Job, model: ModelSpec, gpu: Gpu) -> Job:
+    """Return a job with its micro-batches written down: others would draw other random numbers for its dropout."""
+    batch = Scenario(job=job, model=model, gpu=gpu).plan().settings.batch
+    return job.with_(
+        {"train.per_device_train_batch_size": batch.micro, "train.gradient_accumulation_steps": batch.accumulation}
+    )
 
 
 def _tokens(job: Job, said: float | None, epochs: float | None) -> tuple[float, float, list[str]]:

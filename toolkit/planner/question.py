@@ -85,7 +85,14 @@ class Question:
         """Return the value that the job itself gives a key, or None if it leaves the key open."""
         section, _, name = key.partition(".")
         part = getattr(self.job, section)
+        if key == "train.torch_compile" and self.draws:
+            return part.torch_compile
         return getattr(part, name) if name in part.model_fields_set else None
+
+    @property
+    def draws(self) -> str | None:
+        """The dropout of the run, if it has any: compiled layers would draw other random numbers, and change the losses."""
+        return dropout_of(self.job, self.model)
 
     @property
     def open_keys(self) -> tuple[str, ...]:
@@ -159,6 +166,20 @@ def read_cards(text: str) -> tuple[Gpu, ...]:
             problems += error.problems
     raise_all(SpecError, problems)
     return tuple(found.values())
+
+
+def dropout_of(job: Job, model: ModelSpec) -> str | None:
+    """Return the first dropout above 0 of a job or its model, as `name=value`; None without."""
+    if job.train.method != "full" and job.train.adapters.lora_dropout:
+        return f"lora_dropout={job.train.adapters.lora_dropout:g}"
+    config = model.config
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, dict) else {}):
+        for name, value in section.items():
+            is_dropout = "dropout" in name or name.endswith("pdrop")
+            if is_dropout and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+                return f"{name}={value:g}"
+    return None
 
 
 def batch_of(job: Job, model: ModelSpec, *, seeks_cluster: bool) -> tuple[dict[str, Any], list[str]]:

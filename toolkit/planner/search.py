@@ -52,6 +52,12 @@ _COST_OF_TRACE = 1.05
 # Estimates of one cluster among many, of the user's own, and of a whole search.
 ESTIMATES_OF_CLUSTER = 3
 ESTIMATES_ON_OWN, MOST_ESTIMATES = 5, 60
+# Estimates that are made even if the time is over, as long as nothing fits.
+_LEAST_ESTIMATES = 6
+# Where nothing fits: the estimates after which the setting is tried that needs least, and how many more there are.
+_FASTEST_FIRST, _MORE = 2, 2
+# Settings of a cluster that are tried, those that a rule refuses or whose model cannot be traced included.
+_MOST_REFUSED = 12
 # Of the user's own cluster, those with compiled layers: tracing these takes seconds.
 COMPILED_ON_OWN = 2
 
@@ -145,7 +151,8 @@ class Found:
     Attributes:
         options: The fastest option of each cluster that has exact figures and fits.
         nearly: Options that do not fit, those that lack least first.
-        failures: Problems by what they concern: a card whose model cannot be traced, a cluster that no plan is valid for.
+        failures: Problems of traces, by the card and the kernels with which the model cannot be traced.
+        refused: What the rules of plans say, by cluster and layout.
         num_clusters: Clusters that were looked at.
         num_foreseen: Clusters that may hold the job by arithmetic.
         num_estimates: Exact estimates made.
@@ -157,6 +164,7 @@ class Found:
     options: list[Option] = field(default_factory=list)
     nearly: list[Option] = field(default_factory=list)
     failures: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
+    refused: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
     num_clusters: int = 0
     num_foreseen: int = 0
     num_estimates: int = 0
@@ -193,7 +201,9 @@ class Search:
         self._corrections = Corrections()
         self._known: dict[tuple[Candidate, Setting], Option | None] = {}
         self._activation_bytes: dict[object, float] = {}
+        self._most: dict[tuple[Candidate, object], float] = {}  # bytes by arithmetic that may fit, by cluster and group
         self._traced: set[object] = set()
+        self._refused: set[tuple[str, int]] = set()  # sizes of axes that a rule refuses
         self._broken: set[tuple[str, object]] = set()  # cards and kernels with which the model cannot be traced
         self._started = time.monotonic()
         self.found = Found()
@@ -213,7 +223,9 @@ class Search:
             left = self._promising(sites)
             if not left:
                 break
-            if self._is_late() and (found.options or self._is_late(factor=3)):
+            if self._is_late() and (
+                found.options or (self._is_late(factor=3) and found.num_estimates >= _LEAST_ESTIMATES)
+            ):
                 found.cut_short = len(left)
                 break
             cluster = self._choose(left, turn=found.num_estimates)
@@ -270,14 +282,17 @@ class Search:
             compiled: Whether to try compiled layers, whose traces take longest, or all others.
             best: Fastest option known so far.
         """
-        nearest = None
-        for _ in range(at_most):
-            setting = self._next(cluster, best, compiled=compiled)
+        nearest, made = None, 0
+        for _ in range(_MOST_REFUSED):
+            if made >= at_most + (_MORE if best is None else 0):
+                break
+            setting = self._next(cluster, best, compiled=compiled, safest=best is None and made >= _FASTEST_FIRST)
             if setting is None:
                 break
             option = self.evaluate(cluster, setting)
             if option is None:
                 continue
+            made += 1
             if not option.fits:
                 nearest = option if nearest is None or option.lacking_bytes < nearest.lacking_bytes else nearest
             elif best is None or _seconds(option) < _seconds(best):
@@ -332,6 +347,8 @@ class Search:
         question = self._question
         recomputed = _shares(question)
         for tensor, pipeline in layouts(question, self._shape, cluster):
+            if {("tensor", tensor), ("pipeline", pipeline)} & self._refused:
+                continue
             sizes = list(batches(question, cluster, split=tensor * pipeline, pipeline=pipeline))
             for stage, offload in engines(question, cluster, pipeline=pipeline):
                 kinds = list(modes(question, stage=stage, tensor=tensor, pipeline=pipeline, precision=precision))
@@ -371,23 +388,38 @@ class Search:
             if faster is not None and faster is not option:
                 options[options.index(option)] = faster
 
-    def _next(self, cluster: Candidate, best: Option | None, *, compiled: bool) -> Setting | None:
-        """Return the most promising setting without exact figures; None where none would be worth them."""
+    def _next(self, cluster: Candidate, best: Option | None, *, compiled: bool, safest: bool) -> Setting | None:
+        """Return the most promising setting without exact figures, or the one that needs least; None where none is worth them."""
         ranked, _ = self.rank(cluster)
         said = self._question.said("train.torch_compile")
         new = [
             (foreseen, setting)
             for foreseen, setting in ranked
-            if (cluster, setting) not in self._known and (said is not None or setting.compiled == compiled)
+            if (cluster, setting) not in self._known
+            and (said is not None or setting.compiled == compiled)
+            and self._may_fit(cluster, setting)
         ]
         if best is not None:
             limit = (1 - _LEAST_GAIN) * _seconds(best)
             new = [each for each in new if each[0].seconds < limit]
         if not new:
             return None
+        if safest:
+            return min(new, key=lambda each: each[0].required_bytes)[1]._replace(
+                checkpointing=max(_shares(self._question))
+            )
         least = new[0][0].seconds * _COST_OF_TRACE
         close = [setting for foreseen, setting in new if foreseen.seconds <= least]
         return next((setting for setting in close if self._trace_of(cluster, setting) in self._traced), close[0])
+
+    def _may_fit(self, cluster: Candidate, setting: Setting) -> bool:
+        """Return whether a setting needs enough less than one of its group that did not fit, as arithmetic alone sees both."""
+        most = self._most.get((cluster, setting.group))
+        return most is None or self._plain_bytes(cluster, setting) <= most
+
+    def _plain_bytes(self, cluster: Candidate, setting: Setting) -> float:
+        precision = precision_on(self._question.job, cluster.gpu)
+        return foresee(self._shape, cluster, setting, precision, Corrections()).required_bytes
 
     def _evaluate(self, cluster: Candidate, setting: Setting) -> Option | None:
         question = self._question
@@ -395,10 +427,16 @@ class Search:
         try:
             plan = case.changed(values_of(question, cluster, setting)).plan()
         except ToolkitError as error:
-            where = f"{cluster.name}, {describe_layout(cluster, setting)}, {describe_kernels(setting)}"
-            self.found.failures[where] = error.problems
+            self._note_refusal(cluster, setting, error)
             return None
         return self._price_plan(cluster, setting, plan)
+
+    def _note_refusal(self, cluster: Candidate, setting: Setting, error: ToolkitError) -> None:
+        """Keep what the rules say of a setting; a size of an axis that they refuse is not tried again."""
+        self.found.refused[f"{cluster.name}, {describe_layout(cluster, setting)}"] = error.problems
+        for size, names in ((("tensor", setting.tensor), ("TP_",)), (("pipeline", setting.pipeline), ("PIPELINE_",))):
+            if size[1] > 1 and any(code.startswith(names) for code in error.codes):
+                self._refused.add(size)
 
     def _price_plan(self, cluster: Candidate, setting: Setting, plan: Plan) -> Option | None:
         question, found = self._question, self.found
@@ -411,7 +449,11 @@ class Search:
             foreseen = foresee(self._shape, cluster, setting, precision, self._corrections)
             self._corrections.learn_memory(setting, foreseen, report.required_bytes)
             step = None
-            if report.fits:
+            if not report.fits_gpu:
+                share = (cluster.gpu.memory_bytes or 0) / report.required_bytes
+                most = share * self._plain_bytes(cluster, setting)
+                self._most[cluster, setting.group] = min(most, self._most.get((cluster, setting.group), most))
+            elif report.fits:
                 step = self._price(plan, self._estimator.traces(plan))
                 self._corrections.learn_time(cluster.gpu, setting, foreseen, step.seconds)
         except ToolkitError as error:
@@ -559,5 +601,6 @@ def raise_if_invalid(found: Found) -> None:
     Raises:
         PlanError: What the rules say of the job on each cluster.
     """
-    if not found.options and not found.nearly and found.failures:
-        raise PlanError(*dict.fromkeys(problem for problems in found.failures.values() for problem in problems))
+    reasons = {**found.failures, **found.refused}
+    if not found.options and not found.nearly and reasons:
+        raise PlanError(*dict.fromkeys(problem for problems in reasons.values() for problem in problems))

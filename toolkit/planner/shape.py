@@ -13,6 +13,9 @@ from toolkit.planning.settings import ITEMSIZES, dtype_of
 from toolkit.planning.state_bytes import MASTER_BYTES, moment_bytes
 from toolkit.planning.unchecked_plan import trainable_parameters
 
+# Share of a model's parameters that adapters of all linear layers have, where their number is unknown.
+_ADAPTERS = 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -65,7 +68,7 @@ def shape_of(job: Job, model: ModelSpec, *, sequence_length: int) -> Shape:
     return Shape(
         parameters=total,
         active=float(counted.active) if counted is not None else total,
-        trainable=float(trainable_parameters(job, model) or total),
+        trainable=float(trainable_parameters(job, model) or (total if train.method == "full" else _ADAPTERS * total)),
         layers=model.num_hidden_layers,
         hidden=model.hidden_size,
         inner=inner,

@@ -1,0 +1,93 @@
+"""Arithmetic that orders the search: it must rank as exact estimates do, not agree with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.catalog.models import resolve_model
+from toolkit.config.job import Job
+from toolkit.memory.scenario import Scenario
+from toolkit.memory.search.estimator import Estimator
+from toolkit.planner.bounds import Corrections, Setting, foresee
+from toolkit.planner.clusters import Candidate
+from toolkit.planner.make import ask
+from toolkit.planner.search import setting_of
+from toolkit.planner.shape import shape_of
+from toolkit.planner.space import values_of
+
+SETTING = Setting(1, 1, 2, "none", 1, 8, 1.0, "chunked", "eager", False)
+
+
+@pytest.fixture(scope="module")
+def question():
+    return ask(
+        Job.model_validate(
+            {
+                "model": "smollm2-360m",
+                "cluster": {"gpu": "a100-sxm-80gb"},
+                "train": {"sequence_length": 1024, "train_batch_size": 8},
+            }
+        )
+    )
+
+
+def seen(question, setting, corrections=None):
+    shape = shape_of(question.job, question.model, sequence_length=1024)
+    cluster = Candidate(gpu=question.gpus[0], gpus_per_node=1, nodes=1)
+    return foresee(shape, cluster, setting, "bf16", corrections or Corrections())
+
+
+def test_corrections_make_memory_exact_for_other_batches_and_shares(question):
+    estimator, corrections = Estimator(), Corrections()
+    cluster = Candidate(gpu=question.gpus[0], gpus_per_node=1, nodes=1)
+
+    def exact(setting):
+        case = Scenario(job=question.job, model=question.model, gpu=question.gpus[0])
+        case = case.changed(values_of(question, cluster, setting))
+        plan = case.plan()
+        assert setting_of(plan) == setting
+        return estimator.estimate_plan(plan, case).required_bytes
+
+    first = SETTING._replace(micro=2, accumulation=4, checkpointing=0.0, loss="full")
+    before = seen(question, first)
+    corrections.learn_memory(first, before, exact(first))
+    assert seen(question, first, corrections).required_bytes == pytest.approx(exact(first), rel=0.001)
+    for other in (first._replace(micro=8, accumulation=1), first._replace(micro=4, accumulation=2)):
+        assert seen(question, other, corrections).required_bytes == pytest.approx(exact(other), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ({"checkpointing": 0.0}, {"checkpointing": 1.0}),
+        ({"compiled": True}, {}),
+        ({"kernels": "liger"}, {}),
+        ({}, {"offload": "optimizer-cpu"}),
+        ({}, {"stage": 3}),
+    ],
+)
+def test_what_is_faster(question, better, worse):
+    assert seen(question, SETTING._replace(**better)).seconds < seen(question, SETTING._replace(**worse)).seconds
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"checkpointing": 1.0}, {"checkpointing": 0.0}),
+        ({"micro": 1}, {"micro": 4}),
+        ({"loss": "chunked", "micro": 8}, {"loss": "full", "micro": 8}),
+        ({"offload": "optimizer-cpu"}, {}),
+    ],
+)
+def test_what_needs_less(question, less, more):
+    assert (
+        seen(question, SETTING._replace(**less)).required_bytes
+        < seen(question, SETTING._replace(**more)).required_bytes
+    )
+
+
+def test_the_active_experts_alone_compute():
+    job = Job.model_validate({"model": "mixtral-8x7b", "cluster": {"gpu": "h100-sxm-80gb"}})
+    shape = shape_of(job, resolve_model(job.model), sequence_length=2048)
+    assert shape.active < 0.3 * shape.parameters
+    assert shape.inner == 2 * 14336

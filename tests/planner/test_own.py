@@ -1,0 +1,93 @@
+"""What `toolkit train` chooses for the cards at hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from toolkit.config.job import Job
+from toolkit.memory.search.estimator import Estimator
+from toolkit.planner.own import choose, follow, with_choices
+from toolkit.planning.plan import Plan
+from toolkit.planning.resolve import resolve
+
+
+def job_of(**train):
+    values = {"sequence_length": 1024, "train_batch_size": 16, "max_steps": 10, **train}
+    return Job.model_validate(
+        {"model": {"name": "smollm2-135m", "init": "random"}, "cluster": {"gpu": "l4-24gb"}, "train": values}
+    )
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    return choose(resolve(job_of()), estimator=Estimator(), folder=folder), folder
+
+
+def test_open_values_are_chosen_and_recorded(chosen):
+    made, _ = chosen
+    assert made.values
+    assert made.plan.settings.batch.train == 16
+    by_key = {choice.key: choice for choice in made.plan.choices}
+    for key in made.values:
+        if key != "train.train_batch_size":
+            assert by_key[key].source == "planner"
+            assert "fixed defaults" in by_key[key].reason
+    assert "\n" not in made.line
+    assert "--as-is" in made.line
+    assert "foreseen" in made.line
+    assert Plan.from_dict(json.loads(made.plan.to_json())) == made.plan
+
+
+def test_a_choice_is_remembered(chosen, monkeypatch):
+    made, folder = chosen
+    monkeypatch.setattr("toolkit.planner.own.search", None)  # a second search would fail
+    again = choose(resolve(job_of()), folder=folder)
+    assert (again.plan, again.line) == (made.plan, made.line)
+    assert choose(resolve(job_of(max_steps=99)), folder=folder).values == made.values  # the length changes nothing
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"values": 1, "reason": "", "line": ""}', '{"values": {"model": 1}, "reason": "", "line": ""}'],
+)
+def test_a_damaged_memory_is_searched_again(chosen, tmp_path, content):
+    made, folder = chosen
+    (file,) = folder.glob("*.json")
+    (tmp_path / file.name).write_text(content)
+    assert choose(resolve(job_of()), estimator=Estimator(), folder=tmp_path).values == made.values
+
+
+def test_what_the_job_says_is_never_changed(tmp_path):
+    said = job_of(
+        gradient_checkpointing=True, per_device_train_batch_size=2, loss="full", torch_compile=False, kernels="eager"
+    )
+    made = choose(resolve(said.with_({"parallel.zero_stage": 2, "parallel.offload": "none"})), folder=tmp_path)
+    assert made.values == {}
+    assert made.plan.settings.gradient_checkpointing == 1.0
+    assert "fixed defaults are taken" in made.line
+
+
+def test_a_resumed_run_keeps_the_settings_of_its_checkpoint(chosen):
+    made, _ = chosen
+    assert follow(resolve(job_of()), made.plan).settings == made.plan.settings
+    other = resolve(job_of().with_({"cluster.gpus_per_node": 2}))
+    assert follow(other, made.plan) is other
+    pinned = resolve(job_of(gradient_checkpointing=1.0))
+    assert follow(pinned, made.plan).settings.gradient_checkpointing == 1.0
+
+
+def test_a_job_that_fits_nowhere_keeps_its_defaults(tmp_path):
+    plan = resolve(Job.model_validate({"model": "llama-3.1-8b", "cluster": {"gpu": "l4-24gb", "host_memory_gib": 16}}))
+    made = choose(plan, folder=tmp_path)
+    assert made.plan is plan
+    assert "no settings are foreseen to fit" in made.line
+
+
+def test_choices_must_be_valid_together():
+    from toolkit.errors import PlanError
+
+    with pytest.raises(PlanError):
+        with_choices(resolve(job_of()), {"train.torch_compile": True, "parallel.zero_stage": 3}, "why")

@@ -1,0 +1,119 @@
+"""The search: traces are shared, broken models are named, a time limit is kept, and nothing better was left out."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from toolkit.catalog.prices import load_prices
+from toolkit.cost import step_time
+from toolkit.errors import PlanError
+from toolkit.memory.search.estimator import Estimator
+from toolkit.planner.clusters import candidate_clusters
+from toolkit.planner.make import ask, search
+from toolkit.planner.search import Search, setting_of
+
+
+def question_of(price_list, **changes):
+    values = {
+        "model": "smollm2-135m",
+        "tokens": "10M",
+        "sequence_length": 512,
+        "train_batch_size": 8,
+        "gpus": "l4",
+        "max_gpus": 1,
+    }
+    return ask(None, **values | {"prices": price_list, "liger": False} | changes)
+
+
+def test_nothing_that_the_search_left_out_is_faster(price_list):
+    question = question_of(price_list)
+    estimator = Estimator()
+    searched = Search(question, estimator)
+    (cluster,) = candidate_clusters(question.gpus, question.prices, max_gpus=1, spot=False)
+    found = searched.run([cluster])
+    (best,) = found.options
+    every = [searched.evaluate(cluster, setting) for _, setting in searched.rank(cluster)[0]]
+    fastest = min(
+        (option for option in every if option is not None and option.fits), key=lambda option: option.step.seconds
+    )
+    assert best.step.seconds <= 1.05 * fastest.step.seconds
+
+
+def test_traces_are_shared_between_clusters(price_list):
+    question = question_of(price_list, gpus="l4,h100-sxm-80gb", max_gpus=8)
+    estimator = Estimator()
+    found = search(question, estimator=estimator, seconds=None)
+    assert len({option.cluster.name for option in found.options}) >= 3
+    assert estimator.num_traces < found.num_estimates
+
+
+def test_a_kind_that_cannot_be_traced_is_named_and_the_others_are_searched(price_list):
+    class Breaks(Estimator):
+        def estimate_plan(self, plan, case):
+            if plan.gpu.name == "l4-24gb":
+                raise PlanError.of(code="TRACE_FAILED", key="model", message="it cannot run", fix="Report it")
+            return super().estimate_plan(plan, case)
+
+    question = question_of(price_list, gpus="l4,h100-sxm-80gb")
+    found = search(question, estimator=Breaks(), seconds=None)
+    assert {option.cluster.gpu.name for option in found.options} == {"h100-sxm-80gb"}
+    broken = [what for what, problems in found.failures.items() if problems[0].code == "TRACE_FAILED"]
+    assert broken
+    assert all(what.startswith("l4-24gb") for what in broken)
+
+
+def test_the_search_ends_in_time_with_what_it_has(price_list):
+    question = question_of(price_list, gpus="l4,h100-sxm-80gb", max_gpus=8)
+    found = search(question, seconds=1e-6)
+    assert len(found.options) == 1
+    assert found.cut_short > 0
+
+
+def test_progress_is_told(price_list):
+    told = []
+    search(question_of(price_list), watch=told.append)
+    assert told[0].doing == "1 × l4-24gb"
+    assert told[-1].best is not None
+
+
+def test_the_own_cluster_is_compared_with_the_fixed_defaults(price_list):
+    job = question_of(price_list).job
+    question = ask(job, tokens="10M", prices=price_list, liger=False)
+    found = search(question)
+    (usual,) = [option for option in found.options if option.is_default]
+    assert usual.setting == setting_of(usual.plan)
+    best = min(found.options, key=lambda option: option.hours)
+    assert best.hours <= usual.hours
+    assert all(a.setting != b.setting for a, b in itertools.combinations(found.options, 2))
+    # What the job says is kept, and so is its batch.
+    said = ask(
+        job.with_({"train.gradient_checkpointing": True, "parallel.zero_stage": 3}), tokens="10M", prices=price_list
+    )
+    for option in search(said).options:
+        assert option.setting.checkpointing == 1.0
+        assert option.setting.stage == 3
+        assert option.plan.settings.batch.train == 8
+
+
+def test_the_price_of_time_may_be_another(price_list):
+    question = question_of(price_list)
+    clusters = candidate_clusters(question.gpus, load_prices(price_list), max_gpus=1, spot=False)
+
+    def slow(plan, traces):
+        made = step_time(plan, traces)
+        return replace(made, seconds=10 * made.seconds)
+
+    (usual,) = Search(question, Estimator()).run(clusters).options
+    (slower,) = Search(question, Estimator(), price=slow).run(clusters).options
+    assert slower.setting == usual.setting
+    assert slower.usd == pytest.approx(10 * usual.usd)
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt2"])
+def test_other_kinds_of_models(price_list, model):
+    question = question_of(price_list, model=model, gpus="h100-sxm-80gb", max_gpus=8, method="lora")
+    found = search(question, seconds=3)
+    assert found.options
