@@ -11,6 +11,7 @@ from toolkit.catalog.prices import load_prices
 from toolkit.cost import step_time
 from toolkit.errors import PlanError
 from toolkit.memory.search.estimator import Estimator
+from toolkit.planner.bounds import Setting
 from toolkit.planner.clusters import candidate_clusters
 from toolkit.planner.make import ask, search
 from toolkit.planner.search import Search, setting_of
@@ -43,11 +44,17 @@ def test_nothing_that_the_search_left_out_is_faster(price_list):
 
 
 def test_traces_are_shared_between_clusters(price_list):
-    question = question_of(price_list, gpus="l4,h100-sxm-80gb", max_gpus=8)
+    question = question_of(price_list, gpus="h100-sxm-80gb", max_gpus=8)
     estimator = Estimator()
-    found = search(question, estimator=estimator, seconds=None)
-    assert len({option.cluster.name for option in found.options}) >= 3
-    assert estimator.num_traces < found.num_estimates
+    searched = Search(question, estimator)
+    setting = Setting(1, 1, 2, "none", 1, 8, 1.0, "chunked", "eager", False)
+    options = []
+    for cluster in candidate_clusters(question.gpus, question.prices, max_gpus=8, spot=False):
+        options.append(searched.evaluate(cluster, setting._replace(accumulation=8 // cluster.num_gpus)))
+    assert len(options) == 4
+    assert estimator.num_traces == 1
+    needs = [option.report.required_bytes for option in options]
+    assert needs[0] > needs[1] > needs[3]
 
 
 def test_a_kind_that_cannot_be_traced_is_named_and_the_others_are_searched(price_list):
