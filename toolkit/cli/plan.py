@@ -126,7 +126,7 @@ def plan(
     )
     from toolkit.cli.estimate_session import estimating
 
-    with estimating(as_json=True) as estimator, _watching(as_json=as_json) as watch:
+    with estimating(as_json=True, cached=True) as estimator, _watching(as_json=as_json) as watch:
         found = answer(question, seconds=seconds, estimator=estimator, watch=watch)
     chosen = found.recommended if row is None else found.row(row)
     written = _write(found, chosen, write=write, emit=emit, report=report)

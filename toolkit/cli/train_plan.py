@@ -33,7 +33,7 @@ def fastest_plan(plan: Plan, job: Path, *, resume: str | None = None) -> Plan:
         return follow(plan, saved)
     from toolkit.cli.estimate_session import estimating
 
-    with estimating(as_json=False) as estimator:
+    with estimating(as_json=False, cached=True) as estimator:
         chosen = choose(plan, estimator=estimator)
     say(chosen.line)
     return chosen.plan
