@@ -14,7 +14,8 @@ from toolkit.cli.options import JsonOption, OptionalJobArgument, SetOption
 from toolkit.cli.output import new_table, print_json, print_table
 
 if TYPE_CHECKING:
-    from toolkit.planner.answer import Answer, Row
+    from toolkit.planner.answer import Answer
+    from toolkit.planner.rows import Row
     from toolkit.planner.search import Progress
 
 # Seconds after which a search ends with what it has; `toolkit.planner.make` explains it.
@@ -189,7 +190,7 @@ def _watching(*, as_json: bool) -> Iterator[Callable[[Progress], None]]:
 def _print(found: Answer) -> None:
     from rich.text import Text
 
-    from toolkit.planner.answer import COLUMNS, RIGHT, nearly_line
+    from toolkit.planner.rows import COLUMNS, RIGHT, nearly_line
 
     print(found.headline)
     rows = [row.cells() for row in found.rows]

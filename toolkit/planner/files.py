@@ -12,8 +12,8 @@ from toolkit.io import make_folder, write_text
 from toolkit.planner.lines import format_hours, format_usd
 
 if TYPE_CHECKING:
-    from toolkit.planner.answer import Row
     from toolkit.planner.question import Question
+    from toolkit.planner.rows import Row
 
 
 def job_text(row: Row, question: Question) -> str:

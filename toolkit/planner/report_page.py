@@ -12,13 +12,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from toolkit.artifacts.contents import contents
 from toolkit.errors import ToolkitError
-from toolkit.planner.answer import COLUMNS, RIGHT, nearly_line
 from toolkit.planner.files import job_text, save_text
 from toolkit.planner.lines import describe_kernels, describe_layout, format_hours, format_usd
+from toolkit.planner.rows import COLUMNS, RIGHT, nearly_line
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from toolkit.planner.answer import Answer, Row
+    from toolkit.planner.answer import Answer
+    from toolkit.planner.rows import Row
     from toolkit.planning.plan import Plan
 
 # Okabe and Ito's colours, which remain distinct for the colour-blind, and lighter ones for dark screens.
