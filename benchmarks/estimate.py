@@ -1,6 +1,7 @@
 """How right the memory estimate is beside those of DeepSpeed and Accelerate, and how long it takes.
 
     python benchmarks/estimate.py accuracy          # measured runs of tests/data/h100.jsonl and cards, as Markdown tables
+    python benchmarks/estimate.py fused             # compiled layers and Liger's kernels: tests/data/cards/speed_runs.jsonl
     python benchmarks/estimate.py caps              # the same runs with torch held to what the estimate says is required
     python benchmarks/estimate.py speed             # llama-3.1-405b on 1,024 cards and others: seconds and memory
 
@@ -127,6 +128,42 @@ def card_rows(folder: Path) -> Iterator[Row]:
         yield run["id"], max(rank["peak_allocated_bytes"] for rank in run["ranks"]), found
 
 
+def fused() -> None:
+    """Prints peaks of runs with compiled layers or Liger's kernels, and what they were if these were eager."""
+    from job_speed import plan_of, read_cases
+
+    from toolkit.memory.estimate import estimate
+    from toolkit.units import GIB
+
+    cards = ROOT / "tests" / "data" / "cards"
+    cases = {case["id"]: case for case in read_cases(cards / "speed_cases.yaml")}
+    runs = map(json.loads, (cards / "speed_runs.jsonl").read_text(encoding="utf-8").splitlines())
+    errors = []
+    print("| run | measured GiB | toolkit | the same eager | reserved GiB |\n|---|---|---|---|---|")
+    for run in runs:
+        case = cases[run["id"]]
+        train = case["train"]
+        if run["mode"] != "toolkit" or not (train.get("torch_compile") or train.get("kernels") == "liger"):
+            continue
+        plain = {
+            **case,
+            "train": {key: value for key, value in train.items() if key not in ("torch_compile", "kernels")},
+        }
+        measured = run["peak_allocated_bytes"]
+        with tempfile.TemporaryDirectory() as folder:
+            peaks = [
+                estimate(plan_of(each, Path(folder), gpu="h200-sxm-141gb")).peak_allocated_bytes
+                for each in (case, plain)
+            ]
+        errors.append(abs(peaks[0] / measured - 1))
+        own, eager = (f"{size / GIB:.2f} ({size / measured - 1:+.2%})" for size in peaks)
+        print(
+            f"| {run['id']} | {measured / GIB:.2f} | {own} | {eager} | {run['peak_reserved_bytes'] / GIB:.2f} |",
+            flush=True,
+        )
+    print(f"median error {statistics.median(errors):.4%}, worst {max(errors):.3%}, of {len(errors)} runs")
+
+
 def count_parameters(plan: Any) -> tuple[int, int]:
     """Gives the parameters of a plan's model and of its largest layer."""
     import torch
@@ -231,14 +268,14 @@ def one(model: str, gpu: str, per_node: int, nodes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["accuracy", "caps", "speed", "one"])
+    parser.add_argument("what", choices=["accuracy", "fused", "caps", "speed", "one"])
     parser.add_argument("values", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.what == "one":
         model, gpu, per_node, nodes = options.values
         one(model, gpu, int(per_node), int(nodes))
     else:
-        {"accuracy": accuracy, "caps": caps, "speed": speed}[options.what]()
+        {"accuracy": accuracy, "fused": fused, "caps": caps, "speed": speed}[options.what]()
 
 
 if __name__ == "__main__":

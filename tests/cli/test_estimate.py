@@ -15,6 +15,8 @@ from huggingface_hub import constants
 from quick_python import quick_python
 
 from toolkit.cli.app import main
+from toolkit.cli.estimate import assumed_packages
+from toolkit.cli.options import read_job
 from toolkit.config.job import Job
 from toolkit.planning.resolve import resolve
 
@@ -47,6 +49,28 @@ def run(capsys, *options, sets=()):
 
 def codes(found):
     return [problem["code"] for problem in found["problems"]]
+
+
+@pytest.mark.parametrize(
+    ("assumed", "packages", "version"),
+    [
+        ("mamba-ssm, causal-conv1d", ["mamba-ssm", "causal-conv1d"], None),
+        ("none", [], None),
+        ("transformers==5.17.0", None, "5.17.0"),
+        ("mamba-ssm,transformers==5.17.0", ["mamba-ssm"], "5.17.0"),
+    ],
+)
+def test_assumed_packages_are_values_of_the_job(assumed, packages, version, folder):
+    job = read_job(folder / "job.yaml", assumed_packages(assumed))
+    assert job.cluster.kernel_packages == (None if packages is None else tuple(packages))
+    assert job.cluster.transformers == version
+    assert assumed_packages(None) == []
+
+
+def test_an_unknown_package_is_refused(capsys):
+    code, found = run(capsys, "--assume-packages", "mamba")
+    assert code == 2
+    assert found["problems"][0]["key"].startswith("cluster.kernel_packages")
 
 
 def test_the_answer_and_where_it_comes_from(capsys):
@@ -467,6 +491,8 @@ def test_bad_input_is_told_before_torch_is_imported(folder):
     program = """
 import sys
 from toolkit.cli.app import main
+from toolkit.cli.estimate import assumed_packages
+from toolkit.cli.options import read_job
 for options in (["--deepspeed-config", "ds.json"], ["--sweep", "a=1"], ["--compare", "tp2"], ["--gpus", "x"], ["--plot", "a.b"]):
     assert main(["estimate", "job.yaml", *options]) == 2, options
     assert "torch" not in sys.modules, options

@@ -59,6 +59,15 @@ CompareOption = Annotated[
     str | None,
     typer.Option(metavar="NAMES", help="Strategies side by side: zero2,zero3-offload,pp2, …", show_default=False),
 ]
+PackagesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES|none",
+        help="Packages of the machine that trains, in place of those here: mamba-ssm, causal-conv1d, flash-linear-attention, "
+        "transformers==5.17.0.",
+        show_default=False,
+    ),
+]
 GpusOption = Annotated[
     str | None,
     typer.Option(metavar="all|NAMES", help="For each card, the fewest with which the job fits.", show_default=False),
@@ -88,6 +97,7 @@ def estimate(
     sweep: SweepOption = None,
     compare: CompareOption = None,
     gpus: GpusOption = None,
+    assume_packages: PackagesOption = None,
     cached: CacheOption = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -100,14 +110,15 @@ def estimate(
 
     JSON keys: fits, fits_gpu, fits_host, tight, peak_allocated_bytes, allocator, allocator_slack_bytes,
     context_and_nccl_bytes, required_bytes, gpu_capacity_bytes, host_bytes_per_node, host_bytes_per_rank,
-    host_capacity_bytes, checkpoint_bytes, disk (checkpoint_bytes, num_checkpoints, export_bytes, total_bytes),
+    host_capacity_bytes, condition and guess (what a verdict depends on, or why there is none), checkpoint_bytes, disk (checkpoint_bytes, num_checkpoints, export_bytes, total_bytes),
     worst_routing_peak_bytes (null without experts), limiting_phase,
     limiting_rank, num_traced_layers, num_layers, assumptions, ranks (rank, coordinate, required_bytes, phases:
     allocated_bytes, causes), savings (change, set, note, required_bytes, saved_bytes, host_bytes_added, fits, tight). With --sweep: fits,
     keys, rows; with --compare: fits, strategies (name, and full_name with the job's axes); with --gpus: fits, gpus; each row has its figures.
     """
     _check_options(plot=plot, sweep=sweep, compare=compare, gpus=gpus, deepspeed_config=deepspeed_config)
-    asked = _read_questions(job, overrides or [], deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)
+    overrides = [*(overrides or []), *assumed_packages(assume_packages)]
+    asked = _read_questions(job, overrides, deepspeed_config, plot=plot, sweep=sweep, compare=compare, gpus=gpus)
     case = _read_case(job, asked, zero_init=not (without_zero_init or no_zero_init), load_dtype=load_dtype)
     if asked.axes:
         from toolkit.cli.estimate_tables import answer_sweep
@@ -125,6 +136,17 @@ def estimate(
         fits = _answer(case, plot=plot, as_json=as_json, cached=cached)
     if not fits:
         raise typer.Exit(1)
+
+
+def assumed_packages(packages: str | None) -> list[str]:
+    """Return the values of the job that an assumption about the cluster's software sets."""
+    if packages is None:
+        return []
+    names = [name.strip() for name in packages.split(",") if name.strip() not in ("", "none")]
+    versions = [name.removeprefix("transformers==") for name in names if name.startswith("transformers==")]
+    kernels = [name for name in names if not name.startswith("transformers==")]
+    said = [f"cluster.transformers={version}" for version in versions]
+    return said if versions and not kernels else [f"cluster.kernel_packages=[{','.join(kernels)}]", *said]
 
 
 def _check_options(

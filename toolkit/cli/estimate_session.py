@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE
@@ -18,17 +17,13 @@ if TYPE_CHECKING:
     from toolkit.memory.search.estimator import Estimator
 
 
-# Environment variable; any value but the empty one has commands read and keep nothing of earlier estimates.
-NO_CACHE_SWITCH = "TOOLKIT_NO_CACHE"
-
-
 @contextmanager
 def estimating(*, as_json: bool, cached: bool, estimator: Estimator | None = None) -> Iterator[Estimator]:
     """Yield an estimator; show its progress on a terminal, as its imports and traces take seconds.
 
     Args:
         as_json: Whether standard output is JSON alone.
-        cached: Whether it may read and keep results on disk; the variable `NO_CACHE_SWITCH` turns that off too.
+        cached: Whether it may read and keep results on disk; the variable TOOLKIT_NO_CACHE turns that off too.
         estimator: Estimator that goes on; by default one is made.
     """
     from toolkit.launch.packages import quiet_torchao
@@ -82,17 +77,13 @@ def _make_estimator(*, cached: bool) -> Estimator:
     from toolkit.artifacts.record_cache import RecordCache
     from toolkit.cli.calibrate import calibration_path
     from toolkit.launch.environment import other_allocator
+    from toolkit.launch.user_cache import user_cache_folder
     from toolkit.memory.report.calibration import load_calibrations
     from toolkit.memory.search.estimator import Estimator
 
+    folder = user_cache_folder()
     return Estimator(
         calibrations=load_calibrations(calibration_path()),
         other_allocator=other_allocator(os.environ),
-        cache=RecordCache(cache_folder()) if cached and not os.environ.get(NO_CACHE_SWITCH) else None,
+        cache=RecordCache(folder / "traces") if cached and folder is not None else None,
     )
-
-
-def cache_folder() -> Path:
-    """Return the folder of kept reports and traces (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118
-    return Path(base) / "accelerator-toolkit" / "traces"

@@ -119,7 +119,7 @@ def _cells(outcome: Outcome) -> list[str | Text]:
     room = "" if capacity is None else f"{(capacity - report.required_bytes) / GIB:.2f}"
     said = "fits, tight" if report.tight else "fits"
     if not report.fits:
-        said = "host too small" if report.fits_gpu else "card too small"
+        said = "card too small" if not report.fits_gpu else "host too small" if not report.host.fits else "not known"
     return [
         Text(f"{report.required_bytes / GIB:.2f}", style=style),
         Text(room, style=style),

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Environment variable; any value but the empty one has nothing read or kept there.
+NO_CACHE_SWITCH = "TOOLKIT_NO_CACHE"
 
-def user_cache_folder() -> Path:
-    """Return the folder, which need not exist.
+
+def user_cache_folder() -> Path | None:
+    """Return the folder, which need not exist; None where nothing may be kept.
 
     Source:
         XDG Base Directory Specification 0.8: a relative XDG_CACHE_HOME is ignored.
     """
+    if os.environ.get(NO_CACHE_SWITCH):
+        return None
     set_to = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = set_to if set_to.is_absolute() else Path(os.environ.get("HOME", "/")) / ".cache"
     return base / "accelerator-toolkit"

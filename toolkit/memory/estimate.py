@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Dtype, Job
 from toolkit.errors import PlanError
-from toolkit.launch.software import CONTRACTS_CHUNKS, MULTIPLIES_CHUNKS, Software
+from toolkit.launch.software import Software
 from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.engines.settings import EngineSettings, engine_settings, keeps_frozen_inputs
 from toolkit.memory.report.calibration import Calibration
@@ -21,6 +21,7 @@ from toolkit.memory.report.host_ranks import host_report
 from toolkit.memory.report.overhead import TIGHT_EXPANDABLE, Allocator
 from toolkit.memory.report.ranks import phases_of_ranks, rank_report
 from toolkit.memory.report.report import MemoryReport
+from toolkit.memory.report.software import of_software
 from toolkit.memory.scenario import Scenario, check_zero_init
 from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.planning.checkpoint_size import DiskUse, disk_use
@@ -157,15 +158,15 @@ def report_of(
         for rank in range(plan.grid.world_size)
         for place in [plan.grid.coordinate(rank)]
     )
-    told = []
-    if any(each.contracts for each in events) and plan.job.cluster.transformers is None:
-        software = replace(Software.of(plan), transformers=MULTIPLIES_CHUNKS)
-        before = phases_of_ranks(plan, traces(software=software), settings)
-        told = [
-            _older_transformers(max(phase.allocated_bytes for found in before.values() for phase in found.values()))
-        ]
     loaded = None if settings.zero_init else loading(plan, dtype=case.load_dtype)
     fullest = max(ranks, key=lambda rank: rank.required_bytes)
+
+    def peak_with(software: Software) -> int:
+        found = phases_of_ranks(plan, traces(software=software), settings)
+        return max(phase.allocated_bytes for phases in found.values() for phase in phases.values())
+
+    room = None if plan.gpu.memory_bytes is None else plan.gpu.memory_bytes - (fullest.required_bytes - peak)
+    software = of_software(plan, events, room_bytes=room, peak_with=peak_with)
     return MemoryReport(
         ranks=ranks,
         allocator=allocator,
@@ -178,22 +179,16 @@ def report_of(
         num_traced_layers=sum(each.num_traced_layers for each in {id(each): each for each in events}.values()),
         num_layers=sum(each.num_layers for each in events),
         worst_routing_peak_bytes=worst_peak,
+        condition=software.condition,
+        guess=software.guess,
         assumptions=(
             *dict.fromkeys(line for each in events for line in each.assumptions),
-            *told,
+            *software.notes,
             *ASSUMPTIONS.get(plan.job.parallel.strategy, ()),
             *([] if loaded is None else [_loading_assumption(plan, loaded)]),
             *_assumptions(plan, settings, allocator),
             *(() if case.file is None else case.file.notes(plan, case.job)),
         ),
-    )
-
-
-def _older_transformers(peak_bytes: int) -> str:
-    """Return a note on what a transformers version that multiplies chunks out would need."""
-    return (
-        f"with transformers before {CONTRACTS_CHUNKS}, whose own code expands each chunk of a Mamba-2 layer, the peak "
-        f"would be {format_bytes(peak_bytes)}; cluster.transformers says which version the cluster has"
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any, final
 
 from toolkit.io import write_text
 
+# Said of what a limit of time has changed, which is not kept.
+OUT_OF_TIME = "is not compiled within"
 # A text has about 50 KiB, so that the folder stays below 50 MiB.
 MAX_ENTRIES = 1000
 

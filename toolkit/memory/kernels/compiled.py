@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from toolkit.errors import first_line
 from toolkit.launch.user_cache import user_cache_folder
-from toolkit.memory.kernels.code_cache import TextCache
+from toolkit.memory.kernels.code_cache import OUT_OF_TIME, TextCache
 from toolkit.memory.kernels.device import Device
 from toolkit.memory.kernels.dispatch import choose_kernel, torch_functions
 from toolkit.memory.kernels.inductor import OutOfTime, compile_graph, lower_graph, missing_names, time_limit
@@ -80,7 +80,7 @@ class LayerCompiler:
     """
 
     device: Device
-    cache: TextCache = field(default_factory=lambda: TextCache(user_cache_folder() / "inductor"))
+    cache: TextCache = field(default_factory=lambda: _user_cache())
     seconds: float = field(default_factory=lambda: SECONDS_PER_GRAPH)
     reasons: dict[Hashable, str] = field(default_factory=dict)
     num_lowered: int = 0
@@ -110,7 +110,7 @@ class LayerCompiler:
                 with time_limit(self.seconds), unnoted():
                     self._captures[key] = self._capture(forward, args, kwargs)
             except OutOfTime:
-                self.reasons[forward.kind] = f"it is not compiled within {self.seconds:g} s"
+                self.reasons[forward.kind] = f"it {OUT_OF_TIME} {self.seconds:g} s"
             except Exception as error:  # whatever the compiler raises; a card would run the graphs around what breaks
                 self.reasons[forward.kind] = first_line(error)
             if self._captures[key] is None:
@@ -193,6 +193,11 @@ class LayerCompiler:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+
+def _user_cache() -> TextCache:
+    folder = user_cache_folder()
+    return TextCache(None if folder is None else folder / "inductor")
 
 
 class CompiledForward:

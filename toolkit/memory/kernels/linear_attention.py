@@ -26,12 +26,14 @@ class Recurrence:
         software: Software of the training machine.
         missing: Packages that it lacks, in whose place transformers' own code ran.
         present: Packages that it has, for whose kernels stand-ins ran.
+        unpriced: Kernels of packages that it has for which there is no stand-in, so that transformers' own code ran.
         contracted: Whether an einsum ran that older versions of transformers multiply out.
     """
 
     software: Software
     missing: set[str] = field(default_factory=set)
     present: set[str] = field(default_factory=set)
+    unpriced: set[str] = field(default_factory=set)
     contracted: bool = False
 
     def describe(self) -> Iterator[str]:
@@ -40,7 +42,8 @@ class Recurrence:
             yield (
                 f"Linear attention and state-space layers are estimated as transformers {self.software.transformers}'s "
                 f"own PyTorch code, which runs without {' and '.join(sorted(self.missing))}; if the cluster has them, "
-                f"less is needed: cluster.kernel_packages=[{', '.join(sorted(self.missing))}]"
+                f"less is needed: cluster.kernel_packages=[{', '.join(sorted(self.missing))}], or "
+                f"--assume-packages {','.join(sorted(self.missing))}"
             )
         if self.present:
             yield (
@@ -107,7 +110,10 @@ def _noting(function: Callable[..., Any], name: str, package: str, seen: Recurre
         if stand_in is not None:
             seen.present.add(distribution)
             return stand_in(*args, **kwargs)
-        seen.missing.add(distribution)
+        if distribution in seen.software.kernel_packages:
+            seen.unpriced.add(f"{name} of {distribution}")
+        else:
+            seen.missing.add(distribution)
         seen.contracted |= is_chunk_scan and not multiplies
         with multiplied_out() if multiplies else contextlib.nullcontext():
             return function(*args, **{key: value for key, value in kwargs.items() if key in accepted})

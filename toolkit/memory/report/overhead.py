@@ -30,8 +30,9 @@ PARTIAL_PAGES = 4
 # Share of the peak on top of them: room to place large tensors with at most one or two releases of memory per step.
 EXPANDABLE_SLACK = 0.02
 TIGHT_EXPANDABLE = (
-    "at exactly the required size the allocator remaps freed pages in most steps, which large pages keep cheap in our "
-    "launches; given more memory, runs reserve up to 40 % above their peak"
+    "peak is what tensors take at once, required what the card must have, and reserved, which nvidia-smi shows, what the "
+    "allocator has taken: with room up to 40 % above the peak, without harm; at exactly the required size it gives freed pages "
+    "back in most steps, which large pages keep cheap in our launches"
 )
 # Torch's default allocator splits blocks and cannot merge free ones of different segments: 20 measured runs reserved 5 to
 # 36 % more than they allocated. (The same 8B run: 71 GiB reserved by default, 56 with expandable segments, for 52.5 allocated.)

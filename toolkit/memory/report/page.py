@@ -89,6 +89,10 @@ def verdict(report: CardReport, *, device: str) -> str:
     if host is not None:
         parts.append(_compare("host", host.bytes_per_node, host.capacity_bytes))
     said = "It does not fit" if not report.fits else "It fits tightly" if report.tight else "It fits"
+    if _is_of_job(report):
+        if report.guess and report.fits_gpu and report.host.fits:
+            said = "It is not known whether it fits"
+        parts += [why for why in (report.guess, report.condition) if why]
     return f"{said}: {'; '.join(parts)}"
 
 

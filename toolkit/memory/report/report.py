@@ -198,6 +198,8 @@ class MemoryReport(CardReport):
         num_traced_layers: Layers that were run on fake tensors.
         num_layers: Layers of the model that they represent.
         worst_routing_peak_bytes: Peak of the fullest rank if all tokens choose the same experts; None without experts.
+        condition: What must hold for the job to fit; empty if it fits in any case, or does not.
+        guess: Why it cannot be said that the job fits; empty if it can.
     """
 
     host: HostReport
@@ -205,6 +207,8 @@ class MemoryReport(CardReport):
     num_traced_layers: int
     num_layers: int
     worst_routing_peak_bytes: int | None = None
+    condition: str = ""
+    guess: str = ""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -213,8 +217,8 @@ class MemoryReport(CardReport):
 
     @property
     def fits(self) -> bool:
-        """True if the card and the host have enough memory."""
-        return self.fits_gpu and self.host.fits
+        """True if the card and the host have enough memory, and this is no guess."""
+        return self.fits_gpu and self.host.fits and not self.guess
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of `toolkit estimate --json`."""
@@ -223,6 +227,8 @@ class MemoryReport(CardReport):
         return {
             **known,
             "fits_host": self.host.fits,
+            "condition": self.condition,
+            "guess": self.guess,
             "host_bytes_per_node": self.host.bytes_per_node,
             "host_bytes_per_rank": dict(self.host.bytes_per_rank),
             "host_capacity_bytes": self.host.capacity_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ import toolkit
 from toolkit.artifacts.record_cache import RecordCache
 from toolkit.artifacts.records import Records
 from toolkit.launch.software import Software
+from toolkit.memory.kernels.code_cache import OUT_OF_TIME
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Scenario
@@ -115,7 +116,7 @@ class StoredEstimates:
 
     def keep_report(self, key: str | None, report: MemoryReport) -> None:
         """Keep a report."""
-        if key is not None and self._cache is not None:
+        if key is not None and self._cache is not None and not _is_cut_short(report.assumptions):
             self._cache.put(key, report, _reports())
 
     def traces(self, key: str | None) -> Traces | None:
@@ -124,11 +125,16 @@ class StoredEstimates:
 
     def keep_traces(self, key: str | None, traces: Traces) -> None:
         """Keep traces."""
-        if key is not None and self._cache is not None:
+        if key is not None and self._cache is not None and not any(_is_cut_short(each.assumptions) for each in traces):
             self._cache.put(key, tuple(traces), _traces())
 
     def _keeps(self, plan: Plan) -> bool:
         return self._cache is not None and not plan.job.model.trust_remote_code
+
+
+def _is_cut_short(assumptions: Sequence[str]) -> bool:
+    """Return whether a layer was not compiled in time, which it may be on another day."""
+    return any(OUT_OF_TIME in line for line in assumptions)
 
 
 @cache

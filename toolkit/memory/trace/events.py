@@ -171,6 +171,8 @@ class MemoryTrace:
         has_experts: Whether the model is a mixture of experts.
         depends_on_routing: Whether the routing of tokens changes the sizes.
         contracts: Whether an einsum of transformers ran that versions before 5.18 multiply out (`linear_attention`).
+        assumed_kernels: Packages whose kernels are priced from their source.
+        unpriced_kernels: Kernels of packages for which there is no price.
         leaves: Paths of modules whose parameters, those of their children too, ZeRO-3 gathers as one.
         num_replicas: Tensor ranks that hold the same key heads.
         chunks: Passes of each chunk of a pipeline's rank, in place of `forward`, `backward` and `after`.
@@ -192,6 +194,8 @@ class MemoryTrace:
     has_experts: bool = False
     depends_on_routing: bool = False
     contracts: bool = False
+    assumed_kernels: tuple[str, ...] = ()
+    unpriced_kernels: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
     num_replicas: int = 1
     chunks: tuple[ChunkTrace, ...] = ()

@@ -146,6 +146,8 @@ def run_fake(spec: TraceSpec, config: PreTrainedConfig, *, part: StageSpec | Non
                     "has_experts": asked or runs_grouped(made.model),
                     "depends_on_routing": asked,
                     "contracts": recurrence.contracted,
+                    "assumed_kernels": tuple(sorted(recurrence.present)),
+                    "unpriced_kernels": tuple(sorted(recurrence.unpriced)),
                     "num_replicas": made.num_replicas,
                     "copies": () if info is None else tuple(info.tied_copy),
                     "shared": None if info is None else info.tied_key,
