@@ -6,6 +6,7 @@ A job and its plan, on any machine:
     tk.load_job("job.yaml"), tk.Job(model=..., cluster=tk.Cluster(...), train=tk.Train(...), data=tk.Data(...))
     tk.resolve(job) -> Plan: every value decided and explained; .deepspeed_config(), .accelerate_config(), .training_arguments()
     tk.estimate(plan) -> MemoryReport: fits, required_bytes, plot, to_dataframe
+    tk.step_time(plan) -> StepTime: seconds, tokens_per_second, model_flops_utilization, parts, low, high
     tk.emit(plan, folder): configurations and launch commands
     tk.plan(job) or tk.plan(model=..., tokens=...): which GPUs to rent, and the fastest settings on them
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from toolkit.checkpoint.save import save
     from toolkit.config.job import Cluster, Data, Job, Lora, Model, Parallel, Train
     from toolkit.config.loader import load_job
+    from toolkit.cost.step import StepTime, step_time
     from toolkit.data.collate import Collator
     from toolkit.data.prepare import prepare
     from toolkit.distributed import groups
@@ -79,6 +81,7 @@ _HOMES = {
     "Run": "toolkit.engine.run",
     "RunError": "toolkit.errors",
     "SpecError": "toolkit.errors",
+    "StepTime": "toolkit.cost.step",
     "ToolkitError": "toolkit.errors",
     "Train": "toolkit.config.job",
     "apply_lora": "toolkit.modeling.lora",
@@ -96,6 +99,7 @@ _HOMES = {
     "prepare": "toolkit.data.prepare",
     "resolve": "toolkit.planning.resolve",
     "save": "toolkit.checkpoint.save",
+    "step_time": "toolkit.cost.step",
     "train": "toolkit.trainer.loop",
     "write_sample": "toolkit.trainer.sample",
 }
@@ -130,6 +134,7 @@ __all__ = [
     "Run",
     "RunError",
     "SpecError",
+    "StepTime",
     "ToolkitError",
     "Train",
     "__version__",
@@ -150,6 +155,7 @@ __all__ = [
     "prepare",
     "resolve",
     "save",
+    "step_time",
     "tensor_parallel",
     "topology",
     "train",

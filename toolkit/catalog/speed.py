@@ -171,6 +171,11 @@ def speed_of(gpu: Gpu) -> tuple[CardSpeed, str | None]:
     )
 
 
+def is_related(gpu: Gpu) -> bool:
+    """Return whether a card has the architecture of the one whose figures stand for it."""
+    return bool(gpu.architecture == _figures_of(REFERENCE).get("architecture"))
+
+
 def scaled(speed: CardSpeed, measured: Mapping[str, Any], gpu: Gpu) -> CardSpeed:
     """Return the figures of a card by analogy to a measured one."""
 

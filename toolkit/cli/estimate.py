@@ -16,10 +16,13 @@ from toolkit.errors import Problem, SpecError, raise_all
 if TYPE_CHECKING:
     from toolkit.catalog.gpus import Gpu
     from toolkit.config.job import Dtype, Job
+    from toolkit.cost import StepTime
     from toolkit.memory.deepspeed_file import DeepSpeedFile
     from toolkit.memory.scenario import Scenario
     from toolkit.memory.search.compare import Strategy
+    from toolkit.memory.search.estimator import Estimator
     from toolkit.memory.search.sweep import Axis
+    from toolkit.planning.plan import Plan
 
 DeepSpeedOption = Annotated[
     Path | None,
@@ -229,6 +232,13 @@ def _read_case(path: Path, asked: _Asked, *, zero_init: bool, load_dtype: Dtype 
     return case
 
 
+def _step_time(estimator: Estimator, plan: Plan, case: Scenario) -> StepTime:
+    from toolkit.cost import step_time
+
+    traces, settings = estimator.step_of(plan, case)
+    return step_time(plan, traces, settings=settings)
+
+
 def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -> bool:
     """Estimate a job; print the estimate as soon as it is known, then the list of savings, which takes longer."""
     from toolkit.cli.estimate_report import device_word, print_assumptions, print_report, print_savings
@@ -237,8 +247,9 @@ def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -
     plan = case.plan()
     with estimating(as_json=as_json, cached=cached) as estimator:
         report = estimator.estimate_plan(plan, case)
+        time = None if plan.on_cpu else _step_time(estimator, plan, case)
     if not as_json:
-        print_report(case, plan, report)
+        print_report(case, plan, report, time)
         sys.stdout.flush()
     with estimating(as_json=as_json, cached=cached, estimator=estimator):
         from toolkit.memory.search.advice import find_savings
@@ -249,10 +260,11 @@ def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -
 
             plot_report(report, plot, title=f"{plan.model.name} on {plan.job.cluster.num_ranks} × {plan.gpu.name}")
     if as_json:
-        print_json({**report.to_dict(), "savings": [saving.to_dict() for saving in savings]})
+        found = {"step_time": None if time is None else time.to_dict()}
+        print_json({**report.to_dict(), **found, "savings": [saving.to_dict() for saving in savings]})
         return report.fits
     print_savings(savings, device=device_word(plan))
-    print_assumptions(case, plan, report)
+    print_assumptions(case, plan, report, time)
     if plot is not None:
         print(f"drawn to {plot}")
     return report.fits

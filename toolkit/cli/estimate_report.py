@@ -9,6 +9,7 @@ from toolkit.cli.output import new_table, print_fields, print_table
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
+    from toolkit.cost import StepTime
     from toolkit.memory.report.report import MemoryReport
     from toolkit.memory.scenario import Scenario
     from toolkit.memory.search.advice import Saving
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from toolkit.planning.plan import Plan
 
 
-def print_report(case: Scenario, plan: Plan, report: MemoryReport) -> None:
+def print_report(case: Scenario, plan: Plan, report: MemoryReport, time: StepTime | None) -> None:
     """Print an estimate: the verdict first, then its causes; what could be saved and what is assumed follow."""
     from toolkit.memory.report.page import card_fields, cause_fields, host_fields, verdict
 
@@ -35,6 +36,8 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport) -> None:
         print(note)
     device = device_word(plan)
     print(verdict(report, device=device))
+    if time is not None:
+        print(f"Foreseen: {time}")
     if plan.grid.pp > 1:
         _print_stages(plan, report)
     _print_phases(report, device=device)
@@ -50,10 +53,11 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport) -> None:
         print(f"Worst case, all tokens choose the same experts: {_worst_routing(report)}")
 
 
-def print_assumptions(case: Scenario, plan: Plan, report: MemoryReport) -> None:
+def print_assumptions(case: Scenario, plan: Plan, report: MemoryReport, time: StepTime | None) -> None:
     """Print what an estimate assumes, without what was printed before it."""
     notes = () if case.file is None else case.file.notes(plan, case.job)
     assumed = [line for line in report.assumptions if line not in notes]
+    assumed += () if time is None else time.assumptions
     if assumed:
         print("\nAssumed")
         for line in assumed:

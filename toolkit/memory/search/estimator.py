@@ -12,7 +12,7 @@ from toolkit.artifacts.record_cache import RecordCache
 from toolkit.catalog.gpus import Gpu
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
-from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
+from toolkit.memory.engines.settings import EngineSettings, engine_settings, keeps_frozen_inputs
 from toolkit.memory.estimate import report_of
 from toolkit.memory.kernels.device import Device
 from toolkit.memory.report.calibration import Calibration
@@ -89,6 +89,16 @@ class Estimator:
         report = replace(report, assumptions=(*report.assumptions, *notes))
         self._stored.keep_report(key, report)
         return report
+
+    def step_of(self, plan: Plan, case: Scenario) -> tuple[Traces, EngineSettings]:
+        """Return the traces of a training step of a plan that `case` resolved to, and the settings of its engine.
+
+        Raises:
+            PlanError: As of `estimate`.
+        """
+        config = None if case.file is None else case.file.resolved(plan)
+        settings = engine_settings(plan, config, zero_init=case.zero_init)
+        return self._trace(plan, keeps_inputs=keeps_frozen_inputs(plan, settings)), settings
 
     def attempt(self, case: Scenario, changes: Mapping[str, Any] | None = None) -> Outcome:
         """Estimate a case, with changed values by dotted key of its job, or return the problems."""

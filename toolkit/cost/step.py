@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.catalog.parameters import count_parameters
-from toolkit.catalog.speed import CardSpeed, speed_of
+from toolkit.catalog.speed import CardSpeed, is_related, speed_of
 from toolkit.cost.engine import EngineTime, Links, engine_time
 from toolkit.cost.passes import PassTime, at_clock, pass_time
-from toolkit.memory.engines.settings import EngineSettings, engine_settings
+from toolkit.errors import SpecError
+from toolkit.memory.engines.settings import EngineSettings, engine_settings, keeps_frozen_inputs
 from toolkit.memory.kernels.operations import Operation
 from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.pipeline_schedule import build_schedule, simulate
@@ -20,9 +22,11 @@ from toolkit.planning.plan import Plan
 # Norm that joins the card's and the host's time of the passes: the host runs ahead of the card, so that of the two the
 # longer one counts, and near the balance each waits for the other now and then.
 BLEND = 4.0
-# Half-widths of the range, as shares of the time: on a card with figures, on one by analogy, and in addition where the host
-# binds, where ZeRO-3 fetches, and where machines exchange.
-RANGE, RANGE_ANALOGY, RANGE_HOST, RANGE_STAGE3, RANGE_NETWORK = 0.10, 0.30, 0.25, 0.15, 0.20
+# Half-widths of the range, as shares of the time, that add up as independent errors do: of any card, of one by analogy to
+# another of its architecture or to any other, where the host binds, where ZeRO-3 fetches, where an optimizer runs on the host, and where
+# machines exchange. Of docs/accuracy.md's rows nine in ten lie within.
+RANGE, RANGE_RELATED, RANGE_ANALOGY = 0.10, 0.10, 0.30
+RANGE_HOST, RANGE_STAGE3, RANGE_OFFLOAD, RANGE_NETWORK = 0.20, 0.10, 0.25, 0.20
 # Micro-batches of a pipeline that are simulated, in multiples of its stages; more repeat the last ones.
 SIMULATED = (2, 3)
 
@@ -87,20 +91,41 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
-def step_time(plan: Plan, traces: Traces, *, speed: CardSpeed | None = None) -> StepTime:
-    """Return the foreseen time of a step.
+def step_time(
+    plan: Plan,
+    traces: Traces | None = None,
+    *,
+    settings: EngineSettings | None = None,
+    speed: CardSpeed | None = None,
+) -> StepTime:
+    """Return the foreseen time of a step of a plan on its cards.
 
     Args:
         plan: Plan of the run.
-        traces: Traces of its model, one for each rank of a pipeline; those of `trace_ranks`, or of an `Estimator`.
+        traces: Traces of its model, one for each rank of a pipeline, as of `trace_ranks` or an `Estimator`; by default they
+            are made, which takes seconds.
+        settings: Settings of its engine, where a DeepSpeed configuration takes the place of the plan's own.
         speed: Figures measured on this machine; by default those of the catalogue.
 
     Raises:
-        SpecError: GPU_FILE.
+        SpecError: GPU_FILE; STEP_TIME_CPU for a plan on CPU processes.
+        PlanError: TRACE_FAILED.
     """
+    if plan.on_cpu:
+        raise SpecError.of(
+            code="STEP_TIME_CPU",
+            key="cluster.gpu",
+            message="gpu=cpu: the time of a step is foreseen for cards alone",
+            fix="Name a card of `toolkit gpus` in cluster.gpu",
+        )
     found, analogy = speed_of(plan.gpu)
     own = speed or found
-    settings = engine_settings(plan)
+    settings = settings or engine_settings(plan)
+    if traces is None:
+        from toolkit.memory.trace.run import trace_ranks  # imports torch
+
+        keeps_inputs = keeps_frozen_inputs(plan, settings)
+        traces = trace_ranks(plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_inputs)
     links = Links.of(plan, own)
     ranks = [_RankTime.of(plan, settings, trace, own, links) for trace in traces]
     if plan.grid.pp > 1:
@@ -265,14 +290,19 @@ def _utilization(plan: Plan, tokens_per_second: float) -> float | None:
 
 def _range(plan: Plan, settings: EngineSettings, *, host_bound: bool, measured: bool) -> tuple[float, float]:
     """Return how far below and above the foreseen time the measured one may lie, as shares of it."""
-    width = RANGE if measured else RANGE_ANALOGY
+    widths = [RANGE]
+    if not measured:
+        widths.append(RANGE_RELATED if is_related(plan.gpu) else RANGE_ANALOGY)
     if settings.zero_stage == 3:
-        width += RANGE_STAGE3
+        widths.append(RANGE_STAGE3)
+    if settings.offload_optimizer is not None or settings.offload_param is not None:
+        widths.append(RANGE_OFFLOAD)
     if plan.job.cluster.nodes > 1:
-        width += RANGE_NETWORK
+        widths.append(RANGE_NETWORK)
     if host_bound:
-        return width + RANGE_HOST / 2, width + RANGE_HOST
-    return width, width
+        widths.append(RANGE_HOST)
+    width = math.hypot(*widths)
+    return width / (1 + width), width
 
 
 def _assumptions(plan: Plan, analogy: str | None, *, host_bound: bool) -> list[str]:
