@@ -77,7 +77,7 @@ def plan(
         typer.Option("--liger/--no-liger", help="Whether Liger's kernels can be installed there.", show_default=False),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(metavar="S", min=0.1, help="Time after which the search ends with what it has.")
+        float, typer.Option(metavar="S", min=0.1, help="Computing time after which the search ends with what it has.")
     ] = _SECONDS,
     row: Annotated[
         int | None, typer.Option(metavar="N", help="Row that --write, --emit and --report take.", show_default=False)

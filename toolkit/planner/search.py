@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 # A card is filled up to this share by what is only foreseen; an exact estimate decides.
 _FILL = 0.98
 # What is foreseen counts as this much better than it is, so that errors of the arithmetic do not hide a plan.
-_BENEFIT_OF_DOUBT = 0.9
+_BENEFIT_OF_DOUBT = 0.95
 # A cluster must beat what is known by this factor, in hours or in price, to be worth an estimate.
-_WORTH = 1.05
+_WORTH = 1.08
 # Without a deadline, clusters that cost more than this multiple of the cheapest are not looked at.
 DEAREST = 4.0
 # Gain below which another setting is not worth an estimate.
@@ -180,7 +180,8 @@ class Search:
         question: What is asked.
         estimator: Makes exact estimates, and keeps their traces.
         watch: Called with the progress.
-        seconds: Time after which the search ends with what it has; None for no limit.
+        seconds: Processor time after which the search ends with what it has, counted from its first estimate, which imports
+            torch; None for no limit.
         price: Gives the time of a step.
     """
 
@@ -205,7 +206,8 @@ class Search:
         self._traced: set[object] = set()
         self._refused: set[tuple[str, int]] = set()  # sizes of axes that a rule refuses
         self._broken: set[tuple[str, object]] = set()  # cards and kernels with which the model cannot be traced
-        self._started = time.monotonic()
+        self._began = time.monotonic()
+        self._started: float | None = None  # after the first estimate, which imports torch and transformers
         self.found = Found()
 
     def run(self, clusters: Sequence[Candidate]) -> Found:
@@ -238,7 +240,7 @@ class Search:
         if not found.options:
             self._look_nearby()
         found.nearly.sort(key=lambda option: option.lacking_bytes / (option.cluster.gpu.memory_bytes or 1))
-        found.seconds = time.monotonic() - self._started
+        found.seconds = time.monotonic() - self._began
         return found
 
     def run_on(self, cluster: Candidate, *, default: Plan, at_most: int = ESTIMATES_ON_OWN) -> Found:
@@ -263,7 +265,7 @@ class Search:
                 found.best_foreseen.append((cluster, nearest[1], nearest[0]))
                 self._look_nearby()
         found.nearly.sort(key=lambda option: option.lacking_bytes)
-        found.seconds = time.monotonic() - self._started
+        found.seconds = time.monotonic() - self._began
         return found
 
     def settle(
@@ -461,6 +463,8 @@ class Search:
             self._broken.add((cluster.gpu.name, setting.kind))
             found.failures[f"{cluster.gpu.name}, {describe_kernels(setting)}"] = error.problems
             return None
+        finally:
+            self._started = time.process_time() if self._started is None else self._started
         return Option(question=question, cluster=cluster, setting=setting, plan=plan, report=report, step=step)
 
     def _trace_of(self, cluster: Candidate, setting: Setting) -> object:
@@ -527,7 +531,9 @@ class Search:
                 self.found.nearly.append(option)
 
     def _is_late(self, *, factor: float = 1.0) -> bool:
-        return self._limit is not None and time.monotonic() - self._started > factor * self._limit
+        # Of this process alone: what other programs take of the machine is not the search's.
+        spent = 0.0 if self._started is None else time.process_time() - self._started
+        return self._limit is not None and spent > factor * self._limit
 
     def _tell(self, doing: str, *, decided: int) -> None:
         options = self.found.options
