@@ -27,7 +27,7 @@ def code(notebook):
 
 
 def test_there_are_notebooks():
-    assert len(NOTEBOOKS) >= 2
+    assert len(NOTEBOOKS) >= 3
 
 
 def test_outputs_are_stripped(notebook):
@@ -62,6 +62,11 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
         assert (tmp_path / "run" / "export" / "model.safetensors").exists()
         first, last = (float(word) for word in printed.split("loss ")[1].split("\n")[0].split(" to "))
         assert last < first - 0.5
+    elif (tmp_path / "planned.yaml").exists():
+        assert "[PLAN_BUDGET]" in printed
+        assert (tmp_path / "report.html").stat().st_size > 20_000
+        for name in ("front", "price_of_tokens", "memory", "step"):
+            assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     else:
         assert "batch: 32 = 1 micro × 8 accumulation × 4 data-parallel ranks" in printed
         assert "[BATCH_EQUATION]" in printed

@@ -1,0 +1,101 @@
+"""`toolkit plan`: the table, JSON, files of a row, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from toolkit.cli.app import main
+from toolkit.planning.resolve import resolve
+
+pytestmark = pytest.mark.usefixtures("kept_traces")
+
+PRICES = """
+provider: Mine
+currency: USD
+date: 2026-11-01
+source: https://example.org/prices
+offers:
+  - {instance: one, gpu: l4-24gb, gpus: 1, host_memory_gib: 64, usd_per_hour: 0.8}
+"""
+JOB = """
+model: {name: smollm2-135m, init: random}
+train: {sequence_length: 512, train_batch_size: 4, max_steps: 1000, gradient_checkpointing: true, loss: full, torch_compile: false}
+parallel: {zero_stage: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("TOOLKIT_NO_CACHE", "1")
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+ASKED = ("plan", "job.yaml", "--prices", "prices.yaml", "--gpus", "l4", "--no-liger")
+
+
+def test_a_table_and_the_files_of_its_row(capsys, folder):
+    assert main([*ASKED, "--write", "out/planned.yaml", "--emit", "files", "--report", "report.html"]) == 0
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if " Mine one " in line)
+    assert "1 × l4-24gb" in row
+    assert "recommended: row 1, 1 × l4-24gb" in shown
+    assert "read 2026-11-01" in shown
+    made = resolve(folder / "out" / "planned.yaml")
+    assert (made.job.cluster.gpu, made.settings.batch.train, made.settings.gradient_checkpointing) == (
+        "l4-24gb",
+        4,
+        1.0,
+    )
+    assert made.job.train.max_steps == 1000
+    assert (folder / "files" / "deepspeed.json").exists()
+    assert resolve(folder / "files" / "job.yaml").settings == made.settings
+    assert "<!doctype html>" in (folder / "report.html").read_text()
+
+
+def test_json(capsys):
+    assert main([*ASKED, "--json", "--epochs", "2", "--tokens", "1M"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["rows"]
+    assert found["recommended"] == row["row"] == 1
+    assert found["question"]["tokens"] * found["question"]["epochs"] == 2e6
+    assert row["usd"] == pytest.approx(row["hours"] * 0.8)
+    assert row["hours_low"] < row["hours"] < row["hours_high"]
+    assert row["required_bytes"] <= row["gpu_capacity_bytes"]
+    assert row["settings"]["train.gradient_checkpointing"] == 1.0
+    assert found["written"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--tokens", "0"), "PLAN_TOKENS", "tokens=0"),
+        (("--gpus", "h900"), "GPU_UNKNOWN", "gpu=h900"),
+        (("--budget-usd", "-1"), "PLAN_LIMIT", "budget-usd=-1"),
+        (("--budget-usd", "1e-9"), "PLAN_BUDGET", "the cheapest plan is 1 × l4-24gb"),
+        (("--deadline-hours", "1e-9"), "PLAN_DEADLINE", "the fastest 1 × l4-24gb"),
+        (("--row", "9"), "PLAN_ROW", "row=9"),
+        (("--set", "train.sequence_lengh=3"), "KEY_UNKNOWN", "sequence_lengh"),
+    ],
+)
+def test_what_is_refused(capsys, arguments, code, words):
+    assert main([*ASKED, *arguments, "--json"]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["code"] == code
+    assert words in problem["message"]
+
+
+def test_prices_in_another_currency(capsys, folder):
+    (folder / "prices.yaml").write_text(PRICES.replace("USD", "EUR"))
+    assert main([*ASKED]) == 2
+    assert "currency=EUR" in capsys.readouterr().err
+
+
+def test_without_job_and_model(capsys):
+    assert main(["plan", "--tokens", "1M"]) == 2
+    assert "PLAN_NO_MODEL" in capsys.readouterr().err
