@@ -245,7 +245,7 @@ def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -
     from toolkit.cli.estimate_session import estimating
 
     plan = case.plan()
-    with estimating(as_json=as_json, cached=cached) as estimator:
+    with estimating(as_json=as_json, cached=cached, plan=plan) as estimator:
         report = estimator.estimate_plan(plan, case)
         time = None if plan.on_cpu else _step_time(estimator, plan, case)
     if not as_json:

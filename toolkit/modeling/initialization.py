@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -323,6 +322,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _construct_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that the architecture's constructor computes; its weights stay on the meta device."""
+    from accelerate import init_empty_weights
+
     with no_init_weights(), init_empty_weights(include_buffers=False), _default_dtype(model.dtype):
         return dict(type(model)(model.config).named_buffers())
 

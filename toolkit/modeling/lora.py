@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.arguments import checks_arguments
 from toolkit.config.job import Lora
 from toolkit.errors import PlanError, Problem, first_line, raise_all
-from toolkit.modeling.sharded_adapters import ADAPTED_BY, draw_adapters, shard_adapters
+from toolkit.modeling.sharded_adapters import adapted_by, draw_adapters, shard_adapters
 from toolkit.pipeline_parallel.part import stage_info
 from toolkit.tensor_parallel.guard import PartOfModel, guard_part
 from toolkit.tensor_parallel.linear import ShardedLinear
@@ -40,6 +39,8 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
     Source:
         arXiv 2106.09685; peft tuners/lora.
     """
+    from peft import LoraConfig, get_peft_model  # seconds of imports, for adapters alone
+
     targets = lora.target_modules
     linear = _linear_names(model)
     raise_all(PlanError, _unmatched(model, lora))
@@ -53,7 +54,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> Any:
         modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
     )
-    config._register_custom_module(ADAPTED_BY)
+    config._register_custom_module(adapted_by())
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:

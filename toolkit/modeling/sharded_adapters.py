@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from toolkit.distributed.collectives import all_reduce
@@ -31,16 +30,22 @@ from toolkit.tensor_parallel.grad_sync import sum_gradients
 from toolkit.tensor_parallel.layout import Shard
 from toolkit.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, ShardedLinear
 
-# For `LoraConfig._register_custom_module`: peft's own adapter of linear layers fits ours, whose sizes are those of this rank.
-ADAPTED_BY = {ColumnParallelLinear: LoraLinear, RowParallelLinear: LoraLinear}
+
+def adapted_by() -> dict[type[nn.Module], type[nn.Module]]:
+    """Return what `LoraConfig._register_custom_module` takes: peft's own adapter fits our layers, whose sizes are those of this rank."""
+    from peft.tuners.lora import Linear as LoraLinear
+
+    return {ColumnParallelLinear: LoraLinear, RowParallelLinear: LoraLinear}
 
 
 def shard_adapters(model: nn.Module) -> None:
     """Shard the adapters around sharded layers, with the collectives that they need.
 
     Args:
-        model: A `peft.PeftModel` whose sharded layers were adapted by `ADAPTED_BY`.
+        model: A `peft.PeftModel` whose sharded layers were adapted by `adapted_by()`.
     """
+    from peft.tuners.lora import Linear as LoraLinear
+
     for module in model.modules():
         if not isinstance(module, LoraLinear):
             continue
@@ -116,6 +121,8 @@ def draw_adapters(model: nn.Module, *, seed: int) -> None:
 
 def _linear_adapters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name and module of each A matrix, and the tensor group of the layer that it adapts."""
+    from peft.tuners.lora import Linear as LoraLinear
+
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             for adapter in module.lora_A:

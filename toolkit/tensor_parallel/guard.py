@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import PlanError
@@ -118,7 +116,7 @@ def _check_wrapper(wrapper: object, tp_group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         if shared := _shared(ranks, tp_group):
             raise _replicated("DistributedDataParallel", shared, "process_group=")
-    elif isinstance(wrapper, FullyShardedDataParallel):
+    elif _is_of(wrapper, "torch.distributed.fsdp", "FullyShardedDataParallel"):
         raise PlanError.of(
             code="TP_REPLICATED",
             key="FullyShardedDataParallel",
@@ -126,7 +124,7 @@ def _check_wrapper(wrapper: object, tp_group: dist.ProcessGroup) -> None:
             "and the hooks that sum their gradients over those ranks are lost",
             fix=f"Use DistributedDataParallel or `fully_shard` over the data-parallel ranks. {_BY_ENGINE}",
         )
-    elif _is_engine(wrapper) and getattr(wrapper, "mpu", None) is None:
+    elif _is_of(wrapper, "deepspeed.runtime.engine", "DeepSpeedEngine") and getattr(wrapper, "mpu", None) is None:
         raise _replicated("deepspeed.initialize without mpu=", dist.get_process_group_ranks(tp_group), "mpu=")
 
 
@@ -134,15 +132,16 @@ def _check_placement(module: nn.Module, tp_group: dist.ProcessGroup) -> None:
     """Refuse shards that `fully_shard` has sharded again over ranks that have other shards."""
     parameters: dict[str, Any] = module._parameters
     for parameter in parameters.values():
-        if isinstance(parameter, DTensor) and (
+        if _is_of(parameter, "torch.distributed.tensor", "DTensor") and (
             shared := _shared(parameter.device_mesh.mesh.flatten().tolist(), tp_group)
         ):
             raise _replicated("fully_shard", shared, "mesh=")
 
 
-def _is_engine(wrapper: object) -> bool:
-    engine = sys.modules.get("deepspeed.runtime.engine")  # imported if there is an engine
-    return engine is not None and isinstance(wrapper, engine.DeepSpeedEngine)
+def _is_of(value: object, module: str, name: str) -> bool:
+    """Return whether a value is of a class whose module takes long to import: it has been imported if there is one."""
+    found = sys.modules.get(module)
+    return found is not None and isinstance(value, getattr(found, name))
 
 
 def _shared(ranks: list[int], tp_group: dist.ProcessGroup) -> list[int]:

@@ -12,7 +12,7 @@ from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.engines.settings import EngineSettings
 from toolkit.memory.engines.step_program import StepProgram
 from toolkit.memory.trace.attribution import LOSS, MODEL, RECEIVED, SENT
-from toolkit.memory.trace.events import MemoryTrace, Parameter, ResolvedEvent, Run, in_blocks
+from toolkit.memory.trace.events import MemoryTrace, Parameter, ResolvedEvent, Run, in_blocks, join
 from toolkit.pipeline_schedule import (
     Backward,
     BackwardInput,
@@ -74,6 +74,7 @@ class EngineReplay(ABC):
         self.gradients_bytes = sum(in_blocks(parameter.size) for parameter in self.trainable)
         self.by_name = {parameter.name: parameter for parameter in trace.parameters}
         self._workspace_bytes = workspace_bytes
+        self._joined: dict[int, Sequence[ResolvedEvent]] = {}  # the trace keeps the events alive
         self._accumulated: set[str] = set()
         self._reduced = False  # whether a backward pass of this step has left its gradients in partitions
         self._sent: deque[_Sent] = deque()
@@ -115,9 +116,18 @@ class EngineReplay(ABC):
             self.account.enter("step")  # engine.step() is called after each micro-batch, and does nothing yet
             self._replay(self.trace.after)
 
+    def _read(self, events: Sequence[ResolvedEvent]) -> Sequence[ResolvedEvent]:
+        """Return events without marks that the engine does not act on, and with what then is one run as one."""
+        if type(self).module is not EngineReplay.module:
+            return events
+        if id(events) not in self._joined:
+            marks = (placed for placed in events if isinstance(placed.event, Run) or placed.event.kind == "gradient")
+            self._joined[id(events)] = join(marks)
+        return self._joined[id(events)]
+
     def _replay(self, events: Sequence[ResolvedEvent]) -> None:
         apply, account = self.account.apply, self.account
-        for placed in events:
+        for placed in self._read(events):
             event = placed.event
             if isinstance(event, Run):
                 apply(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class Estimator:
         notify: Called with one line before each trace, the slow part; an attribute that may be replaced.
         other_allocator: Setting of torch's allocator that the user has made, and that launches keep.
         cache: Place of the reports and traces of earlier commands; None reads and keeps none.
+        importing: Context in which torch, transformers and the tracer are imported, before the first trace.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Estimator:
         notify: Callable[[str], None] = silent,
         other_allocator: str | None = None,
         cache: RecordCache | None = None,
+        importing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._importing = importing
         self._stored = StoredEstimates(cache)
         self._read: dict[str, Traces] = {}
         self._calibrations = calibrations or {}
@@ -135,14 +139,15 @@ class Estimator:
                 self._read[stored] = found
             if stored in self._read:
                 return self._read[stored]
+        with self._importing():
+            from toolkit.memory.trace.run import trace_ranks
+
         cut = f"{trace_key(plan, **changes)} {plan.settings.partition} {plan.settings.virtual_stages}"
         if cut not in self._traces:
             settings = plan.settings
             micro = settings.per_device_eval_batch_size if changes.get("evaluation") else settings.batch.micro
             stages = f", {plan.grid.pp} stages" if plan.grid.pp > 1 else ""
             self.notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
-            from toolkit.memory.trace.run import trace_ranks
-
             tracer = self._tracer(plan, **changes) if plan.grid.pp > 1 else None
             self._traces[cut] = trace_ranks(plan, tracer=tracer, **changes)
             self._stored.keep_traces(stored, self._traces[cut])
@@ -152,7 +157,8 @@ class Estimator:
         changes |= MARKED
         key = trace_key(plan, **changes)
         if key not in self._tracers:
-            from toolkit.memory.trace.run import stage_tracer
+            with self._importing():
+                from toolkit.memory.trace.run import stage_tracer
 
             self._tracers[key] = stage_tracer(plan, **changes)
         return self._tracers[key]
