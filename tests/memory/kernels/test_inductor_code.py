@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.memory.kernels import inductor_code
 from toolkit.memory.kernels.inductor_code import load_code
 from toolkit.memory.kernels.operations import OperationRecorder, recording
 
@@ -77,3 +79,28 @@ def test_each_kernel_is_noted_with_the_bytes_that_it_moves():
     fused = noted["triton_poi_fused_mul_0"]  # one of them in place: read and written
     assert (fused.bytes_read, fused.bytes_written) == (64 + 128, 64 + 64)
     assert noted["cudnn"].dims == (1, 2, 4, 4, 4, 4, 1)
+
+
+SCHEMAS = {
+    name: getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default._schema for name in inductor_code._ATTENTION
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_attention_takes_what_its_operator_does_with_and_without_defaults(name):
+    """Inductor leaves out trailing arguments that have their defaults."""
+    with FakeTensorMode():
+        heads = torch.empty(1, 2, 4, 8, dtype=torch.bfloat16)
+        values = {
+            "Tensor": heads,
+            "float": 0.0,
+            "bool": True,
+            "SymInt": 4,
+            "List[bool]": [True] * 4,
+            "Optional[Tensor]": None,
+        }
+        arguments = [each for each in SCHEMAS[name].arguments if not each.kwarg_only]
+        for given in (arguments, [each for each in arguments if not each.has_default_value()]):
+            results = inductor_code._ATTENTION[name](*(values[str(each.type)] for each in given))
+            assert len(results) == len(SCHEMAS[name].returns)
+            assert results[0].shape == heads.shape

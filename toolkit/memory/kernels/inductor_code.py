@@ -129,19 +129,21 @@ def _cudnn(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    _: bool,
-    __: float,
-    causal: bool,
-    *___: Any,
-    **____: Any,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Any, ...]:
-    out, logsumexp = attention_results(query, key, value, bias, kernel="cudnn", causal=causal)
+    out, logsumexp = attention_results(query, key, value, bias, kernel="cudnn", causal=is_causal)
     lengths = query.shape[-2], key.shape[-2]
     return out, logsumexp.unsqueeze(-1), None, None, *lengths, _seed(), _seed(), None
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, _: float, causal: bool, *__: Any, **___: Any) -> tuple[Any, ...]:
-    out, logsumexp = attention_results(query, key, value, None, kernel="flash", causal=causal)
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
+) -> tuple[Any, ...]:
+    out, logsumexp = attention_results(query, key, value, None, kernel="flash", causal=is_causal)
     return out, logsumexp, None, None, query.shape[-2], key.shape[-2], _seed(), _seed(), None
 
 
@@ -149,21 +151,20 @@ def _efficient(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
-    _: bool,
-    __: float,
-    causal: bool,
-    *___: Any,
-    **____: Any,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
 ) -> tuple[Any, ...]:
-    out, logsumexp = attention_results(query, key, value, bias, kernel="efficient", causal=causal)
+    out, logsumexp = attention_results(query, key, value, attn_bias, kernel="efficient", causal=is_causal)
     return out, logsumexp, _seed(), _seed()
 
 
 def _cudnn_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any, **_: Any
 ) -> Any:
-    bias, causal = rest[2], bool(rest[8])  # seed, offset, bias, four lengths, dropout, causal
+    _seed, _offset, bias, *_lengths, _dropout, causal = rest
     others = [grad, logsumexp, bias]
     return attention_gradients(query, key, value, out, others=others, kernel="cudnn", causal=causal)
 
@@ -171,7 +172,7 @@ def _cudnn_backward(
 def _flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any, **_: Any
 ) -> Any:
-    causal = bool(rest[5])  # four lengths, dropout, causal
+    *_lengths, _dropout, causal, _seed, _offset = rest
     return attention_gradients(query, key, value, out, others=[grad, logsumexp], kernel="flash", causal=causal)
 
 
@@ -180,16 +181,19 @@ def _efficient_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
+    attn_bias: Tensor | None,
     out: Tensor,
     logsumexp: Tensor,
-    *rest: Any,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: Any,
+    is_causal: bool = False,
     **_: Any,
 ) -> Any:
-    causal = bool(rest[4])  # seed, offset, dropout, which gradients, causal
-    others = [grad, logsumexp, bias]
-    gradients = attention_gradients(query, key, value, out, others=others, kernel="efficient", causal=causal)
-    return *gradients, None if bias is None else torch.empty_like(bias)
+    others = [grad, logsumexp, attn_bias]
+    gradients = attention_gradients(query, key, value, out, others=others, kernel="efficient", causal=is_causal)
+    return *gradients, None if attn_bias is None else torch.empty_like(attn_bias)
 
 
 _ATTENTION = {
