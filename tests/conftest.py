@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +39,41 @@ def no_cache() -> Iterator[None]:
     """Keeps estimates of tests out of the user's cache, and what is there out of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOOLKIT_NO_CACHE", "1")
+        yield
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keeps the garbage collector from walking all that was imported, again and again: a twentieth of what estimates take."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+@pytest.fixture(scope="session")
+def fake_runs() -> dict[str, Any]:
+    """Runs on fake tensors, by all that they depend on."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def shared_fake_runs(request: pytest.FixtureRequest, fake_runs: dict[str, Any]) -> Iterator[None]:
+    """Runs a model on fake tensors once a session, whichever tests ask for it, unless a test changes what would run."""
+    if "monkeypatch" in request.fixturenames or "toolkit.memory.trace.run" not in sys.modules:
+        yield
+        return
+    from toolkit.memory.trace import fake_run, run
+
+    make = fake_run.run_fake
+
+    def shared(spec: Any, config: Any, *, part: Any = None, all_layers: bool) -> Any:
+        key = f"{spec} {type(config)} {config.to_dict()} {vars(config)} {part} {all_layers}"
+        if key not in fake_runs:
+            fake_runs[key] = make(spec, config, part=part, all_layers=all_layers)
+        return fake_runs[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_run, "run_fake", shared)
+        patch.setattr(run, "run_fake", shared)
         yield
 
 

@@ -197,9 +197,10 @@ def train_all(rank: int, plans: dict[str, tuple[Plan, str, int]]) -> dict[str, A
 def factors(case: Case) -> tuple[tuple[str, Any], ...]:
     """What distinguishes a case from others, by name."""
     train = case.train
+    config = sorted((key, value) for key, value in case.config.items() if key != "num_hidden_layers")
     return (
         ("stage", case.stage),
-        ("model", f"{case.architecture} {sorted(case.config.items())}"),
+        ("model", f"{case.architecture} {config}"),
         ("optimizer", train["optimizer"]),
         ("method", str(train["lora"]) if "method" in train else "full"),
         ("precision", train.get("precision", "fp32")),

@@ -27,7 +27,7 @@ from toolkit.modeling.build import build_model
 from toolkit.planning.plan import Plan
 from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 
-MANY = 64
+MANY = 32
 EVALUATED = MAX_SENDS_IN_FLIGHT + 2
 SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e6}
 FOUR = {"num_hidden_layers": 4}

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +68,14 @@ LORA |= {
     "lora-deepseek_v2": ("deepseek_v2", 3, "fp32", {"target_modules": ["o_proj", "kv_b_proj"]}),
     "lora-qwen3_moe": ("qwen3_moe", 3, "fp32", {"target_modules": "all-linear"}),
 }
+# By default each stage, kind of module and of experts is met once; the frozen weights of a few come from elsewhere.
+LORA_REST = ("lora-z1", "lora-olmoe", "lora-qwen3_moe")
+FROZEN = ("lora-z0", "lora-z3-bf16", "lora-tied", "lora-gpt2", "lora-save", "lora-untie", "lora-mixtral")
+
+
+def _adapters(default: Collection[str] = LORA.keys() - set(LORA_REST)) -> list[Any]:
+    """Names of adapters for `parametrize`: those that are not of the default run are `full`."""
+    return [pytest.param(name, marks=[] if name in default else [pytest.mark.full]) for name in LORA]
 
 
 def _settings(stage: int, dtype: str) -> dict[str, Any]:
@@ -132,7 +140,12 @@ def _save_whole(rank: int, root: str, cases: dict[str, tuple[str, int, str]]) ->
 
 def _save_all(rank: int, root: str) -> None:
     _save_whole(rank, root, FULL)
-    for name, (architecture, stage, dtype, options) in LORA.items():
+    _save_adapters(rank, root, [name for name in LORA if name not in LORA_REST])
+
+
+def _save_adapters(rank: int, root: str, names: Iterable[str]) -> None:
+    for name in names:
+        architecture, stage, dtype, options = LORA[name]
         _train_and_save(Path(root), name, architecture, stage, dtype, options)
 
 
@@ -149,6 +162,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rest(root: Path) -> Path:
     """The same folder, with the rest of the product."""
     run_distributed(_save_whole, 2, str(root), THE_REST)
+    return root
+
+
+@pytest.fixture(scope="module")
+def more_adapters(root: Path) -> None:
+    run_distributed(_save_adapters, 2, str(root), LORA_REST)
+
+
+@pytest.fixture
+def adapters(request: pytest.FixtureRequest, root: Path) -> Path:
+    """The same folder, with the adapter of the test."""
+    if request.node.callspec.params["name"] in LORA_REST:
+        request.getfixturevalue("more_adapters")
     return root
 
 
@@ -220,32 +246,34 @@ def test_stage_0_in_bf16_exports_fp32_as_it_is(root: Path, tmp_path: Path) -> No
     assert all(torch.equal(weight.bfloat16(), expected.get_parameter(key)) for key, weight in loaded.named_parameters())
 
 
-@pytest.mark.parametrize("name", LORA)
-def test_peft_loads_the_adapter(root: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", _adapters())
+def test_peft_loads_the_adapter(adapters: Path, tmp_path: Path, name: str) -> None:
     architecture, _, dtype, options = LORA[name]
-    report = export_checkpoint(root / "checkpoints" / name, tmp_path / "out", max_shard_size_bytes=500)
+    report = export_checkpoint(adapters / "checkpoints" / name, tmp_path / "out", max_shard_size_bytes=500)
     assert report.kind == "adapter"
     assert report.files == ("adapter_model.safetensors",)
     assert not (tmp_path / "out" / "config.json").exists()
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    start = root / "start" / architecture
+    start = adapters / "start" / architecture
     expected = _adapt(AutoModelForCausalLM.from_pretrained(start, dtype=torch_dtype), options)
     untrained = logits(expected.eval())
-    expected.load_state_dict(torch.load(root / "checkpoints" / name / "expected.pt"))
+    expected.load_state_dict(torch.load(adapters / "checkpoints" / name / "expected.pt"))
     assert not torch.equal(logits(expected), untrained)
     base = AutoModelForCausalLM.from_pretrained(start, dtype=torch_dtype)
     loaded = PeftModel.from_pretrained(base, tmp_path / "out", autocast_adapter_dtype=False).eval()
     assert torch.equal(logits(loaded), logits(expected))
 
 
-@pytest.mark.parametrize("name", LORA)
-def test_a_merged_adapter_is_a_model_of_its_own(root: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", _adapters())
+def test_a_merged_adapter_is_a_model_of_its_own(adapters: Path, tmp_path: Path, name: str) -> None:
     architecture, _, dtype, options = LORA[name]
-    report = export_checkpoint(root / "checkpoints" / name, tmp_path / "out", merge_adapter=True, dtype=torch.float32)
+    report = export_checkpoint(
+        adapters / "checkpoints" / name, tmp_path / "out", merge_adapter=True, dtype=torch.float32
+    )
     assert report.kind == "merged"
-    start = root / "start" / architecture
+    start = adapters / "start" / architecture
     expected = _adapt(AutoModelForCausalLM.from_pretrained(start), options)
-    expected.load_state_dict(torch.load(root / "checkpoints" / name / "expected.pt"))
+    expected.load_state_dict(torch.load(adapters / "checkpoints" / name / "expected.pt"))
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     tolerance = 0.05 if dtype == "bf16" else 1e-5  # the masters are finer than the bf16 copies in expected.pt
@@ -255,13 +283,13 @@ def test_a_merged_adapter_is_a_model_of_its_own(root: Path, tmp_path: Path, name
         assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("name", _adapters(FROZEN))
 def test_frozen_weights_may_come_from_the_folder_that_the_run_started_from(
-    root: Path, tmp_path: Path, name: str
+    adapters: Path, tmp_path: Path, name: str
 ) -> None:
     architecture, _, dtype, _ = LORA[name]
-    whole, partial = root / "checkpoints" / name, root / "without-base" / name
-    start = root / "start" / architecture
+    whole, partial = adapters / "checkpoints" / name, adapters / "without-base" / name
+    start = adapters / "start" / architecture
     options = {"model_dir": whole / "model", "merge_adapter": True}
     export_checkpoint(whole, tmp_path / "expected", **options)
     report = export_checkpoint(partial, tmp_path / "out", base_dir=start, **options)
