@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quick_python import quick_python
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "pieces.md").read_text(encoding="utf-8"), flags=re.S)
@@ -34,7 +34,7 @@ def test_several_processes_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "pieces.py"
     ends = "print('ran', end=' ', flush=True)"
     script.write_text("\n".join(f"{block}\n{ends}\n" for block in TOGETHER), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [quick_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_python import quick_python
 from tiny_models import tiny_config, tiny_model
 
 import toolkit as tk
@@ -75,9 +75,13 @@ def notebook() -> dict[str, Any]:
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
     tests = Path(__file__).parents[1]
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NOTEBOOK], env=environment, capture_output=True, text=True, timeout=300
+        [quick_python(), "-c", NOTEBOOK], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
