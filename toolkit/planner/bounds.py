@@ -26,7 +26,8 @@ PROCESS_BYTES = 2.2 * GIB
 # Shares of a card's peaks that runs reach, and times of the host: those of the measured runs in docs/benchmarks.md, rounded.
 # They only order candidates, so that their errors cost a trace and not a wrong answer.
 _MATMUL, _ATTENTION, _MEMORY, _LINK = 0.65, 0.45, 0.75, 0.6
-_FUSED_BYTES, _COMPILED_BYTES = 0.7, 0.6
+# Shares of what unfused layers keep, and of what they move, for Liger's kernels and for compiled layers.
+_FUSED_KEPT, _COMPILED_KEPT, _FUSED_MOVED, _COMPILED_MOVED = 0.7, 0.6, 0.7, 0.35
 _HOST_SECONDS_OF_LAYER, _HOST_SECONDS_OF_FETCH = 1.2e-3, 1.5e-3
 _EXPOSED = 0.4
 # Bytes moved for each logit: in full they are written, cast, and read for the loss and its gradient.
@@ -168,7 +169,11 @@ def _layer_bytes(shape: Shape, itemsize: int) -> float:
 
 
 def _kept_share(setting: Setting) -> float:
-    return _COMPILED_BYTES if setting.compiled else _FUSED_BYTES if setting.kernels == "liger" else 1.0
+    return _COMPILED_KEPT if setting.compiled else _FUSED_KEPT if setting.kernels == "liger" else 1.0
+
+
+def _moved_share(setting: Setting) -> float:
+    return _COMPILED_MOVED if setting.compiled else _FUSED_MOVED if setting.kernels == "liger" else 1.0
 
 
 def activation_bytes(shape: Shape, setting: Setting, itemsize: int) -> float:
@@ -196,7 +201,7 @@ def step_seconds(shape: Shape, cluster: Candidate, setting: Setting, precision: 
     attention = (
         2.0 * (3.5 + setting.checkpointing) * shape.sequence_length * shape.queries * shape.layers * tokens / split
     )
-    kept = _layer_bytes(shape, itemsize) * shape.layers * _kept_share(setting)
+    kept = _layer_bytes(shape, itemsize) * shape.layers * _moved_share(setting)
     moved = tokens * kept * (3.0 + setting.checkpointing) / split
     moved += tokens * shape.vocabulary * _LOGIT_BYTES[setting.loss] / setting.tensor
     if setting.loss == "chunked":  # its backward pass computes the logits again

@@ -46,6 +46,8 @@ _WORTH = 1.08
 DEAREST = 4.0
 # Gain below which another setting is not worth an estimate.
 _LEAST_GAIN = 0.03
+# Compiled layers are tried up to this multiple of the best time: arithmetic does not know what the compiler fuses.
+_COMPILED_LIMIT = 1.1
 # A setting that needs a trace of its own must be this much faster than one that needs none.
 _COST_OF_TRACE = 1.05
 
@@ -402,7 +404,7 @@ class Search:
             and self._may_fit(cluster, setting)
         ]
         if best is not None:
-            limit = (1 - _LEAST_GAIN) * _seconds(best)
+            limit = (_COMPILED_LIMIT if compiled and not best.setting.compiled else 1 - _LEAST_GAIN) * _seconds(best)
             new = [each for each in new if each[0].seconds < limit]
         if not new:
             return None
