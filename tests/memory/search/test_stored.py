@@ -15,6 +15,7 @@ from toolkit.config.job import Job
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search import stored
+from toolkit.memory.search.advice import Saving, find_savings
 from toolkit.memory.search.estimator import Estimator, trace_key
 from toolkit.memory.search.stored import StoredEstimates
 
@@ -150,3 +151,18 @@ def test_an_option_and_a_variable_turn_the_cache_off(
     with estimating(as_json=True, cached=cached) as estimator:
         estimator.estimate(case_of())
     assert not list(tmp_path.iterdir())
+
+
+def test_savings_are_kept_with_the_report(tmp_path: Path) -> None:
+    case, cache = Scenario.of(case_of(**{"model.name": "llama-3.2-1b"}).job), RecordCache(tmp_path)
+    plan = case.plan()
+
+    def savings(estimator: Estimator) -> tuple[Saving, ...]:
+        return find_savings(estimator, case, plan=plan, report=estimator.estimate_plan(plan, case))
+
+    made, again = savings(Estimator(cache=cache)), Estimator(cache=cache)
+    assert made
+    files = sorted(tmp_path.iterdir())
+    assert savings(again) == made
+    assert again.num_traces == 0
+    assert sorted(tmp_path.iterdir()) == files

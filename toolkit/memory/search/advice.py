@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -113,6 +114,68 @@ def find_savings(
         report: Estimate of the plan.
         at_most: Most changes to return.
     """
+    key = estimator.key_of(plan, case)
+    compiles = plan.job.train.torch_compile  # what ran out of time there may be found the next time
+    key = None if key is None or compiles else f"{key} savings {at_most}"
+    known = estimator.stored.get(key, _Kept)
+    if known is not None:
+        return tuple(each.saving() for each in known.savings)
+    found = _find_savings(estimator, case, plan=plan, report=report, at_most=at_most)
+    estimator.stored.keep(key, _Kept(savings=tuple(map(_KeptSaving.of, found))))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeptSaving:
+    """A saving as data; the values of its change are JSON."""
+
+    kind: str
+    values: str
+    shown: tuple[str, ...]
+    note: str
+    text: str
+    required_bytes: int
+    saved_bytes: int
+    host_bytes_added: int
+    fits: bool
+    tight: bool
+
+    @classmethod
+    def of(cls, saving: Saving) -> _KeptSaving:
+        change = saving.change
+        return cls(
+            kind=change.kind,
+            values=json.dumps(change.values),
+            shown=change.shown,
+            note=change.note,
+            text=saving.text,
+            required_bytes=saving.required_bytes,
+            saved_bytes=saving.saved_bytes,
+            host_bytes_added=saving.host_bytes_added,
+            fits=saving.fits,
+            tight=saving.tight,
+        )
+
+    def saving(self) -> Saving:
+        return Saving(
+            change=Change(kind=self.kind, values=json.loads(self.values), shown=self.shown, note=self.note),
+            text=self.text,
+            required_bytes=self.required_bytes,
+            saved_bytes=self.saved_bytes,
+            host_bytes_added=self.host_bytes_added,
+            fits=self.fits,
+            tight=self.tight,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    savings: tuple[_KeptSaving, ...]
+
+
+def _find_savings(
+    estimator: Estimator, case: Scenario, *, plan: Plan, report: MemoryReport, at_most: int
+) -> tuple[Saving, ...]:
     best: dict[str, Saving] = {}
     # Decisions of the plan are kept, so that a saving is due to the change alone.
     pinned = case.changed(_decided(plan, case))

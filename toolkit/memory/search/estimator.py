@@ -57,7 +57,7 @@ class Estimator:
         importing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._importing = importing
-        self._stored = StoredEstimates(cache)
+        self.stored = StoredEstimates(cache)
         self._read: dict[str, Traces] = {}
         self._calibrations = calibrations or {}
         self.notify = notify
@@ -80,9 +80,8 @@ class Estimator:
 
     def estimate_plan(self, plan: Plan, case: Scenario) -> MemoryReport:
         """Estimate a plan that `case` resolved to."""
-        calibration = self._calibrations.get(plan.gpu.name)
-        key = self._stored.report_key(plan, case, calibration=calibration, other_allocator=self._other_allocator)
-        known = self._stored.report(key)
+        calibration, key = self._calibrations.get(plan.gpu.name), self.key_of(plan, case)
+        known = self.stored.report(key)
         if known is not None:
             return known
         report, notes = report_of(plan, case, trace=self._trace, calibration=calibration), []
@@ -91,7 +90,7 @@ class Estimator:
         if self._other_allocator is not None and case.file is None and not plan.on_cpu:
             notes.append(f"{self._other_allocator} is set here, and launches keep it: the slack is that of {ALLOCATOR}")
         report = replace(report, assumptions=(*report.assumptions, *notes))
-        self._stored.keep_report(key, report)
+        self.stored.keep_report(key, report)
         return report
 
     def step_of(self, plan: Plan, case: Scenario) -> tuple[Traces, EngineSettings]:
@@ -103,6 +102,11 @@ class Estimator:
         config = None if case.file is None else case.file.resolved(plan)
         settings = engine_settings(plan, config, zero_init=case.zero_init)
         return self._trace(plan, keeps_inputs=keeps_frozen_inputs(plan, settings)), settings
+
+    def key_of(self, plan: Plan, case: Scenario) -> str | None:
+        """Return the key under which the report of a plan is kept; None where none is kept."""
+        calibration = self._calibrations.get(plan.gpu.name)
+        return self.stored.report_key(plan, case, calibration=calibration, other_allocator=self._other_allocator)
 
     def attempt(self, case: Scenario, changes: Mapping[str, Any] | None = None) -> Outcome:
         """Estimate a case, with changed values by dotted key of its job, or return the problems."""
@@ -133,9 +137,9 @@ class Estimator:
 
     def _trace(self, plan: Plan, **changes: Any) -> Traces:
         changes |= MARKED
-        stored = self._stored.trace_key(plan, changes)
+        stored = self.stored.trace_key(plan, changes)
         if stored is not None:
-            if stored not in self._read and (found := self._stored.traces(stored)) is not None:
+            if stored not in self._read and (found := self.stored.traces(stored)) is not None:
                 self._read[stored] = found
             if stored in self._read:
                 return self._read[stored]
@@ -150,7 +154,7 @@ class Estimator:
             self.notify(f"tracing {plan.model.name}{stages}, {micro} × {settings.sequence_length} tokens")
             tracer = self._tracer(plan, **changes) if plan.grid.pp > 1 else None
             self._traces[cut] = trace_ranks(plan, tracer=tracer, **changes)
-            self._stored.keep_traces(stored, self._traces[cut])
+            self.stored.keep_traces(stored, self._traces[cut])
         return self._traces[cut]
 
     def _tracer(self, plan: Plan, **changes: Any) -> StageTracer:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import toolkit
 from toolkit.artifacts.record_cache import RecordCache
@@ -26,8 +26,23 @@ from toolkit.memory.scenario import Scenario
 from toolkit.memory.trace.events import MemoryTrace, Traces
 from toolkit.planning.plan import Plan
 
+T = TypeVar("T")
+
 # Packages whose code runs in a trace, or decides on sizes.
-_PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "liger-kernel", "triton", "torchao", "kernels")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "liger-kernel",
+    "triton",
+    "torchao",
+    "kernels",
+    "mamba-ssm",
+    "causal-conv1d",
+    "flash-linear-attention",
+)
 
 # What a trace does not depend on; all other keys are part of its key.
 _SETTINGS_APART = frozenset(
@@ -79,6 +94,7 @@ class StoredEstimates:
             "report",
             known,
             repr(file),
+            case.job.model_dump(mode="json", exclude_unset=True, warnings=False),
             case.zero_init,
             case.load_dtype,
             repr(calibration),
@@ -109,6 +125,16 @@ class StoredEstimates:
             _software(plan),
             {name: repr(value) for name, value in sorted(changes.items())},
         )
+
+    def get(self, key: str | None, kind: type[T]) -> T | None:
+        """Return a kept dataclass of some kind."""
+        found: T | None = None if key is None or self._cache is None else self._cache.get(key, Records(kind))
+        return found
+
+    def keep(self, key: str | None, value: Any) -> None:
+        """Keep a dataclass."""
+        if key is not None and self._cache is not None:
+            self._cache.put(key, value, Records(type(value)))
 
     def report(self, key: str | None) -> MemoryReport | None:
         """Return a kept report."""
