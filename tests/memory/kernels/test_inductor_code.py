@@ -95,6 +95,7 @@ def test_attention_takes_what_its_operator_does_with_and_without_defaults(name):
             "Tensor": heads,
             "float": 0.0,
             "bool": True,
+            "int": 4,
             "SymInt": 4,
             "List[bool]": [True] * 4,
             "Optional[Tensor]": None,
