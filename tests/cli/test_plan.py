@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +71,13 @@ def test_json(capsys):
     assert row["required_bytes"] <= row["gpu_capacity_bytes"]
     assert row["settings"]["train.gradient_checkpointing"] == 1.0
     assert found["written"] == []
+    page = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
+    section = page.split("## toolkit plan\n")[1].split("\n## ")[0]
+    heads = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    documented = {
+        re.split(r"[.\[]", key.removeprefix("rows[]."))[0] for head in heads for key in re.findall(r"`([^`]+)`", head)
+    }
+    assert documented == {*found, *row} - {"rows"}
 
 
 @pytest.mark.parametrize(

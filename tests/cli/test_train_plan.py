@@ -76,6 +76,5 @@ def test_a_rank_of_another_launcher_decides_nothing(monkeypatch, folder):
     monkeypatch.setattr("toolkit.cli.train.checked_plan", lambda job, overrides: resolve(job))
     monkeypatch.setattr("toolkit.cli.train.fastest_plan", None)  # a call would fail
     monkeypatch.setattr("toolkit.cli.train._show", lambda plan, call, **options: None)
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("toolkit.cli.train._rank", lambda: 1)
     assert main(["train", "job.yaml", "--dry-run"]) == 0
