@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from toolkit.planner.search import Progress
 
 # Seconds after which a search ends with what it has; `toolkit.planner.make` explains it.
-_SECONDS = 12.0
+_SECONDS = 8.0
 
 
 def register(app: typer.Typer) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from toolkit.planner.search import Found, Progress
 
 # Seconds after which a search among clusters ends with what it has.
-DEFAULT_SECONDS = 12.0
+DEFAULT_SECONDS = 8.0
 
 # Card that stands in where the cluster is sought: every candidate puts its own in its place.
 _PLACEHOLDER = "h100-sxm-80gb"
