@@ -12,6 +12,9 @@ from toolkit.memory.kernels.operations import Operation
 PRODUCT_NORM = 3.0
 # Sizes of 16-bit matrices that tensor cores read in whole vectors are multiples of this (16 bytes).
 ALIGNED = 8
+# Attention in a model against attention alone, whose heads all have keys of their own (profiles by benchmarks/job_speed.py:
+# 0.88 and 0.95 with three query heads for each head of keys).
+ATTENTION_SHARE = 0.92
 # Kernels of attention that stand for one that was not measured, and width of a head where only another was.
 _LIKE = {"flash": "flash", "cudnn": "cudnn", "efficient": "efficient", "math": "efficient"}
 
@@ -72,7 +75,7 @@ def _attention_seconds(operation: Operation, speed: CardSpeed) -> float:
     narrow = min(1.0, max(width, value_width) / nearest)
     forward, backward = at_length(widths[nearest], max(queries, keys))
     rate = backward if operation.phase == "backward" else forward
-    return operation.flops / (rate * narrow)
+    return operation.flops / (rate * narrow * ATTENTION_SHARE)
 
 
 def at_length(rows: Sequence[AttentionRow], length: int) -> tuple[float, float]:

@@ -22,6 +22,9 @@ from toolkit.planning.plan import Plan
 # Norm that joins the card's and the host's time of the passes: the host runs ahead of the card, so that of the two the
 # longer one counts, and near the balance each waits for the other now and then.
 BLEND = 4.0
+# Share of the host's time for the optimizer step that the card waits for: what comes before the norm's value is read, the host
+# does while the card still computes gradients (stage_1_and_2.py step).
+STEP_BEHIND = 0.6
 # Half-widths of the range, as shares of the time, that add up as independent errors do: of any card, of one by analogy to
 # another of its architecture or to any other, where the host binds, where ZeRO-3 fetches, where an optimizer runs on the host, and where
 # machines exchange. Of docs/accuracy.md's rows nine in ten lie within.
@@ -204,7 +207,8 @@ def _single(plan: Plan, rank: _RankTime, settings: EngineSettings) -> tuple[dict
     passes = _blend(card, host)
     step = sum(rank.engine.step.values())
     _add(parts, rank.engine.step)
-    _add(parts, {"waiting for the host": passes - card + max(0.0, rank.engine.host_step_seconds - step)})
+    late = rank.engine.host_step_seconds * (1.0 if host > card else STEP_BEHIND)
+    _add(parts, {"waiting for the host": passes - card + max(0.0, late - step)})
     return {name: seconds for name, seconds in parts.items() if seconds > 0}, host > card
 
 

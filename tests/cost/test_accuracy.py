@@ -1,0 +1,75 @@
+"""Foreseen step times against measured ones: the stored rows of the toolkit's loop and of the plain engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from step_time import compare, ordered_pairs, rows, summary  # isort: skip
+
+ROWS = list(rows())
+# Rows whose traces are quick and that differ in method, stage, offload, batch and kernels.
+QUICK = {"s03", "s05", "s06", "s08", "s10", "s11", "s24", "s25", "s27", "m02", "m06"}
+QUICK_OF_TOOLKIT = {"llama-3b-default", "llama-3b-liger", "llama-1b-zero1", "olmo2-liger", "qwen3-1.7b-liger-acc4"}
+# What is reached: median, ninth decile and worst error. Mixtures of experts, ZeRO-3 and whatever the host binds are the worst.
+BOUNDS = {
+    "toolkit": (0.035, 0.25, 0.45),
+    "compiled": (0.06, 0.40, 0.45),
+    "h100": (0.06, 0.15, 0.25),
+    "engine": (0.09, 0.35, 0.65),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def kind(row):
+    return "compiled" if row.compiled else row.source
+
+
+def test_the_rows_are_those_of_several_cards_and_loops():
+    counts = {name: sum(kind(row) == name for row in ROWS) for name in BOUNDS}
+    assert counts["toolkit"] >= 14
+    assert counts["compiled"] >= 15
+    assert counts["h100"] == 20
+    assert counts["engine"] >= 60
+
+
+def test_rows_of_one_card_are_near_and_the_faster_plan_is_named(folder):
+    chosen = [row for row in ROWS if row.name in QUICK and row.source == "h100"]
+    found = compare(chosen, folder)
+    reached = summary(found)
+    assert reached["rows"] == len(QUICK)
+    assert reached["median"] < 0.06
+    assert reached["worst"] < 0.15
+    assert reached["held"] > 0.9
+    total, right = ordered_pairs(found)
+    assert total >= 10
+    assert right >= 0.95 * total
+
+
+def test_rows_of_the_toolkit_are_near(folder):
+    found = compare([row for row in ROWS if row.name in QUICK_OF_TOOLKIT and row.source == "toolkit"], folder)
+    reached = summary(found)
+    assert reached["rows"] == len(QUICK_OF_TOOLKIT)
+    assert reached["median"] < 0.03
+    assert reached["worst"] < 0.10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BOUNDS)
+def test_every_row_is_within_what_is_said(folder, name):
+    found = compare([row for row in ROWS if kind(row) == name], folder)
+    median, ninth_decile, worst = BOUNDS[name]
+    reached = summary(found)
+    assert reached["median"] < median
+    assert reached["ninth_decile"] < ninth_decile
+    assert reached["worst"] < worst
+    total, right = ordered_pairs(found)
+    assert right >= 0.95 * total
