@@ -42,6 +42,31 @@ def no_cache() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def libraries_as_before() -> Iterator[None]:
+    """Ends each file with the functions and settings of torch that it began with, and in no world that it joined.
+
+    ZeRO-3 and traces replace some of them; an engine that a test makes by itself puts nothing back.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    functional, dist = torch.nn.functional, torch.distributed
+    names = [(functional, name) for name in ("linear", "scaled_dot_product_attention", "dropout", "grouped_mm")]
+    names += [(torch, name) for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")]
+    before = [(place, name, getattr(place, name)) for place, name in names if hasattr(place, name)]
+    dtype, precision, joined = torch.get_default_dtype(), torch.get_float32_matmul_precision(), dist.is_initialized()
+    yield
+    for place, name, value in before:
+        if getattr(place, name) is not value:
+            setattr(place, name, value)
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
+    if dist.is_initialized() and not joined:
+        dist.destroy_process_group()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keeps the garbage collector from walking all that was imported, again and again: a twentieth of what estimates take."""
     gc.collect()

@@ -2,12 +2,12 @@ import json
 import resource
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
+from quick_python import quick_python
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -114,7 +114,7 @@ def test_what_killed_exports_left_is_removed(tmp_path):
         "import sys; from pathlib import Path; from toolkit.exporter.writer import staged_folder\n"
         f"with staged_folder(Path(sys.argv[1]), overwrite=False) as staged:\n    (staged / 'part').touch(); {kill}"
     )
-    assert subprocess.run([sys.executable, "-c", script, str(target)], check=False).returncode == -signal.SIGKILL
+    assert subprocess.run([quick_python(), "-c", script, str(target)], check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     with staged_folder(target, overwrite=False) as own:
         assert not left.exists()

@@ -12,11 +12,13 @@ from toolkit.memory.engines.ledger import MemoryLedger
 from toolkit.memory.trace.attribution import LOSS
 from toolkit.memory.trace.events import Marker, Run, held
 
-# Each architecture in one way, and some others; the rest of the product is `full`.
+# Each kind of layers in one way, and some others; the rest of the product is `full`, and architectures whose layers are like others'.
 ZERO3 = "ZeRO-3 with checkpointing"
 WAY_OF = {name: ZERO3 if name in ("llama", "gpt2", "qwen3_moe") else "plain" for name in CONFIGS}
+# Of the last few layers are all of them.
+LIKE_OTHERS = ("gemma2", "olmoe", "gpt_neox", "falcon", "phi3", "mixtral", "mixtral-router-loss")
 QUICK = [
-    *((name, way) for name, way in WAY_OF.items() if name != "mixtral-router-loss"),  # few layers are all of them there
+    *((name, way) for name, way in WAY_OF.items() if name not in LIKE_OTHERS),
     ("llama", "half of the layers checkpointed"),
     ("llama", "inputs on the host"),
     ("llama", "LoRA with checkpointing"),

@@ -124,7 +124,10 @@ def traced_flash(*, packed: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in kept.items():
-            setattr(utils, name, value)
+        for name in (*_LOADED, *_REPLACED):
+            if name in kept:
+                setattr(utils, name, kept[name])
+            else:  # a stand-in that nothing had loaded before
+                vars(utils).pop(name, None)
         PreTrainedModel._check_and_adjust_attn_implementation = adjust
         AttentionMaskInterface.register(NAME, mask)
