@@ -36,9 +36,12 @@ def test_a_part_of_a_name_stands_for_its_family():
 
 def test_every_limit_that_is_no_positive_number_is_told_at_once():
     with pytest.raises(SpecError) as refused:
-        ask(None, model="smollm2-135m", budget_usd=0, deadline_hours=-1, epochs=float("nan"))
-    assert refused.value.codes == ("PLAN_LIMIT",) * 3
-    assert [problem.key for problem in refused.value.problems] == ["--budget-usd", "--deadline-hours", "--epochs"]
+        ask(None, model="smollm2-135m", budget_usd=0, deadline_hours=-1, epochs=float("nan"), max_gpus=0)
+    assert refused.value.codes == ("PLAN_LIMIT",) * 4
+    keys = ["--budget-usd", "--deadline-hours", "--max-gpus", "--epochs"]
+    assert [problem.key for problem in refused.value.problems] == keys
+    with pytest.raises(SpecError):
+        ask(None, model="smollm2-135m", epochs=0)
 
 
 def test_neither_job_nor_model():

@@ -134,8 +134,8 @@ def ask(
     check_limits(
         budget_usd=budget_usd,
         deadline_hours=deadline_hours,
-        max_gpus=max_gpus or DEFAULT_MAX_GPUS,
-        epochs=epochs or 1.0,
+        max_gpus=DEFAULT_MAX_GPUS if max_gpus is None else max_gpus,
+        epochs=1.0 if epochs is None else epochs,
     )
     said = None if tokens is None else read_count(tokens, key="--tokens")
     known = load_prices(prices)
