@@ -29,8 +29,13 @@ def calibration_path() -> Path:
 
 def calibrate(
     metrics: Annotated[
-        list[Path], typer.Argument(metavar="METRICS...", help="metrics.jsonl of runs on GPUs.", show_default=False)
-    ],
+        list[Path] | None,
+        typer.Argument(metavar="[METRICS...]", help="metrics.jsonl of runs on GPUs.", show_default=False),
+    ] = None,
+    speed: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What benchmarks/card_speed.py measured on this machine's card."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the errors without saving.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,6 +44,8 @@ def calibrate(
     What is learned is kept by card on this machine, and `toolkit estimate` uses it. Peaks of allocated memory are never
     corrected: an error there is a mistake of the estimate.
 
+    With `--speed`, the figures of a card's speed are learned instead, for the foreseen time of a step.
+
     Example: `toolkit calibrate runs/*/metrics.jsonl`.
 
     JSON keys: runs (file, gpu, num_ranks, errors by phase, context_and_nccl_bytes, outside_bytes), median_error,
@@ -46,6 +53,11 @@ def calibrate(
     """
     from dataclasses import asdict
 
+    if speed is not None:
+        _learn_speed(speed, dry_run=dry_run, as_json=as_json)
+        return
+    if not metrics:
+        raise typer.BadParameter("name the metrics.jsonl of runs, or --speed FILE")
     from toolkit.memory.report.calibration import learn, load_calibrations, read_run, save_calibrations
     from toolkit.memory.report.overhead import CONTEXT_BYTES
 
@@ -80,6 +92,41 @@ def calibrate(
     print(f"\npeak: median error {statistics.median(peaks):.2%}, worst {max(peaks):.2%}, over {len(peaks)} runs")
     if not dry_run:
         print(f"context and NCCL of {', '.join(sorted({run.gpu for run in runs.values()}))}: saved to {path}")
+
+
+def speed_path() -> Path:
+    """Return the path of the speed of this machine's cards."""
+    return calibration_path().with_name("speed.json")
+
+
+def _learn_speed(file: Path, *, dry_run: bool, as_json: bool) -> None:
+    from toolkit.catalog.gpus import find_gpu, load_catalogue
+    from toolkit.catalog.speed import speed_of
+    from toolkit.cost.learned import card_of, learn_speed, load_speeds, read_measured, save_speeds
+    from toolkit.errors import SpecError
+
+    measured = read_measured(file)
+    card = card_of(measured, load_catalogue().values())
+    if card is None:
+        raise SpecError.of(
+            code="SPEED_UNREADABLE",
+            key=str(file),
+            message=f"{file} was measured on {measured['about']['card']}, which the catalogue does not have",
+            fix="Measure on a card of `toolkit gpus`",
+        )
+    base, _ = speed_of(find_gpu(card))
+    learned, path = learn_speed(measured, base), speed_path()
+    if not dry_run:
+        save_speeds(path, {**load_speeds(path), card: learned})
+    if as_json:
+        print_json({"card": card, "speed": learned.model_dump(mode="json"), "saved_to": None if dry_run else str(path)})
+        return
+    for name in type(learned).model_fields:
+        before, after = getattr(base, name), getattr(learned, name)
+        if isinstance(after, float) and before != after:
+            print(f"{name}: {after:.4g}, {after / before - 1:+.0%} of what is catalogued")
+    if not dry_run:
+        print(f"speed of {card}: saved to {path}")
 
 
 def _print(runs: dict[Path, MeasuredRun]) -> None:
