@@ -16,7 +16,7 @@ from toolkit.io import make_folder, read_json_object, write_json
 from toolkit.planner.lines import describe_kernels
 from toolkit.planner.make import ask, search
 from toolkit.planner.question import CHOSEN_KEYS
-from toolkit.planner.search import Found, Option, setting_of
+from toolkit.planner.search import Found, Option, fastest, setting_of
 from toolkit.planning.resolve import resolve_with
 from toolkit.units import format_bytes
 
@@ -109,7 +109,7 @@ def _search(plan: Plan, estimator: Estimator | None) -> dict[str, Any]:
         return {"values": {}, "reason": "", "line": f"the fixed defaults are taken: {error.problems[0]}"}
     if not found.options:
         return {"values": {}, "reason": "", "line": _nothing_fits(found)}
-    best = min(found.options, key=lambda option: option.hours)
+    best = fastest(found.options)
     usual = next((option for option in found.options if option.is_default), None)
     gain = None if usual is None else usual.hours / best.hours
     values = _changes(plan, _values(best.plan))

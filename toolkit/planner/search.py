@@ -44,6 +44,8 @@ _BENEFIT_OF_DOUBT = 0.95
 _WORTH = 1.08
 # Without a deadline, clusters that cost more than this multiple of the cheapest are not looked at.
 DEAREST = 4.0
+# Options within this factor of the fastest count as equally fast: times are foreseen to a few per cent.
+_AS_FAST = 1.02
 # Gain below which another setting is not worth an estimate.
 _LEAST_GAIN = 0.03
 # Compiled layers are tried up to this multiple of the best time: arithmetic does not know what the compiler fuses.
@@ -588,10 +590,17 @@ def recommend(question: Question, options: Sequence[Option]) -> Option:
     ]
     front = pareto_front(within or options)
     if not question.seeks_cluster:
-        return min(front, key=lambda option: option.hours)
+        return fastest(within or options)
     if deadline is not None:
         return front[0]
     return front[-1] if budget is not None else min(front, key=lambda option: option.hours * (option.usd or 1.0))
+
+
+def fastest(options: Sequence[Option]) -> Option:
+    """Return the fastest option; of those that are about as fast, one without offload that needs least memory of the card."""
+    least = min(option.hours for option in options)
+    close = [option for option in options if option.hours <= _AS_FAST * least]
+    return min(close, key=lambda option: (option.setting.offload != "none", option.report.required_bytes))
 
 
 def pareto_front(options: Iterable[Option]) -> list[Option]:
