@@ -21,22 +21,16 @@ ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "tests" / "data" / "cards"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "memory")]
 
-# Rows of card and host that ran several cases side by side, whose optimizers on the host shared its memory.
-HOST_SHARED = frozenset(
-    {
-        "optimizer-cpu-zero1",
-        "full-cpu-zero3",
-        "full-cpu-zero3-2",
-        "twin-flow-zero3-2",
-        "adamw-8bit-zero2",
-        "qlora-zero2",
-    }
-)
+# Rows whose optimizers ran on the host, whose memory they shared with other cases beside them.
+HOST_SHARED = frozenset({"optimizer-cpu-zero1", "full-cpu-zero3", "full-cpu-zero3-2", "twin-flow-zero3-2"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A measured run: `toolkit` of the toolkit's own loop, `engine` and `h100` of the plain DeepSpeed engine."""
+    """A measured run: `toolkit` and `planned` of the toolkit's own loop, `engine` and `h100` of the plain DeepSpeed engine.
+
+    The runs of `planned` were made after the constants had been set.
+    """
 
     source: str
     name: str
@@ -45,7 +39,9 @@ class Row:
 
     @property
     def compiled(self) -> bool:
-        return bool(self.what["case"].get("train", {}).get("torch_compile")) if self.source == "toolkit" else False
+        if self.source not in ("toolkit", "planned"):
+            return False
+        return bool(self.what["case"].get("train", {}).get("torch_compile"))
 
 
 def rows() -> Iterator[Row]:
@@ -55,6 +51,10 @@ def rows() -> Iterator[Row]:
     for line in (CARDS / "speed_runs.jsonl").read_text(encoding="utf-8").splitlines():
         run = json.loads(line)
         yield Row(source="toolkit", name=run["id"], what=run, seconds=run["step_seconds"])
+    for line in (ROOT / "benchmarks" / "results" / "planned-1xh200.jsonl").read_text(encoding="utf-8").splitlines():
+        run = json.loads(line)
+        if run["mode"] == "toolkit":
+            yield Row(source="planned", name=run["id"], what=run, seconds=run["step_seconds"])
     for run in measured_runs():
         yield Row(source="h100", name=run["id"], what=run, seconds=run["step_seconds"])
     for line in (CARDS / "runs.jsonl").read_text(encoding="utf-8").splitlines():
@@ -75,7 +75,8 @@ def plan_of(row: Row, folder: Path) -> Any:
     if row.source == "engine":
         cases = {case["id"]: case for case in measure.read_cases(CARDS / "cases.yaml")}
         return measure.estimated_case(cases[row.name], folder, gpu="h200-sxm-141gb").plan()
-    cases = {case["id"]: case for case in job_speed.read_cases(CARDS / "speed_cases.yaml")}
+    file = "planned_cases.yaml" if row.source == "planned" else "speed_cases.yaml"
+    cases = {case["id"]: case for case in job_speed.read_cases(CARDS / file)}
     return job_speed.plan_of({**cases[row.name], **row.what["case"]}, folder, gpu="h200-sxm-141gb")
 
 
@@ -111,14 +112,7 @@ def ordered_pairs(found: Sequence[Compared], *, least: float = 1.1) -> tuple[int
     """Return how many pairs of plans of one model and length differ by a tenth in tokens a second, and how many are named rightly."""
     right = total = 0
     for one, other in itertools.combinations(found, 2):
-        same = all(
-            (one.row.source, one.plan.model.name, one.plan.gpu.name, one.plan.grid.world_size)[index]
-            == (other.row.source, other.plan.model.name, other.plan.gpu.name, other.plan.grid.world_size)[index]
-            for index in range(4)
-        )
-        if not same or one.plan.model.config != other.plan.model.config:
-            continue
-        if one.plan.settings.sequence_length != other.plan.settings.sequence_length:
+        if _job_of(one) != _job_of(other):
             continue
         rates = [each.time.tokens_per_step / each.row.seconds for each in (one, other)]
         if max(rates) < least * min(rates):
@@ -126,6 +120,12 @@ def ordered_pairs(found: Sequence[Compared], *, least: float = 1.1) -> tuple[int
         total += 1
         right += (rates[0] > rates[1]) == (one.time.tokens_per_second > other.time.tokens_per_second)
     return total, right
+
+
+def _job_of(each: Compared) -> tuple[Any, ...]:
+    """Return what two plans must share to be plans of one job."""
+    plan = each.plan
+    return each.row.source, plan.model.config, plan.gpu.name, plan.grid.world_size, plan.settings.sequence_length
 
 
 def summary(found: Sequence[Compared]) -> dict[str, float]:
@@ -154,7 +154,7 @@ def table(found: Sequence[Compared]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-compile", action="store_true", help="leave out compiled rows, which take longest")
-    parser.add_argument("--source", choices=("toolkit", "engine", "h100"))
+    parser.add_argument("--source", choices=("toolkit", "planned", "engine", "h100"))
     options = parser.parse_args()
     chosen = [
         row for row in rows() if not (options.without_compile and row.compiled) and options.source in (None, row.source)

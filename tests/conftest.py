@@ -126,3 +126,12 @@ def kept_traces(traces: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
         return traces[key]
 
     monkeypatch.setattr(run, "trace_ranks", kept)
+
+
+@pytest.fixture
+def pythons_recursion_limit():
+    """Python's own limit, which packages that compile raise for the process."""
+    raised = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(raised)

@@ -109,7 +109,7 @@ def test_a_pipe_is_waited_for_only_where_somebody_writes_to_it(tmp_path: Path) -
     os.close(reader)
 
 
-def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:
+def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path, pythons_recursion_limit: None) -> None:
     assert nearest_folder(tmp_path / "a" / "b") == tmp_path
     with made_folder(tmp_path / "a" / "b"):
         assert nearest_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"

@@ -215,7 +215,7 @@ def test_a_plan_with_what_cannot_be_written_again(plan, tmp_path, value, says):
 
 
 @pytest.mark.parametrize("name", [".", "/".join("a" * 1500)])
-def test_a_place_where_no_file_can_be_written(plan, tmp_path, monkeypatch, name):
+def test_a_place_where_no_file_can_be_written(plan, tmp_path, monkeypatch, pythons_recursion_limit, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunError) as caught:
         plan.save(name)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from toolkit.arguments import checks_arguments
 from toolkit.catalog.parameters import count_parameters
 from toolkit.catalog.speed import CardSpeed, is_related, speed_of
 from toolkit.cost.engine import EngineTime, Links, engine_time
@@ -94,6 +95,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
+@checks_arguments
 def step_time(
     plan: Plan,
     traces: Traces | None = None,
