@@ -8,7 +8,8 @@ import pytest
 
 from toolkit.config.job import Job
 from toolkit.memory.search.estimator import Estimator
-from toolkit.planner.own import choose, follow, with_choices
+from toolkit.planner.make import ask
+from toolkit.planner.own import builds_kernels, choose, follow, with_choices
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve
 
@@ -91,3 +92,32 @@ def test_choices_must_be_valid_together():
 
     with pytest.raises(PlanError):
         with_choices(resolve(job_of()), {"train.torch_compile": True, "parallel.zero_stage": 3}, "why")
+
+
+def test_kernels_that_this_machine_cannot_build_are_not_chosen(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "toolkit.planner.own.ask", lambda job, liger: asked.append((job, liger)) or ask(job, liger=liger)
+    )
+    for builds in (True, False):
+        monkeypatch.setattr("toolkit.planner.own.builds_kernels", lambda builds=builds: builds)
+        monkeypatch.setattr("toolkit.planner.own.search", lambda question, estimator: 1 / 0)
+        made = choose(resolve(job_of()), folder=tmp_path / str(builds))
+        assert not made.values
+        assert made.line == "the fixed defaults are taken: the search failed with ZeroDivisionError: division by zero"
+        assert not (tmp_path / str(builds)).exists()  # it is tried again
+    (free, any_kernels), (pinned, no_kernels) = asked
+    assert "torch_compile" not in free.train.model_fields_set
+    assert any_kernels is None
+    assert "torch_compile" in pinned.train.model_fields_set
+    assert pinned.train.torch_compile is False
+    assert no_kernels is False
+
+
+def test_a_compiler_and_triton_build_kernels(monkeypatch):
+    for triton, compiler in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr("toolkit.planner.own.find_spec", lambda name, found=triton: found or None)
+        monkeypatch.setattr(
+            "toolkit.planner.own.shutil.which", lambda name, found=compiler: "/bin/cc" if found else None
+        )
+        assert builds_kernels() == (triton and compiler)

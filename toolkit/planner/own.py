@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +61,8 @@ def choose(plan: Plan, *, estimator: Estimator | None = None, folder: Path | Non
     known = _recall(memory)
     if known is None:
         known = _search(plan, estimator)
-        _remember(memory, known)
+        if not known.pop("failed", False):
+            _remember(memory, known)
     values = dict(known["values"])
     try:
         return Chosen(
@@ -93,6 +96,15 @@ def with_choices(plan: Plan, values: Mapping[str, Any], reason: str) -> Plan:
     return replace(made, choices=choices)
 
 
+def builds_kernels() -> bool:
+    """Return whether this machine can build the kernels of compiled layers and of Liger.
+
+    Source:
+        triton/runtime/build.py: it needs the compiler that CC names, gcc or clang.
+    """
+    return find_spec("triton") is not None and any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang")))
+
+
 def cache_folder() -> Path:
     """Return the folder in which choices are remembered (XDG Base Directory Specification)."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118
@@ -102,11 +114,17 @@ def cache_folder() -> Path:
 def _search(plan: Plan, estimator: Estimator | None) -> dict[str, Any]:
     """Return what a search found: values, their reason, and the line to print."""
     pinned = {key: getattr(plan.job.parallel, key.rpartition(".")[2]) for key in _LEFT_ALONE}
+    compiles = builds_kernels()
+    if not compiles and "torch_compile" not in plan.job.train.model_fields_set:
+        pinned["train.torch_compile"] = False
     try:
-        question = ask(plan.job.with_(pinned))
+        question = ask(plan.job.with_(pinned), liger=None if compiles else False)
         found = search(question, estimator=estimator)
     except ToolkitError as error:
         return {"values": {}, "reason": "", "line": f"the fixed defaults are taken: {error.problems[0]}"}
+    except Exception as error:  # a search is a help: what it cannot do must not keep a job from running
+        told = f"the search failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return {"values": {}, "reason": "", "line": f"the fixed defaults are taken: {told}", "failed": True}
     if not found.options:
         return {"values": {}, "reason": "", "line": _nothing_fits(found)}
     best = fastest(found.options)
@@ -116,7 +134,10 @@ def _search(plan: Plan, estimator: Estimator | None) -> dict[str, Any]:
     if not values or (gain is not None and gain < _LEAST_GAIN):
         return {"values": {}, "reason": "", "line": _kept(best if usual is None else usual)}
     over = "the fixed defaults do not fit" if gain is None else f"foreseen {gain:.2f} × as fast as the fixed defaults"
-    return {"values": values, "reason": f"the fastest that fits these cards: {over}", "line": _line(best, over)}
+    line = _line(best, over) + (
+        "" if compiles else "; with triton and a C compiler (gcc or clang) there might be faster ones"
+    )
+    return {"values": values, "reason": f"the fastest that fits these cards: {over}", "line": line}
 
 
 def _line(best: Option, over: str) -> str:
@@ -195,6 +216,7 @@ def _key(plan: Plan) -> str:
         "model": plan.model.to_dict(),
         "gpu": plan.gpu.model_dump(mode="json"),
         "packages": {name: _version(name) for name in _PACKAGES},
+        "builds_kernels": builds_kernels(),
         "calibration": _calibration(),
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:32]
