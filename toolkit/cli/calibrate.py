@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from toolkit.cli.options import JsonOption
 from toolkit.cli.output import new_table, print_json, print_table
+from toolkit.launch.user_cache import user_config_folder
 
 if TYPE_CHECKING:
     from toolkit.memory.report.calibration import MeasuredRun
@@ -22,9 +22,8 @@ def register(app: typer.Typer) -> None:
 
 
 def calibration_path() -> Path:
-    """Return the path of this machine's calibration (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118
-    return Path(base) / "toolkit" / "calibration.json"
+    """Return the path of this machine's calibration."""
+    return user_config_folder() / "calibration.json"
 
 
 def calibrate(

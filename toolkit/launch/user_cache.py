@@ -1,4 +1,4 @@
-"""The folder in which the toolkit keeps, for this user, what it can make again."""
+"""The folders in which the toolkit keeps, for this user, what it can make again and what was measured."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def user_cache_folder() -> Path | None:
     set_to = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = set_to if set_to.is_absolute() else Path(os.environ.get("HOME", "/")) / ".cache"
     return base / "accelerator-toolkit"
+
+
+def user_config_folder() -> Path:
+    """Return the folder of what was measured on this machine, which need not exist (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118
+    return Path(base) / "toolkit"

@@ -6,7 +6,7 @@ What is foreseen is corrected by what exact estimates of the same kernels have s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from toolkit.catalog.gpus import Gpu
 from toolkit.config.job import Kernels, Loss, Offload, Precision
@@ -48,6 +48,21 @@ class Setting(NamedTuple):
     loss: Loss
     kernels: Kernels
     compiled: bool
+
+    def values(self) -> dict[str, Any]:
+        """Return the settings by dotted key of the job."""
+        return {
+            "train.per_device_train_batch_size": self.micro,
+            "train.gradient_accumulation_steps": self.accumulation,
+            "train.gradient_checkpointing": self.checkpointing,
+            "train.loss": self.loss,
+            "train.kernels": self.kernels,
+            "train.torch_compile": self.compiled,
+            "parallel.zero_stage": self.stage,
+            "parallel.tensor": self.tensor,
+            "parallel.pipeline": self.pipeline,
+            "parallel.offload": self.offload,
+        }
 
     @property
     def kind(self) -> tuple[Loss, Kernels, bool, int]:

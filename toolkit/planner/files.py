@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from toolkit.errors import RunError, one_line
-from toolkit.io import make_folder, write_text
+from toolkit.errors import one_line
 from toolkit.planner.lines import format_hours, format_usd
+from toolkit.planning.plan import save_text
 
 if TYPE_CHECKING:
     from toolkit.planner.question import Question
@@ -43,21 +43,3 @@ def write_job(row: Row, path: Path, *, question: Question) -> None:
         RunError: EMIT_UNWRITABLE.
     """
     save_text(path, job_text(row, question))
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write a text file and its folder.
-
-    Raises:
-        RunError: EMIT_UNWRITABLE.
-    """
-    try:
-        make_folder(path.parent)
-        write_text(path, text)
-    except OSError as error:
-        raise RunError.of(
-            code="EMIT_UNWRITABLE",
-            key=str(path),
-            message=f"{path} cannot be written: {getattr(error, 'strerror', None) or error}",
-            fix="Name a file that you may write, on a disk with room",
-        ) from error

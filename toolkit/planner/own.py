@@ -8,13 +8,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, first_line
 from toolkit.io import make_folder, read_json_object, write_json
+from toolkit.launch.user_cache import user_cache_folder, user_config_folder
+from toolkit.memory.search.stored import versions
 from toolkit.planner.lines import describe_kernels
 from toolkit.planner.make import ask, search
 from toolkit.planner.question import CHOSEN_KEYS
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 _LEAST_GAIN = 1.03
 # Axes of the grid: they change what a checkpoint looks like, and are left to the user.
 _LEFT_ALONE = ("parallel.tensor", "parallel.pipeline")
-_PACKAGES = ("accelerator-toolkit", "torch", "transformers", "deepspeed", "liger-kernel", "triton")
 _VERSION = 1
 
 
@@ -57,11 +57,12 @@ def choose(plan: Plan, *, estimator: Estimator | None = None, folder: Path | Non
         estimator: Makes exact estimates.
         folder: Folder in which choices are remembered; that of the user's caches when left out.
     """
-    memory = (folder or cache_folder()) / f"{_key(plan)}.json"
-    known = _recall(memory)
+    kept = folder or _user_folder()
+    memory = None if kept is None else kept / f"{_key(plan)}.json"
+    known = None if memory is None else _recall(memory)
     if known is None:
         known = _search(plan, estimator)
-        if not known.pop("failed", False):
+        if not known.pop("failed", False) and memory is not None:
             _remember(memory, known)
     values = dict(known["values"])
     try:
@@ -76,7 +77,7 @@ def follow(plan: Plan, saved: Plan) -> Plan:
     """Return the plan with the settings of a checkpoint's plan for what its job leaves open, where the cluster is the same."""
     if saved.job.cluster.num_ranks != plan.job.cluster.num_ranks or saved.grid != plan.grid:
         return plan
-    values = _changes(plan, _values(saved))
+    values = _changes(plan, setting_of(saved).values())
     try:
         return with_choices(plan, values, "that of the checkpoint") if values else plan
     except ToolkitError:
@@ -105,10 +106,9 @@ def builds_kernels() -> bool:
     return find_spec("triton") is not None and any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang")))
 
 
-def cache_folder() -> Path:
-    """Return the folder in which choices are remembered (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118
-    return Path(base) / "accelerator-toolkit" / "plans"
+def _user_folder() -> Path | None:
+    cache = user_cache_folder()
+    return None if cache is None else cache / "plans"
 
 
 def _search(plan: Plan, estimator: Estimator | None) -> dict[str, Any]:
@@ -123,14 +123,14 @@ def _search(plan: Plan, estimator: Estimator | None) -> dict[str, Any]:
     except ToolkitError as error:
         return {"values": {}, "reason": "", "line": f"the fixed defaults are taken: {error.problems[0]}"}
     except Exception as error:  # a search is a help: what it cannot do must not keep a job from running
-        told = f"the search failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        told = f"the search failed with {type(error).__name__}: {first_line(error)}"
         return {"values": {}, "reason": "", "line": f"the fixed defaults are taken: {told}", "failed": True}
     if not found.options:
         return {"values": {}, "reason": "", "line": _nothing_fits(found)}
     best = fastest(found.options)
     usual = next((option for option in found.options if option.is_default), None)
     gain = None if usual is None else usual.hours / best.hours
-    values = _changes(plan, _values(best.plan))
+    values = _changes(plan, setting_of(best.plan).values())
     if not values or (gain is not None and gain < _LEAST_GAIN):
         return {"values": {}, "reason": "", "line": _kept(best if usual is None else usual)}
     over = "the fixed defaults do not fit" if gain is None else f"foreseen {gain:.2f} × as fast as the fixed defaults"
@@ -162,24 +162,9 @@ def _nothing_fits(found: Found) -> str:
     return f"the fixed defaults are taken, but no settings are foreseen to fit{lacks}; `toolkit estimate` shows what would save most"
 
 
-def _values(plan: Plan) -> dict[str, Any]:
-    """Return the values of the keys that are chosen, as a plan has them."""
-    setting = setting_of(plan)
-    return {
-        "train.per_device_train_batch_size": setting.micro,
-        "train.gradient_accumulation_steps": setting.accumulation,
-        "train.gradient_checkpointing": setting.checkpointing,
-        "train.loss": setting.loss,
-        "train.kernels": setting.kernels,
-        "train.torch_compile": setting.compiled,
-        "parallel.zero_stage": setting.stage,
-        "parallel.offload": setting.offload,
-    }
-
-
 def _changes(plan: Plan, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that differ from a plan's own, of keys that its job leaves open."""
-    own, job = _values(plan), plan.job
+    own, job = setting_of(plan).values(), plan.job
     found = {}
     for key in CHOSEN_KEYS:
         section, _, name = key.partition(".")
@@ -215,7 +200,7 @@ def _key(plan: Plan) -> str:
         "evaluates": plan.settings.eval_steps is not None,
         "model": plan.model.to_dict(),
         "gpu": plan.gpu.model_dump(mode="json"),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "versions": versions(),
         "builds_kernels": builds_kernels(),
         "calibration": _calibration(),
     }
@@ -223,21 +208,13 @@ def _key(plan: Plan) -> str:
 
 
 def _calibration() -> str:
-    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118
     texts = []
-    for path in sorted((Path(base) / "toolkit").glob("*.json")):
+    for path in sorted(user_config_folder().glob("*.json")):
         try:
             texts.append(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError):
             continue
     return hashlib.sha256("".join(texts).encode()).hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _recall(path: Path) -> dict[str, Any] | None:

@@ -12,9 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from toolkit.artifacts.contents import contents
 from toolkit.errors import ToolkitError
-from toolkit.planner.files import job_text, save_text
+from toolkit.planner.files import job_text
 from toolkit.planner.lines import describe_kernels, describe_layout, format_hours, format_usd
 from toolkit.planner.rows import COLUMNS, RIGHT, nearly_line
+from toolkit.planning.plan import save_text
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:

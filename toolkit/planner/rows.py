@@ -104,19 +104,7 @@ class Row:
 
 def setting_values(option: Option) -> dict[str, Any]:
     """Return the settings of an option by dotted key of the job."""
-    setting = option.setting
-    return {
-        "train.per_device_train_batch_size": setting.micro,
-        "train.gradient_accumulation_steps": setting.accumulation,
-        "train.gradient_checkpointing": setting.checkpointing,
-        "train.loss": setting.loss,
-        "train.kernels": setting.kernels,
-        "train.torch_compile": setting.compiled,
-        "parallel.zero_stage": option.plan.settings.zero_stage,
-        "parallel.tensor": setting.tensor,
-        "parallel.pipeline": setting.pipeline,
-        "parallel.offload": setting.offload,
-    }
+    return option.setting.values() | {"parallel.zero_stage": option.plan.settings.zero_stage}
 
 
 def nearly_dict(option: Option) -> dict[str, Any]:

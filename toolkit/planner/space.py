@@ -110,18 +110,7 @@ def batches(question: Question, cluster: Candidate, *, split: int, pipeline: int
 
 def values_of(question: Question, cluster: Candidate, setting: Setting) -> dict[str, Any]:
     """Return the values of the job that put a setting on a cluster, by dotted key; what the job says is not among them."""
-    found = {
-        "train.per_device_train_batch_size": setting.micro,
-        "train.gradient_accumulation_steps": setting.accumulation,
-        "train.gradient_checkpointing": _checkpointing(setting.checkpointing),
-        "train.loss": setting.loss,
-        "train.kernels": setting.kernels,
-        "train.torch_compile": setting.compiled,
-        "parallel.zero_stage": setting.stage,
-        "parallel.tensor": setting.tensor,
-        "parallel.pipeline": setting.pipeline,
-        "parallel.offload": setting.offload,
-    }
+    found = setting.values() | {"train.gradient_checkpointing": _checkpointing(setting.checkpointing)}
     if question.job.parallel.strategy != "zero":
         del found["parallel.zero_stage"]
     chosen = {key: value for key, value in found.items() if question.said(key) is None}

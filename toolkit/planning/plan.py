@@ -232,17 +232,7 @@ class Plan(UncheckedPlan):
             SpecError, PlanError: As `to_json`.
             RunError: EMIT_UNWRITABLE.
         """
-        text, target = self.to_json(), Path(path)
-        try:
-            make_folder(target.parent)
-            write_text(target, text)
-        except OSError as error:
-            raise RunError.of(
-                code="EMIT_UNWRITABLE",
-                key=str(target),
-                message=f"{target} cannot be written: {getattr(error, 'strerror', None) or error}",
-                fix="Name a file that you may write, on a disk with room",
-            ) from error
+        save_text(Path(path), self.to_json())
 
     @classmethod
     @checks_arguments
@@ -297,3 +287,21 @@ def _refused(message: str) -> PlanError:
         fix="Write it again with `toolkit emit JOB.yaml --out DIR`; to change a value, change the job (--set, in "
         "Python job.with_(...)) and resolve it again",
     )
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a text file and its folder.
+
+    Raises:
+        RunError: EMIT_UNWRITABLE.
+    """
+    try:
+        make_folder(path.parent)
+        write_text(path, text)
+    except OSError as error:
+        raise RunError.of(
+            code="EMIT_UNWRITABLE",
+            key=str(path),
+            message=f"{path} cannot be written: {getattr(error, 'strerror', None) or error}",
+            fix="Name a file that you may write, on a disk with room",
+        ) from error
