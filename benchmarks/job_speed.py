@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("cases", type=Path, nargs="?")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", help="ids of cases")
-    parser.add_argument("--mode", nargs="+", default=["toolkit"], choices=MODES)
+    parser.add_argument("--mode", nargs="+", choices=MODES, help="in place of the modes that a case names, or toolkit")
     parser.add_argument("--gpu", default="h200-sxm-141gb")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9, help="starts no run after this time")
@@ -319,7 +319,7 @@ def main() -> None:
     if options.child:
         child(options)
     cases = [case for case in read_cases(options.cases) if not options.only or case["id"] in options.only]
-    runs = [{**case, "mode": mode} for case in cases for mode in case.get("modes", options.mode)]
+    runs = [{**case, "mode": mode} for case in cases for mode in options.mode or case.get("modes", ["toolkit"])]
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder, options.out.open("a", encoding="utf-8") as out:
         ahead: list[Started] = []
