@@ -11,7 +11,7 @@ from toolkit.errors import PlanError, SpecError
 from toolkit.memory.estimate import estimate
 from toolkit.planner.answer import answer_of
 from toolkit.planner.make import plan
-from toolkit.planner.search import pareto_front
+from toolkit.planner.options import pareto_front
 from toolkit.planning.resolve import resolve
 
 ASKED = {"model": "smollm2-135m", "tokens": "10M", "sequence_length": 1024, "train_batch_size": 16, "liger": False}

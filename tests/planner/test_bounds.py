@@ -11,7 +11,7 @@ from toolkit.memory.search.estimator import Estimator
 from toolkit.planner.bounds import Corrections, Setting, foresee
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.make import ask
-from toolkit.planner.search import setting_of
+from toolkit.planner.options import setting_of
 from toolkit.planner.shape import shape_of
 from toolkit.planner.space import values_of
 

@@ -14,7 +14,8 @@ from toolkit.memory.search.estimator import Estimator
 from toolkit.planner.bounds import Setting
 from toolkit.planner.clusters import candidate_clusters
 from toolkit.planner.make import ask, search
-from toolkit.planner.search import Search, setting_of
+from toolkit.planner.options import setting_of
+from toolkit.planner.search import Search
 
 
 def question_of(price_list, **changes):

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import PlanError, SpecError
 from toolkit.planner.lines import describe_layout, format_hours, format_usd
+from toolkit.planner.options import Found, Option, pareto_front, raise_if_invalid, recommend
 from toolkit.planner.question import Question
 from toolkit.planner.rates import scaling_rules
 from toolkit.planner.rows import COLUMNS, RIGHT, Row, nearly_dict, nearly_line
-from toolkit.planner.search import DEAREST, Found, Option, pareto_front, raise_if_invalid, recommend
+from toolkit.planner.search import DEAREST
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:

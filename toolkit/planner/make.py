@@ -33,7 +33,8 @@ from toolkit.planning.read import is_plan_file
 
 if TYPE_CHECKING:
     from toolkit.memory.search.estimator import Estimator
-    from toolkit.planner.search import Found, Progress
+    from toolkit.planner.options import Found
+    from toolkit.planner.search import Progress
 
 # Seconds after which a search among clusters ends with what it has.
 DEFAULT_SECONDS = 8.0

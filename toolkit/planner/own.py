@@ -18,8 +18,8 @@ from toolkit.launch.user_cache import user_cache_folder, user_config_folder
 from toolkit.memory.search.stored import versions
 from toolkit.planner.lines import describe_kernels
 from toolkit.planner.make import ask, search
+from toolkit.planner.options import Found, Option, fastest, setting_of
 from toolkit.planner.question import CHOSEN_KEYS
-from toolkit.planner.search import Found, Option, fastest, setting_of
 from toolkit.planning.resolve import resolve_with
 from toolkit.units import format_bytes
 

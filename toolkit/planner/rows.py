@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.planner.lines import describe_kernels, describe_layout, format_hours, format_usd
-from toolkit.planner.search import Option
+from toolkit.planner.options import Option
 from toolkit.units import GIB, format_bytes
 
 if TYPE_CHECKING:

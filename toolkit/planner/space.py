@@ -108,6 +108,12 @@ def batches(question: Question, cluster: Candidate, *, split: int, pipeline: int
             yield size, count
 
 
+def shares_recomputed(question: Question) -> tuple[float, ...]:
+    """Return the shares of layers that may recompute their activations, from none to all."""
+    said = question.said("train.gradient_checkpointing")
+    return (0.0, 0.5, 1.0) if said is None else (float(said),)
+
+
 def values_of(question: Question, cluster: Candidate, setting: Setting) -> dict[str, Any]:
     """Return the values of the job that put a setting on a cluster, by dotted key; what the job says is not among them."""
     found = setting.values() | {"train.gradient_checkpointing": _checkpointing(setting.checkpointing)}

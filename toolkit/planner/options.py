@@ -1,0 +1,173 @@
+"""What a search finds: settings on clusters with exact figures, and which of them to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from toolkit.errors import PlanError, Problem
+from toolkit.planner.bounds import Foreseen, Setting
+from toolkit.planner.clusters import Candidate
+from toolkit.planner.question import Question
+
+if TYPE_CHECKING:
+    from toolkit.cost import StepTime
+    from toolkit.memory.report.report import MemoryReport
+    from toolkit.planning.plan import Plan
+
+# Options within this factor of the fastest count as equally fast: times are foreseen to a few per cent.
+AS_FAST = 1.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A setting on a cluster, with exact figures.
+
+    Args:
+        question: What was asked.
+        cluster: The cluster.
+        setting: The settings.
+        plan: The plan.
+        report: Its memory.
+        step: Its time; None where it does not fit.
+        is_default: Whether its settings are the fixed defaults of plans.
+    """
+
+    question: Question
+    cluster: Candidate
+    setting: Setting
+    plan: Plan
+    report: MemoryReport
+    step: StepTime | None
+    is_default: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether cards and hosts have enough memory."""
+        return self.report.fits
+
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes that the card lacks."""
+        return max(0, self.report.required_bytes - (self.cluster.gpu.memory_bytes or 0))
+
+    @property
+    def lacking_host_bytes(self) -> int:
+        """Bytes that the RAM of a machine lacks."""
+        host = self.report.host
+        return 0 if host.capacity_bytes is None else max(0, host.bytes_per_node - host.capacity_bytes)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all cards train on in a second."""
+        assert self.step is not None
+        settings = self.plan.settings
+        return settings.batch.train * settings.sequence_length / self.step.seconds
+
+    @property
+    def hours(self) -> float:
+        """Hours of the run."""
+        return self.question.total_tokens / self.tokens_per_second / 3600
+
+    @property
+    def hours_range(self) -> tuple[float, float]:
+        """Hours of the run by the least and the greatest time of a step."""
+        assert self.step is not None
+        return tuple(self.hours * each / self.step.seconds for each in (self.step.low, self.step.high))  # type: ignore[return-value]
+
+    @property
+    def usd(self) -> float | None:
+        """Price of the run; None if the cluster's is unknown."""
+        price = self.cluster.usd_per_hour
+        return None if price is None else price * self.hours
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        options: The fastest option of each cluster that has exact figures and fits.
+        nearly: Options that do not fit, those that lack least first.
+        failures: Problems of traces, by the card and the kernels with which the model cannot be traced.
+        refused: What the rules of plans say, by cluster and layout.
+        num_clusters: Clusters that were looked at.
+        num_foreseen: Clusters that may hold the job by arithmetic.
+        num_estimates: Exact estimates made.
+        seconds: Time of the search.
+        cut_short: Clusters that were left with what arithmetic foresees, because the time was over.
+        best_foreseen: The best that arithmetic foresees on clusters that cannot hold the job: cluster, setting and bytes.
+    """
+
+    options: list[Option] = field(default_factory=list)
+    nearly: list[Option] = field(default_factory=list)
+    failures: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
+    refused: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
+    num_clusters: int = 0
+    num_foreseen: int = 0
+    num_estimates: int = 0
+    seconds: float = 0.0
+    cut_short: int = 0
+    best_foreseen: list[tuple[Candidate, Setting, Foreseen]] = field(default_factory=list)
+
+
+def setting_of(plan: Plan) -> Setting:
+    """Return the settings of a plan that the planner would choose."""
+    settings, job, grid = plan.settings, plan.job, plan.grid
+    return Setting(
+        tensor=grid.tp,
+        pipeline=grid.pp,
+        stage=settings.zero_stage,
+        offload=job.parallel.offload,
+        micro=settings.batch.micro,
+        accumulation=settings.batch.accumulation,
+        checkpointing=settings.gradient_checkpointing,
+        loss=job.train.loss,
+        kernels=settings.kernels,
+        compiled=job.train.torch_compile,
+    )
+
+
+def recommend(question: Question, options: Sequence[Option]) -> Option:
+    """Return the option to take: by the limits that were given, and without limits the one with the least hours × USD."""
+    budget, deadline = question.budget_usd, question.deadline_hours
+    within = [
+        option
+        for option in options
+        if (budget is None or (option.usd is not None and option.usd <= budget))
+        and (deadline is None or option.hours <= deadline)
+    ]
+    front = pareto_front(within or options)
+    if not question.seeks_cluster:
+        return fastest(within or options)
+    if deadline is not None:
+        return front[0]
+    return front[-1] if budget is not None else min(front, key=lambda option: option.hours * (option.usd or 1.0))
+
+
+def fastest(options: Sequence[Option]) -> Option:
+    """Return the fastest option; of those that are about as fast, one without offload that needs least memory of the card."""
+    least = min(option.hours for option in options)
+    close = [option for option in options if option.hours <= AS_FAST * least]
+    return min(close, key=lambda option: (option.setting.offload != "none", option.report.required_bytes))
+
+
+def pareto_front(options: Iterable[Option]) -> list[Option]:
+    """Return the options that no other beats in both hours and price, the cheapest first."""
+    front: list[Option] = []
+    for option in sorted(options, key=lambda each: (each.usd or 0.0, each.hours)):
+        if not front or option.hours < front[-1].hours:
+            front.append(option)
+    return front
+
+
+def raise_if_invalid(found: Found) -> None:
+    """Raise the problems of the plans if not one cluster has a valid one.
+
+    Raises:
+        PlanError: What the rules say of the job on each cluster.
+    """
+    reasons = {**found.failures, **found.refused}
+    if not found.options and not found.nearly and reasons:
+        raise PlanError(*dict.fromkeys(problem for problems in reasons.values() for problem in problems))
