@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -160,6 +161,7 @@ def main() -> None:
         row for row in rows() if not (options.without_compile and row.compiled) and options.source in (None, row.source)
     ]
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CONFIG_HOME"] = folder  # the catalogue's figures, not those that this machine has learned
         found = compare(chosen, Path(folder))
     for source in dict.fromkeys(row.source for row in chosen):
         part = [each for each in found if each.row.source == source]

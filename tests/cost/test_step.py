@@ -11,6 +11,7 @@ from toolkit.catalog.gpus import find_gpu, load_catalogue
 from toolkit.catalog.speed import CardSpeed, measured_speed, speed_of
 from toolkit.config.job import Job
 from toolkit.cost import step_time
+from toolkit.cost.learned import save_speeds, speed_path
 from toolkit.memory.trace.run import trace_ranks
 
 CARD = "h200-sxm-141gb"
@@ -133,3 +134,30 @@ def test_a_plan_of_a_real_job_reaches_the_utilization_that_its_tokens_mean():
     operations = 6 * 3_212_749_824 + 6 * 28 * 24 * 128 * 4096
     peak = find_gpu(CARD).dense_bf16_flops_per_second
     assert time.model_flops_utilization == pytest.approx(time.tokens_per_second * operations / peak, rel=1e-3)
+
+
+def test_frozen_weights_count_without_the_gradients_that_they_do_not_have():
+    full, adapters = time_of(), time_of(train={"method": "lora", "lora": {"r": 16}})
+    shape = plan()
+    active = (
+        sum(each.dense_numel for each in trace_ranks(shape)[0].parameters) - 32000 * 1024
+    )  # the embedding is looked up
+    scores = 6 * 6 * 1024 * 2048
+    rate = adapters.model_flops_utilization / adapters.tokens_per_second
+    assert rate < full.model_flops_utilization / full.tokens_per_second
+    peak = find_gpu(CARD).dense_bf16_flops_per_second
+    made = plan(train={"method": "lora", "lora": {"r": 16}})
+    trained = sum(each.dense_numel for each in trace_ranks(made)[0].parameters if each.trainable)
+    assert rate * peak == pytest.approx(4 * active + 6 * trained + scores, rel=1e-3)
+
+
+def test_figures_that_this_machine_has_learned_take_the_place_of_the_catalogues(tmp_path, monkeypatch):
+    made, base = plan(), measured_speed(CARD)
+    usual = step_time(made)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    save_speeds(
+        speed_path(), {CARD: base.model_copy(update={"product_flops_per_second": base.product_flops_per_second / 2})}
+    )
+    slower = step_time(made)
+    assert slower.parts["products"] > 1.8 * usual.parts["products"]
+    assert step_time(made, speed=base).seconds == usual.seconds

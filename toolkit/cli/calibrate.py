@@ -29,12 +29,15 @@ def calibration_path() -> Path:
 def calibrate(
     metrics: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[METRICS...]", help="metrics.jsonl of runs on GPUs.", show_default=False),
+        typer.Argument(metavar="[FILES...]", help="metrics.jsonl of runs on GPUs.", show_default=False),
     ] = None,
     speed: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What benchmarks/card_speed.py measured on this machine's card."),
-    ] = None,
+        bool,
+        typer.Option(
+            "--speed",
+            help="Measure how fast this machine's card and host are; or read FILES of benchmarks/card_speed.py.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the errors without saving.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,20 +46,23 @@ def calibrate(
     What is learned is kept by card on this machine, and `toolkit estimate` uses it. Peaks of allocated memory are never
     corrected: an error there is a mistake of the estimate.
 
-    With `--speed`, the figures of a card's speed are learned instead, for the foreseen time of a step.
+    With `--speed` alone, the first card of this machine is measured, which takes two to three minutes, and its figures are
+    kept for the foreseen time of a step: `toolkit estimate`, `toolkit plan` and their functions use them.
 
-    Example: `toolkit calibrate runs/*/metrics.jsonl`.
+    Example: `toolkit calibrate runs/*/metrics.jsonl`, `toolkit calibrate --speed`.
 
     JSON keys: runs (file, gpu, num_ranks, errors by phase, context_and_nccl_bytes, outside_bytes), median_error,
-    worst_error, calibrations (by card: context_bytes, communicator_bytes), saved_to.
+    worst_error, calibrations (by card: context_bytes, communicator_bytes), saved_to. With --speed: card, speed (figures with their sources), saved_to.
     """
     from dataclasses import asdict
 
-    if speed is not None:
-        _learn_speed(speed, dry_run=dry_run, as_json=as_json)
+    if speed:
+        if metrics and len(metrics) > 1:
+            raise typer.BadParameter("one file of one card at a time", param_hint="--speed")
+        _learn_speed(metrics[0] if metrics else None, dry_run=dry_run, as_json=as_json)
         return
     if not metrics:
-        raise typer.BadParameter("name the metrics.jsonl of runs, or --speed FILE")
+        raise typer.BadParameter("name the metrics.jsonl of runs, or give --speed")
     from toolkit.memory.report.calibration import learn, load_calibrations, read_run, save_calibrations
     from toolkit.memory.report.overhead import CONTEXT_BYTES
 
@@ -93,24 +99,24 @@ def calibrate(
         print(f"context and NCCL of {', '.join(sorted({run.gpu for run in runs.values()}))}: saved to {path}")
 
 
-def speed_path() -> Path:
-    """Return the path of the speed of this machine's cards."""
-    return calibration_path().with_name("speed.json")
-
-
-def _learn_speed(file: Path, *, dry_run: bool, as_json: bool) -> None:
+def _learn_speed(file: Path | None, *, dry_run: bool, as_json: bool) -> None:
     from toolkit.catalog.gpus import find_gpu, load_catalogue
     from toolkit.catalog.speed import speed_of
-    from toolkit.cost.learned import card_of, learn_speed, load_speeds, read_measured, save_speeds
+    from toolkit.cost.learned import card_of, learn_speed, load_speeds, read_measured, save_speeds, speed_path
     from toolkit.errors import SpecError
 
-    measured = read_measured(file)
+    if file is None:
+        from toolkit.cost.bench.measure import measure_here  # imports torch
+
+        measured = measure_here()
+    else:
+        measured = read_measured(file)
     card = card_of(measured, load_catalogue().values())
     if card is None:
         raise SpecError.of(
             code="SPEED_UNREADABLE",
-            key=str(file),
-            message=f"{file} was measured on {measured['about']['card']}, which the catalogue does not have",
+            key="--speed",
+            message=f"{measured['about']['card']} was measured, which the catalogue does not have",
             fix="Measure on a card of `toolkit gpus`",
         )
     base, _ = speed_of(find_gpu(card))

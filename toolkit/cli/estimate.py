@@ -233,12 +233,10 @@ def _read_case(path: Path, asked: _Asked, *, zero_init: bool, load_dtype: Dtype 
 
 
 def _step_time(estimator: Estimator, plan: Plan, case: Scenario) -> StepTime:
-    from toolkit.cli.calibrate import speed_path
     from toolkit.cost import step_time
-    from toolkit.cost.learned import load_speeds
 
     traces, settings = estimator.step_of(plan, case)
-    return step_time(plan, traces, settings=settings, speed=load_speeds(speed_path()).get(plan.gpu.name))
+    return step_time(plan, traces, settings=settings)
 
 
 def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -> bool:

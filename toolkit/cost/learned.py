@@ -1,7 +1,8 @@
-"""Figures of a machine's card, learned from what `benchmarks/card_speed.py` measured on it, and kept for later estimates."""
+"""Figures of a machine's card, learned from what `toolkit calibrate --speed` measured on it, and kept for later times."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from toolkit.catalog.gpus import Gpu
 from toolkit.catalog.speed import CardSpeed
 from toolkit.errors import SpecError
 from toolkit.io import make_folder, parse_json, read_text, write_json
+from toolkit.launch.user_cache import user_config_folder
 
 # Below this a kernel's time is that of its start (benchmarks/card_speed.py: 20 µs a product).
 LEAST_SECONDS = 60e-6
@@ -76,10 +78,34 @@ def learn_speed(measured: Mapping[str, Any], base: CardSpeed) -> CardSpeed:
         "host_copy_bytes_per_second": _inside(parts, "host_adam", "copy", "bytes_per_second"),
     }
     changed = {name: value for name, value in found.items() if value is not None}
-    source = f"benchmarks/card_speed.py on this machine, {measured['about']['card']}"
+    source = f"toolkit calibrate --speed on this machine, {measured['about']['card']}"
     sources = {name: source if name in changed else said for name, said in base.sources.items()}
     sources |= dict.fromkeys(changed, source)
     return base.model_copy(update={**changed, "sources": sources})
+
+
+def speed_path() -> Path:
+    """Return the path of the speed of this machine's cards."""
+    return user_config_folder() / "speed.json"
+
+
+def learned_speed(gpu: Gpu) -> CardSpeed | None:
+    """Return the figures of a card that were measured on this machine; None if there are none.
+
+    Raises:
+        SpecError: SPEED_UNREADABLE.
+    """
+    path = speed_path()
+    try:
+        written = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    return None if gpu.described else _load(path, written).get(gpu.name)
+
+
+@functools.lru_cache(maxsize=2)
+def _load(path: Path, written: int) -> dict[str, CardSpeed]:
+    return load_speeds(path)
 
 
 def load_speeds(path: Path) -> dict[str, CardSpeed]:
@@ -147,5 +173,5 @@ def _unreadable(path: Path, error: Exception) -> SpecError:
         code="SPEED_UNREADABLE",
         key=str(path),
         message=f"{path} has no measured speed: {reason:.120}",
-        fix="Name the file that `python benchmarks/card_speed.py --out FILE` wrote on the card",
+        fix="Measure again with `toolkit calibrate --speed`, or name the file that benchmarks/card_speed.py wrote on the card",
     )

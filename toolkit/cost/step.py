@@ -11,6 +11,7 @@ from toolkit.arguments import checks_arguments
 from toolkit.catalog.parameters import count_parameters
 from toolkit.catalog.speed import CardSpeed, is_related, speed_of
 from toolkit.cost.engine import EngineTime, Links, engine_time
+from toolkit.cost.learned import learned_speed
 from toolkit.cost.passes import PassTime, at_clock, pass_time
 from toolkit.errors import SpecError
 from toolkit.memory.engines.settings import EngineSettings, engine_settings, keeps_frozen_inputs
@@ -46,8 +47,9 @@ class StepTime:
         parts: Seconds by what they are spent on; they add up to `seconds`.
         tokens_per_step: Tokens of all ranks in a step.
         tokens_per_second: Tokens of the whole job a second.
-        model_flops_utilization: 6 operations for each parameter and token, and causal attention, as a share of the cards' dense
-            bf16 peak (fp16 or fp32 on cards without); None where either is unknown.
+        model_flops_utilization: Operations that the job must make, as a share of the cards' dense bf16 peak (fp16 or fp32 on
+            cards without): of each token 6 for each parameter that is trained and 4 for each that is frozen, which needs no
+            gradient of its own, and causal attention; nothing for recomputation. None where either is unknown.
         host_bound: Whether the host, which starts the kernels, takes longer than the card.
         measured: Whether the card's figures were measured, rather than scaled from another card's.
         assumptions: What the time depends on, as sentences.
@@ -110,10 +112,10 @@ def step_time(
         traces: Traces of its model, one for each rank of a pipeline, as of `trace_ranks` or an `Estimator`; by default they
             are made, which takes seconds.
         settings: Settings of its engine, where a DeepSpeed configuration takes the place of the plan's own.
-        speed: Figures measured on this machine; by default those of the catalogue.
+        speed: Figures of the card; by default those that `toolkit calibrate --speed` measured on this machine, or the catalogue's.
 
     Raises:
-        SpecError: GPU_FILE; STEP_TIME_CPU for a plan on CPU processes.
+        SpecError: GPU_FILE; SPEED_UNREADABLE; STEP_TIME_CPU for a plan on CPU processes.
         PlanError: TRACE_FAILED.
     """
     if plan.on_cpu:
@@ -124,6 +126,7 @@ def step_time(
             fix="Name a card of `toolkit gpus` in cluster.gpu",
         )
     found, analogy = speed_of(plan.gpu)
+    speed = speed or learned_speed(plan.gpu)
     own = speed or found
     settings = settings or engine_settings(plan)
     if traces is None:
@@ -148,7 +151,7 @@ def step_time(
         parts=parts,
         tokens_per_step=tokens,
         tokens_per_second=tokens / seconds,
-        model_flops_utilization=_utilization(plan, tokens / seconds),
+        model_flops_utilization=_utilization(plan, traces, tokens / seconds),
         host_bound=host_bound,
         measured=analogy is None or speed is not None,
         assumptions=tuple(_assumptions(plan, analogy if speed is None else None, host_bound=host_bound)),
@@ -282,8 +285,12 @@ def _makespan(plan: Plan, durations: Sequence[Durations]) -> float:
     return end + (count - more) * (end - start) / (more - few)
 
 
-def _utilization(plan: Plan, tokens_per_second: float) -> float | None:
-    """Return 6 N + causal attention of each token, as a share of the peak of all cards."""
+def _utilization(plan: Plan, traces: Traces, tokens_per_second: float) -> float | None:
+    """Return the operations that the job must make, as a share of the peak of all cards.
+
+    A trained parameter takes part in the product of the forward pass and in those of two gradients, a frozen one in that of its
+    input alone; the adapters' own parameters are trained.
+    """
     gpu, model = plan.gpu, plan.model
     peak = gpu.dense_bf16_flops_per_second or gpu.dense_fp16_flops_per_second or gpu.dense_fp32_flops_per_second
     count = count_parameters(model.config)
@@ -291,7 +298,11 @@ def _utilization(plan: Plan, tokens_per_second: float) -> float | None:
         return None
     active = count.active - (count.embedding if count.head else 0)
     scores = 6 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
-    return tokens_per_second * (6 * active + scores) / (peak * plan.grid.world_size)
+    products = 6 * active
+    if plan.job.train.method != "full":
+        adapters = {each.name: each.dense_numel for trace in traces for each in trace.parameters if each.trainable}
+        products = 4 * active + 6 * sum(adapters.values())
+    return tokens_per_second * (products + scores) / (peak * plan.grid.world_size)
 
 
 def _range(plan: Plan, settings: EngineSettings, *, host_bound: bool, measured: bool) -> tuple[float, float]:

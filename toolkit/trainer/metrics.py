@@ -110,7 +110,7 @@ def flops_per_token(plan: Plan) -> float | None:
     """Return the FLOPs of forward and backward per token; None if the parameter count is unknown.
 
     6 per parameter that takes part in a matrix product, and 12 × layers × heads × head size × sequence for the
-    attention scores, without the causal discount (arXiv 2204.02311, appendix B). Frozen weights of LoRA need no
+    attention scores, without the causal discount (arXiv 2204.02311, appendix B). Frozen weights of LoRA and QLoRA need no
     weight gradient: 4 per parameter. Only the experts that a token is routed to count.
     """
     model = plan.model
@@ -122,7 +122,7 @@ def flops_per_token(plan: Plan) -> float | None:
     attention = (
         12 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * plan.settings.sequence_length
     )
-    return (4 if plan.job.train.method == "lora" else 6) * active + attention
+    return (6 if plan.job.train.method == "full" else 4) * active + attention
 
 
 def _is_not_finite(value: Any) -> bool:

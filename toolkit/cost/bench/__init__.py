@@ -1,0 +1,1 @@
+"""Measurements of a card's speed."""
