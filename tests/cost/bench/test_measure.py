@@ -11,7 +11,7 @@ from toolkit.cost.bench.timing import Bench, OutOfTimeError
 from toolkit.cost.learned import learned_speed
 from toolkit.errors import SpecError
 
-QUICK = ["elementwise", "losses", "grouped_products", "optimizers"]
+QUICK = ["elementwise", "patterns", "losses", "fp32_products", "grouped_products", "optimizers"]
 
 
 @pytest.fixture

@@ -67,7 +67,17 @@ def grouped_products(bench: Bench, out: dict[str, Any]) -> None:
     """Products of stacked experts (torch._grouped_mm), tokens spread evenly, and as a loop over experts."""
     rows = out["rows"] = []
     for experts, tokens, outputs, inputs in bench.sizes(
-        [(8, 8192, 14336, 4096), (64, 32768, 2048, 2048), (128, 32768, 1536, 2048), (128, 32768, 2048, 768)],
+        [
+            (8, 8192, 14336, 4096),
+            (64, 32768, 2048, 2048),
+            (128, 32768, 1536, 2048),
+            (128, 32768, 2048, 768),
+            (8, 16384, 7168, 1024),
+            (8, 16384, 1024, 3584),
+            (64, 32768, 768, 1024),
+            (64, 32768, 1024, 384),
+            (16, 8192, 2048, 1024),
+        ],
         [(2, 32, 16, 16)],
     ):
         with noted(out, f"{experts}x{tokens}x{outputs}x{inputs}"):

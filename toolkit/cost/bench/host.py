@@ -155,15 +155,12 @@ def zero(bench: Bench, out: dict[str, Any]) -> None:
         ("zero2", 2, {}),
         ("zero3", 3, {}),
         ("zero1", 1, {}),
-        ("zero3 leaf", 3, {"leaf": True}),
         ("zero0", 0, {}),
         ("zero3 checkpointed", 3, {"checkpointing": True}),
-        ("zero2 overlap", 2, {"overlap_comm": True}),
-        ("zero3 overlap", 3, {"overlap_comm": True}),
         ("zero2 accumulated", 2, {"accumulation": 4}),
-        ("zero1 accumulated", 1, {"accumulation": 4}),
-        ("zero3 accumulated", 3, {"accumulation": 4}),
         ("zero2 checkpointed", 2, {"checkpointing": True}),
+        ("zero3 leaf", 3, {"leaf": True}),
+        ("zero3 accumulated", 3, {"accumulation": 4}),
     )
     for name, stage, options in kinds:
         cases += [(name, stage, layers, options) for layers in (shallow, deep)]

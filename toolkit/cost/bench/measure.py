@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from toolkit.cost.bench import arithmetic, collectives, host, memory, optimizers
+from toolkit.cost.bench import arithmetic, collectives, host, memory, optimizers, patterns
 from toolkit.cost.bench.timing import Bench, OutOfTimeError, noted
 from toolkit.errors import SpecError
 
@@ -28,14 +28,16 @@ PARTS: dict[str, tuple[float, Callable[[Bench, dict[str, Any]], None]]] = {
     "products": (26, arithmetic.products),
     "attention": (25, arithmetic.attention),
     "elementwise": (14, memory.elementwise),
-    "host": (14, host.host),
-    "zero": (48, host.zero),
+    "patterns": (10, patterns.patterns),
+    "host": (22, host.host),
+    "zero": (44, host.zero),
     "optimizers": (16, optimizers.optimizers),
     "losses": (16, memory.losses),
     "fp8_products": (10, arithmetic.fp8_products),
     "pcie": (8, optimizers.pcie),
     "host_adam": (24, optimizers.host_adam),
     "grouped_products": (8, arithmetic.grouped_products),
+    "fp32_products": (4, patterns.products_of_fp32),
     "fused": (34, memory.fused),
     "nccl": (40, collectives.nccl),
 }
