@@ -173,3 +173,32 @@ def attention(bench: Bench, out: dict[str, Any]) -> None:
                 {"kernel": name, "width": width, "length": length, "batch": batch, "heads": heads, "forward_tflops": flops / seconds / 1e12,
                  "backward_tflops": 2.5 * flops / back / 1e12, "forward_seconds": seconds, "backward_seconds": back}
             )  # fmt: skip
+
+
+def masked_attention(bench: Bench, out: dict[str, Any]) -> None:
+    """Attention with a mask of its own and with dropout, by the kernel that torch chooses: all scores are counted."""
+    rows = out["rows"] = []
+    cases = itertools.product(bench.sizes([4096, 2048], [32]), bench.sizes([256, 128, 96, 64], [16]), (0.0, 0.125))
+    for length, width, dropout in cases:
+        batch, heads = (1, 2) if bench.quick else (max(1, 8192 // length), max(8, 4096 // width))
+        with noted(out, f"{width} {length} {dropout}"):
+            q, k, v = (
+                bench.random(batch, length, heads, width).transpose(1, 2).detach().requires_grad_() for _ in range(3)
+            )
+            mask = torch.ones(length, length, dtype=torch.bool, device=bench.device).tril().triu(-length // 8)
+            options: dict[str, Any] = {"is_causal": True, "dropout_p": dropout} if dropout else {"attn_mask": mask}
+            with torch.no_grad():
+                seconds = bench.time(
+                    lambda q=q, k=k, v=v, o=options: F.scaled_dot_product_attention(q, k, v, **o), share=0.4
+                )
+            result = F.scaled_dot_product_attention(q, k, v, **options)
+            gradient = torch.randn_like(result)
+            back = bench.time(
+                lambda r=result, g=gradient, q=q, k=k, v=v: torch.autograd.grad(r, (q, k, v), g, retain_graph=True),
+                share=0.5,
+            )
+            flops = (2 if dropout else 4) * batch * heads * length * length * width
+            rows.append(
+                {"width": width, "length": length, "batch": batch, "heads": heads, "dropout": dropout,
+                 "forward_tflops": flops / seconds / 1e12, "backward_tflops": 2.5 * flops / back / 1e12}
+            )  # fmt: skip

@@ -27,6 +27,7 @@ BUDGET = 175.0
 PARTS: dict[str, tuple[float, Callable[[Bench, dict[str, Any]], None]]] = {
     "products": (26, arithmetic.products),
     "attention": (25, arithmetic.attention),
+    "masked_attention": (8, arithmetic.masked_attention),
     "elementwise": (14, memory.elementwise),
     "patterns": (10, patterns.patterns),
     "host": (22, host.host),
