@@ -158,6 +158,7 @@ def _serve(address: str, client: str, path: list[str], environment: dict[str, st
                         for other in selector.get_map().values():
                             os.close(other.fd)
                         _become(request, client=client, path=path, streams=list(files[:3]), connection=connection)
+                    Path(address).with_name(f"{request[6]}.pid").write_text(str(pid))
                     _send(connection, pid)
                     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
                     connection = None
@@ -296,6 +297,11 @@ def _run(argv: list[str], *, client: str, path: list[str]) -> int:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return 1
     return 0
+
+
+def stood_for(client: int) -> psutil.Process:
+    """The process that an executable of `quick_python()` stands for."""
+    return psutil.Process(int(quick_python().with_name(f"{client}.pid").read_text()))
 
 
 def child_with(parent: int, **environment: str) -> psutil.Process:

@@ -6,13 +6,13 @@ import itertools
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from quick_python import quick_python
 from tokenizers.processors import TemplateProcessing
 
 from toolkit.config.job import Data
@@ -163,7 +163,7 @@ def test_a_second_call_and_another_process_reuse_the_token_files(
         "out = prepare(Data(train='train.jsonl'), tokenizer=tokenizer, sequence_length=64, seed=0,"
         " cache_dir=base / 'cache', base=base); print([row['input_ids'].tolist() for row in out.train])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run([quick_python(), "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == first
     assert [path.name for path in (tmp_path / "cache").glob("tokenising-*")] == []
     assert list((tmp_path / "cache").glob("tokens-*")) == stores

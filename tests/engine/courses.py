@@ -24,6 +24,7 @@ from toolkit.planning.plan import Plan
 from toolkit.tensor_parallel.apply import parameter_shards
 
 FEW, A_LAUNCH = 2, 7
+MET_BY_EACH_KIND = ("stage", "sums", "schedule")
 # What cases train with, and models that drop nothing or whose experts have a loss of the router.
 SGD = {"optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.5}
 ADAM = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
@@ -217,9 +218,28 @@ def factors(case: Case) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def pairs(cases: Iterable[Case]) -> set[frozenset[tuple[str, Any]]]:
-    """Every two values of factors that some case has together."""
-    return {frozenset(pair) for case in cases for pair in itertools.combinations(factors(case), 2)}
+def claims(cases: Iterable[Case]) -> set[frozenset[tuple[str, Any]]]:
+    """Every value of a factor that some case has, and those that each kind of parallelism must meet."""
+    found = set()
+    for case in cases:
+        values = factors(case)
+        kinds = [("kind", kind) for kind in kinds_of(case)]
+        found |= {frozenset([value]) for value in values}
+        found |= {frozenset([kind, value]) for kind in kinds for value in values if value[0] in MET_BY_EACH_KIND}
+        found |= {frozenset(pair) for pair in itertools.combinations(kinds, 2)}
+    return found
+
+
+def kinds_of(case: Case) -> list[str]:
+    """The kinds of parallelism that a case has."""
+    alone = case.tensor == case.pipeline == 1
+    held = {
+        "data": alone and case.data > 1,
+        "tensor": case.tensor > 1,
+        "pieces": case.sequence_parallel,
+        "pipeline": case.pipeline > 1,
+    }
+    return [kind for kind, has in held.items() if has]
 
 
 def parameters(cases: Iterable[str], *, default: Collection[str]) -> list[Any]:

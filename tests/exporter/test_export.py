@@ -36,19 +36,22 @@ from toolkit.modeling.weights import load_pretrained
 pytestmark = pytest.mark.gloo
 
 # name: architecture, stage, dtype
-FULL: dict[str, tuple[str, int, str]] = {f"{name}-z3": (name, 3, "fp32") for name in ARCHITECTURES}
-PRODUCT: dict[str, tuple[str, int, str]] = {
+PRODUCT: dict[str, tuple[str, int, str]] = {f"{name}-z3": (name, 3, "fp32") for name in ARCHITECTURES}
+PRODUCT |= {
     f"{name}-z{stage}-{dtype}": (name, stage, dtype)
     for name in ("llama-tied", "llama", "qwen3_moe", "mixtral")
     for stage in (0, 1, 2, 3)
     for dtype in ("fp32", "bf16")
     if (stage, dtype) != (3, "fp32")
 }
-# Every architecture at every stage, each stage and each architecture in both dtypes; two more that a test asks for.
-FULL |= {
-    name: case
-    for number, (name, case) in enumerate(PRODUCT.items())
-    if number // 7 % 2 == (case[1] + (case[2] == "bf16")) % 2 or name in ("llama-z2-fp32", "qwen3_moe-z2-bf16")
+# By default each kind of weights (tied, transposed, two layouts of experts, latent attention), and each stage in both dtypes.
+FULL = {
+    name: PRODUCT[name]
+    for name in (
+        *("llama-z3", "gpt2-z3", "qwen3_moe-z3", "mixtral-z3", "deepseek_v2-z3"),
+        *("mixtral-z0-fp32", "llama-z0-bf16", "llama-tied-z1-fp32", "qwen3_moe-z1-bf16"),
+        *("llama-z2-fp32", "llama-z2-bf16", "qwen3_moe-z2-bf16", "qwen3_moe-z3-bf16"),
+    )
 }
 THE_REST = {name: case for name, case in PRODUCT.items() if name not in FULL}
 LORA: dict[str, tuple[str, int, str, dict[str, Any]]] = {
@@ -69,7 +72,7 @@ LORA |= {
     "lora-qwen3_moe": ("qwen3_moe", 3, "fp32", {"target_modules": "all-linear"}),
 }
 # By default each stage, kind of module and of experts is met once; the frozen weights of a few come from elsewhere.
-LORA_REST = ("lora-z1", "lora-olmoe", "lora-qwen3_moe")
+LORA_REST = ("lora-z1", "lora-olmoe", "lora-qwen3_moe", "lora-deepseek_v2")
 FROZEN = ("lora-z0", "lora-z3-bf16", "lora-tied", "lora-gpt2", "lora-save", "lora-untie", "lora-mixtral")
 
 

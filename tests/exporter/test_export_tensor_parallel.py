@@ -71,6 +71,7 @@ REST = {
     *(
         "llama-z1-bf16",
         "llama-tied-z1",
+        "llama-tied-z3",
         "shared-heads-z3",
         "one-head-z3",
         "gpt2-z1",
@@ -79,7 +80,7 @@ REST = {
         "mixtral-z3",
         "olmoe-z2",
     ),
-    *("lora-z1", "lora-phi3-z3", "lora-mixtral-z2", "lora-pretrained-z2"),
+    *("lora-z1", "lora-z2-bf16", "lora-phi3-z3", "lora-mixtral-z2", "lora-pretrained-z2", "lora-pretrained-z3"),
 }
 TRAINED_IN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -127,7 +127,8 @@ def compile_graph(
         config.patch(fx_graph_cache=False, compile_threads=1),
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
     ):
-        return compile_fx(graph, list(inputs), inner_compile=lower)  # type: ignore[return-value, arg-type]
+        compiled: Callable[..., Any] = compile_fx(graph, list(inputs), inner_compile=lower)
+        return compiled
 
 
 def lower_graph(
@@ -150,7 +151,8 @@ def lower_graph(
             node.args, node.kwargs = tree_map(_device_of_card, (node.args, node.kwargs))
         graph.recompile()
         try:
-            return compile_fx_inner(graph, moved, **options)
+            called: Callable[..., Any] = compile_fx_inner(graph, moved, **options)
+            return called
         except _Lowered as done:
             return done.code
 
