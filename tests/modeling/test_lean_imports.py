@@ -27,13 +27,22 @@ from toolkit.memory.search.estimator import Estimator
 
 report = Estimator(importing=lean_imports).estimate(Scenario.of(Job.model_validate(json.loads(sys.argv[1]))))
 heavy = [*OPTIONAL_PACKAGES, "torch._inductor", "torch.distributed.fsdp", "torch._dynamo.symbolic_convert"]
+heavy += ["sympy.core", "torch.distributed.tensor._ops", "transformers.models.bert.modeling_bert"]
 print(json.dumps([report.to_dict(), [name for name in heavy if name in sys.modules]]))
 
 import torch
 from torch._dynamo.source import LocalSource
 
 import accelerate
+import sympy
+import transformers
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
 
+assert DTensor.__module__ == "torch.distributed.tensor" and sympy.Symbol("x").is_Symbol and ShapeEnv()
+assert guard_or_false.__module__ == "torch.fx.experimental.symbolic_shapes"
+assert transformers.BertModel.__name__ == "BertModel" and transformers.models.bert.BertConfig
+assert "BertModel" in dir(transformers) and not hasattr(transformers, "NoSuchModel")
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
 assert torch._dynamo is sys.modules["torch._dynamo"] and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 assert LocalSource("x").local_name == "x" and accelerate.Accelerator

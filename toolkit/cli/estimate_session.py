@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from toolkit.errors import INTERRUPTED_EXIT_CODE
@@ -84,13 +84,13 @@ def _make_estimator(plan: Plan | None, *, cached: bool) -> Estimator:
     from toolkit.launch.user_cache import user_cache_folder
     from toolkit.memory.report.calibration import load_calibrations
     from toolkit.memory.search.estimator import Estimator
-    from toolkit.modeling.lean_imports import lean_imports
+    from toolkit.modeling.lean_imports import lean_imports, quick_imports
 
     folder = user_cache_folder()
     return Estimator(
         calibrations=load_calibrations(calibration_path()),
         other_allocator=other_allocator(os.environ),
-        importing=lean_imports if plan is not None and _is_plain(plan) else nullcontext,
+        importing=lean_imports if plan is not None and _is_plain(plan) else quick_imports,
         cache=RecordCache(folder / "traces") if cached and folder is not None else None,
     )
 

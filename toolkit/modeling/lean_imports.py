@@ -6,22 +6,23 @@ Accelerate, DTensor, and torch's compiler, which alone takes longer than a trace
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Packages that transformers imports where they are installed, and that only loading, quantized or adapted models need.
-OPTIONAL_PACKAGES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torchao")
+from toolkit.modeling import stand_ins
 
-_COMPILER = "torch._dynamo"
-_SOURCES = f"{_COMPILER}.source"  # names of values, which fake tensors ask for and read only where shapes are symbols
+# Packages that torch and transformers import where they are installed, and that only other work needs: loading, quantized or
+# adapted models, images, and pickled data pipelines.
+OPTIONAL_PACKAGES = ("PIL", "accelerate", "bitsandbytes", "deepspeed", "dill", "peft", "torchao")
+
+_IMPORT_UTILS = "transformers.utils.import_utils"
 
 
 @contextmanager
@@ -39,12 +40,11 @@ def lean_imports() -> Iterator[None]:
     hidden = [name for name in OPTIONAL_PACKAGES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: such a module cannot be imported
     try:
-        import torch
-
-        if _COMPILER not in sys.modules:
-            _put_off_compiler(torch)
-        with _as_if_alone():
-            yield
+        with uncollected():
+            importlib.import_module("torch")
+            stand_ins.install()
+            with _names_when_asked(), _as_if_alone():
+                yield
     finally:
         for name in hidden:
             if sys.modules.get(name, name) is None:
@@ -52,121 +52,137 @@ def lean_imports() -> Iterator[None]:
 
 
 @contextmanager
-def _as_if_alone() -> Iterator[None]:
-    """Tell what is imported inside a `with` block that torch.distributed is absent, and read no names of all models.
+def quick_imports() -> Iterator[None]:
+    """Import all that is asked for inside a `with` block, but quickly: for a process that adapts or compiles models."""
+    if "transformers" in sys.modules:
+        yield
+        return
+    with uncollected(), _names_when_asked():
+        yield
 
-    `transformers.models` reads all its files for the names of classes, which `transformers` itself has too.
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import inside a `with` block without searching for garbage, which takes a quarter of the time and finds none.
+
+    What was imported is not searched later either.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.freeze()
+            gc.enable()
+
+
+@contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """Tell what is imported inside a `with` block that torch.distributed is absent.
 
     Source:
-        transformers distributed/sharding_utils.py, models/__init__.py.
+        transformers distributed/sharding_utils.py.
     """
     from transformers import utils
     from transformers.utils import import_utils
 
-    models = Path(import_utils.__file__).parents[1] / "models" / "__init__.py"
-    read = getattr(import_utils, "define_import_structure", None)
-
-    def define(module_path: str, prefix: str | None = None) -> Any:
-        assert read is not None, "it takes the place of one"
-        return {} if Path(module_path) == models else read(module_path, prefix)
-
-    instead = {"is_torch_distributed_available": lambda: False, "define_import_structure": define}
-    before = [
-        (module, name, getattr(module, name))
-        for module in (utils, import_utils)
-        for name in instead
-        if hasattr(module, name)
-    ]
-    for module, name, _ in before:
-        setattr(module, name, instead[name])
+    name = "is_torch_distributed_available"
+    before = [(module, getattr(module, name)) for module in (utils, import_utils)]
+    for module, _ in before:
+        setattr(module, name, lambda: False)
     try:
         yield
     finally:
-        for module, name, value in before:
+        for module, value in before:
             setattr(module, name, value)
 
 
-def _put_off_compiler(torch: ModuleType) -> None:
-    """Put a stand-in of torch's compiler in its place, which imports it when one of its other names is read."""
-    spec = find_spec(_COMPILER)
-    if spec is None:
+@contextmanager
+def _names_when_asked() -> Iterator[None]:
+    """Import transformers inside a `with` block without the names of the classes of all models, for which it reads all their files.
+
+    Those of its automatic classes are read; the others when one of them is asked for.
+
+    Source:
+        transformers __init__.py, models/__init__.py, utils/import_utils.py define_import_structure, _LazyModule.
+    """
+    finder = _AfterImport(_IMPORT_UTILS, _read_few)
+    sys.meta_path.insert(0, finder)
+    try:
+        importlib.import_module("transformers.models")
+        _complete_when_asked()
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        utils: Any = sys.modules.get(_IMPORT_UTILS)
+        if hasattr(utils, "read_all"):
+            utils.define_import_structure = utils.read_all
+            _complete_when_asked()  # transformers/processing_utils.py imports the package once more
+
+
+def _read_few(utils: Any) -> None:
+    """Let a module's reader of names read those of automatic classes alone, of the folder of all models."""
+    read = getattr(utils, "define_import_structure", None)
+    if read is None or not hasattr(utils, "_LazyModule"):
         return
-    stand_in = _Compiler(spec)
-    sys.modules[_COMPILER] = stand_in
-    sources = _Sources(_SOURCES)
-    sources.__dict__.update(ConstantSource=_Constant, RandomValueSource=_RandomValue)
-    sys.modules[_SOURCES] = sources
-    torch._dynamo = stand_in  # type: ignore[attr-defined]
+    models = Path(utils.__file__).parents[1] / "models"
+
+    def define(module_path: Any, prefix: str | None = None) -> Any:
+        path = Path(module_path)
+        if path not in (models, models / "__init__.py"):
+            return read(module_path, prefix)
+        return {frozenset(): {}} | read(str(models / "auto"), "auto" if prefix is None else f"{prefix}.auto")
+
+    utils.read_all, utils.define_import_structure = read, define
 
 
-class _Compiler(ModuleType):
-    """A stand-in of `torch._dynamo` while nothing is compiled: its marks of functions leave them as they are."""
+def _complete_when_asked() -> None:
+    """Let transformers read the names of all models when one is asked for that it does not have."""
+    utils: Any = sys.modules[_IMPORT_UTILS]
+    if not hasattr(utils, "read_all"):
+        return
+    lazy = utils._LazyModule
+    models = Path(utils.__file__).parents[1] / "models"
 
-    def __init__(self, spec: ModuleSpec) -> None:
-        super().__init__(_COMPILER)
-        self.__spec__, self.__file__ = spec, spec.origin
-        self.__path__ = list(spec.submodule_search_locations or ())
+    class Completed(lazy):  # type: ignore[misc, valid-type]
+        """A lazy module with some of its names."""
 
-    @staticmethod
-    def disable(fn: Any = None, recursive: bool = True, **others: Any) -> Any:
-        """Return a function as it is, or a decorator that does."""
-        return _same if fn is None else fn
+        def __getattr__(self, name: str) -> Any:
+            folder = Path(self.__file__).parent
+            known = name in self._class_to_module or name in self._modules or name.startswith("__")
+            if not known and not (folder / name).is_dir() and not (folder / f"{name}.py").is_file():
+                self.__class__ = lazy
+                names = utils.read_all(str(models), "models" if self.__name__ == "transformers" else None)
+                full = lazy(self.__name__, self.__file__, names)
+                self._modules |= full._modules
+                self._class_to_module |= full._class_to_module
+                self._object_missing_backend |= full._object_missing_backend
+                self.__all__.extend(full.__all__)
+            return lazy.__getattr__(self, name)
 
-    @staticmethod
-    def allow_in_graph(fn: Any) -> Any:
-        """Return a function as it is."""
-        return fn
-
-    @staticmethod
-    def assume_constant_result(fn: Any) -> Any:
-        """Return a function as it is."""
-        return fn
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if f"{_COMPILER}.{name}" in sys.modules:  # one of its own modules, which need not the others
-            return sys.modules[f"{_COMPILER}.{name}"]
-        return getattr(_import_compiler(), name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    """The name of a value that no argument holds."""
-
-    source_name: str
+    for name in ("transformers", "transformers.models"):
+        module = sys.modules[name]
+        if type(module) is lazy:
+            module.__class__ = Completed
 
 
-class _RandomValue:
-    """The name of a random number; of which there is none."""
+class _AfterImport:
+    """A finder that calls a function with a module after it is imported."""
 
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
 
-class _Sources(ModuleType):
-    """A stand-in of the compiler's names of values."""
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of the one module."""
+        spec = PathFinder.find_spec(name, path, target) if name == self._name else None
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _import_compiler()
-        return getattr(importlib.import_module(_SOURCES), name)
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                self._then(module)
 
-
-def _same(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-def _import_compiler() -> ModuleType:
-    """Import torch's compiler in place of its stand-in."""
-    import torch
-
-    if isinstance(sys.modules.get(_COMPILER), _Compiler):
-        del sys.modules[_COMPILER]
-        if isinstance(sys.modules.get(_SOURCES), _Sources):
-            del sys.modules[_SOURCES]
-    real = importlib.import_module(_COMPILER)
-    for name, module in list(sys.modules.items()):
-        parent, _, own = name.rpartition(".")
-        if parent == _COMPILER:
-            setattr(real, own, module)
-    torch._dynamo = real
-    return real
+            loader.exec_module = execute_and_change
+        return spec
