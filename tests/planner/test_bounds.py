@@ -6,6 +6,7 @@ import pytest
 
 from toolkit.catalog.models import resolve_model
 from toolkit.config.job import Job
+from toolkit.cost import step_time
 from toolkit.memory.scenario import Scenario
 from toolkit.memory.search.estimator import Estimator
 from toolkit.planner.bounds import Corrections, Setting, foresee
@@ -91,3 +92,42 @@ def test_the_active_experts_alone_compute():
     shape = shape_of(job, resolve_model(job.model), sequence_length=2048)
     assert shape.active < 0.3 * shape.parameters
     assert shape.inner == 2 * 14336
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        SETTING._replace(micro=2, accumulation=4, checkpointing=0.0, loss="full"),
+        SETTING._replace(micro=4, accumulation=2, checkpointing=1.0, loss="full"),
+        SETTING._replace(micro=8, accumulation=1, checkpointing=0.5, loss="chunked"),
+        SETTING._replace(micro=8, accumulation=1, checkpointing=0.0, loss="liger", kernels="liger"),
+        SETTING._replace(micro=4, accumulation=2, checkpointing=0.0, stage=3, offload="optimizer-cpu"),
+    ],
+    ids=lambda setting: f"{setting.loss}-{setting.kernels}-{setting.checkpointing}-{setting.stage}",
+)
+def test_times_are_near_to_exact_ones(setting):
+    job = Job.model_validate(
+        {
+            "model": "llama-3.2-1b",
+            "cluster": {"gpu": "h100-sxm-80gb"},
+            "train": {"sequence_length": 2048, "train_batch_size": 8},
+        }
+    )
+    question, estimator = ask(job, liger=True), Estimator()
+    cluster = Candidate(gpu=question.gpus[0], gpus_per_node=1, nodes=1)
+    shape = shape_of(question.job, question.model, sequence_length=2048)
+    case = Scenario(job=question.job, model=question.model, gpu=question.gpus[0])
+    plan = case.changed(values_of(question, cluster, setting)).plan()
+    exact = step_time(plan, estimator.traces(plan)).seconds
+    assert foresee(shape, cluster, setting, "bf16", Corrections()).seconds == pytest.approx(exact, rel=0.2)
+
+
+def test_what_one_engine_has_shown_makes_no_other_slower(question):
+    corrections, gpu = Corrections(), question.gpus[0]
+    sharded, whole = SETTING._replace(stage=3), SETTING
+    corrections.learn_time(gpu, sharded, seen(question, sharded), 1.5 * seen(question, sharded).plain_seconds)
+    assert corrections.time_factor(gpu, sharded) == pytest.approx(1.5)
+    assert corrections.time_factor(gpu, sharded._replace(kernels="liger")) == pytest.approx(1.5)
+    assert corrections.time_factor(gpu, whole) == 1.0
+    corrections.learn_time(gpu, sharded, seen(question, sharded), 0.5 * seen(question, sharded).plain_seconds)
+    assert corrections.time_factor(gpu, whole) == pytest.approx(0.5)

@@ -54,7 +54,7 @@ def test_what_the_job_says_stays():
         parallel={"zero_stage": 2, "offload": "none"},
     )
     assert list(batches(question, cluster(), split=1, pipeline=1)) == [(2, 2)]
-    assert list(engines(question, cluster(), pipeline=1)) == [(2, "none")]
+    assert list(engines(question, cluster(), pipeline=1)) == [(2, "none", 1.0)]
     assert set(modes(question, stage=2, tensor=1, pipeline=1, precision="bf16")) == {
         ("full", "eager", False),
         ("full", "liger", False),
@@ -70,6 +70,46 @@ def test_what_the_job_says_stays():
         "parallel.tensor": 1,
         "parallel.pipeline": 1,
     }
+
+
+def profiles(question, **where):
+    found = {}
+    for stage, profile, share in engines(
+        question, where.pop("on", cluster(gpus_per_node=1)), **{"pipeline": 1} | where
+    ):
+        found.setdefault(stage, {}).setdefault(profile, []).append(share)
+    return found
+
+
+def test_engines_of_a_rank_and_of_several():
+    question = asked("llama-3.2-1b")
+    alone, several = profiles(question), profiles(question, on=cluster())
+    assert set(alone) == {0, 1, 2, 3}
+    assert set(several) == {1, 2, 3}
+    assert list(alone[0]) == ["none"]
+    assert list(alone[1]) == ["none", "optimizer-cpu", "activations-cpu"]
+    assert alone[3]["optimizer-cpu-partial"] == [0.25, 0.5, 0.75]
+    # fp16 has another loss scaler at stage 0, and fp32 sums need a stage above 0.
+    for train in ({"precision": "fp16"}, {"gradient_accumulation_dtype": "fp32"}):
+        assert 0 not in profiles(asked("llama-3.2-1b", train=train))
+    assert 3 not in profiles(question, pipeline=2)
+    assert not any("activations-cpu" in found for found in profiles(question, pipeline=2).values())
+    assert list(profiles(asked("llama-3.2-1b", train={"optimizer": "adamw_8bit"}))[3]) == ["none", "activations-cpu"]
+
+
+def test_files_are_written_only_where_the_job_names_a_folder():
+    assert "full-nvme" not in profiles(asked("llama-3.2-1b"))[3]
+    job = Job.model_validate(
+        {"model": "llama-3.1-8b", "cluster": {"gpu": "l4-24gb", "nvme_path": "/mnt"}, "train": {"sequence_length": 512}}
+    )
+    assert {"optimizer-nvme", "full-nvme"} <= set(profiles(ask(job))[3])
+
+
+def test_a_share_that_the_job_names_is_kept():
+    question = asked(
+        "llama-3.2-1b", parallel={"offload": "optimizer-cpu-partial", "offload_ratio": 0.3, "zero_stage": 3}
+    )
+    assert profiles(question) == {3: {"optimizer-cpu-partial": [0.3]}}
 
 
 def test_no_compiled_layers_where_a_rule_refuses_them():

@@ -24,6 +24,14 @@ BUCKET_BYTES, FLAT_BYTES, SUM_BYTES = 7, 15, 6
 # Of a partition at the step, a parameter: the casts of its gradient to fp32 and to fp64, whose norm is taken (elements), the
 # norm, unscaling and clipping, and the weight in training precision (bytes).
 STEP_CASTS, STEP_BYTES = 2.9, 8 + 8 + 8 + 6
+# Bytes a parameter that ZeRO-0 moves at the step beyond the above, and its share of the host's time for a parameter's part in the
+# step: it has no hooks and buckets, but casts, flattens and checks each gradient (fp16/fused_optimizer.py step, engine.py
+# allreduce_bucket). From two pairs of rows by benchmarks/job_speed.py: of 3.2e9 parameters +40 ms a step, of 0.5e9 -14 ms.
+STAGE0_BYTES, STAGE0_HOST_SHARE = 53, 0.7
+# Files of an offload to NVMe: read are weight, gradient and moments, written all but the gradient. One drive with four lanes of
+# PCIe 4 a machine: its data sheet's sequential rates (Samsung PM9A3: 6.5 and 3.5 GB/s).
+NVME_READ_BYTES, NVME_WRITTEN_BYTES = 16, 12
+NVME_READ_BYTES_PER_SECOND, NVME_WRITE_BYTES_PER_SECOND = 6.5e9, 3.5e9
 # Bytes a parameter of the host's memory that DeepSpeedCPUAdam with its copies takes beside Adam's own.
 HOST_COPY_BYTES = 15
 
@@ -133,6 +141,8 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
             + STEP_CASTS / speed.upcast_elements_per_second
         ),
     }
+    if stage == 0 and size < 4:
+        _add(step, "gradient copies", STAGE0_BYTES * elements / speed.bytes_per_second)
     beside: dict[str, float] = {}
     collective = links.ring_seconds(gradient, dp, per_node=per_node, passes=1 if stage == 3 else 2) * reductions
     # Stages 1 and 2 all-reduce whole buckets (stage_1_and_2.py allreduce_and_scatter); stage 3 scatters.
@@ -154,12 +164,17 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         host += speed.host_fetch_seconds * fetches * accumulation
         if settings.offload_param is not None:
             _add(beside, "offload", speed.exposed_share * passes * total / dp / speed.pcie_bytes_per_second)
+        if settings.offload_param == "nvme":
+            _add(beside, "offload", passes * total / plan.job.cluster.nodes / NVME_READ_BYTES_PER_SECOND)
     if offloaded:
         elements_here = offloaded * own
         ranks = min(per_node, plan.grid.world_size)  # they share the host's memory
         _add(step, "offload", elements_here * 2 * size / speed.pcie_bytes_per_second)
         adam = elements_here * ranks * (_adam_bytes(settings) + HOST_COPY_BYTES) / speed.host_adam_bytes_per_second
         _add(step, "optimizer on the host", adam)
+        if settings.offload_optimizer == "nvme":
+            files = NVME_READ_BYTES / NVME_READ_BYTES_PER_SECOND + NVME_WRITTEN_BYTES / NVME_WRITE_BYTES_PER_SECOND
+            _add(step, "offload", elements_here * ranks * files)
     if trace.host_copies:
         moved = 2.0 * accumulation * sum(trace.host_copies)
         _add(beside, "offload", 0.5 * moved / speed.pcie_both_bytes_per_second)
@@ -168,7 +183,8 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         beside=beside,
         host_seconds=host,
         host_step_seconds=speed.host_step_seconds
-        + (0.0 if _shards(plan) else speed.host_parameter_seconds * len(trained)),
+        + (0.0 if _shards(plan) else speed.host_parameter_seconds * len(trained))
+        * (STAGE0_HOST_SHARE if stage == 0 and size < 4 else 1.0),
     )
 
 

@@ -328,6 +328,10 @@ def _assumptions(plan: Plan, analogy: str | None, *, host_bound: bool) -> list[s
         told.append(analogy)
     if host_bound:
         told.append("the host binds: the time depends on its processor, and a larger micro-batch costs little")
+    if plan.profile.needs_nvme:
+        told.append(
+            "files on cluster.nvme_path are assumed to be read at 6.5 GB/s and written at 3.5 GB/s, as one PCIe-4 drive does"
+        )
     if plan.job.cluster.nodes > 1:
         told.append("machines are assumed to be joined by 400 GB/s each way, as those of eight H100s are")
     return told

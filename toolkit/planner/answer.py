@@ -120,6 +120,10 @@ class Answer:
                 f"the search ended after {found.seconds:.0f} s; arithmetic left {found.cut_short} clusters that might be as "
                 "good: --seconds gives it longer"
             )
+        if found.uncompiled:
+            notes.append(
+                f"compiled layers were not tried on {found.uncompiled} clusters that they might make better: --seconds gives the search longer"
+            )
         if question.seeks_cluster and question.deadline_hours is None:
             notes.append(
                 f"clusters over {DEAREST:g} times the lowest price are not looked at: --deadline-hours asks for faster ones"

@@ -12,6 +12,7 @@ from toolkit.catalog.gpus import Gpu
 from toolkit.config.job import Kernels, Loss, Offload, Precision
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.shape import Shape, itemsize_of
+from toolkit.planning.offload import PROFILES
 from toolkit.units import GIB
 
 # Context, kernels and communicators of a process on a card, bytes: 1.3 to 2.1 GiB in measured runs.
@@ -20,6 +21,12 @@ OVERHEAD = 1.8 * GIB
 # Most parameters that ZeRO-3 keeps gathered (deepspeed runtime/zero/config.py max_live_parameters).
 _LIVE_PARAMETERS = 1.0e9
 
+# Most parameters of a rank that DeepSpeed keeps in host memory before it writes files (runtime/zero/offload_config.py max_in_cpu).
+_MOST_IN_CPU = 1.0e9
+
+# Keys of factors of time, the most alike first, that have the engine in common.
+_SAME_ENGINE = 4
+
 # Host memory of a process without what is offloaded, bytes (toolkit.memory.report.host).
 PROCESS_BYTES = 2.2 * GIB
 
@@ -27,12 +34,25 @@ PROCESS_BYTES = 2.2 * GIB
 # They only order candidates, so that their errors cost a trace and not a wrong answer.
 _MATMUL, _ATTENTION, _MEMORY, _LINK = 0.65, 0.45, 0.75, 0.6
 # Shares of what unfused layers keep, and of what they move, for Liger's kernels and for compiled layers.
-_FUSED_KEPT, _COMPILED_KEPT, _FUSED_MOVED, _COMPILED_MOVED = 0.7, 0.6, 0.7, 0.35
-_HOST_SECONDS_OF_LAYER, _HOST_SECONDS_OF_FETCH = 1.2e-3, 1.5e-3
+_FUSED_KEPT, _COMPILED_KEPT = 0.7, 0.6
+# Share of the host's time for unfused layers that it takes for compiled ones.
+_COMPILED_HOST = 0.4
+# What the layers' element-wise kernels move in the passes of a token, as multiples of what they keep, and again in a recomputation.
+_EAGER_MOVED, _FUSED_MOVED, _COMPILED_MOVED, _AGAIN = 11.0, 6.3, 2.2, 0.33
+# Of ZeRO-3, the fetches of a layer's modules.
+_HOST_SECONDS_OF_LAYER, _HOST_SECONDS_OF_FETCHES = 2.3e-3, 5e-3
+# Norm that joins the card's and the host's time, as toolkit.cost.step has it.
+_BLEND = 4.0
 _EXPOSED = 0.4
+# Of the optimizer step, that the card waits for: on the whole, and for each trained tensor; and how many of these a layer has.
+_HOST_SECONDS_OF_STEP, _HOST_SECONDS_OF_WEIGHT = 7e-3, 0.13e-3
+_WEIGHTS_OF_LAYER, _ADAPTERS_OF_LAYER = 9, 14
 # Bytes moved for each logit: in full they are written, cast, and read for the loss and its gradient.
-_LOGIT_BYTES: dict[Loss, float] = {"full": 28.0, "chunked": 32.0, "liger": 12.0}
-_CPU_ADAM_BYTES, _CPU_BYTES_PER_SECOND = 40.0, 60e9
+_LOGIT_BYTES: dict[Loss, float] = {"full": 48.0, "chunked": 100.0, "liger": 12.0}
+_CPU_ADAM_BYTES, _CPU_BYTES_PER_SECOND = 43.0, 110e9
+# Bytes a parameter of Adam on the card, of the copies that ZeRO-0 makes besides, and of files that are read and written.
+_ADAM_BYTES, _STAGE0_BYTES = 30.0, 50.0
+_NVME_BYTES, _NVME_BYTES_PER_SECOND = 28.0, 4e9
 
 
 class Setting(NamedTuple):
@@ -48,6 +68,7 @@ class Setting(NamedTuple):
     loss: Loss
     kernels: Kernels
     compiled: bool
+    offload_ratio: float = 1.0
 
     def values(self) -> dict[str, Any]:
         """Return the settings by dotted key of the job."""
@@ -62,6 +83,7 @@ class Setting(NamedTuple):
             "parallel.tensor": self.tensor,
             "parallel.pipeline": self.pipeline,
             "parallel.offload": self.offload,
+            **({"parallel.offload_ratio": self.offload_ratio} if PROFILES[self.offload].partial else {}),
         }
 
     @property
@@ -70,18 +92,24 @@ class Setting(NamedTuple):
         return self.loss, self.kernels, self.compiled, self.tensor
 
     @property
-    def group(self) -> tuple[int, int, int, Offload]:
+    def group(self) -> tuple[int, int, int, Offload, float]:
         """What decides on the bytes of the state: the split of the model, the ZeRO stage and the offload."""
-        return self.tensor, self.pipeline, self.stage, self.offload
+        return self.tensor, self.pipeline, self.stage, self.offload, self.offload_ratio
+
+    @property
+    def keeps_inputs_on_host(self) -> bool:
+        """Whether the inputs of recomputed layers wait in the host's memory."""
+        return PROFILES[self.offload].activations
 
 
 class Foreseen(NamedTuple):
-    """Bytes that a card needs, its part that activations take, host memory of a machine, and seconds of a step."""
+    """Bytes that a card needs, its part that activations take, host memory of a machine, and seconds of a step, also uncorrected."""
 
     required_bytes: float
     activation_bytes: float
     host_bytes: float
     seconds: float
+    plain_seconds: float
 
 
 @dataclass(slots=True)
@@ -110,21 +138,32 @@ class Corrections:
 
     def learn_time(self, gpu: Gpu, setting: Setting, foreseen: Foreseen, seconds: float) -> None:
         """Note the seconds that the cost of a step gave."""
-        key = gpu.name, setting.compiled, setting.kernels
-        self.time[key] = self.time_factor(gpu, setting) * seconds / foreseen.seconds
-        self.time[gpu.architecture] = self.time[key]
-        self.time[None] = self.time[key]
+        factor = seconds / foreseen.plain_seconds
+        for key in _time_keys(gpu, setting):
+            self.time[key] = factor
 
     def time_factor(self, gpu: Gpu, setting: Setting) -> float:
-        """Return the factor of time: of the card with these kernels, else of its kind, else of any."""
-        for key in ((gpu.name, setting.compiled, setting.kernels), gpu.architecture, None):
+        """Return the factor of time: of the card with these kernels and this engine, else of its kind, else of any.
+
+        What only other engines have shown makes nothing slower: their errors are of other kinds.
+        """
+        keys = _time_keys(gpu, setting)
+        for number, key in enumerate(keys):
             if key in self.time:
-                return self.time[key]
+                return self.time[key] if number < _SAME_ENGINE else min(1.0, self.time[key])
         return 1.0
 
 
+def _time_keys(gpu: Gpu, setting: Setting) -> tuple[object, ...]:
+    """Return what factors of time are kept under, from the most alike to any; the first `_SAME_ENGINE` have the same engine."""
+    engine = setting.stage == 3, setting.offload != "none"
+    kernels = setting.compiled, setting.kernels
+    names = gpu.name, gpu.architecture
+    return (names[0], *engine, *kernels), *((name, *engine) for name in names), engine, *names, None
+
+
 def _memory_key(setting: Setting) -> object:
-    return setting.kind, setting.pipeline > 1, setting.stage == 3
+    return setting.kind, setting.pipeline > 1, setting.stage == 3, setting.keeps_inputs_on_host
 
 
 def foresee(
@@ -134,12 +173,14 @@ def foresee(
     itemsize = itemsize_of(precision)
     activations = activation_bytes(shape, setting, itemsize) * corrections.memory_factor(setting)
     states, host = state_bytes(shape, setting, itemsize, ranks=cluster.num_gpus)
+    seconds = step_seconds(shape, cluster, setting, precision, itemsize)
     return Foreseen(
         required_bytes=states + activations + OVERHEAD,
         activation_bytes=activations,
-        host_bytes=host / cluster.nodes + PROCESS_BYTES * cluster.gpus_per_node,
-        seconds=step_seconds(shape, cluster, setting, precision, itemsize)
-        * corrections.time_factor(cluster.gpu, setting),
+        host_bytes=host / cluster.nodes
+        + (PROCESS_BYTES + inputs_on_host(shape, setting, itemsize)) * cluster.gpus_per_node,
+        seconds=seconds * corrections.time_factor(cluster.gpu, setting),
+        plain_seconds=seconds,
     )
 
 
@@ -156,21 +197,30 @@ def state_bytes(shape: Shape, setting: Setting, itemsize: int, *, ranks: int) ->
     dp_size = max(1, ranks // split)
     weights = itemsize * shape.parameters / split
     working = 0.0
+    profile = PROFILES[offload]
     if stage == 3:
         layer = shape.parameters / shape.layers
         table = shape.vocabulary * shape.hidden
         working = itemsize * (min(_LIVE_PARAMETERS, shape.parameters) if dp_size > 1 else 0.0) / split
         working = max(working, 2 * itemsize * max(layer, table) / split)
-        weights = 0.0 if offload == "full-cpu" else weights / dp_size
+        weights = 0.0 if profile.parameters else weights / dp_size
     summed = shape.gradient_bytes or itemsize
     gradients = summed * shape.trainable / split / (dp_size if stage >= 2 else 1)
     optimizer = shape.state_bytes * shape.trainable / split / (dp_size if stage >= 1 else 1)
     host = 0.0
-    if offload in ("optimizer-cpu", "full-cpu"):
-        host = (shape.state_bytes + 4 + 2 * (1 + (setting.accumulation > 1))) * shape.trainable
-        optimizer, gradients = 0.0, gradients / (1 if stage < 2 else 4)
-    if offload == "full-cpu":
+    if profile.optimizer == "cpu":
+        moved = setting.offload_ratio
+        host = moved * (shape.state_bytes + 4 + 2 * (1 + (setting.accumulation > 1))) * shape.trainable
+        optimizer *= 1 - moved
+        gradients *= 1 - moved + moved / (1 if stage < 2 else 4)
+    elif profile.optimizer:  # in files: the host has buffers alone
+        optimizer, gradients = 0.0, gradients / 4
+    if profile.parameters == "cpu":
         host += itemsize * shape.parameters
+    elif profile.parameters:  # DeepSpeed keeps the first of each rank in host memory (offload_param.max_in_cpu)
+        host += itemsize * min(_MOST_IN_CPU * ranks, shape.parameters)
+    if stage == 0:  # gradients in fp32, and their flat copy (fp16/fused_optimizer.py step)
+        gradients += 8.0 * shape.trainable / split if itemsize < 4 else 0.0
     bucket = 2 * itemsize * min(2e8, shape.trainable / split)
     return weights + working + gradients + optimizer + bucket, host
 
@@ -188,19 +238,28 @@ def _kept_share(setting: Setting) -> float:
 
 
 def _moved_share(setting: Setting) -> float:
-    return _COMPILED_MOVED if setting.compiled else _FUSED_MOVED if setting.kernels == "liger" else 1.0
+    moved = _COMPILED_MOVED if setting.compiled else _FUSED_MOVED if setting.kernels == "liger" else _EAGER_MOVED
+    return moved * (1 + _AGAIN * setting.checkpointing)
 
 
 def activation_bytes(shape: Shape, setting: Setting, itemsize: int) -> float:
     """Return the bytes that the passes of a micro-batch take on a card."""
     tokens = setting.micro * shape.sequence_length
     layer = _layer_bytes(shape, itemsize) * _kept_share(setting) / setting.tensor
-    kept = (1 - setting.checkpointing) * layer + setting.checkpointing * itemsize * shape.hidden
+    inputs = 0.0 if setting.keeps_inputs_on_host else itemsize * shape.hidden
+    kept = (1 - setting.checkpointing) * layer + setting.checkpointing * inputs
     # A stage of a pipeline has its share of the layers, and as many micro-batches in flight as there are stages.
     total = shape.layers * kept + (1.3 * layer if setting.checkpointing else 0.0)
     logits = 10.0 * shape.vocabulary / setting.tensor if setting.loss == "full" else 0.0
     block = 0.5 * GIB if setting.loss != "full" else 0.0
     return tokens * (total + logits + 8 * shape.hidden) + block
+
+
+def inputs_on_host(shape: Shape, setting: Setting, itemsize: int) -> float:
+    """Return the bytes of the inputs of recomputed layers that wait in the host's memory, of one card."""
+    if not setting.keeps_inputs_on_host:
+        return 0.0
+    return setting.micro * shape.sequence_length * itemsize * shape.hidden * shape.layers * setting.checkpointing
 
 
 def step_seconds(shape: Shape, cluster: Candidate, setting: Setting, precision: Precision, itemsize: int) -> float:
@@ -216,18 +275,30 @@ def step_seconds(shape: Shape, cluster: Candidate, setting: Setting, precision: 
     attention = (
         2.0 * (3.5 + setting.checkpointing) * shape.sequence_length * shape.queries * shape.layers * tokens / split
     )
-    kept = _layer_bytes(shape, itemsize) * shape.layers * _moved_share(setting)
-    moved = tokens * kept * (3.0 + setting.checkpointing) / split
+    moved = tokens * _layer_bytes(shape, itemsize) * shape.layers * _moved_share(setting) / split
     moved += tokens * shape.vocabulary * _LOGIT_BYTES[setting.loss] / setting.tensor
     if setting.loss == "chunked":  # its backward pass computes the logits again
         products += 2 * shape.vocabulary * shape.hidden * tokens / split / (_MATMUL * peak)
+    if setting.loss == "liger" and shape.trains_all:
+        # Each chunk of tokens reads the head, and reads and writes its gradient (liger_kernel ops/fused_linear_cross_entropy.py);
+        # chunks of many tokens compute meanwhile.
+        chunks = shape.vocabulary / shape.hidden / 2
+        head = shape.vocabulary * shape.hidden
+        computed = 6 * head * setting.micro * shape.sequence_length / chunks / (_MATMUL * peak)
+        products += setting.accumulation * chunks * max(0.0, 4 * itemsize * head / bandwidth - computed)
     moved += setting.accumulation * shape.trainable / split * 3 * itemsize
     device = products + attention / (_ATTENTION * peak) + moved / bandwidth
     host = setting.accumulation * shape.layers / setting.pipeline * _HOST_SECONDS_OF_LAYER
-    host *= (2.0 + setting.checkpointing) * (0.4 if setting.compiled else 0.7 if setting.kernels == "liger" else 1.0)
+    host *= (2.0 + setting.checkpointing) * (_COMPILED_HOST if setting.compiled else 1.0)
     if setting.stage == 3:
-        host += setting.accumulation * shape.layers * (2 + setting.checkpointing) * _HOST_SECONDS_OF_FETCH
-    seconds = max(device, host) + _communication(shape, cluster, setting, dp_size, split, itemsize, tokens)
+        passes = setting.accumulation * (2 + setting.checkpointing)
+        host += passes * shape.layers * _HOST_SECONDS_OF_FETCHES
+        device += (
+            passes * itemsize * shape.parameters / split * (2 if dp_size == 1 else 1) / bandwidth
+        )  # gathered copies
+    seconds = (device**_BLEND + host**_BLEND) ** (1 / _BLEND) + _communication(
+        shape, cluster, setting, dp_size, split, itemsize, tokens
+    )
     seconds *= 1 + (setting.pipeline - 1) / setting.accumulation
     return seconds + _optimizer_seconds(shape, cluster, setting, bandwidth, dp_size=dp_size, split=split)
 
@@ -246,9 +317,13 @@ def _communication(
     seconds = 0.0
     if dp_size > 1:
         share = (dp_size - 1) / dp_size
-        gradients = 2 * itemsize * shape.trainable / split * share / link
-        seconds += _EXPOSED * gradients * (setting.accumulation if setting.stage >= 2 else 1)
-        if setting.stage == 3:
+        gradients = itemsize * shape.trainable / split * share / link
+        if setting.stage < 3:  # all-reduced after the passes, and the weights gathered
+            seconds += gradients * (
+                2 * (setting.accumulation if setting.stage == 2 else 1) + (1 if setting.stage else 0)
+            )
+        else:
+            seconds += _EXPOSED * gradients * setting.accumulation
             gathers = (2 + setting.checkpointing) * setting.accumulation
             seconds += _EXPOSED * gathers * itemsize * shape.parameters / split * share / link
     if setting.tensor > 1:
@@ -260,12 +335,25 @@ def _optimizer_seconds(
     shape: Shape, cluster: Candidate, setting: Setting, bandwidth: float, *, dp_size: int, split: int
 ) -> float:
     """Return the seconds of the optimizer, on the card or on the host."""
+    profile = PROFILES[setting.offload]
     own = shape.trainable / split / (dp_size if setting.stage else 1)
-    if setting.offload == "none":
-        return own * 30.0 / bandwidth
+    seconds = own * (_ADAM_BYTES if setting.stage else _ADAM_BYTES + _STAGE0_BYTES) / bandwidth
+    parameters = shape.layers / setting.pipeline * (_WEIGHTS_OF_LAYER if shape.trains_all else _ADAPTERS_OF_LAYER)
+    seconds = max(
+        seconds, _HOST_SECONDS_OF_STEP + (1.0 if setting.stage else 0.7) * parameters * _HOST_SECONDS_OF_WEIGHT
+    )
     pcie = 0.7 * (cluster.gpu.pcie_bandwidth_bytes_per_second or 16e9)
+    if profile.activations:
+        # Half of the copies, there and back, beside the passes.
+        return seconds + setting.accumulation * inputs_on_host(shape, setting, 2) / pcie
+    if profile.optimizer is None:
+        return seconds
     node = shape.trainable / cluster.nodes
-    seconds = node * _CPU_ADAM_BYTES / _CPU_BYTES_PER_SECOND + own * 8.0 / pcie
-    if setting.offload == "full-cpu":
+    moved = setting.offload_ratio
+    seconds *= 1 - moved
+    seconds += moved * (node * _CPU_ADAM_BYTES / _CPU_BYTES_PER_SECOND + own * 4.0 / pcie)
+    if profile.parameters:
         seconds += (2 + setting.checkpointing) * setting.accumulation * 2 * shape.parameters / split / dp_size / pcie
+    if profile.optimizer == "nvme":
+        seconds += node * _NVME_BYTES / _NVME_BYTES_PER_SECOND
     return seconds

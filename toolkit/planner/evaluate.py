@@ -142,4 +142,5 @@ class Evaluator:
 def _trace_of(cluster: Candidate, setting: Setting) -> object:
     """Return what a trace depends on, as far as the planner knows it."""
     capability = (cluster.gpu.compute_capability or "").partition(".")[0]
-    return capability, setting.kind, setting.micro, setting.checkpointing, setting.pipeline > 1, setting.stage == 3
+    split, fetches, offloads = setting.pipeline > 1, setting.stage == 3, setting.keeps_inputs_on_host
+    return capability, setting.kind, setting.micro, setting.checkpointing, split, fetches, offloads

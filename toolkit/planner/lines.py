@@ -16,7 +16,8 @@ def describe_layout(cluster: Candidate, setting: Setting) -> str:
     dp_size = cluster.num_gpus // (setting.tensor * setting.pipeline)
     sizes = (("pp", setting.pipeline), ("dp", dp_size), ("tp", setting.tensor))
     axes = [f"{name} {size}" for name, size in sizes if size > 1]
-    offload = "" if setting.offload == "none" else f", {setting.offload}"
+    share = "" if setting.offload_ratio == 1 else f" {setting.offload_ratio:.0%}"
+    offload = "" if setting.offload == "none" else f", {setting.offload}{share}"
     return f"{' × '.join(axes) or 'one card'}, ZeRO-{setting.stage}{offload}"
 
 

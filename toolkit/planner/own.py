@@ -170,7 +170,7 @@ def _changes(plan: Plan, wanted: Mapping[str, Any]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         part = getattr(job, section)
         is_open = name not in part.model_fields_set or getattr(part, name) is None
-        if key in wanted and is_open and wanted[key] != own[key]:
+        if key in wanted and is_open and wanted[key] != own.get(key):
             found[key] = wanted[key]
     batch = ("train.per_device_train_batch_size", "train.gradient_accumulation_steps")
     if any(key in found for key in batch) and job.train.train_batch_size is None:

@@ -12,13 +12,15 @@ from toolkit.planner.bounds import (
     Setting,
     activation_bytes,
     foresee,
+    inputs_on_host,
     state_bytes,
 )
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.evaluate import Evaluator
 from toolkit.planner.question import Question
 from toolkit.planner.shape import itemsize_of, precision_on
-from toolkit.planner.space import batches, engines, layouts, modes, shares_recomputed
+from toolkit.planner.space import LAST_RESORTS, batches, engines, layouts, modes, shares_recomputed
+from toolkit.planning.offload import PROFILES
 
 # A card is filled up to this share by what is only foreseen; an exact estimate decides.
 _FILL = 0.98
@@ -47,25 +49,32 @@ class Ranking:
         nearest: tuple[float, Setting] | None = None
         for group in self._groups(cluster, precision):
             states, on_host = state_bytes(shape, group[0][-1], itemsize, ranks=cluster.num_gpus)
-            if host is not None and on_host / cluster.nodes + PROCESS_BYTES * cluster.gpus_per_node > host:
+            room = float("inf") if host is None else host / cluster.gpus_per_node - PROCESS_BYTES
+            room -= on_host / cluster.num_gpus
+            if room < 0:
                 continue
             for shares in group:  # from no recomputation to the most: the first that fits is the fastest
                 if self._evaluator.is_broken(cluster, shares[0]):
                     continue
                 for setting in shares:
+                    if inputs_on_host(shape, setting, itemsize) > room:
+                        continue
                     taken = states + self._activations(setting, itemsize) * corrections.memory_factor(setting)
                     if taken <= capacity:
                         fitting.append((foresee(shape, cluster, setting, precision, corrections), setting))
                         break
                     if nearest is None or taken < nearest[0]:
                         nearest = taken, setting
+        usual = [each for each in fitting if each[1].offload not in LAST_RESORTS]
+        if usual and question.said("parallel.offload") is None:
+            fitting = usual
         fitting.sort(key=lambda each: each[0].seconds)
         if fitting or nearest is None:
             return fitting, None
         return [], (foresee(shape, cluster, nearest[1], precision, corrections), nearest[1])
 
     def _activations(self, setting: Setting, itemsize: int) -> float:
-        key = (*setting.kind, setting.micro, setting.checkpointing, itemsize)
+        key = (*setting.kind, setting.micro, setting.checkpointing, setting.keeps_inputs_on_host, itemsize)
         if key not in self._activation_bytes:
             self._activation_bytes[key] = activation_bytes(self._evaluator.shape, setting, itemsize)
         return self._activation_bytes[key]
@@ -78,7 +87,7 @@ class Ranking:
             if self._evaluator.is_refused(tensor=tensor, pipeline=pipeline):
                 continue
             sizes = list(batches(question, cluster, split=tensor * pipeline, pipeline=pipeline))
-            for stage, offload in engines(question, cluster, pipeline=pipeline):
+            for stage, offload, ratio in engines(question, cluster, tensor=tensor, pipeline=pipeline):
                 kinds = list(modes(question, stage=stage, tensor=tensor, pipeline=pipeline, precision=precision))
                 found = [
                     [
@@ -93,11 +102,13 @@ class Ranking:
                             loss=loss,
                             kernels=kernels,
                             compiled=compiled,
+                            offload_ratio=ratio,
                         )
                         for share in recomputed
+                        if share or not PROFILES[offload].activations
                     ]
                     for micro, accumulation in sizes
                     for loss, kernels, compiled in kinds
                 ]
-                if found:
+                if found and found[0]:
                     yield found

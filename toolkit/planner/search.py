@@ -15,7 +15,7 @@ from toolkit.cost import StepTime, step_time
 from toolkit.planner.bounds import Foreseen, Setting
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.evaluate import Evaluator
-from toolkit.planner.options import Found, Option, pareto_front, recommend, setting_of
+from toolkit.planner.options import Found, Option, compiled_at_best, fastest, recommend, setting_of
 from toolkit.planner.question import Question
 from toolkit.planner.ranking import Ranking
 from toolkit.planner.space import shares_recomputed
@@ -32,10 +32,11 @@ _WORTH = 1.08
 DEAREST = 4.0
 # Gain below which another setting is not worth an estimate.
 _LEAST_GAIN = 0.03
-# Compiled layers are tried up to this multiple of the best time: arithmetic does not know what the compiler fuses.
-_COMPILED_LIMIT = 1.1
 # A setting that needs a trace of its own must be this much faster than one that needs none.
 _COST_OF_TRACE = 1.05
+
+# Compiled layers are tried once even where the time is over, up to this multiple of it.
+_LATEST = 3.0
 
 # Estimates of one cluster among many, of the user's own, and of a whole search.
 ESTIMATES_OF_CLUSTER = 3
@@ -48,6 +49,8 @@ _FASTEST_FIRST, _MORE = 2, 2
 _MOST_REFUSED = 12
 # Of the user's own cluster, those with compiled layers: tracing these takes seconds.
 COMPILED_ON_OWN = 2
+# Share of a card beyond which a plan is compared with one of a smaller micro-batch.
+_FULL = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +103,12 @@ class Search:
     def run(self, clusters: Sequence[Candidate]) -> Found:
         """Search clusters, and return what was found."""
         found, sites = self.found, {}
+        without: list[Candidate] = []  # clusters that hold none of the settings that were tried
         found.num_clusters = len(clusters)
         for cluster in clusters:
             ranked, nearest = self.rank(cluster)
             if ranked:
-                sites[cluster] = ranked[0][0]
+                sites[cluster] = ranked[0]
             elif nearest is not None:
                 found.best_foreseen.append((cluster, nearest[1], nearest[0]))
         found.num_foreseen = len(sites)
@@ -123,7 +127,12 @@ class Search:
             best = self.settle(cluster)
             if best is not None:
                 found.options.append(best)
-        self._try_compiled()
+            else:
+                without.append(cluster)
+        self._try_compiled(without)
+        if found.options:
+            best = recommend(self._question, found.options)
+            found.options[found.options.index(best)] = self._look_beside(best)
         if not found.options:
             self._look_nearby()
         found.nearly.sort(key=lambda option: option.lacking_bytes / (option.cluster.gpu.memory_bytes or 1))
@@ -138,7 +147,9 @@ class Search:
         self._tell(cluster.name, decided=0)
         usual = self._evaluator.price_plan(cluster, setting_of(default), default)
         best = self.settle(cluster, at_most=at_most)
-        self.settle(cluster, at_most=COMPILED_ON_OWN, compiled=True, best=best)
+        best = self.settle(cluster, at_most=COMPILED_ON_OWN, compiled=True, best=best)
+        if best is not None:
+            self._look_beside(best)
         known = self._evaluator.known()
         if usual is not None and usual.fits:
             known = [option for option in known if option.setting != usual.setting]
@@ -190,19 +201,79 @@ class Search:
             self.found.nearly.append(nearest)
         return best
 
-    def _try_compiled(self) -> None:
-        """Try compiled layers on the clusters of the front, that of the recommended plan first, while there is time."""
-        options = self.found.options
-        if not options or self._question.said("train.torch_compile") is not None:
+    def _look_beside(self, best: Option) -> Option:
+        """Return the best of what differs little from an option: other ZeRO stages, which need no trace, and other micro-batches."""
+        cluster, setting = best.cluster, best.setting
+        ranked = [each for _, each in self.rank(cluster)[0]]
+        axes = ("accumulation", "micro")
+
+        def like(other: Setting, *names: str) -> bool:
+            return other._replace(**{name: getattr(setting, name) for name in names}) == setting
+
+        beside = [each for each in ranked if like(each, "stage") and each.stage < 3 and setting.stage < 3]
+        if best.report.required_bytes > _FULL * (cluster.gpu.memory_bytes or 0):
+            smaller = [each for each in ranked if like(each, *axes) and each.micro < setting.micro]
+            beside += sorted(smaller, key=lambda each: -each.micro)[:1]
+        larger = [each for each in ranked if like(each, *axes) and each.micro > setting.micro]
+        beside += sorted(larger, key=lambda each: -each.micro)[:1]
+        options = [each for each in (best, *(self.evaluate(cluster, each) for each in beside)) if each is not None]
+        return fastest([each for each in options if each.fits])
+
+    def _try_compiled(self, without: Sequence[Candidate]) -> None:
+        """Try compiled layers where they might make a plan of the front, the most promising first, while there is time.
+
+        Args:
+            without: Clusters on which nothing fits without them.
+        """
+        found, tried = self.found, set[Candidate]()
+        if self._question.said("train.torch_compile") is not None:
             return
-        recommended = recommend(self._question, options)
-        for option in [recommended, *(each for each in pareto_front(options) if each is not recommended)]:
-            if self._is_late():
+        learned: dict[str, float] = {}  # exact seconds over the bound, by architecture
+        while True:
+            left = self._worth_compiling(without, tried, learned)
+            if not left or (self._is_late() and (tried or self._is_late(factor=_LATEST))):
+                found.uncompiled = len(left)
                 return
-            self._tell(f"{option.cluster.name}, compiled layers", decided=self.found.num_foreseen)
-            faster = self.settle(option.cluster, at_most=1, compiled=True, best=option)
-            if faster is not None and faster is not option:
-                options[options.index(option)] = faster
+            cluster, best = left[0]
+            tried.add(cluster)
+            self._tell(f"{cluster.name}, compiled layers", decided=found.num_foreseen)
+            faster = self.settle(cluster, at_most=1, compiled=True, best=best)
+            exact = [each for each in self._evaluator.known() if each.cluster is cluster and each.setting.compiled]
+            if best is not None and exact:
+                learned[cluster.gpu.architecture] = min(map(_seconds, exact)) / compiled_at_best(best)
+            if faster is not None and faster is not best:
+                found.options = [each for each in found.options if each is not best]
+                found.options.append(faster)
+
+    def _worth_compiling(
+        self, without: Sequence[Candidate], tried: set[Candidate], learned: dict[str, float]
+    ) -> list[tuple[Candidate, Option | None]]:
+        """Return clusters on which compiled layers might beat what is known, each with its best option, the most promising first."""
+        question, options = self._question, self.found.options
+        hours: dict[Candidate, tuple[float, Option | None]] = {}
+        for option in options:
+            share = compiled_at_best(option) * learned.get(option.cluster.gpu.architecture, 1.0) / _seconds(option)
+            if option.cluster not in tried and share < 1 - _LEAST_GAIN and self._next_compiled(option.cluster, option):
+                hours[option.cluster] = (share * option.hours, option)
+        for cluster in without:
+            ranked = [each for each in self.rank(cluster)[0] if each[1].compiled]
+            if cluster not in tried and ranked:
+                hours[cluster] = (self._hours(cluster, *ranked[0]), None)
+        recommended = recommend(question, options) if options else None
+        found = []
+        for cluster, (least, best) in hours.items():
+            usd = least * (cluster.usd_per_hour or 0.0)
+            beaten = any(each.hours <= least and (each.usd or 0.0) <= usd for each in options if each is not best)
+            over = (question.budget_usd is not None and usd > question.budget_usd) or (
+                question.deadline_hours is not None and least > question.deadline_hours
+            )
+            if not beaten and not over:
+                found.append((best is None or best is not recommended, least * (usd or 1.0), cluster, best))
+        found.sort(key=lambda each: each[:2])
+        return [(cluster, best) for _, _, cluster, best in found]
+
+    def _next_compiled(self, cluster: Candidate, best: Option) -> bool:
+        return self._next(cluster, best, compiled=True, safest=False) is not None
 
     def _next(self, cluster: Candidate, best: Option | None, *, compiled: bool, safest: bool) -> Setting | None:
         """Return the most promising setting without exact figures, or the one that needs least; None where none is worth them."""
@@ -216,7 +287,9 @@ class Search:
             and self._evaluator.may_fit(cluster, setting)
         ]
         if best is not None:
-            limit = (_COMPILED_LIMIT if compiled and not best.setting.compiled else 1 - _LEAST_GAIN) * _seconds(best)
+            limit = (1 - _LEAST_GAIN) * _seconds(best)
+            if compiled and not best.setting.compiled and compiled_at_best(best) < limit:
+                limit = float("inf")  # arithmetic does not know what the compiler fuses; the parts of an exact time do
             new = [each for each in new if each[0].seconds < limit]
         if not new:
             return None
@@ -228,13 +301,14 @@ class Search:
         close = [setting for foreseen, setting in new if foreseen.seconds <= least]
         return next((setting for setting in close if self._evaluator.is_traced(cluster, setting)), close[0])
 
-    def _promising(self, sites: dict[Candidate, Foreseen]) -> dict[Candidate, tuple[float, float]]:
+    def _promising(self, sites: dict[Candidate, tuple[Foreseen, Setting]]) -> dict[Candidate, tuple[float, float]]:
         """Return the hours and the price that are foreseen for the clusters that may still be among the best."""
         question, found = self._question, {}
         prices = [option.usd for option in self.found.options if option.usd is not None]
         dearest = DEAREST * min(prices) if prices and question.deadline_hours is None else float("inf")
-        for cluster, foreseen in sites.items():
-            hours, usd = self._foreseen(cluster, foreseen)
+        for cluster, (foreseen, setting) in sites.items():
+            hours = self._hours(cluster, foreseen, setting)
+            usd = hours * (cluster.usd_per_hour or 0.0)
             if usd > dearest:
                 continue
             better = [
@@ -249,13 +323,14 @@ class Search:
                 found[cluster] = (hours, usd)
         return found
 
-    def _foreseen(self, cluster: Candidate, foreseen: Foreseen) -> tuple[float, float]:
+    def _hours(self, cluster: Candidate, foreseen: Foreseen, setting: Setting) -> float:
+        """Return the hours that are foreseen of a setting, with what was learned since, and the benefit of doubt."""
         train = self._question.job.train
         assert train.sequence_length is not None
         batch = train.train_batch_size or cluster.num_gpus
         steps = self._question.total_tokens / (batch * train.sequence_length)
-        hours = _BENEFIT_OF_DOUBT * foreseen.seconds * steps / 3600
-        return hours, hours * (cluster.usd_per_hour or 0.0)
+        seconds = foreseen.plain_seconds * self._evaluator.corrections.time_factor(cluster.gpu, setting)
+        return _BENEFIT_OF_DOUBT * seconds * steps / 3600
 
     def _choose(self, left: dict[Candidate, tuple[float, float]], *, turn: int) -> Candidate:
         """Return the cheapest, the fastest or what is good at both, in turn."""

@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.config.job import Kernels, Loss, Offload
+from toolkit.config.job import Job, Kernels, Loss, Offload
 from toolkit.planner.bounds import Setting, least_bytes
 from toolkit.planner.clusters import Candidate
 from toolkit.planner.question import Question
 from toolkit.planner.shape import Shape, itemsize_of, precision_on
+from toolkit.planning.offload import PROFILES
 from toolkit.planning.rules.kernels import PLAIN_MODEL_TYPES
 from toolkit.topology.grid import divisors
 
@@ -21,7 +22,13 @@ _SPLIT_ABOVE = 0.5
 _MOST_TOKENS = 131_072
 _MOST_SIZES = 6
 
+# Profiles that are tried where no other holds the job: each is slower, and none needs less than those that move the optimizer.
+LAST_RESORTS = ("activations-cpu", "optimizer-nvme", "full-nvme")
+# Shares of the optimizer's state that a partial offload moves.
+_RATIOS = (0.25, 0.5, 0.75)
+
 Mode = tuple[Loss, Kernels, bool]
+Engine = tuple[int, Offload, float]
 
 
 def layouts(question: Question, shape: Shape, cluster: Candidate) -> Iterator[tuple[int, int]]:
@@ -46,21 +53,53 @@ def layouts(question: Question, shape: Shape, cluster: Candidate) -> Iterator[tu
                 yield tp_size, pp_size
 
 
-def engines(question: Question, cluster: Candidate, *, pipeline: int) -> Iterator[tuple[int, Offload]]:
-    """Yield ZeRO stages, each with the offload profiles that go with it, the fastest first."""
-    strategy, said = question.job.parallel.strategy, question.said("parallel.zero_stage")
+def engines(question: Question, cluster: Candidate, *, tensor: int = 1, pipeline: int) -> Iterator[Engine]:
+    """Yield ZeRO stages, each with the offload profiles that go with it and the shares that these move."""
+    job = question.job
+    strategy, said = job.parallel.strategy, question.said("parallel.zero_stage")
     if strategy != "zero":
-        yield (0 if strategy == "ddp" else 3), question.job.parallel.offload
+        yield (0 if strategy == "ddp" else 3), job.parallel.offload, 1.0
         return
-    stages = [said] if said is not None else [1, 2, 3]
-    offload = question.said("parallel.offload")
-    for stage in stages:
-        if stage == 3 and said is None and (pipeline > 1 or question.job.train.method == "qlora"):
+    offload, ratio = question.said("parallel.offload"), question.said("parallel.offload_ratio")
+    ranks = cluster.num_gpus // (tensor * pipeline)
+    for stage in [said] if said is not None else [0, 1, 2, 3]:
+        if said is None and stage == 0 and not _may_replicate(question, cluster, ranks=ranks, split=tensor * pipeline):
             continue
-        profiles: list[Offload] = ["none", "optimizer-cpu"] if stage < 3 else ["none", "optimizer-cpu", "full-cpu"]
-        if stage == 0 or question.job.train.optimizer not in ("adamw", "adamw_torch"):
-            profiles = ["none"]
-        yield from ((stage, profile) for profile in ([offload] if offload is not None else profiles))
+        if said is None and stage == 3 and (pipeline > 1 or job.train.method == "qlora"):
+            continue
+        for profile in [offload] if offload is not None else _profiles(job, stage=stage, pipeline=pipeline):
+            if PROFILES[profile].partial:
+                yield from ((stage, profile, share) for share in ([ratio] if ratio is not None else _RATIOS))
+            else:
+                yield stage, profile, 1.0
+
+
+def _may_replicate(question: Question, cluster: Candidate, *, ranks: int, split: int) -> bool:
+    """Return whether ZeRO-0 is among the choices: on one rank, where its gradients are summed and stepped as those of other stages.
+
+    Source:
+        deepspeed runtime/fp16/fused_optimizer.py step: gradients of the training precision, cast to fp32 for the step, as
+        runtime/zero/stage_1_and_2.py does; measured by benchmarks/job_speed.py, losses of l3b-zero0 and q05-compile-zero0 differ
+        by up to 2e-5. fp16 has another loss scaler there, and is left out.
+    """
+    precision = precision_on(question.job, cluster.gpu)
+    sums = question.job.train.gradient_accumulation_dtype
+    return ranks == 1 and split == 1 and precision in ("bf16", "fp32") and sums in (None, precision)
+
+
+def _profiles(job: Job, *, stage: int, pipeline: int) -> list[Offload]:
+    """Return the offload profiles of a stage; files are chosen only where the job names a folder for them."""
+    train = job.train
+    found: list[Offload] = ["none"]
+    if stage and train.optimizer in ("adamw", "adamw_torch"):
+        found.append("optimizer-cpu")
+        if stage == 3:
+            found += ["full-cpu"] if train.optimizer != "adamw" else ["optimizer-cpu-partial", "full-cpu"]
+            if job.cluster.nvme_path is not None:
+                found += ["optimizer-nvme", "full-nvme"]
+    if stage and pipeline == 1:
+        found.append("activations-cpu")
+    return found
 
 
 def modes(question: Question, *, stage: int, tensor: int, pipeline: int, precision: str) -> Iterator[Mode]:
