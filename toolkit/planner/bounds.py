@@ -277,15 +277,7 @@ def step_seconds(shape: Shape, cluster: Candidate, setting: Setting, precision: 
     )
     moved = tokens * _layer_bytes(shape, itemsize) * shape.layers * _moved_share(setting) / split
     moved += tokens * shape.vocabulary * _LOGIT_BYTES[setting.loss] / setting.tensor
-    if setting.loss == "chunked":  # its backward pass computes the logits again
-        products += 2 * shape.vocabulary * shape.hidden * tokens / split / (_MATMUL * peak)
-    if setting.loss == "liger" and shape.trains_all:
-        # Each chunk of tokens reads the head, and reads and writes its gradient (liger_kernel ops/fused_linear_cross_entropy.py);
-        # chunks of many tokens compute meanwhile.
-        chunks = shape.vocabulary / shape.hidden / 2
-        head = shape.vocabulary * shape.hidden
-        computed = 6 * head * setting.micro * shape.sequence_length / chunks / (_MATMUL * peak)
-        products += setting.accumulation * chunks * max(0.0, 4 * itemsize * head / bandwidth - computed)
+    products += _head_seconds(shape, setting, itemsize, rate=_MATMUL * peak, bandwidth=bandwidth) / split
     moved += setting.accumulation * shape.trainable / split * 3 * itemsize
     device = products + attention / (_ATTENTION * peak) + moved / bandwidth
     host = setting.accumulation * shape.layers / setting.pipeline * _HOST_SECONDS_OF_LAYER
@@ -293,14 +285,28 @@ def step_seconds(shape: Shape, cluster: Candidate, setting: Setting, precision: 
     if setting.stage == 3:
         passes = setting.accumulation * (2 + setting.checkpointing)
         host += passes * shape.layers * _HOST_SECONDS_OF_FETCHES
-        device += (
-            passes * itemsize * shape.parameters / split * (2 if dp_size == 1 else 1) / bandwidth
-        )  # gathered copies
-    seconds = (device**_BLEND + host**_BLEND) ** (1 / _BLEND) + _communication(
+        gathered = itemsize * shape.parameters / split * (2 if dp_size == 1 else 1)
+        device += passes * gathered / bandwidth
+    seconds: float = (device**_BLEND + host**_BLEND) ** (1 / _BLEND) + _communication(
         shape, cluster, setting, dp_size, split, itemsize, tokens
     )
     seconds *= 1 + (setting.pipeline - 1) / setting.accumulation
     return seconds + _optimizer_seconds(shape, cluster, setting, bandwidth, dp_size=dp_size, split=split)
+
+
+def _head_seconds(shape: Shape, setting: Setting, itemsize: int, *, rate: float, bandwidth: float) -> float:
+    """Return the seconds that a loss which never holds all logits takes beyond one that does."""
+    head = shape.vocabulary * shape.hidden
+    tokens = setting.micro * shape.sequence_length
+    if setting.loss == "chunked":  # its backward pass computes the logits again
+        return 2 * head * tokens * setting.accumulation / rate
+    if setting.loss != "liger" or not shape.trains_all:
+        return 0.0
+    # Each chunk of tokens reads the head, and reads and writes its gradient (liger_kernel ops/fused_linear_cross_entropy.py); chunks
+    # of many tokens compute meanwhile.
+    chunks = shape.vocabulary / shape.hidden / 2
+    computed = 6 * head * tokens / chunks / rate
+    return setting.accumulation * chunks * max(0.0, 4 * itemsize * head / bandwidth - computed)
 
 
 def _communication(
