@@ -161,7 +161,7 @@ def test_each_saving_is_what_the_changed_job_gives(capsys):
 
 
 def test_a_card_that_is_too_small_is_exit_code_1(capsys):
-    code, found = run(capsys, sets=["train.per_device_train_batch_size=64", "train.sequence_length=4096"])
+    code, found = run(capsys, sets=["cluster.gpu=l4-24gb", "model=llama-3.1-8b"])
     assert (code, found["fits"], found["fits_gpu"], found["fits_host"]) == (1, False, False, True)
 
 
@@ -228,14 +228,14 @@ def test_what_is_cheap_to_tell_is_told_at_once_before_the_hub_is_asked(capsys, m
 
 
 def test_a_sweep_estimates_each_combination(capsys):
-    options = ("--sweep", "per_device_train_batch_size=1,64", "--sweep", "train.sequence_length=512,4096")
+    options = ("--sweep", "per_device_train_batch_size=1,64", "--sweep", "train.sequence_length=512,2048")
     code, found = run(capsys, *options)
     assert (code, found["fits"]) == (0, True)
     assert found["keys"] == ["train.per_device_train_batch_size", "train.sequence_length"]
     values = [tuple(row["values"].values()) for row in found["rows"]]
-    assert values == [(1, 512), (1, 4096), (64, 512), (64, 4096)]
+    assert values == [(1, 512), (1, 2048), (64, 512), (64, 2048)]
     assert [row["fits"] for row in found["rows"]][0::3] == [True, False]
-    _, single = run(capsys, sets=["train.sequence_length=4096"])
+    _, single = run(capsys, sets=["train.sequence_length=2048"])
     assert found["rows"][1]["required_bytes"] == single["required_bytes"]
 
 

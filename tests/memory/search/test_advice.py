@@ -145,7 +145,9 @@ def test_the_optimizer_on_the_cpu_is_offered_beside_all_on_the_cpu():
     assert savings["optimizer offload"].saved_bytes < savings["parameter offload"].saved_bytes
 
 
-@pytest.mark.parametrize("train", [{"gradient_checkpointing": False}, {"attention": "eager"}])
+@pytest.mark.parametrize(
+    "train", [{"gradient_checkpointing": False}, pytest.param({"attention": "eager"}, marks=pytest.mark.full)]
+)
 def test_no_trace_is_made_where_the_step_makes_the_peak(train):
     """What a batch takes is gone by then: none of the changes that need a trace changes that phase."""
     case = case_of(train={"sequence_length": 64, **train})
@@ -163,7 +165,7 @@ def test_no_trace_is_made_where_the_step_makes_the_peak(train):
 @pytest.mark.parametrize(
     ("model", "gpu", "method"),
     [
-        ("llama-3.1-8b", "h200-sxm-141gb", "full"),
+        pytest.param("llama-3.1-8b", "h200-sxm-141gb", "full", marks=pytest.mark.full),
         ("llama-3.1-8b", "rtx-4090-24gb", "lora"),
         ("qwen3-0.6b", "t4-16gb", "full"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit.artifacts.record_cache import RecordCache
+from toolkit.cli.app import main
 from toolkit.config.job import Job
 from toolkit.memory.report.calibration import Calibration
 from toolkit.memory.scenario import Scenario
@@ -112,7 +112,9 @@ def test_a_model_with_code_of_its_own_is_not_kept(tmp_path: Path) -> None:
     assert kept.report_key(case.plan(), case, calibration=None, other_allocator=None) is None
 
 
-def test_a_second_command_needs_no_torch(tmp_path: Path) -> None:
+def test_a_second_command_needs_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model: quickstart-llama\ncluster: {gpu: h100-sxm-80gb}\ntrain: {sequence_length: 64}\n")
     code = (
@@ -120,22 +122,14 @@ def test_a_second_command_needs_no_torch(tmp_path: Path) -> None:
         "try:\n    main()\nexcept SystemExit as left:\n    assert not left.code\n"
         "print('with torch' if 'torch' in sys.modules else 'without torch')"
     )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TOOLKIT_NO_CACHE": ""}
-
-    def estimate() -> list[str]:
-        run = subprocess.run(
-            [sys.executable, "-c", code, str(job)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return run.stdout.splitlines()
-
-    first, second = estimate(), estimate()
-    assert first[-1] == "with torch"
-    assert second[-1] == "without torch"
-    assert first[:-1] == second[:-1]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOOLKIT_NO_CACHE", "")
+    assert main(["estimate", str(job)]) == 0
+    first = capsys.readouterr().out.splitlines()
+    run = subprocess.run([sys.executable, "-c", code, str(job)], capture_output=True, text=True, check=True)
+    *second, last = run.stdout.splitlines()
+    assert last == "without torch"
+    assert first == second
     (folder,) = (tmp_path / "cache").rglob("traces")
     assert list(folder.iterdir())
 
