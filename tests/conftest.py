@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -80,27 +81,47 @@ def fake_runs() -> dict[str, Any]:
     return {}
 
 
+@pytest.fixture(scope="session")
+def sharing_fake_runs(fake_runs: dict[str, Any]) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which fake runs are shared; fixtures of a longer life than a test's enter it themselves."""
+
+    @contextmanager
+    def sharing() -> Iterator[None]:
+        from toolkit.memory.trace import fake_run, run
+
+        make = fake_run.run_fake
+
+        def shared(spec: Any, config: Any, *, part: Any = None, all_layers: bool) -> Any:
+            key = f"{spec} {type(config)} {config.to_dict()} {vars(config)} {part} {all_layers}"
+            if key not in fake_runs:
+                fake_runs[key] = make(spec, config, part=part, all_layers=all_layers)
+            return fake_runs[key]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fake_run, "run_fake", shared)
+            patch.setattr(run, "run_fake", shared)
+            yield
+
+    return sharing
+
+
+@pytest.fixture
+def compiled_anew() -> None:
+    """Lets layers be compiled for each trace of a test."""
+
+
 @pytest.fixture(autouse=True)
-def shared_fake_runs(request: pytest.FixtureRequest, fake_runs: dict[str, Any]) -> Iterator[None]:
-    """Runs a model on fake tensors once a session, whichever tests ask for it, unless a test changes what would run."""
-    if "monkeypatch" in request.fixturenames or "toolkit.memory.trace.run" not in sys.modules:
+def shared_fake_runs(
+    request: pytest.FixtureRequest, sharing_fake_runs: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Runs a model on fake tensors once a session, whichever tests ask for it, unless a test changes what would run.
+
+    Those of `compiled_anew` look at the folder where the code of compiled layers is kept.
+    """
+    if {"monkeypatch", "compiled_anew"} & set(request.fixturenames) or "toolkit.memory.trace.run" not in sys.modules:
         yield
         return
-    from toolkit.memory.trace import fake_run, run
-
-    make = fake_run.run_fake
-
-    def shared(spec: Any, config: Any, *, part: Any = None, all_layers: bool) -> Any:
-        if spec.torch_compile:  # whose code is kept in a folder that tests look at
-            return make(spec, config, part=part, all_layers=all_layers)
-        key = f"{spec} {type(config)} {config.to_dict()} {vars(config)} {part} {all_layers}"
-        if key not in fake_runs:
-            fake_runs[key] = make(spec, config, part=part, all_layers=all_layers)
-        return fake_runs[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake_run, "run_fake", shared)
-        patch.setattr(run, "run_fake", shared)
+    with sharing_fake_runs():
         yield
 
 

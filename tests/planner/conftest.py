@@ -26,15 +26,16 @@ def price_list(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def answer(price_list):
-    return plan(
-        model="smollm2-135m",
-        tokens="10M",
-        sequence_length=1024,
-        train_batch_size=16,
-        gpus="l4,h100-sxm-80gb",
-        max_gpus=4,
-        prices=price_list,
-        liger=False,
-        seconds=None,
-    )
+def answer(price_list, sharing_fake_runs):
+    with sharing_fake_runs():
+        return plan(
+            model="smollm2-135m",
+            tokens="10M",
+            sequence_length=1024,
+            train_batch_size=16,
+            gpus="l4,h100-sxm-80gb",
+            max_gpus=4,
+            prices=price_list,
+            liger=False,
+            seconds=None,
+        )

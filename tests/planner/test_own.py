@@ -22,9 +22,10 @@ def job_of(**train):
 
 
 @pytest.fixture(scope="module")
-def chosen(tmp_path_factory):
+def chosen(tmp_path_factory, sharing_fake_runs):
     folder = tmp_path_factory.mktemp("plans")
-    return choose(resolve(job_of()), estimator=Estimator(), folder=folder), folder
+    with sharing_fake_runs():
+        return choose(resolve(job_of()), estimator=Estimator(), folder=folder), folder
 
 
 def test_open_values_are_chosen_and_recorded(chosen):
@@ -54,11 +55,15 @@ def test_a_choice_is_remembered(chosen, monkeypatch):
     "content",
     ["", "{", "[]", '{"values": 1, "reason": "", "line": ""}', '{"values": {"model": 1}, "reason": "", "line": ""}'],
 )
-def test_a_damaged_memory_is_searched_again(chosen, tmp_path, content):
+def test_a_damaged_memory_is_searched_again(chosen, tmp_path, monkeypatch, content):
     made, folder = chosen
     (file,) = folder.glob("*.json")
+    found, searched = json.loads(file.read_text()), []
     (tmp_path / file.name).write_text(content)
-    assert choose(resolve(job_of()), estimator=Estimator(), folder=tmp_path).values == made.values
+    monkeypatch.setattr("toolkit.planner.own._search", lambda *given: searched.append(given) or dict(found))
+    assert choose(resolve(job_of()), folder=tmp_path).values == made.values
+    assert len(searched) == 1
+    assert json.loads((tmp_path / file.name).read_text()) == found
 
 
 def test_what_the_job_says_is_never_changed(tmp_path):

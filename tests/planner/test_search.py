@@ -22,8 +22,8 @@ def question_of(price_list, **changes):
     values = {
         "model": "smollm2-135m",
         "tokens": "10M",
-        "sequence_length": 512,
-        "train_batch_size": 8,
+        "sequence_length": 1024,  # as in the other tests: traces are shared
+        "train_batch_size": 16,
         "gpus": "l4",
         "max_gpus": 1,
     }
@@ -49,10 +49,10 @@ def test_traces_are_shared_between_clusters(price_list):
     question = question_of(price_list, gpus="h100-sxm-80gb", max_gpus=8)
     estimator = Estimator()
     searched = Search(question, estimator)
-    setting = Setting(1, 1, 2, "none", 1, 8, 1.0, "chunked", "eager", False)
+    setting = Setting(1, 1, 2, "none", 1, 16, 1.0, "chunked", "eager", False)
     options = []
     for cluster in candidate_clusters(question.gpus, question.prices, max_gpus=8, spot=False):
-        options.append(searched.evaluate(cluster, setting._replace(accumulation=8 // cluster.num_gpus)))
+        options.append(searched.evaluate(cluster, setting._replace(accumulation=16 // cluster.num_gpus)))
     assert len(options) == 4
     assert estimator.num_traces == 1
     needs = [option.report.required_bytes for option in options]
@@ -104,7 +104,7 @@ def test_the_own_cluster_is_compared_with_the_fixed_defaults(price_list):
     for option in search(said).options:
         assert option.setting.checkpointing == 1.0
         assert option.setting.stage == 3
-        assert option.plan.settings.batch.train == 8
+        assert option.plan.settings.batch.train == 16
 
 
 def test_the_price_of_time_may_be_another(price_list):

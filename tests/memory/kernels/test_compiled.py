@@ -12,6 +12,8 @@ from toolkit.config.job import Lora
 from toolkit.memory.kernels import compiled
 from toolkit.memory.kernels.code_cache import TextCache
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
