@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from toolkit.memory.kernels.operations import OperationRecorder
 from toolkit.memory.trace.events import LayerRef, Recorder, Release, in_blocks
 from toolkit.memory.trace.fake_ops import FakeOpRule
+from toolkit.memory.trace.fake_results import FakeResults
 
 # Bytes that a CUDA kernel, given its first argument, allocates in addition to its result, which fake tensors do not show:
 # grad * output (cuda/SoftMax.cu softmax_backward_cuda_out), isneginf of the scores (transformers/attention.cpp
@@ -66,6 +67,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owner = owner
         self._answers = answers
         self._operations = operations
+        self._results = FakeResults()
         self._live: dict[int, _Storage] = {}
         self._on_host = False
 
@@ -91,7 +93,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result is NotImplemented:
                 result = answer(function, args, kwargs or {})
         if result is NotImplemented:
-            result = function(*args, **(kwargs or {}))
+            result = self._results.run(function, args, kwargs or {})
         if isinstance(result, torch.Tensor):
             self._watch(result)
         else:
