@@ -24,9 +24,6 @@ _LIVE_PARAMETERS = 1.0e9
 # Most parameters of a rank that DeepSpeed keeps in host memory before it writes files (runtime/zero/offload_config.py max_in_cpu).
 _MOST_IN_CPU = 1.0e9
 
-# Keys of factors of time, the most alike first, that have the engine in common.
-_SAME_ENGINE = 4
-
 # Host memory of a process without what is offloaded, bytes (toolkit.memory.report.host).
 PROCESS_BYTES = 2.2 * GIB
 
@@ -41,17 +38,21 @@ _COMPILED_HOST = 0.4
 _EAGER_MOVED, _FUSED_MOVED, _COMPILED_MOVED, _AGAIN = 11.0, 6.3, 2.2, 0.33
 # Of ZeRO-3, the fetches of a layer's modules.
 _HOST_SECONDS_OF_LAYER, _HOST_SECONDS_OF_FETCHES = 2.3e-3, 5e-3
+# What the hooks and copies of ZeRO-3 add to the card's time.
+_STAGE3_SHARE = 1.06
 # Norm that joins the card's and the host's time, as toolkit.cost.step has it.
 _BLEND = 4.0
 _EXPOSED = 0.4
-# Of the optimizer step, that the card waits for: on the whole, and for each trained tensor; and how many of these a layer has.
+# Host's seconds of the optimizer step that the card waits for: on the whole, and for each trained tensor; and how many of these a layer has.
 _HOST_SECONDS_OF_STEP, _HOST_SECONDS_OF_WEIGHT = 7e-3, 0.13e-3
 _WEIGHTS_OF_LAYER, _ADAPTERS_OF_LAYER = 9, 14
 # Bytes moved for each logit: in full they are written, cast, and read for the loss and its gradient.
 _LOGIT_BYTES: dict[Loss, float] = {"full": 48.0, "chunked": 100.0, "liger": 12.0}
 _CPU_ADAM_BYTES, _CPU_BYTES_PER_SECOND = 43.0, 110e9
 # Bytes a parameter of Adam on the card, of the copies that ZeRO-0 makes besides, and of files that are read and written.
-_ADAM_BYTES, _STAGE0_BYTES = 30.0, 50.0
+_ADAM_BYTES, _STAGE0_BYTES, _STAGE0_HOST = 30.0, 50.0, 0.7
+# Where the optimizer is on the host, what its copies take at least.
+_OFFLOAD_SECONDS = 2e-3
 _NVME_BYTES, _NVME_BYTES_PER_SECOND = 28.0, 4e9
 
 
@@ -143,19 +144,12 @@ class Corrections:
             self.time[key] = factor
 
     def time_factor(self, gpu: Gpu, setting: Setting) -> float:
-        """Return the factor of time: of the card with these kernels and this engine, else of its kind, else of any.
-
-        What only other engines have shown makes nothing slower: their errors are of other kinds.
-        """
-        keys = _time_keys(gpu, setting)
-        for number, key in enumerate(keys):
-            if key in self.time:
-                return self.time[key] if number < _SAME_ENGINE else min(1.0, self.time[key])
-        return 1.0
+        """Return the factor of time: of the card with this engine and these kernels, else of what is most alike."""
+        return next((self.time[key] for key in _time_keys(gpu, setting) if key in self.time), 1.0)
 
 
 def _time_keys(gpu: Gpu, setting: Setting) -> tuple[object, ...]:
-    """Return what factors of time are kept under, from the most alike to any; the first `_SAME_ENGINE` have the same engine."""
+    """Return what factors of time are kept under, from the most alike to any."""
     engine = setting.stage == 3, setting.offload != "none"
     kernels = setting.compiled, setting.kernels
     names = gpu.name, gpu.architecture
@@ -286,7 +280,7 @@ def step_seconds(shape: Shape, cluster: Candidate, setting: Setting, precision: 
         passes = setting.accumulation * (2 + setting.checkpointing)
         host += passes * shape.layers * _HOST_SECONDS_OF_FETCHES
         gathered = itemsize * shape.parameters / split * (2 if dp_size == 1 else 1)
-        device += passes * gathered / bandwidth
+        device = _STAGE3_SHARE * device + passes * gathered / bandwidth
     seconds: float = (device**_BLEND + host**_BLEND) ** (1 / _BLEND) + _communication(
         shape, cluster, setting, dp_size, split, itemsize, tokens
     )
@@ -344,16 +338,14 @@ def _optimizer_seconds(
     profile = PROFILES[setting.offload]
     own = shape.trainable / split / (dp_size if setting.stage else 1)
     seconds = own * (_ADAM_BYTES if setting.stage else _ADAM_BYTES + _STAGE0_BYTES) / bandwidth
-    parameters = shape.layers / setting.pipeline * (_WEIGHTS_OF_LAYER if shape.trains_all else _ADAPTERS_OF_LAYER)
-    seconds = max(
-        seconds, _HOST_SECONDS_OF_STEP + (1.0 if setting.stage else 0.7) * parameters * _HOST_SECONDS_OF_WEIGHT
-    )
+    tensors = shape.layers / setting.pipeline * (_WEIGHTS_OF_LAYER if shape.trains_all else _ADAPTERS_OF_LAYER)
+    host = _HOST_SECONDS_OF_STEP + (1.0 if setting.stage else _STAGE0_HOST) * tensors * _HOST_SECONDS_OF_WEIGHT
     pcie = 0.7 * (cluster.gpu.pcie_bandwidth_bytes_per_second or 16e9)
     if profile.activations:
         # Half of the copies, there and back, beside the passes.
-        return seconds + setting.accumulation * inputs_on_host(shape, setting, 2) / pcie
+        return max(seconds, host) + setting.accumulation * inputs_on_host(shape, setting, 2) / pcie
     if profile.optimizer is None:
-        return seconds
+        return max(seconds, host)
     node = shape.trainable / cluster.nodes
     moved = setting.offload_ratio
     seconds *= 1 - moved
@@ -362,4 +354,4 @@ def _optimizer_seconds(
         seconds += (2 + setting.checkpointing) * setting.accumulation * 2 * shape.parameters / split / dp_size / pcie
     if profile.optimizer == "nvme":
         seconds += node * _NVME_BYTES / _NVME_BYTES_PER_SECOND
-    return seconds
+    return max(seconds, host) + _OFFLOAD_SECONDS

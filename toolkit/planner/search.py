@@ -210,7 +210,13 @@ class Search:
         def like(other: Setting, *names: str) -> bool:
             return other._replace(**{name: getattr(setting, name) for name in names}) == setting
 
-        beside = [each for each in ranked if like(each, "stage") and each.stage < 3 and setting.stage < 3]
+        beside = [
+            each
+            for each in ranked
+            if like(each, "stage", "offload", "offload_ratio")
+            and each.stage < 3
+            and each.offload in ("none", setting.offload)
+        ]
         if best.report.required_bytes > _FULL * (cluster.gpu.memory_bytes or 0):
             smaller = [each for each in ranked if like(each, *axes) and each.micro < setting.micro]
             beside += sorted(smaller, key=lambda each: -each.micro)[:1]
