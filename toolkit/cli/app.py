@@ -6,10 +6,11 @@ Exit codes: 0 fine; 1 the job does not fit, or a check failed; 2 bad input; 3 th
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -38,6 +39,9 @@ COMMANDS = (
     "models",
 )
 
+
+# Commands that start no run and end within seconds.
+BRIEF = frozenset({"validate", "estimate", "plan", "emit", "topology", "schedule", "gpus", "models"})
 
 # Base class of typer's errors for a command line; typer exports no name for it, and the click it builds on varies.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
@@ -104,6 +108,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str], interaction: Interaction) -> int:
     # The called command is enough; listing the commands, or suggesting one for a typing error, needs all.
     called = [name for name in COMMANDS if name in arguments[:1]]
+    with _uncollected() if BRIEF.intersection(called) else contextlib.nullcontext():
+        return _call(called, arguments, interaction)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Run a `with` block without searching for garbage, of which imports leave none; estimates switch it on again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _call(called: Sequence[str], arguments: list[str], interaction: Interaction) -> int:
     try:
         # Not standalone: its errors are then printed here, as JSON where that was asked for.
         result = typer.main.get_command(build_app(called or COMMANDS)).main(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from toolkit.config.job import Dtype, Job
     from toolkit.cost import StepTime
     from toolkit.memory.deepspeed_file import DeepSpeedFile
+    from toolkit.memory.report.report import MemoryReport
     from toolkit.memory.scenario import Scenario
     from toolkit.memory.search.compare import Strategy
     from toolkit.memory.search.estimator import Estimator
@@ -194,20 +195,30 @@ def _read_questions(
         SpecError: With all problems.
     """
     from toolkit.cli.best_effort import card_problems
-    from toolkit.memory.deepspeed_file import DeepSpeedFile
-    from toolkit.memory.report.figures import check_plot_path
-    from toolkit.memory.search.choose_gpu import read_gpus
-    from toolkit.memory.search.compare import read_strategies
-    from toolkit.memory.search.sweep import read_axes
 
     problems: list[Problem] = []
     job = collect(problems, lambda: read_job(path, overrides))
     problems += card_problems(path, overrides)
-    file = None if deepspeed_config is None else collect(problems, lambda: DeepSpeedFile.read(deepspeed_config))
-    axes = collect(problems, lambda: read_axes(sweep or []))
-    strategies = None if compare is None else collect(problems, lambda: read_strategies(compare))
-    cards = None if gpus is None else collect(problems, lambda: read_gpus(gpus))
+    file, axes, strategies, cards = None, None, None, None
+    if deepspeed_config is not None:
+        from toolkit.memory.deepspeed_file import DeepSpeedFile
+
+        file = collect(problems, lambda: DeepSpeedFile.read(deepspeed_config))
+    if sweep:
+        from toolkit.memory.search.sweep import read_axes
+
+        axes = collect(problems, lambda: read_axes(sweep))
+    if compare is not None:
+        from toolkit.memory.search.compare import read_strategies
+
+        strategies = collect(problems, lambda: read_strategies(compare))
+    if gpus is not None:
+        from toolkit.memory.search.choose_gpu import read_gpus
+
+        cards = collect(problems, lambda: read_gpus(gpus))
     if plot is not None:
+        from toolkit.memory.report.figures import check_plot_path
+
         collect(problems, lambda: check_plot_path(plot))
     raise_all(SpecError, dict.fromkeys(problems))
     assert job is not None
@@ -232,11 +243,23 @@ def _read_case(path: Path, asked: _Asked, *, zero_init: bool, load_dtype: Dtype 
     return case
 
 
-def _step_time(estimator: Estimator, plan: Plan, case: Scenario) -> StepTime:
-    from toolkit.cost import step_time
+def _step_time(estimator: Estimator, plan: Plan, case: Scenario, report: MemoryReport) -> StepTime:
+    """Return the time of a step, which is kept beside the report and depends on the card's speeds as well."""
+    from toolkit.catalog.speed import speed_of
+    from toolkit.cost import StepTime, step_time
+    from toolkit.cost.learned import learned_speed
+    from toolkit.memory.search.stored import is_cut_short
 
+    key = None if is_cut_short(report.assumptions) else estimator.key_of(plan, case)
+    if key is not None:
+        key = f"{key} step time {speed_of(plan.gpu)!r} {learned_speed(plan.gpu)!r}"
+    known = estimator.stored.get(key, StepTime)
+    if known is not None:
+        return known
     traces, settings = estimator.step_of(plan, case)
-    return step_time(plan, traces, settings=settings)
+    made = step_time(plan, traces, settings=settings)
+    estimator.stored.keep(key, made)
+    return made
 
 
 def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -> bool:
@@ -247,7 +270,7 @@ def _answer(case: Scenario, *, plot: Path | None, as_json: bool, cached: bool) -
     plan = case.plan()
     with estimating(as_json=as_json, cached=cached, plan=plan) as estimator:
         report = estimator.estimate_plan(plan, case)
-        time = None if plan.on_cpu else _step_time(estimator, plan, case)
+        time = None if plan.on_cpu else _step_time(estimator, plan, case, report)
     if not as_json:
         print_report(case, plan, report, time)
         sys.stdout.flush()

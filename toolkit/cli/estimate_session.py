@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -33,6 +34,9 @@ def estimating(
     from toolkit.launch.packages import quiet_torchao
 
     quiet_torchao()
+    if not gc.isenabled():  # many traces leave garbage, of which the modules that are imported are no part
+        gc.freeze()
+        gc.enable()
     with _left_at_once(), warnings.catch_warnings():
         # Libraries warn each other of their next versions, which the user cannot fix.
         warnings.simplefilter("ignore", FutureWarning)
@@ -62,7 +66,7 @@ def _left_at_once() -> Iterator[None]:
         yield
         return
 
-    from toolkit.launch.supervisor import restore_terminal
+    from toolkit.launch.terminal import restore_terminal
 
     def leave(*_: object) -> None:
         try:

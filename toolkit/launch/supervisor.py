@@ -34,11 +34,11 @@ from toolkit.launch.outcome import (
     rank_name,
 )
 from toolkit.launch.signals import ANNOUNCING, ASKING, SAME_PRESS_SECONDS
+from toolkit.launch.terminal import restore_terminal
 from toolkit.launch.watchdog import Watchdog
 
 _POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
-_SHOW_CURSOR = "\x1b[?25h"
 _CLEAR_LINE = "\r\x1b[2K"
 # For an unknown script: Python's own handler raises KeyboardInterrupt at any point of it.
 WHEN_ASKED = "each rank was sent SIGINT and ends as its script does"
@@ -105,16 +105,6 @@ def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may have gone
         # The line may show the first rank's progress bar, which is redrawn on the next line.
         print(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
-
-
-def restore_terminal() -> None:
-    """Show the cursor of a terminal again and begin a new line, after a process was killed that may have drawn on it."""
-    for stream in (sys.stderr, sys.stdout):
-        with contextlib.suppress(OSError, ValueError):  # the stream is gone or closed
-            if stream.isatty():
-                stream.write(f"{_SHOW_CURSOR}\n")
-                stream.flush()
-                return
 
 
 @contextlib.contextmanager

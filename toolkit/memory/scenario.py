@@ -10,11 +10,11 @@ from toolkit.catalog.gpus import Gpu, find_gpu
 from toolkit.catalog.models import ModelSpec, resolve_model
 from toolkit.config.job import Dtype, Job
 from toolkit.errors import Problem, SpecError
-from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.planning.plan import Plan
 from toolkit.planning.resolve import resolve_with
 
 if TYPE_CHECKING:
+    from toolkit.memory.deepspeed_file import DeepSpeedFile
     from toolkit.memory.report.report import MemoryReport
 
 # Cards of the largest common machine; beyond them one adds machines.

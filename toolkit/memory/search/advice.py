@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.launch.software import Software, missing_kernels
-from toolkit.memory.deepspeed_file import DeepSpeedFile
 from toolkit.memory.scenario import COMMON_GPUS_PER_NODE, Scenario, value_text
 from toolkit.memory.search.rebalance import rebalance_partition
 from toolkit.memory.trace.attribution import LOSS, of_passes
@@ -19,6 +18,7 @@ from toolkit.topology.grid import divisors
 from toolkit.units import MIB
 
 if TYPE_CHECKING:
+    from toolkit.memory.deepspeed_file import DeepSpeedFile
     from toolkit.memory.report.report import MemoryReport
     from toolkit.memory.search.estimator import Estimator
 

@@ -13,11 +13,8 @@ from toolkit.artifacts.record_cache import RecordCache
 from toolkit.catalog.gpus import Gpu
 from toolkit.errors import ToolkitError
 from toolkit.launch.environment import ALLOCATOR
-from toolkit.memory.engines.settings import EngineSettings, engine_settings, keeps_frozen_inputs
-from toolkit.memory.estimate import report_of
 from toolkit.memory.kernels.device import Device
 from toolkit.memory.report.calibration import Calibration
-from toolkit.memory.report.ranks import stage_required_bytes
 from toolkit.memory.report.report import MemoryReport
 from toolkit.memory.scenario import Outcome, Scenario
 from toolkit.memory.search.stored import StoredEstimates
@@ -26,6 +23,7 @@ from toolkit.pipeline_schedule import StageSpec
 from toolkit.planning.plan import Plan
 
 if TYPE_CHECKING:
+    from toolkit.memory.engines.settings import EngineSettings
     from toolkit.memory.trace.run import StageTracer
 
 MARKED = {"marks_modules": True}  # plans of all stages share a trace, whose marks lower stages do not read
@@ -84,6 +82,8 @@ class Estimator:
         known = self.stored.report(key)
         if known is not None:
             return known
+        from toolkit.memory.estimate import report_of
+
         report, notes = report_of(plan, case, trace=self._trace, calibration=calibration), []
         if calibration is not None:
             notes.append(f"context and NCCL as `toolkit calibrate` measured them for {plan.gpu.name} on this machine")
@@ -99,6 +99,8 @@ class Estimator:
         Raises:
             PlanError: As of `estimate`.
         """
+        from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
+
         config = None if case.file is None else case.file.resolved(plan)
         settings = engine_settings(plan, config, zero_init=case.zero_init)
         return self._trace(plan, keeps_inputs=keeps_frozen_inputs(plan, settings)), settings
@@ -120,6 +122,8 @@ class Estimator:
 
     def traces(self, plan: Plan) -> Traces:
         """Return the traces of a plan's ranks, one for each stage of its pipeline: those of its estimate, made once."""
+        from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
+
         settings = engine_settings(plan)
         return self._trace(
             plan, marks_modules=settings.zero_stage == 3, keeps_inputs=keeps_frozen_inputs(plan, settings)
@@ -127,6 +131,8 @@ class Estimator:
 
     def stages(self, plan: Plan) -> StageRequirements:
         """Return the requirements of the stages of a plan's pipeline, for any split."""
+        from toolkit.memory.engines.settings import engine_settings, keeps_frozen_inputs
+
         tracer = partial(self._tracer, plan, keeps_inputs=keeps_frozen_inputs(plan, engine_settings(plan)))
         return StageRequirements(
             plan,
@@ -200,6 +206,8 @@ class StageRequirements:
         part = StageSpec(chunks=(range(start, stop),), num_layers=sum(self._plan.settings.partition))
         key = stage, self._tracer.kind(part)
         if key not in self._known:
+            from toolkit.memory.report.ranks import stage_required_bytes
+
             self._known[key] = stage_required_bytes(
                 self._plan,
                 stage,

@@ -142,7 +142,7 @@ class StoredEstimates:
 
     def keep_report(self, key: str | None, report: MemoryReport) -> None:
         """Keep a report."""
-        if key is not None and self._cache is not None and not _is_cut_short(report.assumptions):
+        if key is not None and self._cache is not None and not is_cut_short(report.assumptions):
             self._cache.put(key, report, _reports())
 
     def traces(self, key: str | None) -> Traces | None:
@@ -151,14 +151,14 @@ class StoredEstimates:
 
     def keep_traces(self, key: str | None, traces: Traces) -> None:
         """Keep traces."""
-        if key is not None and self._cache is not None and not any(_is_cut_short(each.assumptions) for each in traces):
+        if key is not None and self._cache is not None and not any(is_cut_short(each.assumptions) for each in traces):
             self._cache.put(key, tuple(traces), _traces())
 
     def _keeps(self, plan: Plan) -> bool:
         return self._cache is not None and not plan.job.model.trust_remote_code
 
 
-def _is_cut_short(assumptions: Sequence[str]) -> bool:
+def is_cut_short(assumptions: Sequence[str]) -> bool:
     """Return whether a layer was not compiled in time, which it may be on another day."""
     return any(OUT_OF_TIME in line for line in assumptions)
 
