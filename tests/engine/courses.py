@@ -41,7 +41,8 @@ class Case:
     """A plan, and how close it must come to the reference: losses and norms, then weights."""
 
     train: dict[str, Any]
-    stage: int
+    stage: int | None = None
+    strategy: str = "zero"
     architecture: str = "llama"
     offload: str = "none"
     packing: str = "wrapped"
@@ -69,6 +70,7 @@ class Case:
             gpu=gpu,
             train={"gradient_accumulation_steps": self.micro_batches, **self.train},
             parallel={
+                "strategy": self.strategy,
                 "zero_stage": self.stage,
                 "offload": self.offload,
                 "tensor": self.tensor,
@@ -164,6 +166,7 @@ def full_weights(model: torch.nn.Module, world: World) -> dict[str, Any]:
         if weight.requires_grad:
             full = safe_get_full_fp32_param(weight)
             value = (weight if full is None else full).detach().float()
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
             if name in shards:
                 value = shards[name].gather(value, tp_group=world.tp_group)
             found[name if cut is None else cut.tied_copy.get(name, name)] = value.cpu().numpy().copy()
@@ -201,6 +204,7 @@ def factors(case: Case) -> tuple[tuple[str, Any], ...]:
     config = sorted((key, value) for key, value in case.config.items() if key != "num_hidden_layers")
     return (
         ("stage", case.stage),
+        ("strategy", case.strategy),
         ("model", f"{case.architecture} {config}"),
         ("optimizer", train["optimizer"]),
         ("method", str(train["lora"]) if "method" in train else "full"),

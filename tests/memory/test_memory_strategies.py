@@ -113,8 +113,6 @@ def test_stage_0_without_a_fused_kernel(estimator):
 @pytest.mark.parametrize(
     ("key", "parallel", "train"),
     [
-        ("parallel.strategy", {"strategy": "ddp"}, {}),
-        ("parallel.strategy", {"strategy": "fsdp2"}, {}),
         ("train.optimizer", {}, {"optimizer": "adamw_8bit"}),
         ("train.method", {}, {"method": "qlora"}),
     ],

@@ -38,7 +38,7 @@ def sample(tmp_path_factory):
     return sample
 
 
-def make_plan(sample: Any, stage: int, precision: str, out: Path) -> tk.Plan:
+def make_plan(sample: Any, stage: int | None, precision: str, out: Path, strategy: str = "zero") -> tk.Plan:
     return tk.resolve(
         tk.Job(
             model=str(sample.model),
@@ -56,7 +56,7 @@ def make_plan(sample: Any, stage: int, precision: str, out: Path) -> tk.Plan:
                 output_dir=out / "run",
             ),
             data=tk.Data(train=str(sample.data)),
-            parallel=tk.Parallel(zero_stage=stage),
+            parallel=tk.Parallel(strategy=strategy, zero_stage=stage),
         )
     )
 
@@ -173,6 +173,66 @@ def test_final_weights_are_in_the_folder_equal_and_load(runs, sample):
         for name, weight in state.items():
             difference = float((weight.float() - reference[name]).abs().max())
             assert difference <= TOLERANCE, f"{way}: {name}"
+
+
+def test_ddp_trains_as_under_trainer(sample, tmp_path):
+    plan = make_plan(sample, None, "fp32", tmp_path, "ddp")
+    emitted = tk.emit(plan, tmp_path / "emitted")
+    assert not [path for path in emitted if path.name.startswith("deepspeed")]
+    torchrun = ["torchrun", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launch(("toolkit", "trainer"), [tmp_path], torchrun, tmp_path / "torchrun.json")
+    ours, theirs = (json.loads((tmp_path / way / "report.json").read_text()) for way in ("toolkit", "trainer"))
+    assert theirs["distributed_type"] == "MULTI_CPU"
+    assert ours["losses"][-1] < ours["losses"][0] - 0.2
+    assert ours["norms"][0] > plan.job.train.max_grad_norm, "nothing is clipped"
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=TOLERANCE)
+    assert theirs["norms"] == pytest.approx(ours["norms"], rel=TOLERANCE)
+    trained, others = (load_file(tmp_path / way / "final" / "model.safetensors") for way in ("toolkit", "trainer"))
+    assert all(float((others[name] - weight).abs().max()) <= TOLERANCE for name, weight in trained.items())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_libraries_read_ddp_and_fsdp2_as_they_are_meant(strategy, tmp_path):
+    from three_ways import launched_environment
+    from transformers import TrainingArguments
+
+    job = tk.Job(
+        model="quickstart-llama",
+        cluster=tk.Cluster(gpu="h100-sxm-80gb", gpus_per_node=2),
+        train=tk.Train(precision="fp32"),
+        parallel=tk.Parallel(strategy=strategy),
+    )
+    plan = tk.resolve(job)
+    tk.emit(plan, tmp_path)
+    told = launched_environment(tmp_path / "accelerate.yaml", str(free_port()))
+    arguments = TrainingArguments(**plan.training_arguments() | {"use_cpu": True, "output_dir": str(tmp_path / "run")})
+    assert arguments.deepspeed is None
+    assert told["ACCELERATE_MIXED_PRECISION"] == "no"
+    if strategy == "fsdp2":
+        assert (told["ACCELERATE_USE_FSDP"], told["FSDP_VERSION"]) == ("true", "2")
+        assert told["FSDP_RESHARD_AFTER_FORWARD"] == "true"
+        assert arguments.fsdp_plugin_args["fsdp_version"] == 2
+        assert arguments.fsdp_plugin_args["reshard_after_forward"] is True
+    else:
+        assert "ACCELERATE_USE_FSDP" not in told
+        assert arguments.ddp_find_unused_parameters is False
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_torch_strategies_on_cpu_are_refused_to_who_would_run_another(strategy):
+    job = tk.Job(
+        model="quickstart-llama",
+        cluster=tk.Cluster(gpu="cpu", gpus_per_node=2),
+        parallel=tk.Parallel(strategy=strategy),
+    )
+    plan = tk.resolve(job)
+    with pytest.raises(tk.ToolkitError) as caught:
+        plan.accelerate_config()
+    assert caught.value.codes == ("INTEGRATION_CPU",)
+    if strategy == "fsdp2":
+        with pytest.raises(tk.ToolkitError) as caught:
+            plan.training_arguments()
+        assert caught.value.codes == ("INTEGRATION_CPU",)
 
 
 @pytest.mark.parametrize("consumer", ["trainer", "accelerate"])

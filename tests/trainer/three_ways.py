@@ -81,7 +81,8 @@ def model_of(plan: tk.Plan) -> Any:
 
 def toolkit(plan: tk.Plan, cache: Path, out: Path) -> dict[str, Any] | None:
     with tk.initialize(plan) as run:
-        config, report = run.engine.config, engine_report(run.engine)
+        is_deepspeed = plan.job.parallel.strategy == "zero"
+        config, report = (run.engine.config, engine_report(run.engine)) if is_deepspeed else ({}, {})
         losses, norms = [], []
         for batch in run.loader(data_of(plan, cache)):
             losses.append(float(run.step(batch)))
@@ -104,13 +105,16 @@ def trainer(plan: tk.Plan, cache: Path, out: Path) -> dict[str, Any] | None:
         model_of(plan), arguments, train_dataset=rows_in_order(plan, dataset), data_collator=Collator.of(dataset)
     )
     trainer.train()
-    trainer.save_model(str(out / "final"))
+    strategy = plan.job.parallel.strategy
+    if strategy != "fsdp2":  # which saves each rank's shards
+        trainer.save_model(str(out / "final"))
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "losses": [entry["loss"] for entry in logs],
         "norms": [entry["grad_norm"] for entry in logs],
-        "engine": engine_report(trainer.model_wrapped),
-        "config": trainer.accelerator.state.deepspeed_plugin.deepspeed_config,
+        "engine": engine_report(trainer.model_wrapped) if strategy == "zero" else {},
+        "config": trainer.accelerator.state.deepspeed_plugin.deepspeed_config if strategy == "zero" else {},
+        "distributed_type": trainer.accelerator.distributed_type.value,
     }
 
 
@@ -163,7 +167,7 @@ def launched_environment(config_file: Path, port: str) -> dict[str, str]:
     words = ["--config_file", str(config_file), "--main_process_port", port, __file__]
     with mock.patch("torch.distributed.run.run", side_effect=lambda _: found.update(os.environ)):
         launch_command(launch_command_parser().parse_args(words))
-    return {name: value for name, value in found.items() if name.startswith("ACCELERATE_")}
+    return {name: value for name, value in found.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
 def prepare_environment(way: str, folder: Path, port: str, *, launched: bool) -> None:

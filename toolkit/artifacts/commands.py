@@ -90,11 +90,11 @@ def ways(
     found += _scripts(plan, folder, hosts)
     everywhere = _everywhere(plan)
     if with_trainer:
-        lines = (*_check_builds(folder, "trainer"), *_with_script(_torchrun(plan, hosts)))
+        lines = (*_check_builds(plan, folder, "trainer"), *_with_script(_torchrun(plan, hosts)))
         purpose = f"your script over transformers.Trainer{everywhere}"
         found.append(Way(name="trainer", arguments="SCRIPT.py", purpose=purpose, lines=lines))
     if with_accelerate:
-        lines = (*_check_builds(folder, "accelerate"), *_by_accelerate(_accelerate_config(plan, folder, hosts)))
+        lines = (*_check_builds(plan, folder, "accelerate"), *_by_accelerate(_accelerate_config(plan, folder, hosts)))
         purpose = f"your Accelerate script{everywhere}"
         found.append(Way(name="accelerate", arguments="SCRIPT.py", purpose=purpose, lines=lines))
     return tuple(found)
@@ -165,8 +165,10 @@ def _by_accelerate(lines: Sequence[str]) -> tuple[str, ...]:
     return _with_script((*lines[:-1], f'{lines[-1]} --no_python env PYTHONPATH="${{PYTHONPATH-}}" python'))
 
 
-def _check_builds(folder: Path, consumer: Consumer) -> tuple[str, ...]:
+def _check_builds(plan: Plan, folder: Path, consumer: Consumer) -> tuple[str, ...]:
     """Return shell lines that check and configure DeepSpeed's builds, for scripts whose ranks run none of our code."""
+    if plan.job.parallel.strategy != "zero":
+        return ()
     check = shlex.join(["python", "-P", "-m", "toolkit.launch.builds", str(folder / "plan.json"), consumer])
     return (f'builds="$({check})"', 'eval "$builds"')
 

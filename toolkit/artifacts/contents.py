@@ -39,7 +39,7 @@ FILES: dict[str, str] = {
     PROVENANCE: "for each key of each config: value, where it came from, why",
 }
 EXECUTABLE = frozenset({"commands.sh"})
-_OF_CONSUMER: dict[Consumer, tuple[str, ...]] = {
+_OF_CONSUMER: dict[Consumer, tuple[str, str]] = {
     "trainer": ("deepspeed-trainer.json", "training_arguments.json"),
     "accelerate": ("deepspeed-accelerate.json", "accelerate.yaml"),
 }
@@ -121,21 +121,22 @@ def digest(text: str) -> str:
 def _configs(
     plan: Plan, folder: Path, hosts: Sequence[str] | None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Problem, ...]]]:
-    configs = {"deepspeed.json": plan.deepspeed_config()}
+    is_deepspeed = plan.job.parallel.strategy == "zero"
+    configs = {"deepspeed.json": plan.deepspeed_config()} if is_deepspeed else {}
     left_out: dict[str, tuple[Problem, ...]] = {}
-    for consumer, names in _OF_CONSUMER.items():
+    for consumer, (file, launched) in _OF_CONSUMER.items():
+        path = str(folder / file)
         try:
-            deepspeed = plan.deepspeed_config(consumer)
-            path = str(folder / names[0])
+            deepspeed = {file: plan.deepspeed_config(consumer)} if is_deepspeed else {}
             launcher = (
-                plan.training_arguments() | {"deepspeed": path}
+                plan.training_arguments() | ({"deepspeed": path} if is_deepspeed else {})
                 if consumer == "trainer"
                 else plan.accelerate_config(deepspeed_config_file=path, main_process_ip=hosts[0] if hosts else None)
             )
         except PlanError as error:
-            left_out |= dict.fromkeys(names, error.problems)
+            left_out |= dict.fromkeys((file, launched) if is_deepspeed else (launched,), error.problems)
         else:
-            configs |= {names[0]: deepspeed, names[1]: launcher}
+            configs |= {**deepspeed, launched: launcher}
     return configs, left_out
 
 

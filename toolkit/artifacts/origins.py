@@ -128,6 +128,13 @@ ACCELERATE: dict[str, Origin] = {
         ("cluster.nodes",), "each node starts its own processes; the default, pdsh, needs a hostfile"
     ),
     "distributed_type": Origin(("parallel.strategy",)),
+    "mixed_precision": Origin(("train.precision",), "without DeepSpeed the launcher's file has it"),
+    "fsdp_config.fsdp_version": Origin(("parallel.strategy",)),
+    "fsdp_config.fsdp_auto_wrap_policy": Origin((), "one group for each decoder layer"),
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": Origin((), "one process of a node reads the weights"),
+    "fsdp_config.fsdp_offload_params": Origin((), "weights and optimizer state stay on the card"),
+    "fsdp_config.fsdp_reshard_after_forward": Origin((), "a layer's weights are gathered again in the backward pass"),
+    "fsdp_config.fsdp_state_dict_type": Origin((), "each rank saves its part"),
     "machine_rank": Origin((), "the first node; commands.sh gives the others their rank as --machine_rank"),
     "main_process_ip": Origin((), "the first of the hosts that `toolkit emit` was given: the node of rank 0"),
     "main_process_port": Origin(("cluster.master_port",)),
@@ -184,5 +191,13 @@ TRAINER: dict[str, Origin] = {
         for name in LIGER_KERNELS
     },
     "use_cpu": Origin(("cluster.gpu",)),
+    "optim": Origin(("train.optimizer",), "without DeepSpeed's file Trainer makes the optimizer"),
+    "ddp_find_unused_parameters": Origin((), "a search in each step that a causal language model does not need"),
+    "fsdp": Origin(("parallel.strategy",)),
+    "fsdp_config.version": Origin(("parallel.strategy",)),
+    "fsdp_config.auto_wrap_policy": Origin((), "one group for each decoder layer"),
+    "fsdp_config.cpu_ram_efficient_loading": Origin((), "one process of a node reads the weights"),
+    "fsdp_config.reshard_after_forward": Origin((), "a layer's weights are gathered again in the backward pass"),
+    "fsdp_config.state_dict_type": Origin((), "each rank saves its part"),
     "deepspeed": Origin((), "the file next to this one; Trainer checks that it agrees with these arguments"),
 }

@@ -4,8 +4,8 @@ checkpoint-120/
   manifest.json         size and SHA-256 of every other file; written last, so its presence means "complete"
   plan.json             plan of the run
   state.json            step, length of the run, versions
-  latest                name of DeepSpeed's tag
-  global_step120/       DeepSpeed's shards
+  latest                name of the engine's tag
+  global_step120/       the engine's shards
   random/rank-00000.pt  random states of each rank
   model/                config, generation config, tokenizer, adapter config
   probe.safetensors     scores of the live model, at the end of a run

@@ -72,8 +72,10 @@ def restore(run: Run, folder: Path, *, say: Callable[[str], None]) -> State:
 
 def _load_engine(run: Run, folder: Path, tag: str) -> None:
     """Make the engine load its files; report what it cannot read as damage, even if every checksum is right."""
-    sort_by_rank(run.engine)
-    load_as_data(run.engine, folder)
+    is_deepspeed = run.plan.job.parallel.strategy == "zero"
+    if is_deepspeed:
+        sort_by_rank(run.engine)
+        load_as_data(run.engine, folder)
     try:
         if run.plan.profile.optimizer == "nvme":
             restore_unswapped(run.engine, folder, tag)
@@ -86,7 +88,7 @@ def _load_engine(run: Run, folder: Path, tag: str) -> None:
             raise  # of the device, its memory or the network, not of the files
         raise CheckpointError(damaged(folder, tag, f"cannot be loaded: {error!r:.200}")) from error
     if loaded is None:
-        raise CheckpointError(damaged(folder, tag, "has nothing that DeepSpeed loads"))
+        raise CheckpointError(damaged(folder, tag, "has nothing that the engine loads"))
 
 
 def load_as_data(engine: Any, folder: Path) -> None:

@@ -139,7 +139,7 @@ RULES: dict[str, Rule] = {
     "parallel.tensor": _GRID,
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
-    "parallel.strategy": _FREE,  # only one strategy is trained
+    "parallel.strategy": _REFUSED,
     "parallel.zero_stage": _REFUSED,
     "train.precision": replace(
         _REFUSED,  # fp8 affects the products alone, not the saved state

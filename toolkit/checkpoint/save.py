@@ -166,7 +166,7 @@ def _write_plan(run: Run, partial: Path, sources: dict[str, tuple[Source, ...]])
         | {"toolkit": installed_version()},
         sources=sources,
     ).save(partial)
-    assert (partial / LATEST).exists(), "DeepSpeed names its tag in `latest`"
+    assert (partial / LATEST).exists(), "the engine names its tag in `latest`"
 
 
 def _write_model_files(run: Run, folder: Path, tokenizer: Any) -> None:

@@ -22,9 +22,7 @@ def print_report(case: Scenario, plan: Plan, report: MemoryReport, time: StepTim
     from toolkit.memory.report.page import card_fields, cause_fields, host_fields, verdict
 
     settings, cluster = plan.settings, plan.job.cluster
-    names = {"ddp": "DDP", "fsdp2": "FSDP2"}
-    strategy = names.get(plan.job.parallel.strategy, f"ZeRO-{settings.zero_stage}")
-    strategy += f", {axes}" if (axes := plan.grid.describe()) else ""
+    strategy = plan.strategy_name + (f", {axes}" if (axes := plan.grid.describe()) else "")
     offload = f"offload {plan.profile.name}" if case.file is None else f"under {case.file.name}"
     print(
         f"{plan.model.name} on {cluster.num_ranks} × {plan.gpu.name}: {strategy}, {offload}, "

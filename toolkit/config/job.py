@@ -320,7 +320,10 @@ class Parallel(Section):
     """How the model and its state are spread."""
 
     strategy: Strategy = "zero"
-    """`zero` is DeepSpeed's ZeRO; torch's `ddp` and `fsdp2`, as Accelerate runs them, can be estimated, not trained."""
+    """`zero` is DeepSpeed's ZeRO. `ddp` is torch's DistributedDataParallel: each rank holds everything, in the training
+    precision. `fsdp2` is torch's `fully_shard`: weights, gradients and optimizer state are shards, in fp32 where they are
+    trained (arXiv 2304.11277).
+    """
     zero_stage: ZeroStage | None = None
     """0 replicates; 1 shards optimizer state, 2 also gradients, 3 also parameters (arXiv 1910.02054)."""
     tensor: Count = 1

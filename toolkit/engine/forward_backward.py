@@ -56,7 +56,7 @@ class GradientAccumulation:
 
     def __init__(self, plan: Plan, world: World, engine: Any, memory: PhaseMemoryTracker) -> None:
         self.plain_norm: torch.Tensor | None = None
-        self._keeps_no_norm = plan.optimizer_wrapper == "none"
+        self._keeps_no_norm = plan.job.parallel.strategy == "zero" and plan.optimizer_wrapper == "none"
         self._world, self._engine, self._memory = world, engine, memory
         self.losses = step_loss(plan, world, engine)
 

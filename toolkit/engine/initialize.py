@@ -38,7 +38,7 @@ def initialize(
     world: World | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Run:
-    """Join the launcher's process groups, build the model and start the DeepSpeed engine.
+    """Join the launcher's process groups, build the model and start its engine.
 
     Python's, NumPy's and torch's random states are seeded from `train.seed`, the data-parallel rank and the stage, whatever
     was drawn before.
@@ -85,7 +85,12 @@ def initialize(
 
 
 def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, world: World) -> Any:
-    """Wrap a built model in the DeepSpeed engine."""
+    """Wrap a built model in the engine of the plan's strategy: DeepSpeed's, or torch's DDP or FSDP2."""
+    groups = parameter_groups(model, weight_decay=plan.job.train.weight_decay)
+    if plan.job.parallel.strategy != "zero":
+        from toolkit.engine.torch_engine import TorchEngine
+
+        return TorchEngine(plan, model, groups, schedule, world=world)
     import deepspeed
 
     alone = world.grid.size("model") == 1
@@ -94,7 +99,7 @@ def start_engine(plan: Plan, model: nn.Module, schedule: LazyLRScheduler, *, wor
         reset_mpu()
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=parameter_groups(model, weight_decay=plan.job.train.weight_decay),
+        model_parameters=groups,
         lr_scheduler=schedule.build,
         config=plan.deepspeed_config(),
         mpu=None if alone else ModelParallelUnit(world),

@@ -49,7 +49,7 @@ class Run:
     Attributes:
         plan: Resolved plan.
         world: Process groups and place of this rank.
-        engine: The DeepSpeed engine.
+        engine: DeepSpeed's engine, or under DDP and FSDP2 `toolkit.engine.torch_engine.TorchEngine`.
         step_count: Optimizer steps done, restored by a resume.
         num_steps: Optimizer steps of the whole run; None until `loader` or `set_num_steps` sets it.
         last_learning_rate: Learning rate of the last step.

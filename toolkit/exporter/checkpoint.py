@@ -66,7 +66,7 @@ def export(
     verify_first: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
-    """Write a checkpoint of any ZeRO stage as Hugging Face safetensors with config and tokenizer.
+    """Write a checkpoint of any ZeRO stage, of DDP or FSDP2 as Hugging Face safetensors with config and tokenizer.
 
     Args:
         checkpoint: Folder that `tk.save` or `toolkit train` wrote.
@@ -160,7 +160,8 @@ def _verify_shards(source: Path, plan: Plan, *, dtype: str | None, merge_adapter
     in bf16, have the rest: fp32 master weights, from which adapters are merged, and moments.
     """
     settings = plan.settings
-    module_will_do = settings.zero_stage < 3 and dtype in (None, settings.dtype) and not merge_adapter
+    is_zero = plan.job.parallel.strategy == "zero"  # the files of DDP and FSDP2 hold weights and moments alike
+    module_will_do = is_zero and settings.zero_stage < 3 and dtype in (None, settings.dtype) and not merge_adapter
     verify_checkpoint(source, unread=lambda name: not is_shard(name) or (module_will_do and _is_optimizer_file(name)))
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import CheckpointError, Problem
 from toolkit.exporter.adapter import (
+    Weights,
     base_key,
     factor_of,
     is_adapted,
@@ -23,6 +24,7 @@ from toolkit.exporter.contents import Contents, Kind, Opened, choose_contents
 from toolkit.exporter.model_folder import adapted_model, copy_companions, empty_model
 from toolkit.exporter.pipeline_reader import UnitedCheckpoint
 from toolkit.exporter.readback import verify_written
+from toolkit.exporter.sharded_reader import ShardedCheckpoint, is_sharded
 from toolkit.exporter.tensor_parallel_reader import JoinedCheckpoint
 from toolkit.exporter.writer import Entry, ShardWriter, staged_folder
 from toolkit.exporter.zero_reader import ZeroCheckpoint
@@ -82,7 +84,7 @@ def export_checkpoint(
     progress: Progress | None = None,
     inspect: Callable[[Path, ExportReport], None] | None = None,
 ) -> ExportReport:
-    """Write a checkpoint of ZeRO 0 to 3 as Hugging Face safetensors, on one CPU process.
+    """Write a checkpoint of ZeRO 0 to 3, DDP or FSDP2 as Hugging Face safetensors, on one CPU process.
 
     Host memory: the largest group of tensors that are converted together (mostly one matrix; of a mixture of experts, one
     layer's stacked matrix), and one rank's shard of one, whatever the size of the model or of a shard.
@@ -148,7 +150,11 @@ def export_checkpoint(
 
 
 def _open(tag_dir: Path, model_dir: Path, peft_dir: Path | None, *, trust_remote_code: bool, grid: Grid) -> Opened:
-    ranks = [ZeroCheckpoint(tag_dir, mp_rank, grid) for mp_rank in range(grid.size("model"))]
+    ranks: list[Weights] = (
+        [ShardedCheckpoint(tag_dir)]
+        if is_sharded(tag_dir)
+        else [ZeroCheckpoint(tag_dir, mp_rank, grid) for mp_rank in range(grid.size("model"))]
+    )
     adapted = any(map(is_adapted, ranks))
     names = {name for rank in ranks for name in rank.tensors}
     lora = read_adapter_config(peft_dir or model_dir) if adapted else {}

@@ -30,13 +30,20 @@ from toolkit.planning.read import read_job_or_plan
 from toolkit.topology.communicators import MAX_SENDS_IN_FLIGHT
 from toolkit.units import format_bytes
 
+_SCRIPTS_ON_HOST = (
+    "host memory is that of `toolkit train`, which streams the weights to the device; an Accelerate script loads the whole "
+    "model in each process first"
+)
+
 ASSUMPTIONS: Mapping[str, tuple[str, ...]] = {
     "ddp": (
         "under DDP weights, gradients and AdamW's moments have the training precision, as transformers loads them: "
         "there is no fp32 master copy",
+        _SCRIPTS_ON_HOST,
     ),
     "fsdp2": (
-        "Accelerate keeps FSDP2's trainable parameters in fp32 shards and gathers them in the training precision",
+        "FSDP2's trainable parameters are fp32 shards, gathered in the training precision",
+        _SCRIPTS_ON_HOST,
     ),
 }
 

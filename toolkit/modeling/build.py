@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -24,13 +25,14 @@ from toolkit.config.job import Fp8, Kernels, Lora, Loss
 from toolkit.distributed.deepspeed_mpu import ModelParallelUnit
 from toolkit.distributed.deepspeed_private import mark_leaf
 from toolkit.distributed.world import World
-from toolkit.introspect import decoder_layers
+from toolkit.introspect import decoder_layers, tied_keys
 from toolkit.launch.packages import LIGER_KERNELS
 from toolkit.modeling.architecture import DTYPES, construct, import_architecture, model_config
 from toolkit.modeling.checkpointing import apply_gradient_checkpointing, checkpoint_layers
 from toolkit.modeling.chunked_loss import apply_loss
 from toolkit.modeling.fp8 import apply_fp8, check_device
 from toolkit.modeling.fp8 import check_installed as check_fp8_installed
+from toolkit.modeling.fsdp2 import allocate_shards, fill, places_of, shard_over_ranks
 from toolkit.modeling.fused_kernels import apply_kernels
 from toolkit.modeling.initialization import initialize_weights, tie_weights
 from toolkit.modeling.liger import check_installed, import_for
@@ -137,6 +139,8 @@ def build_model(
     config = model_config(plan)
     import_architecture(config, trust_remote_code=options.trust_remote_code)
     dp_group = None if world is None else world.dp_group
+    if plan.job.parallel.strategy == "fsdp2" and world is not None:
+        return _build_sharded(config, options, world=world, device=device, weights=weights, on_progress=on_progress)
     dense: PreTrainedModel | None = None
     if world is None or world.grid.size("model") == 1:
         with _partitioned(plan, dp_group), torch.device(device), no_init_weights():
@@ -156,6 +160,37 @@ def build_model(
     adapted = finish_model(add_adapters(model, options), options)
     if world is not None and world.grid.size("model") > 1:
         _mark(plan, adapted, world=world)
+    return adapted  # type: ignore[no-any-return]
+
+
+def _build_sharded(
+    config: PreTrainedConfig,
+    options: BuildOptions,
+    *,
+    world: World,
+    device: torch.device,
+    weights: Path | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> nn.Module:
+    """Build a model whose weights FSDP2 shards over all ranks."""
+    dense, model = construct_empty(config, options), construct_empty(config, options)
+    for made in (dense, model):
+        tie_weights(made)
+    places, ties = places_of(model), tied_keys(model)
+    adapted = finish_model(add_adapters(model, options), options)
+    mesh = DeviceMesh.from_group(world.dp_group, device.type)
+    shard_over_ranks(adapted, mesh=mesh, dtype=options.dtype, tied=bool(ties))
+    allocate_shards(adapted, device=device, ties=ties, places=places)
+    fill(
+        adapted,
+        model,
+        dense=dense,
+        places=places,
+        weights=weights,
+        seed=options.seed,
+        group=world.dp_group,
+        progress=on_progress,
+    )
     return adapted  # type: ignore[no-any-return]
 
 
@@ -276,7 +311,7 @@ def _mark(plan: Plan, model: Any, *, world: World) -> None:
 
 @contextlib.contextmanager
 def _partitioned(plan: Plan, dp_group: Any) -> Iterator[None]:
-    if plan.settings.zero_stage != 3:
+    if plan.settings.zero_stage != 3 or plan.job.parallel.strategy != "zero":
         yield
         return
     import deepspeed

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
 from toolkit.distributed.deepspeed_private import is_absent, is_partitioned
+from toolkit.distributed.dtensors import copy_whole
 from toolkit.introspect import named_decoder_layers, tied_keys
 from toolkit.modeling.local_shard import LocalShard
 
@@ -29,6 +30,7 @@ def initialize_weights(
     seed: int,
     modules: frozenset[str] | None = None,
     dense: PreTrainedModel | None = None,
+    part: LocalShard | None = None,
 ) -> None:
     """Draw every weight by the architecture's own rule, with a separate seed for each module.
 
@@ -45,6 +47,7 @@ def initialize_weights(
         modules: Names of the modules to draw; all if None.
         dense: Whole model on the meta device, with its tied weights; required for a model that was sharded by
             `apply_tensor_parallel` or split by `split_model`.
+        part: What this rank has of `dense`; found in the model by default.
     Collectives:
         Under ZeRO-3 one all-gather and one broadcast per module (per weight of a sharded model); otherwise none.
     Raises:
@@ -52,8 +55,9 @@ def initialize_weights(
     Source:
         transformers, modeling_utils.py, PreTrainedModel.initialize_weights.
     """
-    part = LocalShard.of(model, dense)
-    tie_weights(model)
+    if part is None:
+        part = LocalShard.of(model, dense)
+        tie_weights(model)
     with torch.random.fork_rng(devices=_cuda_devices(model)), guard_torch_init_functions():
         if dense is None:
             _draw_in_place(model, seed=seed, modules=modules)
@@ -115,7 +119,7 @@ def _draw_unit(
             if local_key is not None:
                 target = model.get_parameter(local_key)
                 with gathered([target]):
-                    target.data.copy_(part.take(key, weight))
+                    copy_whole(target, part.take(key, weight))
 
 
 def _draw(name: str, module: nn.Module, owner: Any, *, seed: int, kept: Iterable[Tensor]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from toolkit.distributed.collectives import all_reduce
+from toolkit.distributed.dtensors import copy_whole, is_dtensor
 from toolkit.modeling.initialization import module_seed, seed_draws
 from toolkit.tensor_parallel.autograd import (
     SEQUENCE_DIM,
@@ -105,29 +106,35 @@ def draw_adapters(model: nn.Module, *, seed: int) -> None:
     Source:
         peft tuners/lora/layer.py reset_lora_parameters.
     """
-    for name, module, group in _linear_adapters(model):
-        weight = module.weight
+    for name, module, base in _linear_adapters(model):
+        weight, group = module.weight, _group_of(base)
         cut: Shard | None = getattr(module, "shards", {}).get("weight")
         shape = list(weight.shape)
         if cut is not None:
             shape[cut.dim] = cut.dense_length
         seed_draws(module_seed(seed, name))
-        dense = nn.init.kaiming_uniform_(weight.new_empty(shape), a=5**0.5)
+        # FSDP2's shards are fp32: without it the adapters would have the dtype of what they adapt.
+        dtype = base.weight.dtype if is_dtensor(weight) else weight.dtype
+        dense = nn.init.kaiming_uniform_(torch.empty(shape, dtype=dtype, device=weight.device), a=5**0.5)
         if cut is None:
-            weight.copy_(dense)
+            copy_whole(weight, dense)
         else:
             weight.copy_(cut.take(dense, rank=group.rank(), num_ranks=group.size()))
 
 
 def _linear_adapters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and module of each A matrix, and the tensor group of the layer that it adapts."""
+    """Yield the name and module of each A matrix, and the layer that it adapts."""
     from peft.tuners.lora import Linear as LoraLinear
 
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             for adapter in module.lora_A:
-                group = getattr(module.get_base_layer(), "tp_group", None)
-                yield f"{name}.lora_A.{adapter}", module.lora_A[adapter], group
+                yield f"{name}.lora_A.{adapter}", module.lora_A[adapter], module.get_base_layer()
+
+
+def _group_of(layer: Any) -> Any:
+    """Return the tensor group of an adapted layer."""
+    return getattr(layer, "tp_group", None)
 
 
 def _cut(module: Any, shard: Shard) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from toolkit.distributed.deepspeed_private import full_shape, is_partitioned, is_swapped
+from toolkit.distributed.dtensors import copy_whole, is_dtensor
 from toolkit.errors import CheckpointError, Problem, raise_all
 from toolkit.introspect import tied_keys
 from toolkit.modeling.conversion import ConversionGroup, convert_group, group_checkpoint_keys
@@ -68,6 +69,7 @@ def load_pretrained(
     *,
     group: dist.ProcessGroup | None = None,
     dense: PreTrainedModel | None = None,
+    part: LocalShard | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Fill a model from a folder that `save_pretrained` wrote, and initialise its buffers.
@@ -82,20 +84,22 @@ def load_pretrained(
         group: Ranks with the same model or the same shards of it, whole or partitioned; all ranks if None.
         dense: Whole model on the meta device, with its tied weights; required for a model that was sharded by
             `apply_tensor_parallel` or split by `split_model`.
+        part: What this rank has of `dense`; found in the model by default.
         progress: Called on each rank with the number of loaded tensors and their total.
     Collectives:
-        A broadcast of each tensor over `group` (ZeRO 0 to 2), or an all-gather and a broadcast over the ZeRO group. For a
+        A broadcast of each tensor over `group` (ZeRO 0 to 2, and FSDP2), or an all-gather and a broadcast over the ZeRO group. For a
         sharded model also an all-reduce of 4 bytes per batch over the tensor group.
     Raises:
         CheckpointError: On every rank, with all problems at once: WEIGHTS_ABSENT, WEIGHTS_BIN, WEIGHTS_CORRUPT,
             WEIGHTS_MISSING, WEIGHTS_UNEXPECTED, WEIGHTS_SHAPE, WEIGHTS_DTYPE, WEIGHTS_TIED.
         ValueError: If the model is sharded or split and `dense` is None, or `group` is None with several ranks.
     """
-    part = LocalShard.of(model, dense)
+    if part is None:
+        part = LocalShard.of(model, dense)
+        tie_weights(model)
     is_part = part.tp_group is not None or (part.own_keys is not None and dist.is_initialized())
     if is_part and group is None:
         raise ValueError("a model that is sharded or split needs group=, the ranks with the same part")
-    tie_weights(model)
     initialize_buffers(model)
     reader = _Reader(dense or model, Path(folder), part) if is_source(group) else None
     together = partial(agree, group=group, tp_group=part.tp_group, device=next(model.parameters()).device)
@@ -104,7 +108,7 @@ def load_pretrained(
     names, report = together(reader.plan if reader else None)
     if report.initialized:
         owners = frozenset(key.rpartition(".")[0] for key in report.initialized)
-        initialize_weights(model, seed=0, modules=owners, dense=dense)
+        initialize_weights(model, seed=0, modules=owners, dense=dense, part=part)
     targets = model.state_dict(keep_vars=True)
     done = 0
     for number, keys in enumerate(names):
@@ -234,10 +238,23 @@ def _assign(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, grou
     for part in _gatherable(targets):
         with gathered(part.values()):
             for key, target in part.items():
+                if is_dtensor(target):
+                    copy_whole(target, _sent(target, values.get(key), group=group))
+                    continue
                 if key in values:
                     target.data.copy_(values[key])
                 if spread and not is_partitioned(target):
                     dist.broadcast(target.data, group=group, group_src=0)
+
+
+def _sent(target: Tensor, value: Tensor | None, *, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the first rank's value on every rank, in the dtype and on the device of its target."""
+    if value is None:
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    else:
+        whole = value.to(device=target.device, dtype=target.dtype).contiguous()
+    dist.broadcast(whole, group=group, group_src=0)
+    return whole
 
 
 def _gatherable(targets: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:

@@ -144,7 +144,7 @@ def _line(best: Option, over: str) -> str:
     batch = best.plan.settings.batch
     offload = "" if best.setting.offload == "none" else f", {best.setting.offload}"
     return (
-        f"chosen for these cards: micro-batch {batch.micro} × {batch.accumulation}, ZeRO-{best.plan.settings.zero_stage}{offload}, "
+        f"chosen for these cards: micro-batch {batch.micro} × {batch.accumulation}, {best.plan.strategy_name}{offload}, "
         f"{describe_kernels(best.setting)}: {over} ({best.tokens_per_second:,.0f} tokens/s); `toolkit plan JOB --write FILE` pins "
         "it, --as-is takes the defaults"
     )

@@ -20,6 +20,16 @@ def plan_warnings(draft: UncheckedPlan) -> Iterator[str]:
     """Yield a warning, one sentence each, of every allowed value that is rarely meant."""
     yield from bubble_warning(draft)
     yield from learning_rate_warning(draft)
+    yield from lost_updates_warning(draft)
+
+
+def lost_updates_warning(draft: UncheckedPlan) -> Iterator[str]:
+    """Yield a warning of weights that are trained in 16 bit without an fp32 copy, as DDP trains them."""
+    if draft.job.parallel.strategy == "ddp" and draft.settings.dtype != "fp32":
+        yield (
+            f"precision={draft.settings.precision} under strategy=ddp keeps no fp32 copy of the weights: a step that changes one by "
+            "less than about a 256th of its size is lost to rounding. strategy=fsdp2, or zero with zero_stage 1, keeps one"
+        )
 
 
 def learning_rate_warning(draft: UncheckedPlan) -> Iterator[str]:

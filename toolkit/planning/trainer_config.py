@@ -8,7 +8,10 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from toolkit.errors import PlanError, raise_all
+from toolkit.planning.accelerate_config import FSDP2
 from toolkit.planning.deepspeed_config import deepspeed_config
+from toolkit.planning.rules.integrations import consumer_problems
 from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # The first version that knows activation_checkpointing; gradient_checkpointing, the older name, warns since then.
@@ -26,15 +29,24 @@ LIGER_KERNELS = {
     "geglu": False,
 }
 
+# Trainer's names of the optimizers (transformers training_args.py OptimizerNames); under DeepSpeed its file names them.
+_OPTIMIZERS = {
+    "adamw": "adamw_torch",
+    "adamw_torch": "adamw_torch",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "lion": "lion_32bit",
+    "sgd": "sgd",
+}
+
 
 def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
-    """Return the arguments for the installed version, with the DeepSpeed configuration under `deepspeed`.
+    """Return the arguments for the installed version, with the DeepSpeed configuration under `deepspeed`, or those of DDP or FSDP2.
 
     Raises:
         PlanError: Trainer cannot run the plan.
     """
     settings, train = draft.settings, draft.job.train
-    config = deepspeed_config(draft, "trainer")
+    raise_all(PlanError, consumer_problems(draft, "trainer"))
     checkpointing = checkpointing_argument()
     arguments: dict[str, Any] = {
         "output_dir": str(train.output_dir),
@@ -68,9 +80,23 @@ def training_arguments(draft: UncheckedPlan) -> dict[str, Any]:
         "use_liger_kernel": train.loss == "liger",
         "liger_kernel_config": dict(LIGER_KERNELS) if train.loss == "liger" else None,
         "use_cpu": draft.on_cpu,
-        "deepspeed": config,
     }
-    return arguments
+    return arguments | _strategy_arguments(draft)
+
+
+def _strategy_arguments(draft: UncheckedPlan) -> dict[str, Any]:
+    """Return the arguments of the strategy; DeepSpeed's file has the optimizer, else Trainer makes it."""
+    strategy, optimizer = draft.job.parallel.strategy, draft.job.train.optimizer
+    if strategy == "zero":
+        return {"deepspeed": deepspeed_config(draft, "trainer")}
+    chosen = {"optim": _OPTIMIZERS[optimizer]}
+    if strategy == "ddp":
+        # Trainer would look for unused parameters in each step unless it recomputes (trainer.py).
+        return chosen | {"ddp_find_unused_parameters": False}
+    return chosen | {
+        "fsdp": True,
+        "fsdp_config": {key: value for key, value in FSDP2.items() if key != "offload_params"},
+    }
 
 
 def _schedule_arguments(min_learning_rate_ratio: float | None) -> dict[str, Any] | None:

@@ -71,6 +71,12 @@ class UncheckedPlan:
         return settings.dtype if own else settings.gradient_accumulation_dtype
 
     @property
+    def strategy_name(self) -> str:
+        """The data-parallel strategy as it is written in sentences: ZeRO-2, DDP, FSDP2."""
+        names = {"ddp": "DDP", "fsdp2": "FSDP2"}
+        return names.get(self.job.parallel.strategy, f"ZeRO-{self.settings.zero_stage}")
+
+    @property
     def optimizer_wrapper(self) -> Wrapper:
         """Class that DeepSpeed wraps around the optimizer."""
         return optimizer_wrapper(

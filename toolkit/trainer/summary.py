@@ -44,7 +44,7 @@ def describe_model(run: Run, *, seconds: float) -> str:
     in_fp8 = sum(1 for _ in fp8_layers(run.model))
     precision = plan.settings.precision + (f" in {in_fp8} linear layers" if in_fp8 else "")
     return (
-        f"model: {plan.model.name}, {held}{trained}; ZeRO-{plan.settings.zero_stage}, {f'{axes}, ' if axes else ''}"
+        f"model: {plan.model.name}, {held}{trained}; {plan.strategy_name}, {f'{axes}, ' if axes else ''}"
         f"{precision}, {describe_devices(plan)}; "
         f"built in {format_seconds(seconds)}, {format_bytes(run.memory.peak_bytes)}"
     )

@@ -19,14 +19,19 @@ from torch import nn
 from torch.nn import functional
 
 from toolkit.distributed.deepspeed_private import is_leaf
+from toolkit.memory.kernels.compiled import is_compiled
 
 # Records a module's hook: its path, and whether it gathers (otherwise it releases).
 Note = Callable[[str, bool], None]
 
 
 def hook_modules(model: nn.Module, note: Note) -> list[Any]:
-    """Mark the hooks of each module that owns parameters, and of leaf modules, and return the handles."""
-    leaves = tuple(find_leaves(model))
+    """Mark the hooks of each module that owns parameters, and of leaf modules, and return the handles.
+
+    No hook runs inside a compiled layer. ZeRO-3 has none; FSDP2 gathers whole layers, by hooks of the layer itself.
+    """
+    compiled = (name for name, module in model.named_modules() if is_compiled(module))
+    leaves = (*find_leaves(model), *compiled)
     inside = tuple(f"{leaf}." for leaf in leaves)
     handles = []
     for name, module in model.named_modules():

@@ -9,7 +9,6 @@ from toolkit.planning.unchecked_plan import UncheckedPlan
 
 # Keys of the job, and their values that can only be estimated, each with what to set instead.
 _ESTIMATED_ALONE = {
-    "parallel.strategy": {"ddp": "zero with zero_stage 0", "fsdp2": "zero with zero_stage 3"},
     "train.method": {"qlora": "lora"},
     "train.optimizer": {"adamw_8bit": "adamw"},
 }
@@ -27,6 +26,37 @@ def estimate_only(draft: UncheckedPlan) -> Iterator[Problem]:
                 message=f"{name}={value} can be estimated, not trained: this version has no engine for it",
                 fix=f"Set {key} to {values[value]}, or use `toolkit estimate` only",
             )
+
+
+def torch_strategies(draft: UncheckedPlan) -> Iterator[Problem]:
+    """Refuse what DDP and FSDP2 do not do here: loss scaling, DeepSpeed's optimizers, sums in another dtype, compiled layers."""
+    strategy, train, settings = draft.job.parallel.strategy, draft.job.train, draft.settings
+    if strategy == "zero":
+        return
+    for key, value, why, fix in (
+        ("train.precision", "fp16", "gradients are not scaled against underflow", "bf16"),
+        ("train.optimizer", "lion", "DeepSpeed's Lion steps its own engine's weights", "adamw"),
+        ("train.torch_compile", "no", "compiled layers are not tested with its hooks", "false"),
+    ):
+        if getattr(train, key.removeprefix("train.")) == value or (key, settings.precision) == (
+            "train.precision",
+            value,
+        ):
+            yield _not_under(strategy, key, value, why, f"Set {key} to {fix}")
+    sums = train.gradient_accumulation_dtype
+    if sums is not None and sums != settings.dtype:
+        why = f"gradients add up in their own dtype, {settings.dtype}"
+        yield _not_under(strategy, "train.gradient_accumulation_dtype", sums, why, f"Set it to {settings.dtype}")
+
+
+def _not_under(strategy: str, key: str, value: object, why: str, fix: str) -> Problem:
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return Problem(
+        code="STRATEGY_UNSUPPORTED",
+        key=key,
+        message=f"{key.rpartition('.')[2]}={shown} under strategy={strategy}: {why}",
+        fix=f"{fix}, or parallel.strategy to zero",
+    )
 
 
 def strategy_keys(draft: UncheckedPlan) -> Iterator[Problem]:
@@ -71,4 +101,4 @@ def _foreign(strategy: str, key: str, value: object) -> Problem:
 
 
 RULES = (strategy_keys, qlora_partitions)
-RUN_RULES = (estimate_only,)
+RUN_RULES = (estimate_only, torch_strategies)

@@ -86,6 +86,7 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             fix=f"Set train.kernels to eager, or {OWN}",
             source="liger_kernel transformers/monkey_patch.py _apply_liger_kernel_to_instance",
         )
+    yield from _cpu_problems(draft, consumer)
     yield from _loss_problems(draft, consumer)
     if consumer == "trainer" and train.lr_scheduler_type == "polynomial" and _is_all_warmup(draft.settings):
         yield Problem(
@@ -102,6 +103,29 @@ def consumer_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
             message=f"learning_rate_scaling={train.learning_rate_scaling} sets a learning rate that {name} sets itself",
             fix="Leave it out and scale the rate in the script",
         )
+
+
+def _cpu_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:
+    """Yield why torch's strategies on CPU processes are not what `consumer` would run."""
+    strategy, ranks = draft.job.parallel.strategy, draft.job.cluster.num_ranks
+    if strategy == "zero" or not draft.on_cpu:
+        return
+    if strategy == "fsdp2":
+        what, source = f"{NAMES[consumer]} on CPU trains under DDP instead", "accelerate state.py AcceleratorState"
+    elif consumer == "accelerate" and ranks > 1:
+        what, source = (
+            "without DeepSpeed `accelerate launch` starts one process on CPU",
+            "accelerate commands/launch.py",
+        )
+    else:
+        return
+    yield Problem(
+        code="INTEGRATION_CPU",
+        key="parallel.strategy",
+        message=f"strategy={strategy} on {ranks} CPU process{'es' if ranks > 1 else ''}: {what}",
+        fix=f"Plan it for GPUs, or {OWN}",
+        source=source,
+    )
 
 
 def _loss_problems(draft: UncheckedPlan, consumer: str) -> Iterator[Problem]:

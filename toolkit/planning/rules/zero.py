@@ -138,7 +138,7 @@ def offload_host_memory(draft: UncheckedPlan) -> Iterator[Problem]:
 
 def compile_under_zero3(draft: UncheckedPlan) -> Iterator[Problem]:
     """Refuse torch.compile under ZeRO-3, which fetches parameters in module hooks: each breaks the graph."""
-    if draft.job.train.torch_compile and draft.settings.zero_stage == 3:
+    if draft.job.train.torch_compile and draft.settings.zero_stage == 3 and draft.job.parallel.strategy == "zero":
         yield Problem(
             code="COMPILE_ZERO3",
             key="train.torch_compile",

@@ -1,0 +1,196 @@
+"""DDP and FSDP2 train as one process of plain torch does, resume exactly, and export what they trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from courses import (
+    ADAM,
+    ADAPTERS,
+    BF16,
+    CLOSE,
+    LORA,
+    NEAR,
+    ROUTED,
+    SGD,
+    Case,
+    arguments_of,
+    assert_follows_plain_torch,
+    full_weights,
+    parameters,
+    train_all,
+)
+from ranks import leave_group, run_distributed
+from safetensors.torch import load_file
+from tiny_plans import RANKS, step_batches, tiny_plan
+
+import toolkit as tk
+from toolkit.engine.sharded_files import ENGINE_FILE
+from toolkit.errors import CheckpointError, PlanError
+from toolkit.planning.plan import Plan
+
+STEPS, BEFORE, AFTER = 10, 3, 2
+STRATEGIES = ("ddp", "fsdp2")
+LORA_HEAD = LORA | {"lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}
+CHUNKED = {"loss": "chunked"}
+COMPILED = {"torch_compile": True, "gradient_checkpointing": 0.5}
+
+
+def cases() -> dict[str, Case]:
+    made: dict[str, Case] = {}
+    for strategy in STRATEGIES:
+        of = {"strategy": strategy}
+        made[f"full {strategy}"] = Case(train=ADAM, steps=STEPS, **of, **CLOSE)
+        made[f"lora {strategy}"] = Case(train=ADAM | ADAPTERS, steps=STEPS, **of, **CLOSE)
+        made[f"experts {strategy}"] = Case(train=SGD, architecture="mixtral", config=ROUTED, **of)
+        made[f"tied, chunked {strategy}"] = Case(train=SGD | CHUNKED, architecture="llama-tied", **of)
+        made[f"lora and head {strategy}"] = Case(train=LORA_HEAD, **of)
+        # Under DDP the weights themselves are rounded: 2**-9 of up to 1.
+        bound = NEAR if strategy == "fsdp2" else NEAR | {"weight_tolerance": 8e-3}
+        made[f"bf16 {strategy}"] = Case(train=SGD | BF16 | {"gradient_checkpointing": True}, **of, **bound)
+        made[f"compiled {strategy}"] = Case(train=SGD | CHUNKED | COMPILED, **of)
+        made[f"padded, alone {strategy}"] = Case(train=SGD, packing="none", data=1, **of)
+    return made
+
+
+CASES = cases()
+ALONE = tuple(name for name, case in CASES.items() if case.data == 1)
+DEFAULT = tuple(name for name in CASES if not name.startswith("compiled"))
+
+
+@pytest.fixture(scope="module")
+def courses() -> list[dict[str, Any]]:
+    return run_distributed(train_all, RANKS, arguments_of({name: CASES[name] for name in DEFAULT if name not in ALONE}))
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    return run_distributed(train_all, 1, arguments_of({name: CASES[name] for name in ALONE}))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    chosen = {name: case for name, case in CASES.items() if name not in DEFAULT}
+    return run_distributed(train_all, RANKS, arguments_of(chosen), timeout_seconds=900)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", parameters(CASES, default=DEFAULT))
+def test_follows_plain_torch(name: str, request: pytest.FixtureRequest) -> None:
+    launch = "alone" if name in ALONE else "courses" if name in DEFAULT else "compiled"
+    assert_follows_plain_torch(CASES[name], [rank[name] for rank in request.getfixturevalue(launch)])
+
+
+# ---- checkpoints and exports ------------------------------------------------------------------------------------------
+
+
+def saved_plan(strategy: str, method: str, **train: Any) -> Plan:
+    learning = {"optimizer": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "method": method}
+    return tiny_plan(train=learning | train, parallel={"strategy": strategy, "zero_stage": None})
+
+
+def losses(run: tk.Run, rank: int, *, start: int, count: int) -> list[float]:
+    return [float(run.step(step_batches(step)[rank])) for step in range(start, start + count)]
+
+
+def save_and_resume(rank: int, plans: dict[str, Plan], folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    leave_group()
+    for name, plan in plans.items():
+        target = folder / name
+        with tk.initialize(plan) as run:
+            losses(run, rank, start=0, count=BEFORE)
+            tk.save(run, target, probe=True)
+            weights, rates = full_weights(run.model, run.world), [run.learning_rate]
+            straight = losses(run, rank, start=BEFORE, count=AFTER)
+        with tk.initialize(plan) as run:
+            tk.load(run, target)
+            rates, at = [*rates, run.learning_rate], run.step_count
+            resumed = losses(run, rank, start=BEFORE, count=AFTER)
+        found[name] = {"weights": weights, "straight": straight, "resumed": resumed, "rates": rates, "step": at}
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("saved")
+    plans = {
+        f"{strategy}-{method}": saved_plan(strategy, method) for strategy in STRATEGIES for method in ("full", "lora")
+    }
+    return folder, run_distributed(save_and_resume, RANKS, plans, folder)[0]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resumes_exactly_and_exports_what_was_trained(
+    strategy: str, method: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, found = saved
+    name = f"{strategy}-{method}"
+    own = found[name]
+    assert own["resumed"] == own["straight"]
+    assert own["step"] == BEFORE
+    assert own["rates"][0] == own["rates"][1] < 1e-2
+    made = tk.export(folder / name, tmp_path / "out")
+    values = {key: value for file in made.report.files for key, value in load_file(made.folder / file).items()}
+    if method == "full":
+        assert made.logits_difference is not None
+        assert made.logits_difference < 1e-6
+        assert values.keys() == own["weights"].keys()
+        assert all(torch.equal(values[key], torch.from_numpy(value)) for key, value in own["weights"].items())
+    else:
+        trained = {key.replace(".default", ""): value for key, value in own["weights"].items()}
+        assert values.keys() == trained.keys()
+        assert all(torch.equal(values[key], torch.from_numpy(value)) for key, value in trained.items())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("what", ["record", "cut", "lacking"])
+def test_damage_of_the_engines_files_is_one_error(
+    what: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    source = tmp_path / "checkpoint"
+    shutil.copytree(saved[0] / "ddp-full", source)
+    tag = next(source.glob("global_step*"))
+    if what == "record":
+        (tag / ENGINE_FILE).write_text(json.dumps({"scheduler_epoch": "three"}))
+    elif what == "cut":
+        [shard, *_] = tag.glob("*.safetensors")
+        shard.write_bytes(shard.read_bytes()[:-100])
+    else:
+        next(tag.glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError) as verified:
+        tk.export(source, tmp_path / "out")
+    assert set(verified.value.codes) == {"CHECKPOINT_DAMAGED"}
+    with pytest.raises(CheckpointError) as unverified:
+        tk.export(source, tmp_path / "out", verify_first=False)
+    assert set(unverified.value.codes) <= {"EXPORT_DAMAGED", "EXPORT_KEYS"}
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("train", "key"),
+    [
+        ({"precision": "fp16"}, "train.precision"),
+        ({"optimizer": "lion"}, "train.optimizer"),
+        ({"precision": "bf16", "gradient_accumulation_dtype": "fp32"}, "train.gradient_accumulation_dtype"),
+    ],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_refuses_what_the_strategy_does_not_do(strategy: str, train: dict[str, Any], key: str) -> None:
+    job = {
+        "model": {"name": "llama-3.2-1b", "init": "random"},
+        "cluster": {"gpu": "h100-sxm-80gb", "gpus_per_node": 2},
+        "train": {"max_steps": 1, "sequence_length": 128, **train},
+        "parallel": {"strategy": strategy},
+    }
+    with pytest.raises(PlanError) as caught:
+        tk.resolve(tk.Job.model_validate(job))
+    assert ("STRATEGY_UNSUPPORTED", key) in {(problem.code, problem.key) for problem in caught.value.problems}

@@ -1,0 +1,32 @@
+"""Weights that torch shards over the ranks of a device mesh, as FSDP2 does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_dtensor(weight: Tensor) -> bool:
+    """Return whether each rank of a mesh holds a part of a tensor (torch distributed/tensor DTensor)."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(weight, DTensor)
+
+
+@torch.no_grad()
+def copy_whole(target: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor, which this rank has, into one of which it may hold a part only.
+
+    Args:
+        target: Plain tensor, or one that is sharded over a mesh.
+        whole: Values of the whole tensor, of its shape; cast to its dtype and device.
+    """
+    if not is_dtensor(target):
+        target.data.copy_(whole)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    placed = whole.to(device=target.device, dtype=target.dtype)
+    # Without a source rank each cuts its own part, and nothing is sent.
+    part = distribute_tensor(placed, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    target.to_local().copy_(part.to_local())  # type: ignore[attr-defined]

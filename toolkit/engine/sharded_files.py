@@ -1,0 +1,127 @@
+"""Tensors of all ranks in safetensors files, through torch's distributed checkpoint, and the record beside them.
+
+Each rank writes what it holds of each tensor, a tensor that all have is written by one. The files hold data alone: torch's own
+format would add a pickled index, which may run code when it is read.
+
+Source:
+    torch distributed/checkpoint/hf_storage.py HuggingFaceStorageWriter, HuggingFaceStorageReader.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from toolkit.io import MAX_TEXT_BYTES, read_plain
+
+ENGINE_FILE = "engine.json"
+
+# What the names of tensors begin with: a weight's, and those of its optimizer state (`optimizer.NAME.exp_avg`).
+WEIGHT, OPTIMIZER = "model.", "optimizer."
+
+
+class EngineRecord(BaseModel):
+    """What the tensors of an engine's files do not say.
+
+    Args:
+        scheduler_epoch: Optimizer steps that the learning-rate scheduler has done.
+        optimizer_state: Names of the optimizer's tensors of each trained weight.
+        dtype: Data type in which the model computes.
+        shared: Further names of weights that modules share, each with the name that has the tensor.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    scheduler_epoch: Annotated[int, Field(ge=0, lt=2**53)]
+    optimizer_state: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(strict=False)]
+    dtype: Literal["bf16", "fp16", "fp32"]
+    shared: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the record in a folder of an engine's files.
+
+        Raises:
+            ValueError: It cannot be read.
+        """
+        try:
+            return cls.model_validate_json(read_plain(folder, ENGINE_FILE, max_bytes=MAX_TEXT_BYTES))
+        except (OSError, ValidationError) as error:
+            raise ValueError(f"{ENGINE_FILE} cannot be read: {error!s:.200}") from None
+
+
+class ShardReader(HuggingFaceStorageReader):
+    """Reader that looks at the headers of the files once."""
+
+    _found: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._found is None:
+            self._found = super().read_metadata()
+        return self._found
+
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, of which each rank may hold a part, into `folder`.
+
+    Collectives:
+        Those of torch's distributed checkpoint.
+    """
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, thread_count=1)
+    try:
+        with _quiet():
+            save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:
+        raise _first_failure(error) from error
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor], *, reader: ShardReader | None = None) -> None:
+    """Read tensors in place, each rank its part; without process groups, whole ones.
+
+    Raises:
+        ValueError: The files lack one of them, or have it in another shape.
+    """
+    reader = reader or ShardReader(str(folder))
+    known = reader.read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        size = getattr(known.get(name), "size", None)
+        if size is None:
+            raise ValueError(f"has no {name}")
+        if tuple(size) != tuple(tensor.shape):
+            raise ValueError(f"has {name} of shape {tuple(size)}, the model of shape {tuple(tensor.shape)}")
+    try:
+        with _quiet():
+            load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise _first_failure(error) from error
+
+
+def _first_failure(error: CheckpointException) -> Exception:
+    """Return the first rank's failure, so that a full disk is told as one."""
+    for failure, _ in error.failures.values():
+        if isinstance(failure, Exception):
+            return failure
+    return RuntimeError(str(error))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that a single process reads without process groups."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

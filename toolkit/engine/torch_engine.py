@@ -1,0 +1,232 @@
+"""DDP and FSDP2: torch's own data parallelism, behind the part of DeepSpeed's engine that a run uses.
+
+A step is as under ZeRO: each micro-batch forward, backward and `step`, which acts after the last one. Gradients are reduced in
+the last backward pass alone, and averaged over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from toolkit.distributed.world import World
+from toolkit.engine.lr_scheduler import LazyLRScheduler
+from toolkit.engine.sharded_files import ENGINE_FILE, OPTIMIZER, WEIGHT, EngineRecord, load_tensors, save_tensors
+from toolkit.io import write_text
+from toolkit.planning.plan import Plan
+
+LATEST = "latest"  # DeepSpeed's name of the file that names the tag
+
+
+class TorchEngine:
+    """A model under DDP or FSDP2 with torch's optimizer.
+
+    Args:
+        plan: Resolved plan whose strategy is `ddp` or `fsdp2`.
+        model: Built model; for FSDP2 already sharded (`toolkit.modeling.fsdp2`).
+        groups: The optimizer's parameter groups.
+        schedule: Learning-rate schedule.
+        world: Process groups of this rank.
+
+    Attributes:
+        module: The model, without DDP's wrapper.
+        optimizer: torch's optimizer.
+        lr_scheduler: Its scheduler, stepped once per optimizer step.
+
+    Source:
+        torch nn/parallel/distributed.py DistributedDataParallel; distributed/fsdp/_fully_shard/_fully_shard.py FSDPModule.
+    """
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, groups: list[Any], schedule: LazyLRScheduler, *, world: World
+    ) -> None:
+        self._plan, self._world = plan, world
+        self._shards = plan.job.parallel.strategy == "fsdp2"
+        self.module = model
+        self._wrapper: Any = model if self._shards or world.size == 1 else _replicated(plan, model, world)
+        self.optimizer = _optimizer(plan, groups)
+        self.lr_scheduler = schedule.build(self.optimizer)
+        self._micro_batches = 0
+        self._norm: Tensor | None = None
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer:
+        """torch's optimizer, under the name that DeepSpeed's engine gives its own."""
+        return self.optimizer
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run the model; in training, DDP and FSDP2 learn whether the backward pass that follows reduces."""
+        if not torch.is_grad_enabled():
+            outputs = self.module(**inputs)
+            for module in self.module.modules() if self._shards else ():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # the last group would stay gathered for a backward pass
+            return outputs
+        if self._shards:
+            self._wrapper.set_requires_gradient_sync(self._is_last)
+        elif self._wrapper is not self.module:
+            self._wrapper.require_backward_grad_sync = self._is_last
+        return self._wrapper(**inputs)
+
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = False) -> None:
+        """Run the backward pass of a loss that is already scaled for the accumulation."""
+        assert not scale_wrt_gas, "the loss is a share of the step's mean"
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """End a micro-batch; after the last one clip the gradients, step the optimizer and its schedule."""
+        is_last = self._is_last
+        self._micro_batches += 1
+        if not is_last:
+            return
+        self._micro_batches = 0
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._norm = _total_norm(trained)
+        limit = self._plan.job.train.max_grad_norm
+        if limit:
+            torch.nn.utils.clip_grads_with_norm_(trained, limit, self._norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+
+    @property
+    def _is_last(self) -> bool:
+        return self._micro_batches == self._plan.settings.batch.accumulation - 1
+
+    def get_lr(self) -> list[float]:
+        """Return the rate of the next step by parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> Tensor | None:
+        """Return the norm before clipping of the last step's gradients."""
+        return self._norm
+
+    def train(self) -> None:
+        self._wrapper.train()
+
+    def eval(self) -> None:
+        self._wrapper.eval()
+
+    def destroy(self) -> None:
+        """Drop the gradients and the optimizer's state; the model lives as long as someone refers to it."""
+        self.optimizer.zero_grad()
+        self.optimizer.state.clear()
+
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+    def save_checkpoint(self, folder: str, *, tag: str, exclude_frozen_parameters: bool) -> None:
+        """Write weights and optimizer state below `folder/tag`, each rank its part, and the tag's name.
+
+        Collectives:
+            Those of torch's distributed checkpoint.
+        """
+        target = Path(folder) / tag
+        weights = dict(self._weights(trained_only=exclude_frozen_parameters))
+        keys = self._state_keys()
+        states = {
+            f"{OPTIMIZER}{name}.{key}": self.optimizer.state[weight][key]
+            for name, weight in self._trained()
+            for key in keys
+        }
+        save_tensors(target, {f"{WEIGHT}{name}": weight.detach() for name, weight in weights.items()} | states)
+        if self._world.is_main:
+            record = EngineRecord(
+                scheduler_epoch=self.lr_scheduler.last_epoch,
+                optimizer_state=tuple(keys),
+                dtype=self._plan.settings.dtype,
+                shared=_shared(self.module, weights),
+            )
+            write_text(target / ENGINE_FILE, record.model_dump_json(indent=2), sync=True)
+            write_text(Path(folder) / LATEST, tag, sync=True)
+
+    def load_checkpoint(self, folder: str, *, tag: str, load_module_strict: bool) -> tuple[str, dict[str, Any]]:
+        """Restore what `save_checkpoint` wrote, on any number of ranks.
+
+        Args:
+            folder: Checkpoint folder.
+            tag: Folder of the engine's files in it.
+            load_module_strict: Whether frozen weights are among them.
+
+        Raises:
+            ValueError: They are not those of this model.
+        """
+        source = Path(folder) / tag
+        record = EngineRecord.read(source)
+        wanted = {
+            f"{WEIGHT}{name}": weight.detach() for name, weight in self._weights(trained_only=not load_module_strict)
+        }
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for name, weight in self._trained():
+            states[weight] = {
+                key: torch.zeros(()) if key == STEP else torch.zeros_like(weight) for key in record.optimizer_state
+            }
+            wanted |= {f"{OPTIMIZER}{name}.{key}": value for key, value in states[weight].items()}
+        load_tensors(source, wanted)
+        self.optimizer.state.clear()
+        self.optimizer.state.update({weight: state for weight, state in states.items() if state})
+        self.lr_scheduler.last_epoch = record.scheduler_epoch
+        return tag, {}
+
+    def _weights(self, *, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad or not trained_only:
+                yield name, parameter
+        kept = self.module.state_dict(keep_vars=True)
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in kept)
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad)
+
+    def _state_keys(self) -> list[str]:
+        """Return the names of the optimizer's tensors, the same for each parameter; none before the first step."""
+        first: dict[str, Any] = next(iter(self.optimizer.state.values()), {})
+        return [key for key, value in first.items() if isinstance(value, Tensor)]
+
+
+STEP = "step"  # torch's count of steps of one parameter: a scalar on the host
+
+
+def _replicated(plan: Plan, model: nn.Module, world: World) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = world.device
+    return DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device],
+        process_group=world.dp_group,
+    )
+
+
+def _optimizer(plan: Plan, groups: list[Any]) -> torch.optim.Optimizer:
+    train, rate = plan.job.train, plan.settings.learning_rate
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=train.momentum or 0.0, weight_decay=train.weight_decay)
+    return torch.optim.AdamW(
+        groups,
+        lr=rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+        weight_decay=train.weight_decay,
+    )
+
+
+def _total_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Return the 2-norm of all gradients, summed in fp32 whatever their dtype."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms: list[Any] = list(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+    total: Any = torch.linalg.vector_norm(torch.stack(norms))
+    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[no-any-return]
+
+
+def _shared(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, str]:
+    """Return the further names of weights that modules share, each with the name under which it is written."""
+    named = {id(weight): name for name, weight in weights.items()}
+    return {
+        name: named[id(weight)]
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if id(weight) in named and named[id(weight)] != name
+    }

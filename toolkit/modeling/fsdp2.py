@@ -1,0 +1,151 @@
+"""A model whose weights torch's FSDP2 shards over the data-parallel ranks.
+
+Construct on the meta device, add adapters, finish, shard, allocate this rank's parts, then fill them weight by weight: no rank
+ever holds the whole model. The groups are those of Accelerate, whose own preparation starts from a whole model in each
+process.
+
+Source:
+    torch distributed/fsdp/_fully_shard; accelerate utils/fsdp_utils.py fsdp2_prepare_model (a group for each decoder layer and
+    for the embedding, one for final norm and head that stays gathered between forward and backward pass; trainable weights in
+    fp32); arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from toolkit.distributed.dtensors import copy_whole
+from toolkit.errors import PlanError
+from toolkit.introspect import decoder_layers
+from toolkit.modeling.initialization import initialize_weights
+from toolkit.modeling.local_shard import LocalShard
+from toolkit.modeling.sharded_adapters import draw_adapters
+from toolkit.modeling.weights import load_pretrained
+
+Places = Mapping[str, tuple[nn.Module, str]]
+
+
+def places_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the module and the attribute that hold each tensor of a model's state, tied ones under all of their keys."""
+    modules = dict(model.named_modules())
+    return {key: (modules[key.rpartition(".")[0]], key.rpartition(".")[2]) for key in model.state_dict(keep_vars=True)}
+
+
+def shard_over_ranks(model: Any, *, mesh: DeviceMesh, dtype: torch.dtype, tied: bool) -> None:
+    """Shard a model's weights, in place; those that are trained have fp32 shards.
+
+    Args:
+        model: A `PreTrainedModel` or a `peft.PeftModel` around one, on the meta device.
+        mesh: The data-parallel ranks.
+        dtype: Data type in which layers are gathered and gradients are reduced.
+        tied: Whether embedding and head share a weight.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in decoder_layers(base):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if not tied:
+        fully_shard(embedding, mesh=mesh, mp_policy=policy)
+    tail = [module for module in (_final_norm(base), embedding if tied else None, head) if module is not None]
+    fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _final_norm(model: Any) -> nn.Module | None:
+    """Return the norm after the last decoder layer: the last child of the decoder that has weights and no layers."""
+    decoder = getattr(model, model.base_model_prefix, model)
+    norms = [child for child in decoder.children() if "norm" in type(child).__name__.lower()]
+    return norms[-1] if norms else None
+
+
+def allocate_shards(model: nn.Module, *, device: torch.device, ties: Mapping[str, str], places: Places) -> None:
+    """Allocate this rank's parts of a sharded model, uninitialised, and tie its weights again, which `to_empty` unties."""
+    model.to_empty(device=device)
+    for target, source in ties.items():
+        if target in places and source in places:
+            (module, name), (owner, attribute) = places[target], places[source]
+            module._parameters[name] = owner._parameters[attribute]
+
+
+def fill(
+    model: Any,
+    base: PreTrainedModel,
+    *,
+    dense: PreTrainedModel,
+    places: Places,
+    weights: Path | None,
+    seed: int,
+    group: dist.ProcessGroup,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Fill a sharded model with pretrained or random weights, and its adapters.
+
+    Args:
+        model: The model with its adapters.
+        base: The model of transformers inside it.
+        dense: Its whole twin on the meta device, with its tied weights.
+        places: Where each key of the twin is in `base`.
+        weights: Folder of safetensors; None to draw the weights from `seed`.
+        seed: Seed of the weights that are drawn.
+        group: The data-parallel ranks.
+        progress: As of `load_pretrained`.
+    """
+    names = {module: name for name, module in base.named_modules()}
+    keys = {key: f"{names[module]}.{attribute}".lstrip(".") for key, (module, attribute) in places.items()}
+    part = LocalShard(shards={}, tp_group=None, own_keys=keys)
+    if weights is None:
+        initialize_weights(base, seed=seed, dense=dense, part=part)
+    else:
+        load_pretrained(base, weights, group=group, dense=dense, part=part, progress=progress)
+    if model is not base:
+        _fill_adapters(model, seed=seed)
+
+
+@torch.no_grad()
+def _fill_adapters(model: nn.Module, *, seed: int) -> None:
+    """Fill LoRA's matrices, B with zeros, and the copies of modules that are trained whole."""
+    from peft.tuners.lora import Linear as LoraLinear
+    from peft.utils.other import ModulesToSaveWrapper
+
+    filled: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            for name in module.lora_A:
+                module.lora_B[name].weight.zero_()
+                filled |= {module.lora_A[name].weight, module.lora_B[name].weight}
+        elif isinstance(module, ModulesToSaveWrapper):
+            for copy in module.modules_to_save.values():
+                for (_, value), (_, source) in zip(_held(copy), _held(module.original_module), strict=True):
+                    _copy_whole_of(source, value)
+                    filled.add(value)  # type: ignore[arg-type]
+    draw_adapters(model, seed=seed)
+    left = [name for name, value in model.named_parameters() if value.requires_grad and value not in filled]
+    if left:
+        raise PlanError.of(
+            code="LORA_TARGETS",
+            key="train.lora.target_modules",
+            message=f"strategy=fsdp2 shards the adapters of linear layers alone, and {left[0]} is not one of them",
+            fix="Name linear layers in train.lora.target_modules, or set parallel.strategy to zero or ddp",
+        )
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _copy_whole_of(source: Any, target: torch.Tensor) -> None:
+    copy_whole(target, source.full_tensor() if hasattr(source, "full_tensor") else source)
