@@ -180,6 +180,7 @@ ELSEWHERE = {
     "INTEGRATION_ACTIVATIONS": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_CHECKPOINTING": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_FP8": "test_trainer_config.py, test_accelerate_config.py",
+    "INTEGRATION_CPU": "../trainer/test_three_ways.py",
     "INTEGRATION_PIPELINE": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_TENSOR": "test_trainer_config.py, test_accelerate_config.py",
     "INTEGRATION_KERNELS": "test_trainer_config.py, test_accelerate_config.py",

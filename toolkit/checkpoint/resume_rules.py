@@ -99,6 +99,10 @@ def _same_stages(now: Plan, then: Plan) -> bool:
     return stages[0] == stages[1]
 
 
+def _same_strategy(now: Plan, then: Plan) -> bool:
+    return now.job.parallel.strategy == then.job.parallel.strategy
+
+
 def _same_devices(now: Plan, then: Plan) -> bool:
     places = [(plan.profile.optimizer, plan.profile.parameters, plan.profile.partial) for plan in (now, then)]
     return places[0] == places[1]
@@ -140,7 +144,7 @@ RULES: dict[str, Rule] = {
     "parallel.pipeline": _GRID,
     "parallel.virtual_stages": _GRID,
     "parallel.strategy": _REFUSED,
-    "parallel.zero_stage": _REFUSED,
+    "parallel.zero_stage": replace(_REFUSED, counts=_same_strategy),  # else the strategy is the cause
     "train.precision": replace(
         _REFUSED,  # fp8 affects the products alone, not the saved state
         fits=lambda now, then: now.settings.dtype == then.settings.dtype,
