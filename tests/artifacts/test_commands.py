@@ -264,7 +264,10 @@ def test_every_setting_of_a_launch_is_exported_with_its_reason(gpu):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("way", "parallel"), [("trainer", {}), ("accelerate", {}), ("accelerate-script", STAGES)])
+@pytest.mark.parametrize(
+    ("way", "parallel"),
+    [("trainer", {}), pytest.param("accelerate", {}, marks=pytest.mark.full), ("accelerate-script", STAGES)],
+)
 def test_the_real_launchers_start_every_rank(tmp_path, way, parallel):
     """From a folder whose files are called as modules of the standard library; what lies beside the script is found."""
     emit(make_plan(gpu="cpu", master_port=free_port(), parallel=parallel), tmp_path)

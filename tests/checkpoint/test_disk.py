@@ -28,7 +28,7 @@ from toolkit.checkpoint.manifest import verify
 from toolkit.errors import RunError
 
 SAVED = "saved.txt"
-KILLS = 10
+KILLS = 5
 
 
 def _code(error: Exception) -> str:
@@ -111,13 +111,13 @@ def _save_for_ever(folder: Path) -> None:
                 file.write(f"{step}\n")
 
 
-def _kill_often(root: Path) -> None:
+def _kill_often(root: Path, kills: int) -> None:
     import toolkit as tk
 
     assert tk.initialize, "imported once, here, and not in each process that is killed"
     assert tk.save
     context = multiprocessing.get_context("fork")
-    for number in range(KILLS):
+    for number in range(kills):
         folder = root / str(number)
         folder.mkdir()
         process = context.Process(target=_quiet, args=(_save_for_ever, folder))
@@ -129,7 +129,7 @@ def _kill_often(root: Path) -> None:
             time.sleep(0.001)
         while not list(folder.glob(".checkpoint-*.partial")) and time.monotonic() < deadline:
             pass
-        time.sleep(0.007 * number)  # a save takes about 0.07 s
+        time.sleep(0.07 * number / kills)  # a save takes about 0.07 s
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -140,13 +140,14 @@ def _noted(folder: Path) -> int:
 
 
 @pytest.mark.gloo
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    process = preloaded().Process(target=_quiet, args=(_kill_often, tmp_path))
+@pytest.mark.parametrize("kills", [KILLS, pytest.param(4 * KILLS, marks=pytest.mark.full)])
+def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
+    process = preloaded().Process(target=_quiet, args=(_kill_often, tmp_path, kills))
     process.start()
     process.join(timeout=200)
     assert process.exitcode == 0
     interrupted = 0
-    for number in range(KILLS):
+    for number in range(kills):
         folder = tmp_path / str(number)
         interrupted += bool(list(folder.glob(".checkpoint-*")))
         for checkpoint in list_checkpoints(folder):
@@ -159,7 +160,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         for checkpoint in list_checkpoints(folder):
             verify(checkpoint)
         assert {path.name for path in folder.iterdir()} == {*kept, SAVED}, "absent or complete"
-    assert interrupted >= KILLS // 3, "the kills must fall into saves"
+    assert interrupted >= kills // 3, "the kills must fall into saves"
 
 
 def _save_twice(folder: Path, answer: Any) -> None:

@@ -131,7 +131,7 @@ def test_your_own_loop_learns(own_losses):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "launcher", ["deepspeed", *(pytest.param(name, marks=pytest.mark.full) for name in ("torchrun", "accelerate"))]
+    "launcher", [pytest.param(name, marks=pytest.mark.full) for name in ("deepspeed", "torchrun", "accelerate")]
 )
 def test_your_own_loop_is_the_same_under_every_launcher(workspace, own_losses, launcher):
     expected, state = own_losses

@@ -46,7 +46,7 @@ def test_theory_and_simulation_agree(schedule: Schedule, each: Durations) -> Non
         assert schedule.virtual_stages > 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(2, 4), st.floats(0.1, 4))
 def test_the_papers_formulas(pp: int, rounds: int, virtual_stages: int, forward: float) -> None:
     """For a backward pass of twice the forward one, and of any other length but for ZB-H1."""

@@ -536,7 +536,7 @@ def test_a_sequence_that_the_ranks_cannot_share_is_refused_with_its_numbers() ->
     assert "tensor=2 does not divide a sequence of 9 tokens" in str(caught.value)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_layer_compiles_as_one_graph(sequence_parallel: bool) -> None:
     """In a group without other ranks, whose reductions leave a tensor as it is: compiled or not, the numbers are equal."""
     import torch._dynamo

@@ -168,7 +168,7 @@ def scenes(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_embedding_and_loss_are_the_dense_ones_for_any_vocabulary(num_ranks: int) -> None:
     for found in run_distributed(scenes, num_ranks, timeout_seconds=100):
         assert {name: error for name, error in found["losses"].items() if error > 1e-6} == {}

@@ -207,7 +207,7 @@ def scenes(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_layers_are_the_dense_ones_for_any_shape(num_ranks: int) -> None:
     for rank, facts in enumerate(run_distributed(scenes, num_ranks, timeout_seconds=100)):
         shown = facts.pop("repr")
