@@ -144,6 +144,20 @@ def test_what_a_user_does_wrong_is_said_without_the_words_of_a_job() -> None:
         assert "train.attention" not in str(refused.value)
 
 
+def test_a_batch_of_another_type_than_the_weights_is_refused() -> None:
+    for layer, shape in ((nn.Linear(WIDTH, 1), (4, WIDTH)), (nn.Conv1d(3, 1, 2), (2, 3, 8))):
+        batch = [torch.empty(shape)]
+
+        def estimated(precision, layer=layer, batch=batch):
+            return tk.estimate_module(layer, batch, loss=lambda output: output.float().mean(), precision=precision)
+
+        assert estimated("fp32").required_bytes
+        with pytest.raises(tk.PlanError, match=r"types? .*(float|bfloat16)") as refused:
+            estimated("bf16")
+        assert refused.value.codes == ("TRACE_FAILED",)
+        assert "example_batch" in str(refused.value)
+
+
 def test_a_configuration_stands_alone() -> None:
     for option in ({"zero_stage": 2}, {"precision": "fp32"}):
         with pytest.raises(tk.SpecError, match="beside deepspeed_config"):

@@ -95,12 +95,12 @@ def test_zero_bubble_delays_weights_by_the_rank() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "code", "part"),
     [
-        ("gpipe", {"pp": 0}, "SCHEDULE_SIZE", "pipeline=0 is below 1"),
-        ("1f1b", {"micro_batches": 0}, "SCHEDULE_SIZE", "gradient_accumulation_steps=0"),
-        ("zb-h1", {"virtual_stages": 0}, "SCHEDULE_SIZE", "virtual_stages=0"),
-        ("interleaved", {}, "SCHEDULE_VIRTUAL_STAGES", "Set virtual_stages to 2 or more"),
+        ("gpipe", {"pp": 0}, "SCHEDULE_SIZE", "0 pipeline ranks"),
+        ("1f1b", {"micro_batches": 0}, "SCHEDULE_SIZE", "0 micro-batches"),
+        ("zb-h1", {"virtual_stages": 0}, "SCHEDULE_SIZE", "0 stages a rank"),
+        ("interleaved", {}, "SCHEDULE_VIRTUAL_STAGES", "2 stages or more"),
         ("1f1b", {"virtual_stages": 2}, "SCHEDULE_VIRTUAL_STAGES", "interleaved or zb-h1"),
-        ("gpipe", {"virtual_stages": 3}, "SCHEDULE_VIRTUAL_STAGES", "virtual_stages=3"),
+        ("gpipe", {"virtual_stages": 3}, "SCHEDULE_VIRTUAL_STAGES", "3 stages a rank"),
         ("dualpipe", {}, "SCHEDULE_UNKNOWN", "gpipe, 1f1b, interleaved, zb-h1"),
     ],
 )

@@ -267,8 +267,16 @@ def _check_currency(place: str, entry: Any) -> None:
 def _bad_file(place: str, error: Exception) -> SpecError:
     reason = str(error)
     if isinstance(error, ValidationError):
-        details = error.errors(include_url=False, include_input=False)[:3]
-        reason = "; ".join(": ".join(filter(None, (".".join(map(str, d["loc"])), d["msg"]))) for d in details)
+        details = error.errors(include_url=False, include_input=False)
+        inner = [detail for detail in details if len(detail["loc"]) > 1]
+        # Offers that are invalid leave too few, which says nothing of its own.
+        shown = [each for each in details if each not in inner and not (inner and each["loc"] == ("offers",))] + inner
+        reason = "; ".join(
+            "it is no mapping of keys to values"
+            if not detail["loc"]
+            else f"{'.'.join(map(str, detail['loc']))}: {detail['msg'].removeprefix('Value error, ')}"
+            for detail in shown[:3]
+        )
     return SpecError.of(
         code="PRICES_FILE",
         key="--prices",

@@ -45,31 +45,34 @@ def schedule_problems(name: str, *, pp: int, micro_batches: int, virtual_stages:
         yield Problem(
             code="SCHEDULE_UNKNOWN",
             key="parallel.pipeline_schedule",
-            message=f"pipeline_schedule={name} is not a known schedule",
-            fix=f"Set pipeline_schedule to one of {', '.join(SCHEDULES)}",
+            message=f"{name} is not a known pipeline schedule",
+            fix=f"Name one of {', '.join(SCHEDULES)}",
         )
-    sizes = {"pipeline": pp, "gradient_accumulation_steps": micro_batches, "virtual_stages": virtual_stages}
-    for size, value in sizes.items():
+    sizes = (
+        ("pipeline ranks", "parallel.pipeline", pp),
+        ("micro-batches", "train.gradient_accumulation_steps", micro_batches),
+        ("stages a rank", "parallel.virtual_stages", virtual_stages),
+    )
+    for what, key, value in sizes:
         if value < 1:
             yield Problem(
                 code="SCHEDULE_SIZE",
-                key=f"train.{size}" if size == "gradient_accumulation_steps" else f"parallel.{size}",
-                message=f"{size}={value} is below 1: a pipeline has at least one stage and one micro-batch",
-                fix=f"Set {size} to 1 or more",
+                key=key,
+                message=f"a schedule of {value} {what}: a pipeline has at least one rank, one stage on each and one micro-batch",
+                fix="Give it 1 or more",
             )
     if name == "interleaved" and virtual_stages == 1:
         yield Problem(
             code="SCHEDULE_VIRTUAL_STAGES",
             key="parallel.virtual_stages",
-            message="virtual_stages=1 with pipeline_schedule=interleaved: with one chunk per rank there is nothing "
-            "to interleave",
-            fix="Set virtual_stages to 2 or more, or pipeline_schedule to 1f1b",
+            message="virtual_stages=1, one stage a rank, with pipeline_schedule=interleaved: there is nothing to interleave",
+            fix="Give each rank 2 stages or more (virtual_stages), or take the schedule 1f1b",
         )
     elif name in ("gpipe", "1f1b") and virtual_stages > 1:
         yield Problem(
             code="SCHEDULE_VIRTUAL_STAGES",
             key="parallel.virtual_stages",
-            message=f"virtual_stages={virtual_stages} is not supported by pipeline_schedule={name}: its ranks have "
-            "one chunk each",
-            fix="Set virtual_stages to 1, or pipeline_schedule to interleaved or zb-h1",
+            message=f"virtual_stages={virtual_stages}, {virtual_stages} stages a rank, with pipeline_schedule={name}: its ranks have "
+            "one each",
+            fix="Give each rank one stage (virtual_stages=1), or take the schedule interleaved or zb-h1",
         )

@@ -79,11 +79,15 @@ class Grid:
             (
                 Problem(
                     code="GRID_SIZE",
-                    key=f"parallel.{name}",
-                    message=f"{name}={size} is below 1: each axis of the grid has at least one rank",
-                    fix=f"Set {name} to 1 or more",
+                    key=key if key.startswith("parallel.") else "cluster.gpus_per_node",
+                    message=f"{axis}={size} ({name}) is below 1: each axis of the grid has at least one rank",
+                    fix=f"Set {axis} to 1 or more; in a job it is {key}",
                 )
-                for name, size in (("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp))
+                for axis, name, key, size in (
+                    ("pp", "pipeline", "parallel.pipeline", self.pp),
+                    ("dp", "data-parallel", "what pipeline and tensor leave of the cluster's ranks", self.dp),
+                    ("tp", "tensor", "parallel.tensor", self.tp),
+                )
                 if size < 1
             ),
         )

@@ -30,6 +30,8 @@ def trace_failed(
     kind, reason = type(error).__name__, first_line(error)
     if of_user:
         fix = "Run it on such a batch to see whether it fails there too: example_batch is a mapping of keyword arguments, or a list of positional ones"
+        if kind == "TypeError" and "of tensors of the types" in reason:
+            fix = "Give example_batch the type of the weights (bf16 by default), cast it in the model, or name another precision"
         if kind in _DATA_DEPENDENT:
             fix = "Leave out what reads the values of tensors, such as .item(), `if` on a tensor, and indices by condition"
     elif kind in _DATA_DEPENDENT:

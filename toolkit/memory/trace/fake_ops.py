@@ -49,3 +49,24 @@ def inplace_collectives(function: Any, args: Sequence[Any], kwargs: Mapping[str,
     if function is aten.randint.generator and not args[1]:
         return torch.tensor(0)
     return NotImplemented
+
+
+# Products whose operands a card takes in one type alone; fake tensors promote them, so that a trace would pass what fails in a run.
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+def same_types(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Refuse products of tensors of several types, as torch does on real ones.
+
+    Raises:
+        TypeError: The types differ.
+
+    Source:
+        aten/src/ATen/native/LinearAlgebra.cpp addmm: "expected ... to have the same dtype".
+    """
+    if function in _PRODUCTS:
+        types = dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, torch.Tensor))
+        if len(types) > 1:
+            name = str(function).split(".")[1]
+            raise TypeError(f"{name} of tensors of the types {' and '.join(types)}, which torch multiplies only in one")
+    return NotImplemented

@@ -37,7 +37,7 @@ from toolkit.memory.trace.extrapolate import (
     expand_paths,
 )
 from toolkit.memory.trace.failure import trace_failed
-from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inplace_collectives
+from toolkit.memory.trace.fake_ops import FakeOpRule, disable_layer_dropout, inplace_collectives, same_types
 from toolkit.memory.trace.representatives import LayerStack, find_stacks, in_adapters, prune_layers
 from toolkit.memory.trace.segments import LayerSegmenter, StageBoundary
 from toolkit.memory.trace.spec import PADDED, TraceSpec
@@ -190,7 +190,7 @@ def trace_module(
             model.train()
             with linear_modules(zero3=False):
                 tracing = LayerSegmenter(
-                    model, [], marked=marks_modules, answers=[disable_layer_dropout, inplace_collectives]
+                    model, [], marked=marks_modules, answers=[disable_layer_dropout, inplace_collectives, same_types]
                 )
                 tracing.run(partial(step, model))
             made = TraceRun(model=model, stacks=[], runs=[(tracing, None)], noted=_NOTED).expanded([])
