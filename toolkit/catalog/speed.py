@@ -38,10 +38,13 @@ class CardSpeed(_Frozen):
         unaligned_share: Share of a product's rate where a size is not a multiple of 8, as some vocabularies.
         grouped_share: Share of a product's rate that one of stacked experts reaches.
         attention: Operations a second by kernel and width of a head, half of the scores counted.
+        masked_share: Share of cuDNN's rates that attention with a mask of its own reaches, where every score is computed.
         bytes_per_second: Of kernels that read and write in order.
         broadcast_elements_per_second: Of kernels one of whose inputs is broadcast, in 16 bits.
         broadcast_bytes_per_second: The same in fp32.
         strided_elements_per_second: Of kernels whose inputs are sliced or transposed.
+        join_elements_per_second: Of kernels that put sliced or transposed inputs one after the other.
+        reduction_elements_per_second: Of sums and the like.
         upcast_elements_per_second: Of casts to a wider type.
         softmax_elements_per_second: Of softmax and its backward pass.
         scatter_elements_per_second: Of sums into rows by index, the backward pass of indexing.
@@ -53,8 +56,14 @@ class CardSpeed(_Frozen):
         host_fused_seconds: The host's time to start a kernel of a compiled graph.
         host_triton_seconds: The host's time for a Triton kernel behind an autograd function of its own.
         host_gradient_seconds: The host's time for ZeRO's hook on the gradient of a parameter.
-        host_parameter_seconds: The host's time for a parameter in an optimizer step.
+        host_graph_seconds: The host's time to call a compiled layer, beside that for its kernels.
+        host_checkpoint_seconds: The host's time for a checkpoint around a layer.
+        host_adapter_seconds: The host's time for an adapter around a linear layer, a pass.
+        host_check_seconds: The host's time to look for overflow in the gradient of a parameter, in a step of ZeRO.
+        host_norm_seconds: The host's time for the norm of the gradient of a parameter.
         host_fetch_seconds: The host's time for the hooks of ZeRO-3 around a module, a pass.
+        host_gather_seconds: The host's time to gather the weights of a module from other ranks, beside that for the hooks.
+        host_layer_seconds: The host's time to gather and free a layer of FSDP2, a pass.
         host_step_seconds: The host's time for an optimizer step with no parameters.
         pcie_bytes_per_second: Between pinned host memory and the card, one way.
         pcie_both_bytes_per_second: The same each way while both are in use.
@@ -74,10 +83,13 @@ class CardSpeed(_Frozen):
     unaligned_share: Figure
     grouped_share: Figure
     attention: dict[str, dict[int, tuple[AttentionRow, ...]]]
+    masked_share: Figure
     bytes_per_second: Figure
     broadcast_elements_per_second: Figure
     broadcast_bytes_per_second: Figure
     strided_elements_per_second: Figure
+    join_elements_per_second: Figure
+    reduction_elements_per_second: Figure
     upcast_elements_per_second: Figure
     softmax_elements_per_second: Figure
     scatter_elements_per_second: Figure
@@ -89,8 +101,14 @@ class CardSpeed(_Frozen):
     host_fused_seconds: Figure
     host_triton_seconds: Figure
     host_gradient_seconds: Figure
-    host_parameter_seconds: Figure
+    host_graph_seconds: Figure
+    host_checkpoint_seconds: Figure
+    host_adapter_seconds: Figure
+    host_check_seconds: Figure
+    host_norm_seconds: Figure
     host_fetch_seconds: Figure
+    host_gather_seconds: Figure
+    host_layer_seconds: Figure
     host_step_seconds: Figure
     pcie_bytes_per_second: Figure
     pcie_both_bytes_per_second: Figure
@@ -109,18 +127,18 @@ class CardSpeed(_Frozen):
         return self
 
 
-# What follows a card's matrix units, its memory, its PCIe; the rest is the host's or a share.
+# What follows a card's matrix units, its memory, its multiprocessors, its PCIe; the rest is the host's or a share. Kernels that take
+# one element after the other are bound by the instructions of the multiprocessors, not by the memory (runs on H100s).
 _OF_PRODUCTS = ("product_flops_per_second", "fp8_flops_per_second")
-_OF_MEMORY = (
-    "bytes_per_second",
+_OF_MEMORY = ("bytes_per_second", "broadcast_bytes_per_second", "fused_bytes_per_second", "adam_bytes_per_second")
+_OF_MULTIPROCESSORS = (
     "broadcast_elements_per_second",
-    "broadcast_bytes_per_second",
     "strided_elements_per_second",
+    "join_elements_per_second",
+    "reduction_elements_per_second",
     "upcast_elements_per_second",
     "softmax_elements_per_second",
     "scatter_elements_per_second",
-    "fused_bytes_per_second",
-    "adam_bytes_per_second",
 )
 _OF_PCIE = ("pcie_bytes_per_second", "pcie_both_bytes_per_second")
 
@@ -190,6 +208,8 @@ def scaled(speed: CardSpeed, measured: Mapping[str, Any], gpu: Gpu) -> CardSpeed
     changed: dict[str, Any] = {name: _times(getattr(speed, name), products) for name in _OF_PRODUCTS}
     changed |= {name: _times(getattr(speed, name), memory) for name in _OF_MEMORY}
     changed |= {name: _times(getattr(speed, name), pcie) for name in _OF_PCIE}
+    multiprocessors = ratio("num_multiprocessors")
+    changed |= {name: _times(getattr(speed, name), multiprocessors) for name in _OF_MULTIPROCESSORS}
     if not gpu.supports("fp8"):
         changed["fp8_flops_per_second"] = None
     attention = dict(speed.attention)

@@ -21,9 +21,6 @@ FOREACH_FACTOR = 2.6
 # out of it, and once a step into the flat partition (profiles by benchmarks/job_speed.py of a 3B model, one and four
 # micro-batches: 22 and 43); with several micro-batches their sum (4 read, 2 written).
 BUCKET_BYTES, FLAT_BYTES, SUM_BYTES = 7, 15, 6
-# Of a partition at the step, a parameter: the casts of its gradient to fp32 and to fp64, whose norm is taken (elements), the
-# norm, unscaling and clipping, and the weight in training precision (bytes).
-STEP_CASTS, STEP_BYTES = 2.9, 8 + 8 + 8 + 6
 # Bytes a parameter that ZeRO-0 moves at the step beyond the above, and its share of the host's time for a parameter's part in the
 # step: it has no hooks and buckets, but casts, flattens and checks each gradient (fp16/fused_optimizer.py step, engine.py
 # allreduce_bucket). From two pairs of rows by benchmarks/job_speed.py: of 3.2e9 parameters +40 ms a step, of 0.5e9 -14 ms.
@@ -32,6 +29,16 @@ STAGE0_BYTES, STAGE0_HOST_SHARE = 53, 0.7
 # PCIe 4 a machine: its data sheet's sequential rates (Samsung PM9A3: 6.5 and 3.5 GB/s).
 NVME_READ_BYTES, NVME_WRITTEN_BYTES = 16, 12
 NVME_READ_BYTES_PER_SECOND, NVME_WRITE_BYTES_PER_SECOND = 6.5e9, 3.5e9
+# Bytes an element of a gradient that the step moves in its three parts, and casts to a wider type: the search for overflow,
+# which takes the least and the greatest; the norm, in fp64; and flattening, unscaling and clipping in fp32 with the weight in
+# training precision, beside Adam (profiles of four models' kernels).
+CHECK_BYTES = 6
+NORM_BYTES, NORM_CASTS = 16, 1
+UPDATE_BYTES, UPDATE_CASTS = 12 + 6 + 4, 1
+# The host's seconds for a parameter in bitsandbytes' optimizer, which takes one after the other (a run on an H200).
+EIGHT_BIT_SECONDS = 0.45e-3
+# Kernels that the host starts for a parameter in the search for overflow, and how many a card takes before the host must wait.
+CHECK_KERNELS, QUEUE_KERNELS = 13, 1024
 # Bytes a parameter of the host's memory that DeepSpeedCPUAdam with its copies takes beside Adam's own.
 HOST_COPY_BYTES = 15
 
@@ -44,13 +51,14 @@ class EngineTime:
         step: Seconds of the card after the passes, by part.
         beside: Seconds of collectives and copies that run beside the passes and that these wait for, by part.
         host_seconds: Seconds of the host during the passes.
-        host_step_seconds: Seconds of the host during the step.
+        stages: Seconds of the card and of the host for each part of the step after which the host waits for the card: the search
+            for overflow, the norm, and the rest; those of the card are among `step`.
     """
 
     step: dict[str, float] = field(default_factory=dict)
     beside: dict[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
-    host_step_seconds: float = 0.0
+    stages: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,19 +135,14 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
     offloaded = _offloaded(plan, settings)
     kept = 1.0 - offloaded
 
+    stages = _step_stages(plan, settings, speed, own=kept * own, trained=len(trained))
     reductions = accumulation if stage >= 2 else 1
     copies = elements * (
         BUCKET_BYTES * scale * reductions + (SUM_BYTES * scale * accumulation if accumulation > 1 else 0)
     )
     step = {
         "gradient copies": copies / speed.bytes_per_second,
-        "optimizer": kept
-        * own
-        * (
-            _adam_bytes(settings) / speed.adam_bytes_per_second
-            + STEP_BYTES / speed.bytes_per_second
-            + STEP_CASTS / speed.upcast_elements_per_second
-        ),
+        "optimizer": sum(card for card, _ in stages),
     }
     if stage == 0 and size < 4:
         _add(step, "gradient copies", STAGE0_BYTES * elements / speed.bytes_per_second)
@@ -148,7 +151,7 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
     # Stages 1 and 2 all-reduce whole buckets (stage_1_and_2.py allreduce_and_scatter); stage 3 scatters.
     hidden = stage == 3 or settings.overlap_comm
     _add(beside if hidden else step, "collectives", collective * (speed.exposed_share if hidden else 1.0))
-    host = speed.host_gradient_seconds * len(trained) * accumulation if stage and not _shards(plan) else 0.0
+    host = speed.host_gradient_seconds * len(trained) * reductions if stage and not _shards(plan) else 0.0
     if stage in (1, 2):
         gathered = links.ring_seconds(elements * size, dp, per_node=per_node)
         _add(step, "collectives", gathered)
@@ -157,11 +160,12 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         gathers = links.ring_seconds(total, dp, per_node=per_node) * passes
         _add(beside, "collectives", gathers * speed.exposed_share)
         _add(beside, "gathered weights", passes * total * (2 if dp == 1 else 1) / speed.bytes_per_second)
-        # FSDP2 gathers whole layers, DeepSpeed module by module.
-        fetches = (
-            int(trace.num_layers * (2 + plan.settings.gradient_checkpointing)) if _shards(plan) else _fetches(trace)
-        )
-        host += speed.host_fetch_seconds * fetches * accumulation
+        if _shards(plan):  # FSDP2 gathers whole layers, DeepSpeed module by module
+            layers = trace.num_layers * (2 + plan.settings.gradient_checkpointing)
+            host += speed.host_layer_seconds * layers * accumulation
+        else:
+            fetch = speed.host_fetch_seconds + (speed.host_gather_seconds if dp > 1 else 0.0)
+            host += fetch * _fetches(trace) * accumulation
         if settings.offload_param is not None:
             _add(beside, "offload", speed.exposed_share * passes * total / dp / speed.pcie_bytes_per_second)
         if settings.offload_param == "nvme":
@@ -182,10 +186,61 @@ def engine_time(plan: Plan, settings: EngineSettings, trace: MemoryTrace, speed:
         step=step,
         beside=beside,
         host_seconds=host,
-        host_step_seconds=speed.host_step_seconds
-        + (0.0 if _shards(plan) else speed.host_parameter_seconds * len(trained))
-        * (STAGE0_HOST_SHARE if stage == 0 and size < 4 else 1.0),
+        stages=stages,
     )
+
+
+def _step_stages(
+    plan: Plan, settings: EngineSettings, speed: CardSpeed, *, own: float, trained: int
+) -> tuple[tuple[float, float], ...]:
+    """Return the seconds of the card and of the host for each part of the step.
+
+    Args:
+        plan: Plan of the run.
+        settings: Settings of its engine.
+        speed: Figures of the card.
+        own: Elements that this rank's card updates.
+        trained: Number of parameters that are trained.
+
+    Source:
+        deepspeed runtime/zero/stage_1_and_2.py step: check_overflow and the norm each end by reading a value on the host.
+    """
+    update = own * (
+        _adam_bytes(settings) / speed.adam_bytes_per_second
+        + UPDATE_BYTES / speed.bytes_per_second
+        + UPDATE_CASTS / speed.upcast_elements_per_second
+    )
+    if plan.job.parallel.strategy != "zero":  # torch's own norm and optimizer take all parameters at once
+        norm = own * (NORM_BYTES / speed.bytes_per_second + NORM_CASTS / speed.upcast_elements_per_second)
+        return ((norm + update, speed.host_step_seconds),)
+    check = own * CHECK_BYTES / speed.bytes_per_second
+    norm = own * (NORM_BYTES / speed.bytes_per_second + NORM_CASTS / speed.upcast_elements_per_second)
+    share = STAGE0_HOST_SHARE if settings.zero_stage == 0 and settings.itemsize < 4 else 1.0
+    return (
+        (check, share * speed.host_check_seconds * trained),
+        (norm, share * speed.host_norm_seconds * trained),
+        (
+            update,
+            speed.host_step_seconds + (EIGHT_BIT_SECONDS * trained if settings.optimizer == "adamw_8bit" else 0.0),
+        ),
+    )
+
+
+def step_waits(stages: tuple[tuple[float, float], ...], speed: CardSpeed, *, lag: float) -> float:
+    """Return the seconds that the card waits for the host in the step.
+
+    Args:
+        stages: Seconds of the card and of the host for each part.
+        speed: Figures of the card.
+        lag: Seconds by which the card is behind the host when the step begins.
+    """
+    # The host runs ahead by the kernels that the card's queue holds, and waits after each part.
+    ahead = min(lag, QUEUE_KERNELS * speed.host_check_seconds / CHECK_KERNELS)
+    waits = 0.0
+    for card, host in stages:
+        waits += max(0.0, host - ahead - card)
+        ahead = 0.0
+    return waits
 
 
 def _add(parts: dict[str, float], name: str, seconds: float) -> None:

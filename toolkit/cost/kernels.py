@@ -4,19 +4,44 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 
 from toolkit.catalog.speed import AttentionRow, CardSpeed
+from toolkit.memory.kernels.device import Device
 from toolkit.memory.kernels.operations import Operation
 
 # Norm that joins arithmetic and bytes of a product: near the larger of the two (products of benchmarks/card_speed.py).
 PRODUCT_NORM = 3.0
+# The same for products of stacked experts, whose kernel hides less, and columns of one of its tiles (profiles of two models).
+GROUPED_NORM, GROUPED_TILE = 1.5, 256
+# Rate of fp32 products without TF32, on vector units: 66.9 of 989.4 TFLOP/s by the datasheet; what a
+# product needs beside its arithmetic weighs less there. Chosen so that the fp32 rows of docs/accuracy.md fit best.
+FP32_SHARE = 1 / 14
+FP32_HALF_SHARE = 0.3
 # Sizes of 16-bit matrices that tensor cores read in whole vectors are multiples of this (16 bytes).
 ALIGNED = 8
 # Attention in a model against attention alone, whose heads all have keys of their own (profiles by benchmarks/job_speed.py:
 # 0.88 and 0.95 with three query heads for each head of keys).
-ATTENTION_SHARE = 0.92
+ATTENTION_SHARE = 0.94
+# Width of a head up to which cuDNN's attention runs on the cards that prefer it, though the trace tells of another kernel that holds
+# as much: of a wide head, or with dropout (profiles of Gemma 3 and of Starcoder 2).
+CUDNN_WIDTH, CUDNN_PLAIN_WIDTH = 256, 128
+# Name of cuDNN's attention where it computes every score or draws for each.
+MASKED = "cudnn masked"
 # Kernels of attention that stand for one that was not measured, and width of a head where only another was.
-_LIKE = {"flash": "flash", "cudnn": "cudnn", "efficient": "efficient", "math": "efficient"}
+_LIKE = {"flash": "flash", "cudnn": "cudnn", MASKED: "cudnn", "efficient": "efficient", "math": "efficient"}
+
+
+def as_run(operation: Operation, device: Device) -> Operation:
+    """Return an operation with the name of the kernel that runs it on a card."""
+    if operation.kind != "attention" or not device.prefers_cudnn or operation.itemsize != 2:
+        return operation
+    *_, width, value_width, causal = operation.dims
+    widest = max(width, value_width)
+    if widest > CUDNN_WIDTH:
+        return operation
+    drops = operation.name == "flash" and widest <= CUDNN_PLAIN_WIDTH
+    return replace(operation, name="cudnn" if causal and not drops else MASKED)
 
 
 def kernel_seconds(operation: Operation, speed: CardSpeed) -> float:
@@ -37,6 +62,8 @@ def kernel_seconds(operation: Operation, speed: CardSpeed) -> float:
     by_element = {
         "broadcast": speed.broadcast_elements_per_second,
         "strided": speed.strided_elements_per_second,
+        "join": speed.join_elements_per_second,
+        "reduction": speed.reduction_elements_per_second,
         "upcast": speed.upcast_elements_per_second,
         "scatter": speed.scatter_elements_per_second,
         "softmax": speed.softmax_elements_per_second,
@@ -54,16 +81,19 @@ def product_seconds(operation: Operation, speed: CardSpeed) -> float:
     rate = speed.product_flops_per_second
     if operation.name == "_scaled_mm" and speed.fp8_flops_per_second is not None:
         rate = speed.fp8_flops_per_second
-    elif operation.itemsize == 4:
-        rate /= 12  # without TF32 (vector units): 66.9 of 989.4 TFLOP/s by the datasheet
+    half = speed.product_half_size
+    if operation.itemsize == 4:
+        rate *= FP32_SHARE
+        half *= FP32_HALF_SHARE
     if operation.name == "_grouped_mm":
-        rate *= speed.grouped_share
+        rate *= speed.grouped_share * columns / (-(-columns // GROUPED_TILE) * GROUPED_TILE)
     if rows % ALIGNED or columns % ALIGNED or inner % ALIGNED:
         rate *= speed.unaligned_share
     smallest = min(rows, columns)
-    rate *= inner / (inner + speed.product_half_size) * min(1.0, smallest / 64)
+    rate *= inner / (inner + half) * min(1.0, smallest / 64)
     arithmetic, memory = operation.flops / rate, operation.moved / speed.bytes_per_second
-    joined: float = (arithmetic**PRODUCT_NORM + memory**PRODUCT_NORM) ** (1 / PRODUCT_NORM)
+    norm = GROUPED_NORM if operation.name == "_grouped_mm" else PRODUCT_NORM
+    joined: float = (arithmetic**norm + memory**norm) ** (1 / norm)
     return joined + speed.kernel_seconds
 
 
@@ -75,7 +105,8 @@ def _attention_seconds(operation: Operation, speed: CardSpeed) -> float:
     narrow = min(1.0, max(width, value_width) / nearest)
     forward, backward = at_length(widths[nearest], max(queries, keys))
     rate = backward if operation.phase == "backward" else forward
-    return operation.flops / (rate * narrow * ATTENTION_SHARE)
+    masked = speed.masked_share if operation.name == MASKED else 1.0
+    return operation.flops / (rate * narrow * masked * ATTENTION_SHARE)
 
 
 def at_length(rows: Sequence[AttentionRow], length: int) -> tuple[float, float]:

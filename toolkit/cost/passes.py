@@ -9,6 +9,8 @@ from toolkit.catalog.speed import CardSpeed
 from toolkit.cost.kernels import kernel_seconds
 from toolkit.memory.kernels.operations import Operation, Phase
 
+# The host's time for a product with quantized weights, in times of a Triton kernel (a run of QLoRA on an H200).
+QUANTIZED_CALLS = 5
 PARTS = ("products", "attention", "element-wise", "fused kernels", "loss")
 
 
@@ -73,7 +75,8 @@ def host_seconds(operation: Operation, speed: CardSpeed) -> float:
     if operation.kind == "fused":
         if not operation.name.startswith(("liger", "recurrence", "dequantize")):
             return speed.host_fused_seconds
-        return speed.host_triton_seconds * (3 if operation.phase == "backward" else 1)
+        backward = 3 if operation.phase == "backward" else 1
+        return speed.host_triton_seconds * (QUANTIZED_CALLS if operation.name.startswith("dequantize") else backward)
     return speed.host_kernel_seconds
 
 

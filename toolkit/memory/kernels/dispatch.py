@@ -149,11 +149,7 @@ def _sdpa(device: Device) -> Callable[..., torch.Tensor]:
         if bias is not None and bias.requires_grad:
             # attention.cpp preprocess_mask: the kernel gives a learned bias its gradient for every sequence and head.
             bias = bias.expand(*query.shape[:-1], key.shape[-2])
-        # Heads of up to 256 run on cuDNN on Hopper too (benchmarks/card_speed.py): as fast as that, and as large as flash.
-        halves = query.dtype in (torch.bfloat16, torch.float16)
-        wide = max(query.shape[-1], value.shape[-1]) <= FLASH_MAX_HEAD_DIM
-        runs = "cudnn" if device.prefers_cudnn and halves and wide else kernel
-        return FusedAttention.apply(query, key, value, bias, runs, is_causal)  # type: ignore[no-any-return, no-untyped-call]
+        return FusedAttention.apply(query, key, value, bias, kernel, is_causal)  # type: ignore[no-any-return, no-untyped-call]
 
     return attend
 

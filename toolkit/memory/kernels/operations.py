@@ -23,8 +23,9 @@ OperationKind = Literal["product", "attention", "eager", "fused", "collective", 
 Phase = Literal["forward", "backward", "recomputation"]
 Place = Literal["layers", "loss", "model"]
 # How a kernel of torch walks through memory, on which its speed depends: flat: equal shapes, one after the other; broadcast:
-# a smaller input; strided: sliced or transposed inputs; upcast: to a wider type; the others by what they do.
-Access = Literal["flat", "broadcast", "strided", "upcast", "softmax", "reduction", "gather", "scatter"]
+# a smaller input; strided: sliced or transposed inputs; join: such inputs one after the other; upcast: to a wider type; the others
+# by what they do.
+Access = Literal["flat", "broadcast", "strided", "join", "upcast", "softmax", "reduction", "gather", "scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -251,7 +252,11 @@ _SOFTMAX = frozenset(
     {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "_safe_softmax"}
 )
 _COPIES = frozenset({"_to_copy", "clone", "copy_", "contiguous"})
-_JOINS = frozenset({"cat", "stack", "constant_pad_nd", "slice_backward", "select_backward", "repeat", "roll"})
+_JOINS = frozenset({"cat", "stack", "constant_pad_nd", "repeat", "roll"})
+# Fill their result with zeros and copy their input into a part of it (aten/src/ATen/native/TensorShape.cpp slice_backward).
+_SLICE_GRADIENTS = frozenset({"slice_backward", "select_backward"})
+# Fill their result with zeros, and write an element of each row.
+_ROW_GRADIENTS = frozenset({"nll_loss_backward"})
 # Change only a part of their first argument: as much as their last tensor has.
 _SCATTERS = frozenset({"index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_"})
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot", "_int_mm"})
@@ -289,7 +294,29 @@ def _rule_of(function: Any) -> _Rule:
         return _product(name)
     if name in _CONVOLUTIONS:
         return _convolution(name)
+    if name in _SLICE_GRADIENTS or name in _ROW_GRADIENTS:
+        return _filled(name, copies=name in _SLICE_GRADIENTS)
     return _kernel(name, mutable=function._schema.is_mutable)
+
+
+def _filled(name: str, *, copies: bool) -> _Rule:
+    def rule(recorder: OperationRecorder, args: Sequence[Any], kwargs: Any, result: Any) -> None:
+        gradient = args[0]
+        size = result.element_size()
+        recorder.operation("eager", name, itemsize=size, bytes_written=_nbytes(result), elements=result.numel())
+        if copies:
+            read = _nbytes(gradient)
+            recorder.operation(
+                "eager",
+                "copy_",
+                itemsize=size,
+                bytes_read=read,
+                bytes_written=gradient.numel() * size,
+                access="strided",
+                elements=gradient.numel(),
+            )
+
+    return rule
 
 
 def _no_note(recorder: OperationRecorder, args: Sequence[Any], kwargs: Any, result: Any) -> None:
@@ -355,7 +382,7 @@ def _access(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.T
     if name in _SCATTERS:
         return "gather"
     if name in _JOINS:
-        return "strided"
+        return "flat" if name == "cat" and all(tensor.is_contiguous() for tensor in inputs) else "join"
     if not inputs or not outputs:
         return "flat"
     result = outputs[0]
